@@ -1,0 +1,17 @@
+"""Masked mixers: language models whose token mixing is a learned triangular convolution (arXiv 2409.01482).
+
+Importing this package registers the model with transformers' Auto classes.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from mixer.configuration import MaskedMixerConfig
+from mixer.modeling import MaskedMixerForCausalLM, MaskedMixerModel
+from mixer.ops import triangular_conv
+from mixer.version import __version__
+
+__all__ = ["MaskedMixerConfig", "MaskedMixerForCausalLM", "MaskedMixerModel", "__version__", "triangular_conv"]
+
+AutoConfig.register(MaskedMixerConfig.model_type, MaskedMixerConfig)
+AutoModel.register(MaskedMixerConfig, MaskedMixerModel)
+AutoModelForCausalLM.register(MaskedMixerConfig, MaskedMixerForCausalLM)

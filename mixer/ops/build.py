@@ -1,0 +1,364 @@
+"""Builds the CUDA kernels in `csrc` into one shared library, once per machine, and finds it again.
+
+The library has a plain C interface and includes no torch header, so it depends on the GPU's architecture and on nvcc,
+not on the version of torch; it builds in seconds, also on a machine without a GPU:
+
+    python -m mixer.ops.build --arch 9.0
+
+It lies in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of the architecture, the sources
+and the compiler, so that a change of any of them builds anew and nothing ever loads a stale one.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mixer.errors import UserError
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = "libmixer_kernels.so"
+LOG = "build.log"
+COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
+LOG_TAIL = 30  # lines of the compiler's output that an error quotes
+OLDEST = 70  # the kernels are written for sm_70 and newer
+
+# What compilers say when the mend lies outside our sources, and the mend.
+KNOWN_FAILURES = [
+    ("unsupported GNU version", "This nvcc does not accept this g++; name an older one: "
+     "`export NVCC_PREPEND_FLAGS='-ccbin g++-12'`."),
+    ("No space left on device", "The disk is full; name another: `export MIXER_CACHE=/a/directory/with/space`."),
+    ("No such file or directory", "Headers of the CUDA toolkit are missing; for the nvcc that comes as a wheel: "
+     "`pip install nvidia-cuda-runtime nvidia-cuda-cccl`."),
+    ("host compiler", "nvcc needs a host compiler: `apt-get install g++`."),
+    ("gcc: not found", "nvcc needs a host compiler: `apt-get install g++`."),
+]  # fmt: skip
+
+
+class BuildError(UserError):
+    """The kernels cannot be built here; the message says what is missing and the one command that mends it."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """An nvcc: its path, its version (13, 0), and the architectures it knows, e.g. (75, 80, 90)."""
+
+    path: Path
+    version: tuple[int, int]
+    architectures: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+
+
+# ------------------------------------------------------------------------------------------------ tools
+
+
+def nvcc_candidates() -> Iterator[Path]:
+    """Where an nvcc may be, in the order in which we take it."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield Path(os.environ[variable]) / "bin" / "nvcc"
+    if found := shutil.which("nvcc"):
+        yield Path(found)
+    wheels = importlib.util.find_spec("nvidia")  # a namespace package: one entry for each site-packages
+    for folder in (wheels.submodule_search_locations or []) if wheels else []:
+        yield Path(folder) / "cu13" / "bin" / "nvcc"
+        yield Path(folder) / "cuda_nvcc" / "bin" / "nvcc"
+    yield Path("/usr/local/cuda/bin/nvcc")
+
+
+def find_compiler() -> Compiler:
+    """The first nvcc that runs. Raises BuildError when there is none."""
+    for path in nvcc_candidates():
+        if os.access(path, os.X_OK):
+            return inspect_compiler(path)
+    raise BuildError(
+        "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $CUDA_PATH, $PATH or the nvidia-cuda-nvcc wheel. "
+        "Install it with `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl`, or point CUDA_HOME at a "
+        "CUDA toolkit."
+    )
+
+
+@functools.cache
+def inspect_compiler(path: Path) -> Compiler:
+    """Asks an nvcc for its version and architectures."""
+    try:
+        version = re.search(r"release (\d+)\.(\d+)", output_of([str(path), "--version"]))
+        architectures = re.findall(r"compute_(\d+)\b", output_of([str(path), "--list-gpu-arch"]))
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{path} does not run ({error}). Point CUDA_HOME at a working CUDA toolkit.") from error
+    if version is None or not architectures:
+        raise BuildError(f"{path} does not answer like nvcc. Point CUDA_HOME at a working CUDA toolkit.")
+    return Compiler(path, (int(version[1]), int(version[2])), tuple(sorted(map(int, architectures))))
+
+
+def output_of(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def find_ninja() -> list[str]:
+    """The command that runs ninja. Raises BuildError when there is none."""
+    if importlib.util.find_spec("ninja"):
+        return [sys.executable, "-m", "ninja"]
+    if found := shutil.which("ninja"):
+        return [found]
+    raise BuildError("the CUDA kernels are built with ninja, which is not installed. Install it with `pip install ninja`.")
+
+
+def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[str]:
+    """The -gencode flag for one GPU. A GPU newer than nvcc gets PTX of the newest architecture nvcc knows."""
+    wanted = capability[0] * 10 + capability[1]
+    if wanted < OLDEST:
+        raise BuildError(
+            f"the CUDA kernels need compute capability 7.0 or newer; this GPU has {dotted(capability)}. Use backend='panels'."
+        )
+    oldest = dotted(divmod(compiler.architectures[0], 10))
+    known = [architecture for architecture in compiler.architectures if architecture <= wanted]
+    if not known:
+        raise BuildError(
+            f"nvcc {dotted(compiler.version)} ({compiler.path}) no longer compiles for compute capability "
+            f"{dotted(capability)} (the oldest it knows is {oldest}). Install CUDA 12.x (12.9 is the "
+            f"last that knows 7.0) and point CUDA_HOME at it, e.g. `export CUDA_HOME=/usr/local/cuda-12.9`."
+        )
+    if known[-1] != wanted:
+        return [f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
+    # 9.0a: Hopper's own instructions (wgmma, TMA), which plain sm_90 leaves out.
+    name = "90a" if wanted == 90 and compiler.version >= (12, 0) else str(wanted)
+    return [f"-gencode=arch=compute_{name},code=sm_{name}"]
+
+
+def dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+# ------------------------------------------------------------------------------------------------ cache
+
+
+def cache_directory() -> Path:
+    """The cache, made (mode 0700: what lies there is loaded as code) if it is not there."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixer"
+    directory = Path(os.environ.get("MIXER_CACHE") or default) / "kernels"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise BuildError(
+            f"cannot write to {directory} ({error}). Name another: `export MIXER_CACHE=/a/directory/of/yours`."
+        ) from error
+    return directory
+
+
+def source_files(sources: Path) -> list[Path]:
+    return sorted(path for path in sources.iterdir() if path.suffix in (".cu", ".cuh", ".h"))
+
+
+def digest(*parts: bytes) -> str:
+    """16 hex digits over the parts and where each ends."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.hexdigest()[:16]
+
+
+def source_name(capability: tuple[int, int], sources: Path) -> str:
+    """The part of a build's name that does not depend on the compiler."""
+    content = [part for path in source_files(sources) for part in (path.name.encode(), path.read_bytes())]
+    return f"sm{capability[0]}{capability[1]}-{digest(platform.machine().encode(), *content)}"
+
+
+def build_name(capability: tuple[int, int], sources: Path, compiler: Compiler, flags: list[str]) -> str:
+    toolchain = " ".join([str(compiler.path), dotted(compiler.version), *flags])
+    return f"{source_name(capability, sources)}-{digest(toolchain.encode())}"
+
+
+def prebuilt(capability: tuple[int, int], sources: Path) -> Path | None:
+    """A library of these very sources that some compiler left in the cache: enough for a machine without nvcc."""
+    found = sorted(cache_directory().glob(f"{source_name(capability, sources)}-*/{LIBRARY}"))
+    return found[-1] if found else None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds an flock: the kernel drops it with the process that holds it, so a killed builder blocks nobody."""
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ building
+
+
+def library(capability: tuple[int, int], sources: Path = SOURCES) -> Path:
+    """The library for a GPU of this compute capability, built first if the cache has none.
+
+    Processes that ask at the same time wait for one of them to build. Raises BuildError.
+    """
+    try:
+        compiler = find_compiler()
+    except BuildError:
+        if found := prebuilt(capability, sources):
+            return found
+        raise
+    flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
+    directory = cache_directory() / build_name(capability, sources, compiler, flags)
+    if not (directory / LIBRARY).exists():
+        with locked(directory.with_suffix(".lock")):
+            if not (directory / LIBRARY).exists():
+                build(directory, sources, compiler, flags)
+    return directory / LIBRARY
+
+
+def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) -> None:
+    """Builds into a temporary directory and renames it to `directory`: what has that name is complete."""
+    ninja = find_ninja()
+    architecture = flags[-1].rpartition("=")[2]
+    for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):  # of a builder that was killed; we hold the lock
+        shutil.rmtree(leftover, ignore_errors=True)
+    print(f"mixer: building CUDA kernels for {architecture} (once, some 10 seconds)", file=sys.stderr, flush=True)
+    # A name of its own each time: the compilers of a killed builder may live on for a while and write into the old one.
+    temporary = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=".tmp", dir=directory.parent))
+    try:
+        (temporary / "build.ninja").write_text(ninja_file(sources, compiler, flags))
+        result = subprocess.run([*ninja, "-v", "-C", str(temporary)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output = result.stdout.decode(errors="replace")
+        (temporary / LOG).write_text(output)
+        if result.returncode != 0:
+            raise compiler_error(directory, compiler, output)
+        for rubbish in temporary.glob("*.o"):
+            rubbish.unlink()
+        with contextlib.suppress(OSError):  # another node on a shared file system, where flock does not reach, was first
+            temporary.rename(directory)
+        if not (directory / LIBRARY).exists():
+            raise BuildError(f"cannot rename {temporary} to {directory}. Name another cache: `export MIXER_CACHE=/a/directory`.")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
+    """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be found later."""
+    root = compiler.path.resolve().parent.parent
+    # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
+    search = [f"-L{escaped(root / 'lib')}"] if (root / "lib" / "libcudart_static.a").exists() else []
+    units = [path for path in source_files(sources) if path.suffix == ".cu"]
+    lines = [
+        f"nvcc = {escaped(compiler.path)}",
+        f"flags = {' '.join(flags)}",
+        "rule compile",
+        "  command = $nvcc $flags -c $in -o $out",
+        "rule link",
+        f"  command = $nvcc -shared -cudart=static {flags[-1]} {' '.join(search)} $in -o $out",
+        *(f"build {unit.stem}.o: compile {escaped(unit)}" for unit in units),
+        f"build {LIBRARY}: link {' '.join(f'{unit.stem}.o' for unit in units)}",
+        f"default {LIBRARY}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def escaped(path: Path) -> str:
+    """A path as ninja reads it; $in and $out are then quoted for the shell by ninja itself."""
+    return str(path).replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
+
+
+def compiler_error(directory: Path, compiler: Compiler, output: str) -> BuildError:
+    """The end of the log, where the whole of it lies, and what mends it."""
+    log = directory.with_suffix(".failed.log")
+    log.write_text(output)
+    # Lines that start the commands are long and say nothing of the failure.
+    noise = re.compile(r"\[\d+/|ptxas info|.* bytes stack frame")
+    lines = [line for line in output.splitlines() if not noise.match(line)]
+    mend = next((mend for sign, mend in KNOWN_FAILURES if sign in output), None)
+    return BuildError(
+        f"nvcc {dotted(compiler.version)} ({compiler.path}) could not build the CUDA kernels; its last words:\n"
+        + "\n".join(lines[-LOG_TAIL:])
+        + f"\nThe whole log: {log}\n"
+        + (mend or "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`.")
+    )
+
+
+# ------------------------------------------------------------------------------------------------ report
+
+
+def kernels_of(log: str) -> list[Kernel]:
+    """Registers and spills of each kernel, from a build's log."""
+    pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+    found = re.findall(pattern, log, re.DOTALL)
+    return [Kernel(name, int(registers), int(stores) + int(loads)) for name, stores, loads, registers in found]
+
+
+def readable(names: list[str]) -> list[str]:
+    """Mangled names as C++ writes them, where c++filt is there to tell."""
+    filter_path = shutil.which("c++filt")
+    if not filter_path or not names:
+        return names
+    text = subprocess.run([filter_path], input="\n".join(names), capture_output=True, text=True).stdout
+    return [name.partition("(Triangular")[0].replace("(anonymous namespace)::", "") for name in text.splitlines()]
+
+
+def report(capability: tuple[int, int], sources: Path = SOURCES) -> None:
+    """Builds for one architecture and prints what came of it."""
+    start = time.perf_counter()
+    path = library(capability, sources)
+    print(f"architecture {dotted(capability)}: {path} ({time.perf_counter() - start:.1f} s)")
+    kernels = kernels_of((path.parent / LOG).read_text())
+    names = readable([kernel.name for kernel in kernels])
+    for name, kernel in sorted(zip(names, kernels, strict=True), key=lambda pair: pair[0]):
+        print(f"  {kernel.registers:4d} registers  {kernel.spilled_bytes:4d} bytes spilled  {name}")
+
+
+def present_capabilities() -> list[tuple[int, int]]:
+    """Compute capabilities of this machine's GPUs."""
+    import torch
+
+    return sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
+
+
+def parse_capability(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)\.(\d)a?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability; write it as 9.0")
+    return int(match[1]), int(match[2])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line: builds and reports. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mixer.ops.build", description="Build CUDA kernels ahead of time.")
+    parser.add_argument(
+        "--arch", nargs="+", type=parse_capability, metavar="9.0", help="compute capabilities (default: the GPUs here)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        capabilities = options.arch or present_capabilities()
+        if not capabilities:
+            raise BuildError("there is no GPU here to build for. Name one: `python -m mixer.ops.build --arch 9.0`.")
+        compiler = find_compiler()
+        print(f"nvcc {dotted(compiler.version)}: {compiler.path}")
+        for capability in capabilities:
+            report(capability)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

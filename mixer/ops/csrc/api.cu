@@ -1,0 +1,121 @@
+// The library's C interface, loaded by mixer/ops/cuda.py. Every function returns a cudaError_t as an int; 0 is success.
+#include "kernels.h"
+
+#define MIXER_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// The kernels that serve one call.
+struct KernelSet {
+  cudaError_t (*forward)(const TriangularConvParams&);
+  cudaError_t (*grad_input)(const TriangularConvParams&);
+  int64_t (*grad_weight_workspace)(const TriangularConvParams&);
+  cudaError_t (*grad_weight)(const TriangularConvParams&);
+};
+
+constexpr KernelSet kPortable = {portable::forward, portable::grad_input, portable::grad_weight_workspace,
+                                 portable::grad_weight};
+
+// The one place that chooses kernels by architecture, type and shape. A faster set goes in front of the portable one:
+//   if (params.capability == 90 && hopper::supports(params)) return hopper::kKernels;
+const KernelSet& kernels_for(const TriangularConvParams& params) {
+  (void)params;
+  return kPortable;
+}
+
+bool has_no_outputs(const TriangularConvParams& params) {
+  return params.batch == 0 || params.tokens == 0 || params.channels == 0 || params.heads == 0;
+}
+
+bool is_valid(const TriangularConvParams& params) {
+  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.taps >= 1 && params.heads >= 1 &&
+                     params.tokens >= 0 && params.tokens <= params.context && params.columns >= params.tokens;
+  return sizes && params.channels % params.heads == 0;
+}
+
+// The caller's runtime (torch's) and this library's own copy share the driver's current context; setting the device here
+// leaves nothing to chance, e.g. on an autograd thread. The caller holds a device guard, so nothing needs restoring.
+cudaError_t enter(const TriangularConvParams& params) {
+  return is_valid(params) ? cudaSetDevice(params.device) : cudaErrorInvalidValue;
+}
+
+// Packs [[1, unread], [2, 3]] on the current device; true if the answer is right.
+cudaError_t try_pack(int device, bool* right) {
+  const float weight[4] = {1.0f, 9.0f, 2.0f, 3.0f};
+  const float expected[16] = {1.0f, 0, 0, 0, 0, 0, 0, 0, 2.0f, 3.0f, 0, 0, 0, 0, 0, 0};
+  float packed[16] = {};
+  char* memory = nullptr;
+  cudaError_t status = cudaMalloc(reinterpret_cast<void**>(&memory), sizeof(weight) + sizeof(packed));
+  if (status != cudaSuccess) return status;
+  TriangularConvParams params = {};
+  params.weight = memory;
+  params.packed = memory + sizeof(weight);
+  params.tokens = params.context = 2;
+  params.heads = params.taps = 1;
+  params.columns = 8;
+  params.dtype = params.weight_dtype = MIXER_FLOAT32;
+  params.device = device;
+  status = cudaMemcpy(memory, weight, sizeof(weight), cudaMemcpyHostToDevice);
+  if (status == cudaSuccess) status = pack(params);
+  if (status == cudaSuccess) status = cudaMemcpy(packed, params.packed, sizeof(packed), cudaMemcpyDeviceToHost);
+  cudaFree(memory);
+  *right = true;
+  for (int i = 0; i < 16; ++i) *right = *right && packed[i] == expected[i];
+  return status;
+}
+
+}  // namespace
+
+MIXER_EXPORT int mixer_pack(const TriangularConvParams* params) {
+  const cudaError_t status = enter(*params);
+  return status == cudaSuccess ? pack(*params) : status;
+}
+
+MIXER_EXPORT int mixer_forward(const TriangularConvParams* params) {
+  const cudaError_t status = enter(*params);
+  if (status != cudaSuccess || has_no_outputs(*params)) return status;
+  return kernels_for(*params).forward(*params);
+}
+
+MIXER_EXPORT int mixer_grad_input(const TriangularConvParams* params) {
+  const cudaError_t status = enter(*params);
+  if (status != cudaSuccess || has_no_outputs(*params)) return status;
+  return kernels_for(*params).grad_input(*params);
+}
+
+// Bytes of workspace that mixer_grad_weight needs for these sizes.
+MIXER_EXPORT int64_t mixer_grad_weight_workspace(const TriangularConvParams* params) {
+  return is_valid(*params) ? kernels_for(*params).grad_weight_workspace(*params) : 0;
+}
+
+// Writes all of dweight, and of dbias where it is given, zeros included.
+MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
+  cudaError_t status = enter(*params);
+  if (status == cudaSuccess) status = kernels_for(*params).grad_weight(*params);
+  if (status == cudaSuccess && params->dbias != nullptr) status = grad_bias(*params);
+  return status;
+}
+
+// Runs one small kernel and waits for it: tells whether this build, this driver and this device go together.
+MIXER_EXPORT int mixer_probe(int device) {
+  int previous = 0;
+  cudaError_t status = cudaGetDevice(&previous);
+  if (status == cudaSuccess) status = cudaSetDevice(device);
+  if (status != cudaSuccess) return status;
+  bool right = false;
+  status = try_pack(device, &right);
+  cudaSetDevice(previous);
+  if (status != cudaSuccess) cudaGetLastError();  // taken note of; the next call starts clean
+  return status == cudaSuccess && !right ? cudaErrorUnknown : status;
+}
+
+MIXER_EXPORT const char* mixer_error_string(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
+MIXER_EXPORT int mixer_abi_version() { return MIXER_ABI_VERSION; }
+MIXER_EXPORT int mixer_params_size() { return static_cast<int>(sizeof(TriangularConvParams)); }
+MIXER_EXPORT int mixer_runtime_version() { return CUDART_VERSION; }
+
+// The newest CUDA version that the driver supports (13000 is 13.0); 0 without a driver.
+MIXER_EXPORT int mixer_driver_version() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}

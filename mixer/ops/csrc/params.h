@@ -1,0 +1,39 @@
+// The one argument of every entry point: plain C, mirrored field by field by `Params` in mixer/ops/cuda.py.
+//
+// Shapes: x, y, residual, dy, dx (batch, tokens, channels), channels contiguous; weight, dweight (heads, taps, context, context),
+// out then in; bias, dbias (heads, context); packed (heads, taps, tokens, columns), the lower triangle of the weight's
+// top-left corner in x's type, exact zeros elsewhere, columns = tokens rounded up to 8.
+//
+// A pointer that an operation does not use is null. A change of this struct is a change of MIXER_ABI_VERSION.
+#pragma once
+
+#include <stdint.h>
+
+#define MIXER_ABI_VERSION 1
+
+enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
+
+typedef struct TriangularConvParams {
+  const void* x;         // dtype
+  const void* weight;    // weight_dtype; read by pack alone
+  void* packed;          // dtype; written by pack, read by forward and grad_input
+  const void* bias;      // bias_dtype, or null
+  const void* residual;  // dtype, or null
+  void* y;               // dtype, contiguous
+  const void* dy;        // dtype
+  void* dx;              // dtype, contiguous
+  void* dweight;         // gradient_dtype, contiguous
+  void* dbias;           // gradient_dtype, contiguous, or null
+  void* workspace;       // mixer_grad_weight_workspace() bytes, 16-byte aligned
+  void* stream;          // a cudaStream_t
+
+  int64_t x_batch_stride, x_token_stride;  // in elements, like all strides; 0 is a broadcast
+  int64_t residual_batch_stride, residual_token_stride;
+  int64_t dy_batch_stride, dy_token_stride;
+
+  int32_t batch, tokens, channels, context, heads, taps, columns;
+  int32_t dtype, weight_dtype, bias_dtype, gradient_dtype;
+  int32_t device;        // index of the CUDA device
+  int32_t capability;    // 10 * major + minor of that device
+  int32_t processors;    // its streaming multiprocessors
+} TriangularConvParams;

@@ -1,0 +1,166 @@
+// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i < tokens, exact zeros elsewhere.
+//
+// Two kernels. The first computes the lower 64 x 64 tiles; the long sum over (batch, channels) is cut into `splits` equal
+// ranges, so that even a short context fills the GPU, and each range's partial tile goes to the workspace in fp32. The
+// second adds the partials in a fixed order (no atomics: two runs agree bit for bit), casts, and writes the zeros.
+//
+// Workspace: (splits, heads, taps, lower tiles, 64, 64) fp32.
+#include "kernels.h"
+#include "portable_tile.cuh"
+
+namespace portable {
+namespace {
+
+constexpr int kFinishThreads = 256;
+constexpr int kBlocksPerProcessor = 8;   // blocks wanted for each multiprocessor
+constexpr int kMinSlicesPerSplit = 16;   // a shorter range costs more to add up than it saves
+constexpr int kMaxSplits = 64;
+constexpr int kTileSize = kTile * kTile;
+
+__host__ __device__ __forceinline__ int64_t lower_tiles(int tokens) {
+  const int64_t tiles = ceil_div(tokens, kTile);
+  return tiles * (tiles + 1) / 2;
+}
+
+// Slices of the whole sum: each sample's channels are cut into slices of kDepth.
+__host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvParams& params) {
+  return params.batch * ceil_div(params.channels / params.heads, kDepth);
+}
+
+__host__ bool is_empty(const TriangularConvParams& params) {
+  return params.batch == 0 || params.tokens == 0 || params.channels == 0;
+}
+
+__host__ int choose_splits(const TriangularConvParams& params) {
+  const int64_t blocks = lower_tiles(params.tokens) * params.heads * params.taps;
+  const int64_t wanted = ceil_div(static_cast<int64_t>(params.processors) * kBlocksPerProcessor, blocks);
+  const int64_t most = min(slice_count(params) / kMinSlicesPerSplit, static_cast<int64_t>(kMaxSplits));
+  return static_cast<int>(max(min(wanted, most), static_cast<int64_t>(1)));
+}
+
+// slice[k][row] = values[row0 + row, channel0 + k + shift]; zero beyond `tokens` and outside the head. A channel beyond
+// the head must be zero in both slices even where the shift brings one of them back inside: NaN there must not count.
+template <typename Element>
+__device__ __forceinline__ void load_rows(float (&slice)[kDepth][kPitch], const Element* values, int64_t token_stride,
+                                          int row0, int tokens, int channel0, int shift, int width) {
+  const int across = threadIdx.x % kDepth;
+  const int channel = channel0 + across + shift;
+  const bool inside = channel0 + across < width && channel >= 0 && channel < width;
+#pragma unroll
+  for (int down = threadIdx.x / kDepth; down < kTile; down += kThreads / kDepth) {
+    float value = 0.0f;
+    if (inside && row0 + down < tokens) value = to_float(values[(row0 + down) * token_stride + channel]);
+    slice[across][down] = value;
+  }
+}
+
+// Blocks, fastest first: lower tiles, taps, heads, splits. All have the same work.
+template <typename Element>
+__global__ void __launch_bounds__(kThreads, kBlocksResident) partial_kernel(const TriangularConvParams params, int splits) {
+  __shared__ Slices slices;
+  const int width = params.channels / params.heads;  // channels of a head
+  const int tiles = static_cast<int>(lower_tiles(params.tokens));
+  int block = blockIdx.x;
+  const int tile = block % tiles;
+  block /= tiles;
+  const int tap = block % params.taps;
+  block /= params.taps;
+  const int head = block % params.heads;
+  const int split = block / params.heads;
+
+  // Tiles count along the rows of the triangle: tile = row_tile * (row_tile + 1) / 2 + column_tile.
+  int row_tile = static_cast<int>((sqrtf(8.0f * tile + 1.0f) - 1.0f) / 2.0f);
+  while (row_tile * (row_tile + 1) / 2 > tile) --row_tile;
+  while ((row_tile + 1) * (row_tile + 2) / 2 <= tile) ++row_tile;
+  const int row0 = row_tile * kTile;
+  const int column0 = (tile - row_tile * (row_tile + 1) / 2) * kTile;
+
+  const int shift = tap_shift(tap, params.taps);
+  const Element* dy = static_cast<const Element*>(params.dy) + static_cast<int64_t>(head) * width;
+  const Element* x = static_cast<const Element*>(params.x) + static_cast<int64_t>(head) * width;
+  const int slices_per_sample = static_cast<int>(ceil_div(width, kDepth));
+  const int64_t count = slice_count(params);
+  const int64_t first = count * split / splits;
+  const int64_t last = count * (split + 1) / splits;
+
+  Accumulator sum;
+  for (int64_t slice = first; slice < last; ++slice) {
+    const int64_t sample = slice / slices_per_sample;
+    const int channel0 = static_cast<int>(slice % slices_per_sample) * kDepth;
+    __syncthreads();  // the slices of the step before have been read
+    load_rows(slices.left, dy + sample * params.dy_batch_stride, params.dy_token_stride, row0, params.tokens, channel0, 0,
+              width);
+    load_rows(slices.right, x + sample * params.x_batch_stride, params.x_token_stride, column0, params.tokens, channel0,
+              shift, width);
+    __syncthreads();
+    multiply(slices, thread_row(), thread_column(), sum, KeepAll());
+    if ((slice - first + 1) * kDepth % kChunk == 0) sum.close_chunk();
+  }
+  sum.close_chunk();
+
+  float* partial = static_cast<float*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * kTileSize;
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    const float4 values = make_float4(sum.total[r][0], sum.total[r][1], sum.total[r][2], sum.total[r][3]);
+    *reinterpret_cast<float4*>(&partial[(thread_row() + r) * kTile + thread_column()]) = values;
+  }
+}
+
+// One block: 256 columns of one row of dweight. Blocks: (heads * taps * context, column blocks). tokens = 0: all zeros.
+template <typename Gradient>
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const TriangularConvParams params, int tokens, int splits) {
+  const int column_blocks = static_cast<int>(ceil_div(params.context, kFinishThreads));
+  const int64_t gradient_row = blockIdx.x / column_blocks;
+  const int column = blockIdx.x % column_blocks * kFinishThreads + threadIdx.x;
+  if (column >= params.context) return;
+
+  const int64_t matrix = gradient_row / params.context;  // head * taps + tap
+  const int row = static_cast<int>(gradient_row % params.context);
+  float value = 0.0f;
+  if (column <= row && row < tokens) {
+    const int64_t tiles = lower_tiles(tokens);
+    const int64_t row_tile = row / kTile;
+    const int64_t tile = row_tile * (row_tile + 1) / 2 + column / kTile;
+    const float* partial = static_cast<const float*>(params.workspace) + (matrix * tiles + tile) * kTileSize +
+                           row % kTile * kTile + column % kTile;
+    const int64_t split_stride = tiles * params.heads * params.taps * kTileSize;
+    for (int split = 0; split < splits; ++split) value += partial[split * split_stride];
+  }
+  static_cast<Gradient*>(params.dweight)[gradient_row * params.context + column] = from_float<Gradient>(value);
+}
+
+cudaError_t finish(const TriangularConvParams& params, int tokens, int splits) {
+  const int64_t blocks = static_cast<int64_t>(params.heads) * params.taps * params.context *
+                         ceil_div(params.context, kFinishThreads);
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  return dispatch_dtype(params.gradient_dtype, [&](auto gradient) {
+    finish_kernel<decltype(gradient)>
+        <<<static_cast<unsigned>(blocks), kFinishThreads, 0, stream>>>(params, tokens, splits);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace
+
+int64_t grad_weight_workspace(const TriangularConvParams& params) {
+  if (is_empty(params)) return 0;
+  return choose_splits(params) * lower_tiles(params.tokens) * params.heads * params.taps * kTileSize *
+         static_cast<int64_t>(sizeof(float));
+}
+
+cudaError_t grad_weight(const TriangularConvParams& params) {
+  if (is_empty(params)) return finish(params, 0, 0);
+  const int splits = choose_splits(params);
+  const int64_t blocks = lower_tiles(params.tokens) * params.heads * params.taps * splits;
+  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  const cudaError_t status = dispatch_dtype(params.dtype, [&](auto element) {
+    partial_kernel<decltype(element)><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, splits);
+    return cudaGetLastError();
+  });
+  return status == cudaSuccess ? finish(params, params.tokens, splits) : status;
+}
+
+}  // namespace portable

@@ -1,0 +1,237 @@
+"""The triangular convolution on CUDA: the kernels of `csrc`, called through ctypes.
+
+Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, taps, context, context), out then in; bias
+(heads, context); packed (heads, taps, tokens, columns), columns = tokens rounded up to 8. x, dy and packed are
+fp32, fp16 or bf16, all arithmetic is fp32.
+
+Kernels run on the current stream of x's device, nothing here waits for the GPU, and every result is the same bit for
+bit each time. The caller (`mixer.ops.operator`) has checked shapes, dtypes and devices.
+"""
+
+import ctypes
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+# mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself imported already.
+
+ABI_VERSION = 1  # MIXER_ABI_VERSION in csrc/params.h
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
+
+POINTERS = "x weight packed bias residual y dy dx dweight dbias workspace stream".split()
+STRIDES = [f"{name}_{dimension}_stride" for name in ("x", "residual", "dy") for dimension in ("batch", "token")]
+SIZES = "batch tokens channels context heads taps columns".split()
+CODES = "dtype weight_dtype bias_dtype gradient_dtype device capability processors".split()
+
+
+class Params(ctypes.Structure):
+    """TriangularConvParams of csrc/params.h, field by field. What is not set is null or zero."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in POINTERS]
+        + [(name, ctypes.c_int64) for name in STRIDES]
+        + [(name, ctypes.c_int32) for name in SIZES + CODES]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the four functions
+
+
+def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """The lower triangle of the weight's top-left (tokens, tokens) corner in `dtype`, exact zeros elsewhere.
+
+    Returns (heads, taps, tokens, columns). The strictly upper triangle of `weight` is not read.
+    """
+    weight = weight.contiguous()
+    heads, taps, context, _ = weight.shape
+    packed = weight.new_empty((heads, taps, tokens, round_up(tokens)), dtype=dtype)
+    params = Params(
+        weight=weight.data_ptr(), packed=packed.data_ptr(), tokens=tokens, context=context, heads=heads, taps=taps,
+        columns=packed.shape[-1], dtype=DTYPES[dtype], weight_dtype=DTYPES[weight.dtype],
+    )  # fmt: skip
+    call("mixer_pack", params, weight.device)
+    return packed
+
+
+def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
+    x = rows(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    params = product_params(x, packed)
+    params.x, params.x_batch_stride, params.x_token_stride = x.data_ptr(), x.stride(0), x.stride(1)
+    params.y = y.data_ptr()
+    if bias is not None:
+        bias = bias.contiguous()
+        params.bias, params.bias_dtype, params.context = bias.data_ptr(), DTYPES[bias.dtype], bias.shape[-1]
+    if residual is not None:
+        residual = rows(residual)
+        params.residual = residual.data_ptr()
+        params.residual_batch_stride, params.residual_token_stride = residual.stride(0), residual.stride(1)
+    call("mixer_forward", params, x.device)
+    return y
+
+
+def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
+    """dx = W^T dy, contiguous, in dy's dtype."""
+    dy = rows(dy)
+    dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    params = product_params(dy, packed)
+    params.dy, params.dy_batch_stride, params.dy_token_stride = dy.data_ptr(), dy.stride(0), dy.stride(1)
+    params.dx = dx.data_ptr()
+    call("mixer_grad_input", params, dy.device)
+    return dx
+
+
+def grad_weight(
+    dy: Tensor, x: Tensor, context: int, taps: int, heads: int, dtype: torch.dtype, with_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """dweight (heads, taps, context, context) and dbias (heads, context), or (0,) without bias, both in `dtype`.
+
+    Exact zeros above the diagonal and beyond `tokens`.
+    """
+    dy, x = rows(dy), rows(x)
+    dweight = dy.new_empty((heads, taps, context, context), dtype=dtype)
+    dbias = dy.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
+    batch, tokens, channels = x.shape
+    params = Params(
+        x=x.data_ptr(), x_batch_stride=x.stride(0), x_token_stride=x.stride(1),
+        dy=dy.data_ptr(), dy_batch_stride=dy.stride(0), dy_token_stride=dy.stride(1),
+        dweight=dweight.data_ptr(), dbias=dbias.data_ptr() if with_bias else None,
+        batch=batch, tokens=tokens, channels=channels, context=context, heads=heads, taps=taps,
+        columns=round_up(tokens), dtype=DTYPES[x.dtype], gradient_dtype=DTYPES[dtype],
+    )  # fmt: skip
+    add_device(params, x.device)
+    size = kernels(x.device.index).mixer_grad_weight_workspace(ctypes.byref(params))
+    workspace = dy.new_empty(size, dtype=torch.uint8)
+    params.workspace = workspace.data_ptr()
+    call("mixer_grad_weight", params, x.device)
+    return dweight, dbias
+
+
+# ------------------------------------------------------------------------------------------------ calling
+
+
+def round_up(tokens: int) -> int:
+    return (tokens + 7) // 8 * 8
+
+
+def rows(x: Tensor) -> Tensor:
+    """x itself where its channels lie side by side, else a contiguous copy (e.g. of an expanded gradient)."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def product_params(x: Tensor, packed: Tensor) -> Params:
+    """Sizes of a product of `packed` with x (or dy)."""
+    heads, taps, tokens, columns = packed.shape
+    return Params(
+        packed=packed.data_ptr(), batch=x.shape[0], tokens=tokens, channels=x.shape[2], context=tokens,
+        heads=heads, taps=taps, columns=columns, dtype=DTYPES[x.dtype],
+    )  # fmt: skip
+
+
+def add_device(params: Params, device: torch.device) -> None:
+    params.device, params.capability, params.processors = device.index, *device_facts(device.index)
+
+
+@functools.cache
+def device_facts(index: int) -> tuple[int, int]:
+    """(10 * major + minor of the compute capability, multiprocessors) of a device."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def call(name: str, params: Params, device: torch.device) -> None:
+    """Launches on the device's current stream. Raises RuntimeError with the CUDA status when the launch fails."""
+    add_device(params, device)
+    library = kernels(device.index)
+    with torch.cuda.device(device):
+        params.stream = torch.cuda.current_stream(device).cuda_stream
+        status = getattr(library, name)(ctypes.byref(params))
+    if status != 0:
+        raise RuntimeError(f"{name} failed on {device}: {library.mixer_error_string(status).decode()} (CUDA error {status})")
+
+
+@functools.cache
+def kernels(index: int) -> ctypes.CDLL:
+    """The library for a device, built if need be. Raises BuildError."""
+    from mixer.ops import build
+
+    return load(str(build.library(torch.cuda.get_device_capability(index))))
+
+
+@functools.cache
+def load(path: str) -> ctypes.CDLL:
+    """Loads a library and declares its functions. Raises BuildError when it is not one of ours."""
+    from mixer.ops import build
+
+    try:
+        library = ctypes.CDLL(path)
+        for name in (
+            "mixer_pack",
+            "mixer_forward",
+            "mixer_grad_input",
+            "mixer_grad_weight",
+            "mixer_grad_weight_workspace",
+        ):
+            getattr(library, name).argtypes = [ctypes.POINTER(Params)]
+        library.mixer_grad_weight_workspace.restype = ctypes.c_int64
+        library.mixer_error_string.restype = ctypes.c_char_p
+        version, size = library.mixer_abi_version(), library.mixer_params_size()
+    except (OSError, AttributeError) as error:
+        raise build.BuildError(
+            f"cannot load the CUDA kernels ({error}). Build them anew: `rm -r {os.path.dirname(path)}`, then run again."
+        ) from error
+    if (version, size) != (ABI_VERSION, ctypes.sizeof(Params)):
+        raise build.BuildError(
+            f"{path} has interface {version} of {size} bytes; this code calls {ABI_VERSION} of "
+            f"{ctypes.sizeof(Params)} bytes: csrc/params.h and mixer/ops/cuda.py must change together."
+        )
+    return library
+
+
+# ------------------------------------------------------------------------------------------------ availability
+
+
+def unavailable_reason(x: Tensor | None = None) -> str | None:
+    """None if the kernels can run on x's device and dtype (without x: on the current device), else what is missing.
+
+    The message names the one command that mends it. The first call for a device builds the library where the cache has
+    none, runs one small kernel and waits for it; the answer is kept, so that a failed build is not tried again in this
+    process. That first call must not come inside a graph capture.
+    """
+    if x is not None and not x.is_cuda:
+        return f"the CUDA kernels need a CUDA tensor; x is on {x.device}. Use backend='panels', or x.to('cuda')."
+    if x is not None and x.dtype not in DTYPES:
+        return f"the CUDA kernels take float32, float16 and bfloat16; x is {x.dtype}. Use backend='panels', or convert x."
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return "torch sees no CUDA device here, which the CUDA kernels need: `python -m torch.utils.collect_env` says why."
+    return device_reason(torch.cuda.current_device() if x is None else x.device.index)
+
+
+@functools.cache
+def device_reason(index: int) -> str | None:
+    """Why the kernels cannot run on a device: the build's message, or what the probe met."""
+    from mixer.ops import build
+
+    try:
+        library = kernels(index)
+    except build.BuildError as error:
+        return str(error)
+    status = library.mixer_probe(index)
+    return None if status == 0 else probe_message(library, status, torch.cuda.get_device_name(index))
+
+
+def probe_message(library: ctypes.CDLL, status: int, device: str) -> str:
+    """What a failed probe means. Most often nvcc is newer than the driver."""
+    runtime, driver = (divmod(version, 1000) for version in (library.mixer_runtime_version(), library.mixer_driver_version()))
+    error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
+    text = f"the CUDA kernels were built but do not run on {device}: {error}."
+    if runtime[0] > driver[0] > 0:
+        return (
+            f"{text} They were built with CUDA {runtime[0]}.{runtime[1] // 10}, and the driver supports "
+            f"{driver[0]}.{driver[1] // 10}: point CUDA_HOME at a CUDA {driver[0]}.x toolkit, "
+            f"e.g. `export CUDA_HOME=/usr/local/cuda-{driver[0]}`, or update the driver."
+        )
+    return f"{text} Build with the toolkit that matches the driver: `export CUDA_HOME=/path/to/cuda`, then run again."

@@ -1,0 +1,121 @@
+"""The operator `mixer::triangular_conv`: fake kernel, autograd formula and the choice between kernels and panels.
+
+`panels` and `cuda` share it: each backend module offers pack, forward, grad_input and grad_weight. The weight is packed
+(masked, cast, padded) once in forward and the packed copy is saved for backward. `dense` is registered beside it as a
+composite operator, which autograd and torch.compile see through: the baseline gets every fusion the compiler has.
+"""
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from mixer.errors import UserError
+from mixer.ops import cuda, reference
+
+logger = logging.getLogger("mixer.ops")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def resolve_backend(backend: str, x: Tensor) -> str:
+    """The backend that runs for x: `cuda` or `panels`. `auto` says once which it took where it is not the kernels.
+
+    Raises UserError for backend="cuda" where the kernels cannot run, with what is missing and what mends it.
+    """
+    if backend == "panels":
+        return backend
+    reason = cuda.unavailable_reason(x)
+    if reason is None:
+        return "cuda"
+    if backend == "cuda":
+        raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
+    if x.is_cuda:  # on a CPU nobody expects the kernels
+        _say_once(f"mixing backend 'auto' takes 'panels', since 'cuda' cannot run here: {reason}")
+    return "panels"
+
+
+def _module(backend: str, x: Tensor):
+    return cuda if resolve_backend(backend, x) == "cuda" else reference
+
+
+@torch.library.custom_op("mixer::triangular_conv", mutates_args=())
+def triangular_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """(y, packed weight); arguments were checked by `mixer.ops.triangular_conv`."""
+    module = _module(backend, x)
+    packed = module.pack(weight, x.shape[1], x.dtype)
+    return module.forward(x, packed, bias, residual), packed
+
+
+@triangular_conv.register_fake
+def _(x, weight, bias, residual, backend):
+    heads, taps = weight.shape[:2]
+    tokens = x.shape[1]
+    packed = x.new_empty((heads, taps, tokens, reference.packed_columns(tokens)))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), packed
+
+
+@torch.library.custom_op("mixer::triangular_conv_grad_input", mutates_args=())
+def grad_input(dy: Tensor, packed: Tensor, backend: str) -> Tensor:
+    return _module(backend, dy).grad_input(dy, packed)
+
+
+@grad_input.register_fake
+def _(dy, packed, backend):
+    return torch.empty_like(dy, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("mixer::triangular_conv_grad_weight", mutates_args=())
+def grad_weight(
+    dy: Tensor, x: Tensor, context: int, taps: int, heads: int, dtype: torch.dtype, with_bias: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    return _module(backend, x).grad_weight(dy, x, context, taps, heads, dtype, with_bias)
+
+
+@grad_weight.register_fake
+def _(dy, x, context, taps, heads, dtype, with_bias, backend):
+    dbias_shape = (heads, context) if with_bias else (0,)
+    return dy.new_empty((heads, taps, context, context), dtype=dtype), dy.new_empty(dbias_shape, dtype=dtype)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, _, ctx.backend = inputs
+    _, packed = output
+    ctx.mark_non_differentiable(packed)
+    ctx.set_materialize_grads(False)
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    # Nothing is kept that no gradient will ask for.
+    ctx.save_for_backward(x if needs_weight or needs_bias else None, packed if needs_x else None)
+    ctx.heads, ctx.taps, ctx.context = weight.shape[:3]
+    ctx.weight_dtype = weight.dtype
+
+
+def _backward(ctx, dy, _):
+    if dy is None:
+        return None, None, None, None, None
+    x, packed = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
+    dx = grad_input(dy, packed, ctx.backend) if needs_x else None
+    dweight = dbias = None
+    if needs_weight or needs_bias:
+        dweight, dbias = grad_weight(dy, x, ctx.context, ctx.taps, ctx.heads, ctx.weight_dtype, needs_bias, ctx.backend)
+    return (
+        dx,
+        dweight if needs_weight else None,
+        dbias if needs_bias else None,
+        dy if needs_residual else None,
+        None,
+    )
+
+
+triangular_conv.register_autograd(_backward, setup_context=_setup_context)
+
+_library = torch.library.Library("mixer", "FRAGMENT")
+_library.define("triangular_conv_dense(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor")
+_library.impl("triangular_conv_dense", reference.dense, "CompositeImplicitAutograd")

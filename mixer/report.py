@@ -1,0 +1,335 @@
+"""Pictures and tables from what a run wrote.
+
+python -m mixer.report runs/demo                                  -> runs/demo/training.png
+python -m mixer.report runs/cuda runs/dense --output gap.png      -> loss curves of both and their relative gap
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+
+from mixer.errors import UserError
+
+# Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLE = {
+    "figure.facecolor": "white",
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.1,
+    "figure.constrained_layout.w_pad": 0.1,
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e5e5e5",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "savefig.dpi": 130,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+def read_metrics(path) -> list[dict]:
+    """The lines of a metrics.jsonl, or of the one in a run directory. Nothing is skipped: a broken line is an error.
+
+    Raises UserError for a missing or empty file and for a line that is no JSON object with a "step", naming the line.
+    """
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"no metrics at {path}: give a run directory that holds metrics.jsonl, or that file")
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} line {number} is not JSON ({error.msg}): mend or remove that line") from None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise UserError(f'{path} line {number} is not an object with an integer "step": mend or remove that line')
+        lines.append(line)
+    if not lines:
+        raise UserError(f"{path} is empty: the run has not logged a step yet")
+    return lines
+
+
+def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of `key`, by step. Where a resumed run logged a step twice, the later line holds."""
+    values = {line["step"]: float(line[key]) for line in lines if line.get(key) is not None}
+    steps = sorted(values)
+    return steps, [values[step] for step in steps]
+
+
+def smooth(values: list[float], span: int) -> list[float]:
+    """Mean of about `span` values around each one, fewer at the ends but still centred: no lag behind a fall."""
+    import numpy as np
+
+    values = np.asarray(values, dtype=float)
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    index = np.arange(len(values))
+    reach = np.minimum(np.minimum(index, len(values) - 1 - index), span // 2)
+    return ((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------------ plots
+
+
+def new_figure(**settings):
+    """A figure in our style that is drawn without a display and without pyplot's global state."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(STYLE)
+    figure = Figure(**settings)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure, path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def short_number(value: float, _position=None) -> str:
+    """12000 -> 12k, 3400000 -> 3.4M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def style_steps(axes, label: bool = True):
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(short_number))
+    if label:
+        axes.set_xlabel("optimizer step")
+
+
+def limit_loss_axis(axes, curves: list[list[float]]):
+    """Keep a steep start or a single spike from flattening the rest of the curve."""
+    import numpy as np
+
+    values = np.concatenate([np.asarray(curve) for curve in curves if len(curve)])
+    values = values[np.isfinite(values)]
+    if len(values) > 50:
+        low, high = values.min(), np.quantile(values, 0.98)
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
+
+
+def plot_training(run_directory, output=None) -> Path:
+    """training.png of a run: training and validation loss, and small panels with learning rate and tokens/s."""
+    run_directory = Path(run_directory)
+    lines = read_metrics(run_directory)
+    steps, loss = series(lines, "loss")
+    if not steps:
+        raise UserError(f"{run_directory} has no training loss yet: let the run log a step first")
+    figure = new_figure(figsize=(10, 5.4))
+    grid = figure.add_gridspec(2, 2, width_ratios=(2.3, 1))
+    axes = figure.add_subplot(grid[:, 0])
+    draw_losses(axes, lines, steps, loss)
+    name = run_directory.resolve().name
+    axes.set_title(f"{name}: loss")
+    draw_panel(figure.add_subplot(grid[0, 1]), lines, "lr", "Learning rate")
+    draw_panel(figure.add_subplot(grid[1, 1]), lines, "tokens_per_second", "Training speed (tokens/s)")
+    return save(figure, output or run_directory / "training.png")
+
+
+def draw_losses(axes, lines, steps, loss):
+    span = len(loss) // 50
+    if span > 1:
+        axes.plot(steps, loss, color=COLOURS[0], alpha=0.25, linewidth=0.8)
+        axes.plot(steps, smooth(loss, span), color=COLOURS[0], label=f"training (mean of about {span} lines)")
+    else:
+        axes.plot(steps, loss, color=COLOURS[0], marker="o" if len(steps) < 20 else None, markersize=3, label="training")
+    validation_steps, validation = series(lines, "validation_loss")
+    if validation:
+        axes.plot(validation_steps, validation, color=COLOURS[1], marker="o", markersize=4, label="validation")
+        axes.annotate(
+            f"{validation[-1]:.3f}",
+            (validation_steps[-1], validation[-1]),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="center",
+            color=COLOURS[1],
+            fontweight="bold",
+        )
+    limit_loss_axis(axes, [loss])
+    axes.set_ylabel("loss (nats per token)")
+    style_steps(axes)
+    axes.legend(loc="upper right")
+
+
+def draw_panel(axes, lines, key, title):
+    from matplotlib.ticker import FuncFormatter
+
+    steps, values = series(lines, key)
+    axes.plot(steps, values, color=COLOURS[2], linewidth=1.0 if len(steps) > 100 else 1.6)
+    axes.set_title(title)
+    axes.set_ylim(0, 1.15 * max(values) if values and max(values) > 0 else 1)
+    if key == "lr":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(short_number))
+    style_steps(axes)
+
+
+def plot_loss_by_position(curves: dict, output, title="Loss by position in the window") -> Path:
+    """`curves`: name -> mean nats per position, (context,), None where no target was scored. Positions start at 1."""
+    import numpy as np
+
+    figure = new_figure(figsize=(8, 4.6))
+    axes = figure.add_subplot()
+    for colour, (name, values) in zip(itertools.cycle(COLOURS), curves.items(), strict=False):
+        values = np.array([np.nan if value is None else value for value in values], dtype=float)
+        positions = np.arange(1, len(values) + 1)
+        bins = log_bins(len(values))
+        known = [~np.isnan(values[low:high]) for low, high in bins]
+        means = [np.mean(values[low:high][k]) if k.any() else np.nan for (low, high), k in zip(bins, known, strict=True)]
+        places = [positions[low:high][k] for (low, high), k in zip(bins, known, strict=True)]
+        centres = [np.sqrt(place[0] * place[-1]) if len(place) else np.nan for place in places]
+        axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
+        axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=name)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("tokens that the prediction can see")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.legend(loc="upper right")
+    return save(figure, output)
+
+
+def log_bins(count: int) -> list[tuple[int, int]]:
+    """Half-open ranges over 0..count whose widths grow in proportion to where they are."""
+    edges = [0]
+    while edges[-1] < count:
+        edges.append(min(count, max(edges[-1] + 1, round((edges[-1] + 1) * 2**0.25))))
+    return list(itertools.pairwise(edges))
+
+
+def plot_comparison(runs: dict, output) -> Path:
+    """`runs`: name -> metrics.jsonl or run directory. Loss curves; below, the gap to the first run in percent."""
+    curves = {}
+    for name, path in runs.items():
+        steps, loss = series(read_metrics(path), "loss")
+        curves[name] = dict(zip(steps, loss, strict=True))
+    if len(curves) < 2:
+        raise UserError(f"a comparison needs 2 runs or more, got {len(curves)}: {', '.join(curves)}")
+    first, *others = curves
+    shared = {name: sorted(curves[first].keys() & curves[name].keys()) for name in others}
+    for name, steps in shared.items():
+        if not steps:
+            raise UserError(f"runs {first} and {name} share no logged step: train and log both with the same settings")
+    figure = new_figure(figsize=(8, 6))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    draw_overlay(above, curves)
+    draw_gaps(below, curves, first, shared)
+    return save(figure, output)
+
+
+def draw_overlay(axes, curves):
+    for index, (name, curve) in enumerate(curves.items()):
+        # The first run is a wide pale line, so that one lying exactly on it still shows both.
+        look = {"linewidth": 4.5, "alpha": 0.4} if index == 0 else {"linewidth": 1.3}
+        axes.plot(list(curve), list(curve.values()), color=COLOURS[index % len(COLOURS)], label=name, **look)
+    limit_loss_axis(axes, [list(curve.values()) for curve in curves.values()])
+    axes.set_ylabel("training loss (nats per token)")
+    axes.set_title("Training loss")
+    axes.legend(loc="upper right")
+
+
+def draw_gaps(axes, curves, first, shared):
+    for index, (name, steps) in enumerate(shared.items(), start=1):
+        gaps = [100 * (curves[name][step] - curves[first][step]) / curves[first][step] for step in steps]
+        worst = max(gaps, key=abs)
+        label = f"{name}, largest {worst:+.2g} %"
+        axes.plot(steps, gaps, color=COLOURS[index % len(COLOURS)], linewidth=0.9, label=label)
+    axes.axhline(0, color="#666666", linewidth=0.8)
+    axes.margins(y=0.35)  # room for the legend above the curve
+    axes.set_ylabel("gap (%)")
+    axes.set_title(f"Relative gap to {first}")
+    axes.legend(loc="upper right")
+    style_steps(axes)
+
+
+# ------------------------------------------------------------------------------------------------- evaluation report
+
+
+def format_number(value) -> str:
+    if value is None:
+        return "over 1e308"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
+
+
+def evaluation_table(results: list[dict]) -> str:
+    """Markdown: one row a checkpoint; the conventions stand in the row and under the table."""
+    head = ("checkpoint", "tokens scored", "loss (nats/token)", "token ppl", "word ppl", "byte ppl", "bits/byte")
+    head += ("window", "stride", "first token")
+    keys = ("tokens_scored", "loss", "token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+    keys += ("window", "stride")
+    rows = [[r["label"], *(format_number(r[key]) for key in keys), r["first_token"]] for r in results]
+    table = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 2) + "|---|"]
+    table += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(table + [""] + [evaluation_notes(result) for result in results])
+
+
+def evaluation_notes(r: dict) -> str:
+    kind = "disjoint"
+    if r["stride"] < r["window"]:
+        kind = f"after the first, each target sees at least {r['window'] - r['stride'] + 1:,} tokens"
+    return (
+        f"- {r['label']}: {r['text']}, {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
+        f"counted from {r['sizes_counted_from']}, unscored first tokens included); {r['streams']:,} stream(s), first "
+        f"token of each {r['first_token']}; {r['eos_scored']:,} EOS among the scored tokens; {r['windows']:,} windows "
+        f"of {r['window']:,}, stride {r['stride']:,} ({kind}); backend {r['backend']}, {r['dtype']}, {r['device']}, "
+        f"{r['tokens_per_second']:,.0f} tokens/s."
+    )
+
+
+def well_counted(losses: list, counts: list[int]) -> list:
+    """Without the positions that few windows score: under a stride, the early ones come from the first window alone."""
+    return [loss if 10 * count >= max(counts) else None for loss, count in zip(losses, counts, strict=True)]
+
+
+def write_evaluation(results: list[dict], directory) -> Path:
+    """report.json, report.md and loss_by_position.png in `directory`."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    (directory / "report.md").write_text(f"# Evaluation\n\n{evaluation_table(results)}\n", encoding="utf-8")
+    curves = {r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results}
+    plot_loss_by_position(curves, directory / "loss_by_position.png")
+    return directory
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m mixer.report", description=__doc__.split("\n")[0])
+    parser.add_argument("run", nargs="+", help="run directory; two or more are compared")
+    parser.add_argument("--output", help="picture to write (default: training.png or comparison.png in the first run)")
+    options = parser.parse_args(arguments)
+    try:
+        if len(options.run) == 1:
+            print(plot_training(options.run[0], options.output))
+        else:
+            names = {Path(run).resolve().name: run for run in options.run}
+            names = names if len(names) == len(options.run) else {run: run for run in options.run}
+            print(plot_comparison(names, options.output or Path(options.run[0]) / "comparison.png"))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

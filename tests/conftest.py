@@ -1,0 +1,72 @@
+"""What several tests share: a small corpus prepared once, a small run on it, and the real commands in real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+# One thread: small products are faster so, and the same on every machine. No hub, so that nothing waits for a network.
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory) -> dict:
+    """Settings of a run of 12 steps, whose data (30 files of the standard library) is prepared on first use."""
+    directory = tmp_path_factory.mktemp("data")
+    return {
+        "name": "small",
+        "model": {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32},
+        "data": {
+            "directory": str(directory / "small"),
+            "vocab_size": 400,
+            "max_documents": 30,
+            "validation_fraction": 0.1,
+        },
+        "train": {"steps": 12, "batch_size": 8, "eval_every": 6, "eval_samples": 16},
+        "optim": {"lr": 2e-3, "warmup_steps": 3},
+        "checkpoint": {"save_every": 4},
+        "logging": {"log_every": 1},
+    }
+
+
+@pytest.fixture
+def write_config(small_run, tmp_path):
+    """A function that writes the small run's YAML, runs going under tmp_path; returns its path."""
+
+    def write(**changes) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(small_run | {"output_dir": str(tmp_path / "runs")} | changes))
+        return path
+
+    return write
+
+
+def start(*arguments, processes: int = 1) -> subprocess.Popen:
+    """Starts `accelerate launch --cpu train.py ARGUMENTS` as a group of processes of its own."""
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", str(processes)]
+    return subprocess.Popen(
+        launch + ["train.py", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(*arguments, processes: int = 1) -> str:
+    """The output of a finished `accelerate launch --cpu train.py`, which must succeed."""
+    process = start(*arguments, processes=processes)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def read_losses(run_directory: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}

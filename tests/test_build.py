@@ -1,0 +1,305 @@
+"""Building the CUDA kernels: needs nvcc for the tests that compile, a GPU for none of them."""
+
+import ctypes
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mixer.errors import UserError
+from mixer.ops import build, cuda
+
+ROOT = Path(build.__file__).parents[2]
+TINY = (
+    'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+    "__global__ void kernel(float* x) { *x = 1; }\n"
+)
+
+
+def has_nvcc() -> bool:
+    try:
+        return build.find_compiler() is not None
+    except UserError:
+        return False
+
+
+needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc here: the kernels cannot be compiled")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """A cache of this test run's own: what a test finds there, this run has built."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setenv("MIXER_CACHE", str(directory))
+        yield directory / "kernels"
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A csrc with one small file, which builds in two seconds; unique, so that no other test's build is a hit."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "tiny.cu").write_text(f"// {tmp_path}\n{TINY}")
+    return folder
+
+
+def fake_nvcc(home: Path, version: str = "13.0", architectures: str = "75 80 90 100", compiles: str = "exit 1") -> Path:
+    """A CUDA_HOME whose nvcc answers questions as the real one does."""
+    listing = "; ".join(f"echo compute_{architecture}" for architecture in architectures.split())
+    path = home / "bin" / "nvcc"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        f'#!/bin/sh\ncase "$1" in\n--version) echo "Cuda compilation tools, release {version}, V{version}.1";;\n'
+        f"--list-gpu-arch) {listing};;\n*) {compiles};;\nesac\n"
+    )
+    path.chmod(0o755)
+    return home
+
+
+def builder(sources: Path) -> subprocess.Popen:
+    """Another process that asks for the library, in a session of its own."""
+    code = f"from pathlib import Path; from mixer.ops import build; print(build.library((8, 0), Path({str(sources)!r})))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ real builds
+
+
+@needs_nvcc
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_kernels_compile_without_spills(capability):
+    path = build.library(capability)
+    kernels = build.kernels_of((path.parent / build.LOG).read_text())
+    products = [kernel for kernel in kernels if "product_kernel" in kernel.name]
+    assert len(products) == 6  # forward and grad_input, three dtypes
+    assert len(kernels) >= 20
+    assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
+
+
+@needs_nvcc
+def test_hopper_gets_its_own_instructions():
+    log = (build.library((9, 0)).parent / build.LOG).read_text()
+    assert "for 'sm_90a'" in log
+
+
+@needs_nvcc
+def test_second_build_is_a_cache_hit(capfd):
+    first = build.library((9, 0))
+    changed = first.stat().st_mtime_ns
+    capfd.readouterr()
+    assert build.library((9, 0)) == first
+    assert first.stat().st_mtime_ns == changed
+    assert "building" not in capfd.readouterr().err
+
+
+@needs_nvcc
+def test_changed_source_builds_anew(tiny):
+    first = build.library((8, 0), tiny)
+    (tiny / "tiny.cu").write_text(TINY.replace("42", "43"))
+    second = build.library((8, 0), tiny)
+    assert first != second
+    assert (ctypes.CDLL(str(first)).answer(), ctypes.CDLL(str(second)).answer()) == (42, 43)
+
+
+@needs_nvcc
+def test_two_builders_at_once_make_one_library(tiny):
+    processes = [builder(tiny), builder(tiny)]
+    results = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert results[0][0] == results[1][0]
+    assert sum("building" in errors for _, errors in results) == 1
+
+
+@needs_nvcc
+def test_killed_builder_blocks_nobody(tiny, cache):
+    process = builder(tiny)
+    name = build.source_name((8, 0), tiny)
+    deadline = time.monotonic() + 30
+    while not list(cache.glob(f"{name}-*.tmp/build.ninja")):  # in mid-build
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    process.kill()  # SIGKILL: nothing of it can clean up; its compilers live on
+    process.wait()
+    try:
+        path = build.library((8, 0), tiny)
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert list(cache.glob(f"{name}-*.tmp")) == []
+
+
+@needs_nvcc
+def test_compiler_error_is_quoted_and_its_log_kept(tmp_path, cache):
+    sources = tmp_path / "csrc"
+    shutil.copytree(build.SOURCES, sources)
+    for path in sources.glob("*.cu"):
+        if path.name != "pack.cu":
+            path.unlink()
+    with open(sources / "pack.cu", "a") as file:
+        file.write("\nint broken() { return undeclared_thing; }\n")
+    with pytest.raises(build.BuildError, match="undeclared_thing") as failure:
+        build.library((8, 0), sources)
+    log = str(failure.value).partition("The whole log: ")[2].splitlines()[0]
+    assert "undeclared_thing" in Path(log).read_text()
+    assert list(cache.glob("*.tmp")) == []
+
+
+@needs_nvcc
+def test_gpu_newer_than_nvcc_gets_ptx():
+    compiler = build.find_compiler()
+    newest = compiler.architectures[-1]
+    assert build.architecture_flags(compiler, (99, 0)) == [f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+@needs_nvcc
+def test_library_found_without_nvcc(tiny, monkeypatch):
+    path = build.library((8, 0), tiny)
+    monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([]))
+    assert build.library((8, 0), tiny) == path
+
+
+@needs_nvcc
+def test_command_line_prints_a_report(cache):
+    build.library((9, 0))
+    result = subprocess.run(
+        [sys.executable, "-m", "mixer.ops.build", "--arch", "9.0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "nvcc" in result.stdout and "registers" in result.stdout and str(cache) in result.stdout
+    assert "Warning" not in result.stderr
+
+
+# ------------------------------------------------------------------------------------------------ interface
+
+
+@needs_nvcc
+def test_library_loads_without_a_gpu():
+    library = cuda.load(str(build.library((9, 0))))
+    assert library.mixer_params_size() == ctypes.sizeof(cuda.Params)
+    assert library.mixer_abi_version() == cuda.ABI_VERSION
+    assert b"driver" in library.mixer_error_string(35)
+
+
+@needs_nvcc
+def test_workspace_grows_until_the_gpu_is_full():
+    library = cuda.load(str(build.library((9, 0))))
+
+    def workspace(tokens: int, batch: int) -> int:
+        params = cuda.Params(
+            batch=batch, tokens=tokens, channels=1024, context=tokens, heads=1, taps=1, columns=tokens, processors=132
+        )
+        return library.mixer_grad_weight_workspace(ctypes.byref(params))
+
+    tile = 64 * 64 * 4
+    assert workspace(64, 0) == 0
+    assert workspace(64, 1) == 4 * tile  # 64 slices of the channels, at least 16 a split
+    assert workspace(512, 128) == 36 * 30 * tile  # 36 lower tiles; 30 splits make 8 blocks for each of 132 processors
+    assert workspace(8192, 8) == 128 * 129 // 2 * tile  # enough tiles: one split
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_structure_and_c_struct_agree(tmp_path):
+    checks = [
+        f"static_assert(offsetof(TriangularConvParams, {name}) == {getattr(cuda.Params, name).offset} "
+        f"&& sizeof(TriangularConvParams::{name}) == {getattr(cuda.Params, name).size}, {name!r});".replace("'", '"')
+        for name, _ in cuda.Params._fields_
+    ]
+    size = f'static_assert(sizeof(TriangularConvParams) == {ctypes.sizeof(cuda.Params)}, "size");'
+    source = tmp_path / "layout.cpp"
+    source.write_text("\n".join(["#include <cstddef>", '#include "params.h"', *checks, size]))
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", f"-I{build.SOURCES}", str(source)], check=True)
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def test_missing_nvcc_says_how_to_install_it(tiny, monkeypatch):
+    monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([Path("/nonexistent/nvcc")]))
+    with pytest.raises(UserError, match="pip install nvidia-cuda-nvcc"):
+        build.library((9, 0), tiny)
+
+
+def test_missing_ninja_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match="pip install ninja"):
+        build.find_ninja()
+
+
+def test_cuda_home_comes_before_path(tmp_path, monkeypatch):
+    home = fake_nvcc(tmp_path / "cuda", version="12.4", architectures="50 70 90")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    compiler = build.find_compiler()
+    assert compiler == build.Compiler(home / "bin" / "nvcc", (12, 4), (50, 70, 90))
+    assert build.architecture_flags(compiler, (7, 0)) == ["-gencode=arch=compute_70,code=sm_70"]
+    assert build.architecture_flags(compiler, (9, 0)) == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert build.architecture_flags(compiler, (8, 6)) == ["-gencode=arch=compute_70,code=compute_70"]
+
+
+def test_volta_under_cuda_13_names_cuda_12(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / "cuda")))
+    with pytest.raises(UserError, match=r"13\.0 .*no longer compiles for compute capability 7\.0(.|\n)*CUDA 12"):
+        build.library((7, 0))
+
+
+def test_too_old_a_gpu_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / "cuda", "12.4", "50 60 70")))
+    with pytest.raises(UserError, match="7.0 or newer; this GPU has 6.1"):
+        build.library((6, 1))
+
+
+def test_known_failure_names_its_mend(tiny, tmp_path, monkeypatch):
+    home = fake_nvcc(
+        tmp_path / "cuda", compiles="echo '#error -- unsupported GNU version! gcc versions later than 13' >&2; exit 1"
+    )
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    with pytest.raises(UserError, match="NVCC_PREPEND_FLAGS"):
+        build.library((9, 0), tiny)
+
+
+def test_cache_is_private(cache):
+    assert stat.S_IMODE(build.cache_directory().stat().st_mode) == 0o700
+
+
+def test_cache_that_cannot_be_written_names_the_variable(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="MIXER_CACHE"):
+        build.cache_directory()
+
+
+def test_cpu_tensor_is_told_why():
+    import torch
+
+    assert "x is on cpu" in cuda.unavailable_reason(torch.zeros(1, 1, 1))
+
+
+def test_driver_older_than_the_build_names_the_toolkit():
+    class Library:
+        mixer_runtime_version = staticmethod(lambda: 13000)
+        mixer_driver_version = staticmethod(lambda: 12040)
+        mixer_error_string = staticmethod(lambda status: b"CUDA driver version is insufficient for CUDA runtime version")
+
+    message = cuda.probe_message(Library(), 35, "NVIDIA X")
+    assert "built with CUDA 13.0" in message and "supports 12.4" in message and "CUDA 12.x toolkit" in message

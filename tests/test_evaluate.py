@@ -1,0 +1,311 @@
+"""Promises of evaluation: the numbers are what their names say, and bad input is met with a message."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.data import DataConfig, prepare
+from mixer.errors import UserError
+from mixer.evaluate import EvalOptions, evaluate_checkpoint, evaluate_streams, evaluate_tokens
+from mixer.report import plot_comparison, plot_loss_by_position, plot_training, read_metrics, well_counted
+from mixer.scoring import plan_windows
+from mixer.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parent.parent
+CONTEXT = 12
+WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
+
+
+def tiny_model(vocab_size=23, context=CONTEXT):
+    torch.manual_seed(0)
+    config = MaskedMixerConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        num_hidden_layers=2,
+        max_position_embeddings=context,
+        mixing_backend="dense",
+    )
+    return MaskedMixerForCausalLM(config).eval()
+
+
+def by_hand(model, tokens, context, stride):
+    """(target index, position, nats) one target at a time, each from exactly the promised context."""
+    scored = []
+    with torch.no_grad():
+        for target in range(1, len(tokens)):
+            window = max(0, math.ceil((target - context) / stride))  # the first window that holds the target
+            begin = window * stride
+            logits = model(input_ids=torch.tensor([tokens[begin:target].tolist()])).logits[0, -1].double()
+            nats = torch.logsumexp(logits, 0) - logits[tokens[target]]
+            scored.append((target, target - begin - 1, nats.item()))
+    return scored
+
+
+@pytest.mark.parametrize("length", [2, 5, CONTEXT, CONTEXT + 1, CONTEXT + 2, 40])
+@pytest.mark.parametrize("stride", [None, 1, 5, CONTEXT])
+def test_perplexity_is_the_one_computed_by_hand(length, stride):
+    model = tiny_model().double()
+    tokens = np.random.default_rng(length).integers(0, 23, length)
+    scores = evaluate_tokens(model, tokens, CONTEXT, stride, batch_size=3)
+    expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT)
+    assert scores.tokens == length - 1
+    assert math.exp(scores.loss) == pytest.approx(math.exp(sum(nats for *_, nats in expected) / (length - 1)), rel=1e-12)
+    for position, loss in enumerate(scores.loss_by_position):
+        here = [nats for _, p, nats in expected if p == position]
+        assert scores.count_by_position[position] == len(here)
+        assert loss == (pytest.approx(np.mean(here), rel=1e-10) if here else None)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 7, CONTEXT])
+@pytest.mark.parametrize("length", [2, 11, 12, 13, 14, 24, 25, 26, 61])
+def test_each_token_but_the_first_is_scored_exactly_once(length, stride):
+    targets = []
+    for begin, end, first in plan_windows(length, CONTEXT, stride):
+        assert 1 <= end - begin <= CONTEXT and first < end - begin
+        targets += range(begin + 1 + first, end + 1)
+    assert targets == list(range(1, length))
+
+
+def test_streams_together_are_their_sum_and_leave_the_model_in_its_mode():
+    model = tiny_model().double().train()
+    streams = [np.random.default_rng(n).integers(0, 23, n) for n in (1, 3, 30, 17)]
+    together = evaluate_streams(model, streams, CONTEXT, 4, batch_size=5)
+    apart = [evaluate_tokens(model, tokens, CONTEXT, 4) for tokens in streams if len(tokens) > 1]
+    assert together.nats == pytest.approx(sum(scores.nats for scores in apart), rel=1e-12)
+    assert together.tokens == 2 + 29 + 16
+    assert model.training
+
+
+@pytest.mark.parametrize("stride", [-1, CONTEXT + 1])
+def test_stride_outside_the_context_is_refused(stride):
+    with pytest.raises(UserError, match=f"stride {stride} is outside 1..{CONTEXT}"):
+        evaluate_tokens(tiny_model(), np.arange(20), CONTEXT, stride)
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A prepared corpus and a checkpoint directory, as training leaves them."""
+    root = tmp_path_factory.mktemp("run")
+    generator = np.random.default_rng(0)
+    documents = [" ".join(generator.choice(WORDS, 40)) + "." for _ in range(60)]
+    (root / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    for name, packed in (("data", True), ("rows", False)):
+        source = {"source": "jsonl", "path": str(root / "corpus.jsonl"), "directory": str(root / name)}
+        prepare(DataConfig(**source, vocab_size=300, validation_fraction=0.2, packed=packed), progress=lambda line: None)
+    tokenizer = load_tokenizer(root / "data")
+    checkpoint = root / "demo" / "step-7"
+    tiny_model(len(tokenizer), 32).save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    (checkpoint / "trainer_state").mkdir()
+    state = {"step": 7, "data_directory": str(root / "data")}
+    (checkpoint / "trainer_state" / "trainer.json").write_text(json.dumps(state))
+    (root / "book.txt").write_text(documents[0] + "\n", encoding="utf-8")
+    return root
+
+
+def evaluate(run, **options):
+    return evaluate_checkpoint(EvalOptions(checkpoint=str(run / "demo" / "step-7"), device="cpu", **options))
+
+
+def counts(run, name):
+    return json.loads((run / name / "manifest.json").read_text())["splits"]["validation"]
+
+
+def test_the_validation_split_of_the_run_is_scored_whole_with_the_manifests_sizes(run):
+    result, split = evaluate(run), counts(run, "data")
+    assert result["step"] == 7
+    assert result["tokens_scored"] == split["tokens"] - 1
+    assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
+    assert result["eos_scored"] == split["documents"]
+    assert result["stride"] == result["window"] == 32
+
+
+def test_unpacked_data_is_scored_document_by_document(run):
+    result, split = evaluate(run, data=str(run / "rows")), counts(run, "rows")
+    assert result["streams"] == split["documents"]
+    assert result["tokens_scored"] == split["tokens"] - split["documents"]
+
+
+def test_decoding_counts_the_bytes_and_words_that_the_manifest_counts(run):
+    # One token less than the whole: what is left out is the last EOS, which stands for no text.
+    split = counts(run, "data")
+    result = evaluate(run, max_tokens=split["tokens"] - 2)
+    assert result["tokens_scored"] == split["tokens"] - 2
+    assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
+
+
+@pytest.mark.parametrize("first_token, extra", [("skip", -1), ("eos", 0)])
+def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extra):
+    book = (run / "book.txt").read_text(encoding="utf-8")
+    result = evaluate(run, text=[str(run / "book.txt")], stride=16, first_token=first_token)
+    assert result["bytes"] == len(book.encode()) and result["words"] == len(book.split())
+    tokens = load_tokenizer(run / "data")(book)["input_ids"]
+    assert result["tokens_scored"] == len(tokens) + extra
+    per_byte = math.log2(result["token_perplexity"]) * result["tokens_scored"] / result["bytes"]
+    assert result["bits_per_byte"] == pytest.approx(per_byte, rel=1e-12)
+    assert math.log2(result["byte_perplexity"]) == pytest.approx(per_byte, rel=1e-12)
+    assert math.log(result["word_perplexity"]) * result["words"] == pytest.approx(result["nats"], rel=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["panels", "auto"])
+def test_backends_give_the_same_loss(run, backend):
+    assert evaluate(run, backend=backend)["loss"] == pytest.approx(evaluate(run, backend="dense")["loss"], rel=1e-5)
+
+
+def test_bf16_is_close_to_fp32(run):
+    assert evaluate(run, dtype="bf16")["loss"] == pytest.approx(evaluate(run)["loss"], rel=1e-2)
+
+
+def assert_png(path, least=5000):
+    content = Path(path).read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[-8:-4] == b"IEND" and len(content) > least
+
+
+def command(*arguments):
+    arguments = [sys.executable, *map(str, arguments)]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_eval_py_prints_a_table_and_writes_three_files(run):
+    checkpoint = run / "demo" / "step-7"
+    done = command("eval.py", "--checkpoint", checkpoint, checkpoint, "--device", "cpu", "--max-tokens", 300)
+    assert done.returncode == 0, done.stderr
+    output = run / "demo" / "eval-step-7"
+    results = json.loads((output / "report.json").read_text())
+    assert len(results) == 2 and results[0]["tokens_scored"] == 300
+    for text in (done.stdout, (output / "report.md").read_text()):
+        assert "| demo/step-7 | 300 |" in text and "EOS among the scored tokens" in text
+        assert f"{results[0]['bits_per_byte']:.4f}" in text
+    assert_png(output / "loss_by_position.png")
+
+
+def test_eval_py_says_error_and_exits_2(run):
+    done = command("eval.py", "--checkpoint", run / "nothing")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: checkpoint")
+    assert "Traceback" not in done.stderr
+
+
+def bad_texts(root):
+    (root / "empty.txt").write_text("")
+    (root / "short.txt").write_text("a")
+    (root / "latin.txt").write_bytes("café".encode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"text": ["{root}/none.txt"]}, "none.txt does not exist"),
+        ({"text": ["{root}/empty.txt"]}, "empty.txt is empty"),
+        ({"text": ["{root}/short.txt"]}, "short.txt is shorter than 2 tokens"),
+        ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8 .byte 3"),
+        ({"text": ["{root}/book.txt"], "data": "{root}/data"}, "not both"),
+        ({"data": "{root}/no-data"}, "no-data holds no prepared data"),
+        ({"stride": 33}, "stride 33 is outside 1..32"),
+        ({"batch_size": 0}, "batch_size 0 is too small"),
+        ({"max_tokens": -1}, "max_tokens -1"),
+        ({"dtype": "fp8"}, "dtype 'fp8' is unknown"),
+        ({"backend": "magic"}, "backend 'magic' is unknown"),
+    ],
+)
+def test_each_bad_input_has_its_message(run, options, message):
+    bad_texts(run)
+    place = lambda value: value.format(root=run) if isinstance(value, str) else value  # noqa: E731
+    options = {key: [place(v) for v in value] if isinstance(value, list) else place(value) for key, value in options.items()}
+    with pytest.raises(UserError, match=message):
+        evaluate(run, **options)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(run, tmp_path, missing):
+    for name in {"config.json", "model.safetensors", "tokenizer.json"} - {missing}:
+        (tmp_path / name).write_bytes((run / "demo" / "step-7" / name).read_bytes())
+    with pytest.raises(UserError, match=f"incomplete, it lacks {missing}"):
+        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+
+
+def test_a_truncated_checkpoint_and_a_run_directory_are_refused(run, tmp_path):
+    for path in (run / "demo" / "step-7").glob("*.*"):
+        content = path.read_bytes()
+        (tmp_path / path.name).write_bytes(content[:-100] if path.suffix == ".safetensors" else content)
+    with pytest.raises(UserError, match="cannot be read"):
+        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+    with pytest.raises(UserError, match="is a run, not a checkpoint.*step-7"):
+        evaluate_checkpoint(EvalOptions(checkpoint=str(run / "demo")))
+
+
+def test_a_checkpoint_without_some_weight_is_refused(run, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for path in (run / "demo" / "step-7").glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(run / "demo" / "step-7" / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks the weights lm_head.weight"):
+        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+
+
+def test_data_of_another_tokenizer_is_refused(run, tmp_path):
+    (tmp_path / "a.txt").write_text("quite other words " * 30)
+    (tmp_path / "b.txt").write_text("zebra quagga xylophone " * 30)
+    source = {"source": "text", "path": str(tmp_path), "directory": str(tmp_path / "data")}
+    prepare(DataConfig(**source, vocab_size=290, validation_fraction=0.5), progress=lambda line: None)
+    with pytest.raises(UserError, match="another tokenizer"):
+        evaluate(run, data=str(tmp_path / "data"))
+
+
+# ------------------------------------------------------------------------------------------------------- pictures
+
+
+def write_metrics(directory, seed, lines=300):
+    directory.mkdir()
+    generator = np.random.default_rng(seed)
+    with open(directory / "metrics.jsonl", "w") as file:
+        for step in range(1, lines + 1):
+            loss = 2 + 7 * math.exp(-step / 40) + 0.05 * generator.standard_normal()
+            line = {"step": step, "loss": loss, "lr": 1e-3 * min(1, step / 20), "tokens_per_second": 9000 + step}
+            file.write(json.dumps(line) + "\n")
+            if step % 50 == 0:
+                file.write(json.dumps({"step": step, "validation_loss": loss + 0.1}) + "\n")
+    return directory
+
+
+def test_pictures_are_made_from_metrics(tmp_path):
+    runs = {name: write_metrics(tmp_path / name, seed) for seed, name in enumerate(("cuda", "dense"))}
+    assert_png(plot_training(runs["cuda"]), 20000)
+    assert_png(plot_comparison(runs, tmp_path / "gap.png"), 20000)
+    assert_png(plot_loss_by_position({"a": [None, 3.0, 2.5, 2.0], "b": [5.0, 3.5, 2.5, 2.0]}, tmp_path / "position.png"))
+    write_metrics(tmp_path / "one", 0, lines=1)
+    assert_png(plot_training(tmp_path / "one"))
+    done = command("-m", "mixer.report", runs["cuda"], runs["dense"], "--output", tmp_path / "command.png")
+    assert done.returncode == 0, done.stderr
+    assert_png(tmp_path / "command.png", 20000)
+
+
+def test_positions_that_few_windows_score_are_left_out_of_the_picture():
+    assert well_counted([9.0, 8.0, 3.0], [1, 10, 100]) == [None, 8.0, 3.0]
+
+
+@pytest.mark.parametrize("broken", ['{"step": 2, "lo', "[1, 2]", '{"loss": 3.0}', ""])
+def test_a_broken_line_of_metrics_is_named(tmp_path, broken):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2.0}}\n{broken}\n{{"step": 3, "loss": 2.0}}\n')
+    with pytest.raises(UserError, match="metrics.jsonl line 2 is not"):
+        read_metrics(tmp_path)
+
+
+def test_the_report_command_says_error_and_exits_2(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    done = command("-m", "mixer.report", tmp_path)
+    assert done.returncode == 2
+    assert "error:" in done.stderr and "line 1" in done.stderr and "Traceback" not in done.stderr
