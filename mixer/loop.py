@@ -77,7 +77,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     metrics = None
     if main:
         save_config(run, run.directory / "config.yaml")
-        metrics = Metrics(run.directory, run.logging, progress.step, asdict(run), state.get("wandb_id"))
+        metrics = Metrics(run.directory, run.logging, asdict(run), state.get("wandb_id"))
+        metrics.rewind(progress.step, again={"validation_loss"} if evaluation_due(run, progress.step) else set())
     accelerator.print(_banner(run, accelerator, model, training, resumed))
 
     def save() -> None:
@@ -98,7 +99,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
             metrics.write(line | {"validation_loss": loss, "validation_bits_per_byte": bits})
         accelerator.print(f"step {progress.step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
 
-    if not resumed:
+    # A run killed between saving and evaluation owes the evaluation; made again, it gives the same numbers.
+    if not resumed or evaluation_due(run, progress.step):
         evaluate()
     micro_samples = run.train.batch_size * accelerator.num_processes
     timer = Timer()
@@ -107,14 +109,13 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         set_learning_rate(optimizer, rate)
 
         # The next samples in order, dealt to micro-batches, then processes: the order is the same for any number of both.
-        with timer.waiting():
-            batches = []
-            for micro in range(run.train.gradient_accumulation_steps):
-                position = progress.samples + micro * micro_samples + accelerator.process_index * run.train.batch_size
-                inputs, targets = training.batch(order.indices(position, run.train.batch_size))
-                batches.append((inputs.to(accelerator.device), targets.to(accelerator.device)))
-            local_targets = sum((targets != -100).sum() for _, targets in batches)
-        all_targets = accelerator.reduce(local_targets.clone(), "sum")
+        batches = []
+        for micro in range(run.train.gradient_accumulation_steps):
+            position = progress.samples + micro * micro_samples + accelerator.process_index * run.train.batch_size
+            with timer.waiting():
+                batch = training.batch(order.indices(position, run.train.batch_size))
+            batches.append(to_device(batch, accelerator.device))
+        all_targets = accelerator.reduce(sum((targets != -100).sum() for _, targets in batches), "sum")
 
         loss_sum = torch.zeros((), device=accelerator.device)
         for micro, (inputs, targets) in enumerate(batches):
@@ -153,7 +154,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
             due = run.checkpoint.save_every and progress.step % run.checkpoint.save_every == 0
             if due or done or stopping:
                 save()  # first: an evaluation that fails must not cost the checkpoint
-            if done or (run.train.eval_every and progress.step % run.train.eval_every == 0):
+            if evaluation_due(run, progress.step):
                 evaluate()
         if stopping:
             accelerator.print(f"stopped by a signal after step {progress.step}; the same command goes on from there")
@@ -165,6 +166,18 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
 def model_config(run: RunConfig, vocab_size: int, eos_token_id: int | None) -> MaskedMixerConfig:
     """The model of a run, for a tokenizer's vocabulary."""
     return MaskedMixerConfig(vocab_size=vocab_size, eos_token_id=eos_token_id, **asdict(run.model))
+
+
+def evaluation_due(run: RunConfig, step: int) -> bool:
+    every = run.train.eval_every
+    return step == run.train.steps or (every > 0 and step % every == 0)
+
+
+def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pinned, so that the copy to a GPU does not wait for the work that is queued there."""
+    if device.type != "cuda":
+        return batch
+    return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
 
 
 def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
@@ -180,8 +193,7 @@ def validation_loss(parallel, validation: TokenFile, run: RunConfig, accelerator
     totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # nats, targets
     parallel.eval()
     for start in range(0, len(own), run.train.batch_size):
-        inputs, targets = validation.batch(list(own[start : start + run.train.batch_size]))
-        inputs, targets = inputs.to(accelerator.device), targets.to(accelerator.device)
+        inputs, targets = to_device(validation.batch(own[start : start + run.train.batch_size]), accelerator.device)
         # Not through DDP: processes may have unequal numbers of batches, and nothing is to be synchronised.
         nats = token_nats(accelerator.unwrap_model(parallel)(inputs).logits, targets)
         totals += torch.stack([nats.sum(dtype=torch.float64), (targets != -100).sum()])

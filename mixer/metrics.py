@@ -15,18 +15,33 @@ class LoggingConfig:
 
 
 class Metrics:
-    """The metrics of one run, written by its main process alone.
+    """The metrics of one run, written by its main process alone."""
 
-    Resuming at step N drops the lines of later steps, which the killed run wrote after its last checkpoint, so that no
-    step stands there twice.
-    """
-
-    def __init__(self, directory: Path, config: LoggingConfig, resumed_step: int, run: dict, wandb_id: str | None):
+    def __init__(self, directory: Path, config: LoggingConfig, run: dict, wandb_id: str | None):
         self.path = directory / "metrics.jsonl"
-        _keep_lines_through(self.path, resumed_step)
         self.file = open(self.path, "a", encoding="utf-8")
         self.wandb = _start_wandb(config, directory, run, wandb_id)
         self.wandb_id = self.wandb.id if self.wandb else None
+
+    def rewind(self, step: int, again: set[str]) -> None:
+        """Drops what a killed run wrote after its checkpoint of `step`, so that no step stands in the file twice.
+
+        Of `step` itself, lines with one of the keys in `again` go too: they are about to be written again. So does a line
+        that the kill cut short.
+        """
+        kept = []
+        for text in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if line["step"] < step or (line["step"] == step and not again & line.keys()):
+                kept.append(text + "\n")
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, self.path)
+        self.file.close()
+        self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
         """One JSON line, flushed; the same to wandb. `line` holds at least "step"."""
@@ -39,22 +54,6 @@ class Metrics:
         self.file.close()
         if self.wandb:
             self.wandb.finish()
-
-
-def _keep_lines_through(path: Path, step: int) -> None:
-    """Rewrites the file with the lines up to `step`; a line cut short by a kill goes too."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _start_wandb(config: LoggingConfig, directory: Path, run: dict, wandb_id: str | None):
