@@ -2,7 +2,7 @@
 
     python benchmarks/training_backends.py --config configs/h200.yaml --output benchmarks/results/training_h200 KEY=VALUE ...
 
-Writes OUTPUT_<backend>.jsonl (each run's metrics) and OUTPUT.json (hardware, commit, gaps, throughput). Each backend trains
+Writes OUTPUT_<backend>.jsonl (each run's metrics), OUTPUT.json (hardware, commit, gaps, throughput) and OUTPUT.md (a table). Each backend trains
 in a process of its own, from the same seed, so from the same weights and on the same data in the same order.
 """
 
@@ -43,7 +43,8 @@ def main() -> None:
     result["backends"] = {name: summary(lines) for name, lines in runs.items()}
     result["gaps"] = {f"{names[0]} vs {other}": gap(runs[names[0]], runs[other]) for other in names[1:]}
     output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    output.with_suffix(".md").write_text(table(result))
+    print(table(result))
 
 
 def train(config: str, overrides: list[str], backend: str, directory: str) -> None:
@@ -95,6 +96,27 @@ def gap(first: list[dict], second: list[dict]) -> dict:
         "at_step": worst,
         "mean_relative_gap": statistics.mean(gaps.values()),
     }
+
+
+def table(result: dict) -> str:
+    """The result as Markdown."""
+    rows = [
+        "| backend | tokens/s | useful TFLOP/s | peak memory, GB | validation loss | bits per byte |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, run in result["backends"].items():
+        memory = f"{run['peak_memory_gb']:.1f}" if run["peak_memory_gb"] else "-"
+        rows.append(
+            f"| {name} | {run['tokens_per_second']:,.0f} | {run['useful_tflops']:.0f} | {memory} "
+            f"| {run['validation_loss']:.4f} | {run['validation_bits_per_byte']:.4f} |"
+        )
+    gaps = [
+        f"{pair}: training loss apart by {gap['mean_relative_gap']:.2%} on average and {gap['largest_relative_gap']:.2%} at most "
+        f"(step {gap['at_step']}), over {gap['steps_compared']} logged steps."
+        for pair, gap in result["gaps"].items()
+    ]
+    device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
+    return "\n".join(rows) + "\n\n" + "\n".join(gaps) + f"\n\nMeasured on {device}; commit {result['commit'][:10]}.\n"
 
 
 if __name__ == "__main__":
