@@ -1,8 +1,9 @@
 """The switch, measured: the same run under several mixing backends, losses compared at every logged step.
 
-    python benchmarks/training_backends.py --config configs/h200.yaml --output benchmarks/results/training_h200 KEY=VALUE ...
+    python benchmarks/training_backends.py --config configs/h200.yaml --output PATH [section.key=value ...]
 
-Writes OUTPUT_<backend>.jsonl (each run's metrics), OUTPUT.json (hardware, commit, gaps, throughput) and OUTPUT.md (a table). Each backend trains
+Writes PATH_<backend>.jsonl (each run's metrics), PATH.json (hardware, commit, gaps, throughput) and PATH.md (a table).
+Each backend trains
 in a process of its own, from the same seed, so from the same weights and on the same data in the same order.
 """
 

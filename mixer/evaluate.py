@@ -146,10 +146,12 @@ def load_checkpoint(directory: Path, device: torch.device, backend: str = ""):
     """(model in fp32 on the device and in eval mode, tokenizer)."""
     from safetensors import SafetensorError
     from transformers import PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
     from mixer import MaskedMixerForCausalLM
 
     check_checkpoint(directory)
+    disable_progress_bar()
     override = {"mixing_backend": backend} if backend else {}
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))

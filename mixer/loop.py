@@ -1,13 +1,17 @@
 """Training, from a configuration to the last checkpoint: one visible loop."""
 
+import fcntl
 import math
 import signal
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
@@ -16,6 +20,7 @@ from mixer import checkpoint
 from mixer.config import RunConfig, save_config
 from mixer.configuration import MaskedMixerConfig
 from mixer.data import SampleOrder, TokenFile, load_tokenizer, prepare
+from mixer.errors import UserError
 from mixer.hardware import check_precision, peak_tflops
 from mixer.metrics import Metrics
 from mixer.modeling import MaskedMixerForCausalLM
@@ -34,9 +39,11 @@ class Progress:
 
 def train(run: RunConfig) -> None:
     """Trains `run` on all processes of the launch, going on from its newest complete checkpoint."""
+    transformers.utils.logging.disable_progress_bar()
     accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
     try:
-        _train(run, accelerator)
+        with run_locked(run.directory) if accelerator.is_main_process else nullcontext():
+            _train(run, accelerator)
     finally:
         accelerator.end_training()
 
@@ -57,7 +64,6 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
 
     # Model and optimizer, new or from a checkpoint.
     if main:
-        run.directory.mkdir(parents=True, exist_ok=True)
         checkpoint.remove_partial(run.directory)
     accelerator.wait_for_everyone()
     resumed = checkpoint.find_resume(run.directory, run.checkpoint.resume, accelerator.print)
@@ -161,6 +167,24 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
             break
     if metrics:
         metrics.close()
+
+
+@contextmanager
+def run_locked(directory: Path) -> Iterator[None]:
+    """Makes and holds a run's directory; the lock ends with this process, however it ends.
+
+    Raises UserError where another process trains the run, such as a worker that has outlived its launcher.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{directory} is being trained by another process (pgrep -f train.py shows it); wait for it, end it, "
+                "or choose another name"
+            ) from None
+        yield
 
 
 def model_config(run: RunConfig, vocab_size: int, eos_token_id: int | None) -> MaskedMixerConfig:

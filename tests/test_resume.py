@@ -1,5 +1,6 @@
 """Resuming: killed at any moment, a run ends with the weights of one that nobody disturbed, to the last bit."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import read_losses, run, start
 from safetensors.torch import load_file
@@ -22,6 +24,15 @@ KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "3"))
 
 def final_weights(directory: Path) -> bytes:
     return (directory / "model.safetensors").read_bytes()
+
+
+def kill_tree(process) -> None:
+    """SIGKILL to the launcher and all it started; torchrun's workers are sessions of their own and would outlive it."""
+    parent = psutil.Process(process.pid)
+    for victim in [*parent.children(recursive=True), parent]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
 
 
 def lines(directory: Path) -> list[tuple]:
@@ -45,8 +56,7 @@ def test_a_run_killed_at_random_ends_with_the_same_weights(write_config, tmp_pat
         time.sleep(generator.uniform(0, 0.5))
         if process.poll() is not None:
             pytest.fail(f"the run ended before kill {killed + 1}: {process.communicate()[0]}")
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        kill_tree(process)
         killed += 1
     run("--config", config, "name=killed", processes=processes)
     undisturbed, again = tmp_path / "runs/undisturbed", tmp_path / "runs/killed"
@@ -105,6 +115,18 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps_and_another_batch
     assert losses[9] == pytest.approx(original[9], rel=1e-5)  # the same samples, on twice the processes
     trainer = json.loads((tmp_path / "runs/longer/step-14/trainer_state/trainer.json").read_text())
     assert (trainer["step"], trainer["samples"]) == (14, 14 * 8)
+
+
+def test_a_run_that_is_being_trained_is_not_trained_twice(write_config, tmp_path):
+    config = write_config(train={"steps": 100_000, "batch_size": 8, "eval_every": 0})
+    process = start("--config", config)
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    while not metrics.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    with pytest.raises(UserError, match="is being trained by another process"):
+        train(load_config(str(config), []))
+    kill_tree(process)
 
 
 def test_a_checkpoint_loads_alone_in_fp32(finished, tmp_path):
