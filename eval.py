@@ -5,11 +5,10 @@ python eval.py --checkpoint runs/demo/step-200 --text book.txt  # any UTF-8 text
 """
 
 import argparse
-import sys
 from dataclasses import fields
 from pathlib import Path
 
-from mixer.errors import UserError
+from mixer.errors import run_command
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -47,8 +46,4 @@ def main(arguments=None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command(main)

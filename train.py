@@ -1,28 +1,22 @@
 """Train a masked mixer: accelerate launch train.py --config configs/demo.yaml [section.key=value ...]"""
 
 import argparse
-import sys
 
 from mixer.config import describe_options, load_config
-from mixer.errors import UserError
+from mixer.errors import run_command
 from mixer.launch import start_asked_for_processes
 from mixer.loop import train
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=describe_options(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", help="YAML file, see configs/; without it the defaults")
     options, overrides = parser.parse_known_args()
     start_asked_for_processes()
-    try:
-        train(load_config(options.config, overrides))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    train(load_config(options.config, overrides))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 
 from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError
+from mixer.files import flush, flush_tree
 from mixer.modeling import MaskedMixerForCausalLM
 
 
@@ -177,20 +178,11 @@ def _complete(partial: Path, final: Path) -> None:
     """Lists, flushes and renames: from here on the checkpoint exists."""
     files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
     (partial / "trainer_state" / "files.json").write_text(json.dumps(files, indent=1))
-    for path in [*partial.rglob("*"), partial]:
-        _flush(path)
+    flush_tree(partial)
     if final.exists():  # an incomplete one of the same step, passed over when the run resumed
         shutil.rmtree(final)
     os.rename(partial, final)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(final.parent)
 
 
 def _prune(directory: Path, keep: int) -> None:

@@ -5,7 +5,6 @@ Each section is the dataclass of the module that consumes it. OmegaConf checks a
 
 import dataclasses
 import difflib
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from mixer.checkpoint import CheckpointConfig
 from mixer.configuration import shape_problems
 from mixer.data import DataConfig
 from mixer.errors import UserError
+from mixer.files import write_text
 from mixer.metrics import LoggingConfig
 from mixer.optim import OptimConfig
 
@@ -107,9 +107,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
 
 def save_config(run: RunConfig, path: Path) -> None:
     """The resolved configuration as YAML, written whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(OmegaConf.to_yaml(OmegaConf.structured(run)))
-    os.replace(partial, path)
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(run)))
 
 
 def describe_options() -> str:

@@ -1,8 +1,20 @@
-"""The one exception that speaks to the person at the keyboard."""
+"""The one exception that speaks to the person at the keyboard, and how a program ends with it."""
+
+import sys
+from collections.abc import Callable
 
 
 class UserError(Exception):
     """Something a person can mend: the message says what was given, what is allowed and what to do.
 
-    `train.py` and `eval.py` print it as `error: ...` without a traceback and exit with status 2.
+    Every command prints it as `error: ...` without a traceback and exits with status 2, see `run_command`.
     """
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Runs a command's `main` and exits: status 0, or 2 with the message of a UserError on stderr."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,10 +1,11 @@
 """Where a run's numbers go: metrics.jsonl always, the terminal, and wandb where asked for."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from mixer.files import write_text
 
 
 @dataclass
@@ -37,9 +38,7 @@ class Metrics:
                 continue
             if line["step"] < step or (line["step"] == step and not again & line.keys()):
                 kept.append(text + "\n")
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        write_text(self.path, "".join(kept))
         self.file.close()
         self.file = open(self.path, "a", encoding="utf-8")
 

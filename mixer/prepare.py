@@ -21,6 +21,7 @@ import numpy as np
 
 from mixer.corpus import DataConfig, check, documents, known_bytes, split_of
 from mixer.errors import UserError
+from mixer.files import flush, flush_tree
 from mixer.manifest import SPLITS, Manifest, SplitManifest
 from mixer.tokenizer import digest, existing_tokenizer, pieces, raw_encoder, train_tokenizer, vocabulary_size
 
@@ -269,20 +270,11 @@ class _Meter:
 
 def _publish(partial: Path, directory: Path) -> None:
     """Flush every file and folder of `partial` to the disk, then give it its name. FileExistsError if that is taken."""
-    for path in [*partial.rglob("*"), partial]:
-        _flush(path)
+    flush_tree(partial)
     try:
         os.rename(partial, directory)  # replaces an empty directory, and nothing else
     except OSError as error:
         if directory.exists():
             raise FileExistsError(str(directory)) from error
         raise
-    _flush(directory.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(directory.parent)

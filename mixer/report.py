@@ -7,10 +7,9 @@ python -m mixer.report runs/cuda runs/dense --output gap.png      -> loss curves
 import argparse
 import itertools
 import json
-import sys
 from pathlib import Path
 
-from mixer.errors import UserError
+from mixer.errors import UserError, run_command
 
 # Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -319,17 +318,13 @@ def main(arguments=None):
     parser.add_argument("run", nargs="+", help="run directory; two or more are compared")
     parser.add_argument("--output", help="picture to write (default: training.png or comparison.png in the first run)")
     options = parser.parse_args(arguments)
-    try:
-        if len(options.run) == 1:
-            print(plot_training(options.run[0], options.output))
-        else:
-            names = {Path(run).resolve().name: run for run in options.run}
-            names = names if len(names) == len(options.run) else {run: run for run in options.run}
-            print(plot_comparison(names, options.output or Path(options.run[0]) / "comparison.png"))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    if len(options.run) == 1:
+        print(plot_training(options.run[0], options.output))
+    else:
+        names = {Path(run).resolve().name: run for run in options.run}
+        names = names if len(names) == len(options.run) else {run: run for run in options.run}
+        print(plot_comparison(names, options.output or Path(options.run[0]) / "comparison.png"))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -1,13 +1,12 @@
 """A quick look at what a checkpoint writes: python -m mixer.sample --checkpoint DIR --prompt TEXT"""
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 from transformers import set_seed
 
-from mixer.errors import UserError
+from mixer.errors import UserError, run_command
 from mixer.evaluate import choose_device, load_checkpoint
 
 
@@ -35,7 +34,7 @@ def sample(checkpoint: str, prompt: str, new_tokens: int, temperature: float, se
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True, help="a checkpoint directory, such as runs/demo/step-600")
     parser.add_argument("--prompt", required=True)
@@ -43,13 +42,8 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    try:
-        print(sample(options.checkpoint, options.prompt, options.new_tokens, options.temperature, options.seed))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    print(sample(options.checkpoint, options.prompt, options.new_tokens, options.temperature, options.seed))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

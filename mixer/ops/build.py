@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixer.errors import UserError
+from mixer.errors import UserError, run_command
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
@@ -339,26 +339,21 @@ def parse_capability(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line: builds and reports. Returns the exit status."""
+def main(arguments: list[str] | None = None) -> None:
+    """The command line: builds and reports."""
     parser = argparse.ArgumentParser(prog="python -m mixer.ops.build", description="Build CUDA kernels ahead of time.")
     parser.add_argument(
         "--arch", nargs="+", type=parse_capability, metavar="9.0", help="compute capabilities (default: the GPUs here)"
     )
     options = parser.parse_args(arguments)
-    try:
-        capabilities = options.arch or present_capabilities()
-        if not capabilities:
-            raise BuildError("there is no GPU here to build for. Name one: `python -m mixer.ops.build --arch 9.0`.")
-        compiler = find_compiler()
-        print(f"nvcc {dotted(compiler.version)}: {compiler.path}")
-        for capability in capabilities:
-            report(capability)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    capabilities = options.arch or present_capabilities()
+    if not capabilities:
+        raise BuildError("there is no GPU here to build for. Name one: `python -m mixer.ops.build --arch 9.0`.")
+    compiler = find_compiler()
+    print(f"nvcc {dotted(compiler.version)}: {compiler.path}")
+    for capability in capabilities:
+        report(capability)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
