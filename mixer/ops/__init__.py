@@ -41,13 +41,14 @@ def triangular_conv(
         ValueError: shapes, devices or the backend's name do not fit.
         mixer.errors.UserError: backend="cuda" where the kernels cannot run.
 
-    First derivatives are provided by every backend, second derivatives by "dense" alone.
+    First derivatives are provided by every backend, second derivatives by "dense" alone. Where the kernels use tensor cores,
+    what is not finite in x may spread to other tokens of the same block of 64, as it does in a dense product, never further.
     """
     x, residual = _autocast(x, residual)
     _check(x, weight, bias, residual, backend)
     if backend == "dense":
         return torch.ops.mixer.triangular_conv_dense(x, weight, bias, residual)
-    return operator.triangular_conv(x, weight, bias, residual, backend)[0]
+    return operator.apply(x, weight, bias, residual, backend)
 
 
 def _autocast(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -33,6 +33,7 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
 LOG = "build.log"
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
+HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 LOG_TAIL = 30  # lines of the compiler's output that an error quotes
 OLDEST = 70  # the kernels are written for sm_70 and newer
 
@@ -126,7 +127,7 @@ def find_ninja() -> list[str]:
 
 
 def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[str]:
-    """The -gencode flag for one GPU. A GPU newer than nvcc gets PTX of the newest architecture nvcc knows."""
+    """The flags for one GPU, -gencode last. A GPU newer than nvcc gets PTX of the newest architecture nvcc knows."""
     wanted = capability[0] * 10 + capability[1]
     if wanted < OLDEST:
         raise BuildError(
@@ -142,9 +143,10 @@ def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[
         )
     if known[-1] != wanted:
         return [f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
-    # 9.0a: Hopper's own instructions (wgmma, TMA), which plain sm_90 leaves out.
-    name = "90a" if wanted == 90 and compiler.version >= (12, 0) else str(wanted)
-    return [f"-gencode=arch=compute_{name},code=sm_{name}"]
+    if wanted == 90 and compiler.version >= (12, 0):
+        # 9.0a: Hopper's own instructions (wgmma, TMA), which plain sm_90 leaves out.
+        return [HOPPER_FLAG, "-gencode=arch=compute_90a,code=sm_90a"]
+    return [f"-gencode=arch=compute_{wanted},code=sm_{wanted}"]
 
 
 def dotted(version: tuple[int, int]) -> str:
@@ -260,6 +262,8 @@ def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
     # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
     search = [f"-L{escaped(root / 'lib')}"] if (root / "lib" / "libcudart_static.a").exists() else []
     units = [path for path in source_files(sources) if path.suffix == ".cu"]
+    if HOPPER_FLAG not in flags:
+        units = [path for path in units if not path.name.startswith("hopper")]
     lines = [
         f"nvcc = {escaped(compiler.path)}",
         f"flags = {' '.join(flags)}",

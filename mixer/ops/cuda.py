@@ -17,13 +17,13 @@ from torch import Tensor
 
 # mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself imported already.
 
-ABI_VERSION = 1  # MIXER_ABI_VERSION in csrc/params.h
+ABI_VERSION = 2  # MIXER_ABI_VERSION in csrc/params.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
-POINTERS = "x weight packed bias residual y dy dx dweight dbias workspace stream".split()
+POINTERS = "x weight packed bias residual y dy dx dweight dbias workspace schedule stream".split()
 STRIDES = [f"{name}_{dimension}_stride" for name in ("x", "residual", "dy") for dimension in ("batch", "token")]
 SIZES = "batch tokens channels context heads taps columns".split()
-CODES = "dtype weight_dtype bias_dtype gradient_dtype device capability processors".split()
+CODES = "dtype weight_dtype bias_dtype gradient_dtype device capability processors allow_tf32".split()
 
 
 class Params(ctypes.Structure):
@@ -118,21 +118,67 @@ def round_up(tokens: int) -> int:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x itself where its channels lie side by side, else a contiguous copy (e.g. of an expanded gradient)."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x itself where its channels lie side by side and rows start on 16 bytes, else a contiguous copy.
+
+    Copied are e.g. an expanded gradient, or a slice that starts in the middle of 16 bytes: the fast kernels load nothing
+    narrower, and one copy costs less than the slow ones. Rows that no copy could align are taken as they are.
+    """
+    unit = 16 // x.element_size()
+    if x.stride(-1) != 1:
+        return x.contiguous()
+    if x.shape[-1] % unit != 0:
+        return x
+    strides = [stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True) if size > 1]
+    aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in strides)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def product_params(x: Tensor, packed: Tensor) -> Params:
-    """Sizes of a product of `packed` with x (or dy)."""
+    """Sizes of a product of `packed` with x (or dy), and the schedule of its kernels."""
     heads, taps, tokens, columns = packed.shape
+    batch, _, channels = x.shape
+    tiles = schedule(x.device.index, batch, tokens, channels, heads, taps, columns, DTYPES[x.dtype])
     return Params(
-        packed=packed.data_ptr(), batch=x.shape[0], tokens=tokens, channels=x.shape[2], context=tokens,
-        heads=heads, taps=taps, columns=columns, dtype=DTYPES[x.dtype],
+        packed=packed.data_ptr(), batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads, taps=taps,
+        columns=columns, dtype=DTYPES[x.dtype], schedule=tiles.data_ptr() if tiles is not None else None,
     )  # fmt: skip
+
+
+@functools.cache  # never emptied: a captured graph keeps the address
+def schedule(
+    index: int, batch: int, tokens: int, channels: int, heads: int, taps: int, columns: int, dtype: int
+) -> Tensor | None:
+    """Which block works on which tiles of a product, in the memory of a device; None where the kernels need no schedule.
+
+    Raises RuntimeError inside a graph capture, which would record the copy instead of making it.
+    """
+    params = Params(
+        batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads, taps=taps, columns=columns, dtype=dtype
+    )  # fmt: skip
+    device = torch.device("cuda", index)
+    add_device(params, device)
+    library = kernels(index)
+    size = library.mixer_schedule_size(ctypes.byref(params))
+    if size == 0:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first triangular_conv of a shape cannot be inside a CUDA graph capture; run it once before")
+    host = torch.empty(size, dtype=torch.uint8)
+    library.mixer_schedule(ctypes.byref(params), host.data_ptr())
+    return host.to(device)
 
 
 def add_device(params: Params, device: torch.device) -> None:
     params.device, params.capability, params.processors = device.index, *device_facts(device.index)
+    if params.dtype == DTYPES[torch.float32]:
+        params.allow_tf32 = allows_tf32()
+
+
+def allows_tf32() -> bool:
+    """Whether torch may round the factors of fp32 products to tf32 (torch.set_float32_matmul_precision)."""
+    matmul = torch.backends.cuda.matmul
+    # torch 2.9 has a new name for it and, once that is set, an error for the old one.
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 @functools.cache
@@ -144,11 +190,13 @@ def device_facts(index: int) -> tuple[int, int]:
 
 def call(name: str, params: Params, device: torch.device) -> None:
     """Launches on the device's current stream. Raises RuntimeError with the CUDA status when the launch fails."""
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return call(name, params, device)
     add_device(params, device)
     library = kernels(device.index)
-    with torch.cuda.device(device):
-        params.stream = torch.cuda.current_stream(device).cuda_stream
-        status = getattr(library, name)(ctypes.byref(params))
+    params.stream = torch.cuda.current_stream(device).cuda_stream
+    status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
         raise RuntimeError(f"{name} failed on {device}: {library.mixer_error_string(status).decode()} (CUDA error {status})")
 
@@ -174,9 +222,11 @@ def load(path: str) -> ctypes.CDLL:
             "mixer_grad_input",
             "mixer_grad_weight",
             "mixer_grad_weight_workspace",
+            "mixer_schedule_size",
         ):
             getattr(library, name).argtypes = [ctypes.POINTER(Params)]
-        library.mixer_grad_weight_workspace.restype = ctypes.c_int64
+        library.mixer_grad_weight_workspace.restype = library.mixer_schedule_size.restype = ctypes.c_int64
+        library.mixer_schedule.argtypes, library.mixer_schedule.restype = [ctypes.POINTER(Params), ctypes.c_void_p], None
         library.mixer_error_string.restype = ctypes.c_char_p
         version, size = library.mixer_abi_version(), library.mixer_params_size()
     except (OSError, AttributeError) as error:
@@ -201,6 +251,8 @@ def unavailable_reason(x: Tensor | None = None) -> str | None:
     none, runs one small kernel and waits for it; the answer is kept, so that a failed build is not tried again in this
     process. That first call must not come inside a graph capture.
     """
+    if x is not None and x.is_cuda and x.dtype in DTYPES and torch.version.hip is None:
+        return device_reason(x.device.index)  # the common case, in each step: it must not take long
     if x is not None and not x.is_cuda:
         return f"the CUDA kernels need a CUDA tensor; x is on {x.device}. Use backend='panels', or x.to('cuda')."
     if x is not None and x.dtype not in DTYPES:

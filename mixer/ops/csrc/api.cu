@@ -1,5 +1,8 @@
 // The library's C interface, loaded by mixer/ops/cuda.py. Every function returns a cudaError_t as an int; 0 is success.
+#include <cstring>
+
 #include "kernels.h"
+#include "schedule.h"
 
 #define MIXER_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -11,15 +14,24 @@ struct KernelSet {
   cudaError_t (*grad_input)(const TriangularConvParams&);
   int64_t (*grad_weight_workspace)(const TriangularConvParams&);
   cudaError_t (*grad_weight)(const TriangularConvParams&);
+  bool with_bias;  // grad_weight writes dbias, too
 };
 
 constexpr KernelSet kPortable = {portable::forward, portable::grad_input, portable::grad_weight_workspace,
-                                 portable::grad_weight};
+                                 portable::grad_weight, false};
 
-// The one place that chooses kernels by architecture, type and shape. A faster set goes in front of the portable one:
-//   if (params.capability == 90 && hopper::supports(params)) return hopper::kKernels;
+constexpr KernelSet kAmpere = {ampere::forward, ampere::grad_input, ampere::grad_weight_workspace, ampere::grad_weight, false};
+#ifdef MIXER_HOPPER
+constexpr KernelSet kHopper = {hopper::forward, hopper::grad_input, hopper::grad_weight_workspace, hopper::grad_weight,
+                               true};
+#endif
+
+// The one place that chooses kernels by architecture, type and shape: the fastest set that can serve the call.
 const KernelSet& kernels_for(const TriangularConvParams& params) {
-  (void)params;
+#ifdef MIXER_HOPPER
+  if (hopper::serves(params) && hopper::fits(params)) return kHopper;
+#endif
+  if (ampere::supports(params)) return kAmpere;
   return kPortable;
 }
 
@@ -91,9 +103,27 @@ MIXER_EXPORT int64_t mixer_grad_weight_workspace(const TriangularConvParams* par
 // Writes all of dweight, and of dbias where it is given, zeros included.
 MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
   cudaError_t status = enter(*params);
-  if (status == cudaSuccess) status = kernels_for(*params).grad_weight(*params);
-  if (status == cudaSuccess && params->dbias != nullptr) status = grad_bias(*params);
-  return status;
+  if (status != cudaSuccess) return status;
+  const KernelSet& kernels = kernels_for(*params);
+  status = kernels.grad_weight(*params);
+  return status == cudaSuccess && params->dbias != nullptr && !kernels.with_bias ? grad_bias(*params) : status;
+}
+
+// Bytes of the schedule that mixer_forward and mixer_grad_input need for these sizes; 0 for none.
+MIXER_EXPORT int64_t mixer_schedule_size(const TriangularConvParams* params) {
+#ifdef MIXER_HOPPER
+  if (is_valid(*params) && hopper::serves(*params)) {
+    return schedule::flatten(schedule::assign(*params)).size() * sizeof(int32_t);
+  }
+#endif
+  (void)params;
+  return 0;
+}
+
+// Writes the schedule to `host`, which is to be copied to the device.
+MIXER_EXPORT void mixer_schedule(const TriangularConvParams* params, void* host) {
+  const std::vector<int32_t> flat = schedule::flatten(schedule::assign(*params));
+  std::memcpy(host, flat.data(), flat.size() * sizeof(int32_t));
 }
 
 // Runs one small kernel and waits for it: tells whether this build, this driver and this device go together.

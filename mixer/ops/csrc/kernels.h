@@ -13,5 +13,22 @@ namespace portable {  // sm_70 and newer: fp32 arithmetic, any shape, any stride
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 int64_t grad_weight_workspace(const TriangularConvParams& params);
-cudaError_t grad_weight(const TriangularConvParams& params);
+cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace portable
+
+namespace ampere {  // sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32 where allowed; rows on 16 bytes
+bool supports(const TriangularConvParams& params);
+cudaError_t forward(const TriangularConvParams& params);
+cudaError_t grad_input(const TriangularConvParams& params);
+int64_t grad_weight_workspace(const TriangularConvParams& params);
+cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
+}  // namespace ampere
+
+namespace hopper {  // sm_90a (MIXER_HOPPER): TMA and wgmma, 16-bit types, one tap, rows on 16 bytes
+bool serves(const TriangularConvParams& params);  // device, types and sizes; forward and grad-input then need a schedule
+bool fits(const TriangularConvParams& params);    // and the addresses and strides
+cudaError_t forward(const TriangularConvParams& params);
+cudaError_t grad_input(const TriangularConvParams& params);
+int64_t grad_weight_workspace(const TriangularConvParams& params);
+cudaError_t grad_weight(const TriangularConvParams& params);  // dweight and dbias
+}  // namespace hopper

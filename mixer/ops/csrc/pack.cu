@@ -5,36 +5,50 @@
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kGroup = 8;  // columns of a thread: 16 bytes of a 16-bit type; a packed row holds whole groups
 
-// One block: 256 columns of one row. Blocks: (heads * taps * tokens, column blocks).
+template <typename Value>
+struct alignas(kGroup * sizeof(Value) < 16 ? kGroup * sizeof(Value) : 16) Group {
+  Value values[kGroup];
+};
+
+// Threads: (heads * taps * tokens, groups of a row).
 template <typename Weight, typename Element>
-__global__ void __launch_bounds__(kThreads) pack_kernel(const TriangularConvParams params) {
-  const int column_blocks = static_cast<int>(ceil_div(params.columns, kThreads));
-  const int64_t packed_row = blockIdx.x / column_blocks;
-  const int column = blockIdx.x % column_blocks * kThreads + threadIdx.x;
-  if (column >= params.columns) return;
-
+__global__ void __launch_bounds__(kThreads) pack_kernel(const TriangularConvParams params, int64_t groups) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= groups) return;
+  const int row_groups = params.columns / kGroup;
+  const int64_t packed_row = index / row_groups;
+  const int column = static_cast<int>(index % row_groups) * kGroup;
   const int64_t matrix = packed_row / params.tokens;  // head * taps + tap
   const int row = static_cast<int>(packed_row % params.tokens);
-  float value = 0.0f;
-  if (column <= row) {
-    const Weight* weight = static_cast<const Weight*>(params.weight);
-    value = to_float(weight[(matrix * params.context + row) * params.context + column]);
+  const Weight* weight = static_cast<const Weight*>(params.weight) + (matrix * params.context + row) * params.context + column;
+
+  Group<Element> packed;
+  if (column + kGroup - 1 <= row && reinterpret_cast<uintptr_t>(weight) % alignof(Group<Weight>) == 0) {
+    const Group<Weight> read = *reinterpret_cast<const Group<Weight>*>(weight);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) packed.values[i] = from_float<Element>(to_float(read.values[i]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      packed.values[i] = from_float<Element>(column + i <= row ? to_float(weight[i]) : 0.0f);
+    }
   }
-  static_cast<Element*>(params.packed)[packed_row * params.columns + column] = from_float<Element>(value);
+  static_cast<Group<Element>*>(params.packed)[index] = packed;
 }
 
 }  // namespace
 
 cudaError_t pack(const TriangularConvParams& params) {
-  const int64_t blocks =
-      static_cast<int64_t>(params.heads) * params.taps * params.tokens * ceil_div(params.columns, kThreads);
+  const int64_t groups = static_cast<int64_t>(params.heads) * params.taps * params.tokens * (params.columns / kGroup);
+  const int64_t blocks = ceil_div(groups, kThreads);
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   return dispatch_dtype(params.weight_dtype, [&](auto weight) {
     return dispatch_dtype(params.dtype, [&](auto element) {
-      pack_kernel<decltype(weight), decltype(element)><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+      pack_kernel<decltype(weight), decltype(element)><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, groups);
       return cudaGetLastError();
     });
   });

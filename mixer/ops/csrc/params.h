@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MIXER_ABI_VERSION 1
+#define MIXER_ABI_VERSION 2
 
 enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
@@ -25,6 +25,7 @@ typedef struct TriangularConvParams {
   void* dweight;         // gradient_dtype, contiguous
   void* dbias;           // gradient_dtype, contiguous, or null
   void* workspace;       // mixer_grad_weight_workspace() bytes, 16-byte aligned
+  const void* schedule;  // mixer_schedule() on the device, or null where mixer_schedule_size() is 0
   void* stream;          // a cudaStream_t
 
   int64_t x_batch_stride, x_token_stride;  // in elements, like all strides; 0 is a broadcast
@@ -36,4 +37,5 @@ typedef struct TriangularConvParams {
   int32_t device;        // index of the CUDA device
   int32_t capability;    // 10 * major + minor of that device
   int32_t processors;    // its streaming multiprocessors
+  int32_t allow_tf32;    // fp32 products may round their factors to tf32
 } TriangularConvParams;

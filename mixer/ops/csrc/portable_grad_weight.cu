@@ -2,37 +2,27 @@
 //
 // Two kernels. The first computes the lower 64 x 64 tiles; the long sum over (batch, channels) is cut into `splits` equal
 // ranges, so that even a short context fills the GPU, and each range's partial tile goes to the workspace in fp32. The
-// second adds the partials in a fixed order (no atomics: two runs agree bit for bit), casts, and writes the zeros.
-//
-// Workspace: (splits, heads, taps, lower tiles, 64, 64) fp32.
-#include "kernels.h"
+// second (grad_weight_finish.cuh) adds the partials in a fixed order, casts, and writes the zeros.
+#include "grad_weight_finish.cuh"
 #include "portable_tile.cuh"
 
 namespace portable {
 namespace {
 
-constexpr int kFinishThreads = 256;
+using namespace grad_weight_finish;
+
 constexpr int kBlocksPerProcessor = 8;   // blocks wanted for each multiprocessor
 constexpr int kMinSlicesPerSplit = 16;   // a shorter range costs more to add up than it saves
 constexpr int kMaxSplits = 64;
 constexpr int kTileSize = kTile * kTile;
-
-__host__ __device__ __forceinline__ int64_t lower_tiles(int tokens) {
-  const int64_t tiles = ceil_div(tokens, kTile);
-  return tiles * (tiles + 1) / 2;
-}
 
 // Slices of the whole sum: each sample's channels are cut into slices of kDepth.
 __host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvParams& params) {
   return params.batch * ceil_div(params.channels / params.heads, kDepth);
 }
 
-__host__ bool is_empty(const TriangularConvParams& params) {
-  return params.batch == 0 || params.tokens == 0 || params.channels == 0;
-}
-
 __host__ int choose_splits(const TriangularConvParams& params) {
-  const int64_t blocks = lower_tiles(params.tokens) * params.heads * params.taps;
+  const int64_t blocks = lower_tiles(params.tokens, kTile) * params.heads * params.taps;
   const int64_t wanted = ceil_div(static_cast<int64_t>(params.processors) * kBlocksPerProcessor, blocks);
   const int64_t most = min(slice_count(params) / kMinSlicesPerSplit, static_cast<int64_t>(kMaxSplits));
   return static_cast<int>(max(min(wanted, most), static_cast<int64_t>(1)));
@@ -59,7 +49,7 @@ template <typename Element>
 __global__ void __launch_bounds__(kThreads, kBlocksResident) partial_kernel(const TriangularConvParams params, int splits) {
   __shared__ Slices slices;
   const int width = params.channels / params.heads;  // channels of a head
-  const int tiles = static_cast<int>(lower_tiles(params.tokens));
+  const int tiles = static_cast<int>(lower_tiles(params.tokens, kTile));
   int block = blockIdx.x;
   const int tile = block % tiles;
   block /= tiles;
@@ -68,12 +58,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) partial_kernel(cons
   const int head = block % params.heads;
   const int split = block / params.heads;
 
-  // Tiles count along the rows of the triangle: tile = row_tile * (row_tile + 1) / 2 + column_tile.
-  int row_tile = static_cast<int>((sqrtf(8.0f * tile + 1.0f) - 1.0f) / 2.0f);
-  while (row_tile * (row_tile + 1) / 2 > tile) --row_tile;
-  while ((row_tile + 1) * (row_tile + 2) / 2 <= tile) ++row_tile;
-  const int row0 = row_tile * kTile;
-  const int column0 = (tile - row_tile * (row_tile + 1) / 2) * kTile;
+  const LowerTile lower = locate_lower_tile(tile);
+  const int row0 = lower.row * kTile;
+  const int column0 = lower.column * kTile;
 
   const int shift = tap_shift(tap, params.taps);
   const Element* dy = static_cast<const Element*>(params.dy) + static_cast<int64_t>(head) * width;
@@ -106,61 +93,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) partial_kernel(cons
   }
 }
 
-// One block: 256 columns of one row of dweight. Blocks: (heads * taps * context, column blocks). tokens = 0: all zeros.
-template <typename Gradient>
-__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const TriangularConvParams params, int tokens, int splits) {
-  const int column_blocks = static_cast<int>(ceil_div(params.context, kFinishThreads));
-  const int64_t gradient_row = blockIdx.x / column_blocks;
-  const int column = blockIdx.x % column_blocks * kFinishThreads + threadIdx.x;
-  if (column >= params.context) return;
-
-  const int64_t matrix = gradient_row / params.context;  // head * taps + tap
-  const int row = static_cast<int>(gradient_row % params.context);
-  float value = 0.0f;
-  if (column <= row && row < tokens) {
-    const int64_t tiles = lower_tiles(tokens);
-    const int64_t row_tile = row / kTile;
-    const int64_t tile = row_tile * (row_tile + 1) / 2 + column / kTile;
-    const float* partial = static_cast<const float*>(params.workspace) + (matrix * tiles + tile) * kTileSize +
-                           row % kTile * kTile + column % kTile;
-    const int64_t split_stride = tiles * params.heads * params.taps * kTileSize;
-    for (int split = 0; split < splits; ++split) value += partial[split * split_stride];
-  }
-  static_cast<Gradient*>(params.dweight)[gradient_row * params.context + column] = from_float<Gradient>(value);
-}
-
-cudaError_t finish(const TriangularConvParams& params, int tokens, int splits) {
-  const int64_t blocks = static_cast<int64_t>(params.heads) * params.taps * params.context *
-                         ceil_div(params.context, kFinishThreads);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.gradient_dtype, [&](auto gradient) {
-    finish_kernel<decltype(gradient)>
-        <<<static_cast<unsigned>(blocks), kFinishThreads, 0, stream>>>(params, tokens, splits);
-    return cudaGetLastError();
-  });
-}
-
 }  // namespace
 
 int64_t grad_weight_workspace(const TriangularConvParams& params) {
   if (is_empty(params)) return 0;
-  return choose_splits(params) * lower_tiles(params.tokens) * params.heads * params.taps * kTileSize *
+  return choose_splits(params) * lower_tiles(params.tokens, kTile) * params.heads * params.taps * kTileSize *
          static_cast<int64_t>(sizeof(float));
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
-  if (is_empty(params)) return finish(params, 0, 0);
+  if (is_empty(params)) return finish<kTile>(params, 0, 0);
   const int splits = choose_splits(params);
-  const int64_t blocks = lower_tiles(params.tokens) * params.heads * params.taps * splits;
+  const int64_t blocks = lower_tiles(params.tokens, kTile) * params.heads * params.taps * splits;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   const cudaError_t status = dispatch_dtype(params.dtype, [&](auto element) {
     partial_kernel<decltype(element)><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, splits);
     return cudaGetLastError();
   });
-  return status == cudaSuccess ? finish(params, params.tokens, splits) : status;
+  return status == cudaSuccess ? finish<kTile>(params, params.tokens, splits) : status;
 }
 
 }  // namespace portable

@@ -1,0 +1,8 @@
+// dx[b,j,c] = sum over taps and i >= j of W[h,t,i,j] * dy[b,i,c - shift].
+#include "hopper_product.cuh"
+
+cudaError_t hopper::grad_input(const TriangularConvParams& params) {
+  ProductArguments arguments = {};
+  const cudaError_t status = make_arguments(params, params.dx, &arguments);
+  return status == cudaSuccess ? launch_type<true, false>(params, arguments) : status;
+}

@@ -1,0 +1,458 @@
+// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i < tokens, exact zeros elsewhere,
+// and dbias[h,i] = sum over batch and channels of dy[b,i,c], on Hopper's tensor cores.
+//
+// A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast), 128 columns (x) for each of its two
+// blocks. The depth runs over chunks of 64 channels of each sample. Only tiles that touch the lower triangle are computed, and
+// inside those on the diagonal only the row blocks that do.
+//
+// Work. Tiles are dealt to the clusters in whole waves; all clusters then walk through the depth together, and what one
+// reads of x and dy the others find in the L2 cache. The tiles that are left over are cut along the depth into equal splits,
+// whose partial sums go to the workspace and are added in a fixed order by a second kernel: two runs agree bit for bit.
+//
+// The bias gradient comes from the same pass over dy: in tiles on the diagonal the second block of the cluster, which has only
+// half of its row blocks to do, also multiplies all row blocks by a box of ones, 8 columns wide. The zeros above the tiles are
+// written by warps that have nothing else to do.
+#include <algorithm>
+
+#include "hopper_maps.h"
+#include "hopper_tile.cuh"
+#include "kernels.h"
+
+namespace hopper {
+namespace {
+
+constexpr int kRowBlocks = 4;
+constexpr int kTileRows = kRowBlocks * kBox;             // 256; the columns of a cluster's tile, too
+constexpr int kStages = 4;
+constexpr int kColumnBoxes = kColumns / kBox;
+constexpr int kStageBytes = (kRowBlocks + kColumnBoxes) * kBoxBytes;
+constexpr int kGroups = kColumns / 8;                    // groups of four sums of a multiplying thread
+static_assert(kRowBlocks == kMultipliers, "each multiplier has one row block");
+constexpr int kMultiplyingThreads = kMultipliers * kWarpgroup;
+constexpr int kPartialFloats = kTileRows * kColumns;     // of one block
+constexpr int kSplitOverhead = 4;                        // what a split costs beside its products, in steps of the depth
+constexpr int kMaxSplits = 128;
+
+// How the work is cut: `whole` tiles in full, `rest` tiles in `splits` parts of the depth each. Items are numbered whole
+// tiles first, then split by split; cluster c takes the items c, c + clusters, ...
+struct Plan {
+  int32_t row_tiles;   // tiles along the tokens
+  int32_t triangle;    // lower tiles of one matrix
+  int32_t matrices;    // heads
+  int32_t depth;       // chunks of 64 channels over all samples
+  int32_t chunks;      // of one sample
+  int32_t whole, rest, splits;
+
+  __host__ __device__ int items() const { return whole + rest * splits; }
+};
+
+struct WeightArguments {
+  CUtensorMap dy, x;
+  void* dweight;
+  void* dbias;
+  float* partials;       // (rest * splits, 2 blocks, kGroups, 512 threads, 4)
+  float* bias_partials;  // (rest * splits, 256 rows)
+  int32_t tokens, context, gradient_dtype;
+  Plan plan;
+};
+
+// Tile `index` counts along the rows of the triangle, matrix by matrix.
+struct WeightTile {
+  int matrix, row_tile, column_tile;
+
+  __device__ __forceinline__ WeightTile(const Plan& plan, int index) {
+    matrix = index / plan.triangle;
+    const int place = index % plan.triangle;
+    row_tile = static_cast<int>((sqrtf(8.0f * place + 1.0f) - 1.0f) / 2.0f);
+    while (row_tile * (row_tile + 1) / 2 > place) --row_tile;
+    while ((row_tile + 1) * (row_tile + 2) / 2 <= place) ++row_tile;
+    column_tile = place - row_tile * (row_tile + 1) / 2;
+  }
+};
+
+struct Item {
+  WeightTile tile;
+  int begin, end;  // depth
+  int partial;     // its place in the workspace, or -1: the sums are complete
+
+  __device__ __forceinline__ Item(const Plan& plan, int index)
+      : tile(plan, index < plan.whole ? index : plan.whole + (index - plan.whole) % plan.rest) {
+    const bool whole = index < plan.whole;
+    const int split = whole ? 0 : (index - plan.whole) / plan.rest;
+    const int splits = whole ? 1 : plan.splits;
+    begin = static_cast<int>(static_cast<int64_t>(plan.depth) * split / splits);
+    end = static_cast<int>(static_cast<int64_t>(plan.depth) * (split + 1) / splits);
+    partial = splits == 1 ? -1 : index - plan.whole;
+  }
+};
+
+// What one block computes of a tile.
+struct BlockTile {
+  int first_row, first_column;
+  int row_blocks;  // that hold tokens
+
+  __device__ __forceinline__ BlockTile(const WeightTile& tile, int tokens, int rank)
+      : first_row(tile.row_tile * kTileRows), first_column(tile.column_tile * kTileRows + rank * kColumns) {
+    row_blocks = min(kRowBlocks, (tokens - first_row + kBox - 1) / kBox);
+  }
+  // Whether a row block holds anything on or below the diagonal.
+  __device__ __forceinline__ bool needs(int row_block) const {
+    return row_block < row_blocks && first_row + row_block * kBox + kBox - 1 >= first_column;
+  }
+  __device__ __forceinline__ bool is_idle() const { return !needs(row_blocks - 1); }
+};
+
+// Writes sums (rows r and r + 8, two columns each) of the thread at (row, column); zeros above the diagonal and beyond the
+// tokens, whatever the sum: it may be zero times something infinite.
+template <typename Gradient>
+__device__ __forceinline__ void store_sums(Gradient* matrix, int context, int tokens, int row, int column,
+                                           const float (&sum)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = row + half * 8;
+    if (i >= context) continue;
+    Gradient* place = matrix + static_cast<int64_t>(i) * context + column;
+    const Gradient first = from_float<Gradient>(column <= i && i < tokens ? sum[half * 2] : 0.0f);
+    const Gradient second = from_float<Gradient>(column + 1 <= i && i < tokens ? sum[half * 2 + 1] : 0.0f);
+    if (context % 2 == 0 && column < context) {
+      struct alignas(2 * sizeof(Gradient)) Pair { Gradient first, second; };
+      *reinterpret_cast<Pair*>(place) = {first, second};
+    } else {
+      if (column < context) place[0] = first;
+      if (column + 1 < context) place[1] = second;
+    }
+  }
+}
+
+__device__ __forceinline__ void store_gradient(const WeightArguments& arguments, int matrix, int row, int column,
+                                               const float (&sum)[4]) {
+  const int context = arguments.context, tokens = arguments.tokens;
+  const int64_t offset = static_cast<int64_t>(matrix) * context * context;
+  if (arguments.gradient_dtype == MIXER_FLOAT32) {
+    store_sums(static_cast<float*>(arguments.dweight) + offset, context, tokens, row, column, sum);
+  } else if (arguments.gradient_dtype == MIXER_FLOAT16) {
+    store_sums(static_cast<__half*>(arguments.dweight) + offset, context, tokens, row, column, sum);
+  } else {
+    store_sums(static_cast<__nv_bfloat16*>(arguments.dweight) + offset, context, tokens, row, column, sum);
+  }
+}
+
+__device__ __forceinline__ void store_float(void* values, int dtype, int64_t index, float value) {
+  if (dtype == MIXER_FLOAT16) {
+    static_cast<__half*>(values)[index] = from_float<__half>(value);
+  } else if (dtype == MIXER_BFLOAT16) {
+    static_cast<__nv_bfloat16*>(values)[index] = from_float<__nv_bfloat16>(value);
+  } else {
+    static_cast<float*>(values)[index] = value;
+  }
+}
+
+// The place, in a block's tile, of the four sums of group `group` of multiplying thread `thread`.
+struct Place {
+  int row, column;
+  __device__ __forceinline__ Place(int thread, int group)
+      : row(thread / kWarpgroup * kBox + thread % kWarpgroup / 32 * 16 + thread % 32 / 4), column(group * 8 + thread % 4 * 2) {}
+};
+
+struct WeightBarriers {
+  Ring<kStages, true> ring;
+};
+
+// One thread.
+__device__ __forceinline__ void load_operands(const WeightArguments& arguments, char* stages, Ring<kStages, true>& ring) {
+  const Plan& plan = arguments.plan;
+  const int rank = cluster_rank();
+  RingPosition<kStages> at;
+  for (int index = blockIdx.x / kClusterSize; index < plan.items(); index += gridDim.x / kClusterSize) {
+    const Item item(plan, index);
+    const BlockTile tile(item.tile, arguments.tokens, rank);
+    const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
+    int sample = item.begin / plan.chunks, chunk = item.begin % plan.chunks;
+    for (int depth = item.begin; depth < item.end; ++depth, at.advance()) {
+      char* stage = stages + at.slot * kStageBytes;
+      uint64_t* full = &ring.full[at.slot];
+      barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
+      barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
+      for (int box = 0; box < column_boxes; ++box) {
+        load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, chunk * kBox, item.tile.matrix,
+                 tile.first_column + box * kBox, sample);
+      }
+      for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
+        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, chunk * kBox, item.tile.matrix,
+                         tile.first_row + row_block * kBox, sample);
+      }
+      if (++chunk == plan.chunks) {
+        chunk = 0;
+        ++sample;
+      }
+    }
+  }
+}
+
+// One warpgroup's products: its row block times the columns (kMultiplies), and its row block
+// summed over the depth (kWithBias).
+template <typename Element, bool kMultiplies, bool kWithBias>
+__device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t left, uint32_t right, uint32_t ones,
+                                    Ring<kStages, true>& ring, RingPosition<kStages>& at, int depths) {
+#pragma unroll 1
+  for (int depth = 0; depth < depths; ++depth, at.advance()) {
+    barrier_wait(&ring.full[at.slot], at.parity);
+    const uint32_t stage = at.slot * (kStageBytes / 16);
+    wgmma_fence();
+    if (kMultiplies) multiply_slices<Element, false, false, kBox / 16>(sum, left + stage, right + stage, depth > 0);
+    if (kWithBias) {
+#pragma unroll
+      for (int slice = 0; slice < kBox / 16; ++slice) {
+        wgmma_n8<Element>(bias, left + stage + slice * slice_step<false>(), ones, depth + slice > 0);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    ring.release(at.slot);
+  }
+  if (kMultiplies) pin(sum);
+  if (kWithBias) pin(bias);
+}
+
+// One warpgroup.
+template <typename Element>
+__device__ __forceinline__ void multiply(const WeightArguments& arguments, int multiplier, uint32_t stages, uint32_t ones_box,
+                                         Ring<kStages, true>& ring) {
+  const Plan& plan = arguments.plan;
+  const int rank = cluster_rank();
+  const int thread = multiplier * kWarpgroup + threadIdx.x % kWarpgroup;
+  const uint32_t left = operand(stages + multiplier * kBoxBytes);
+  const uint32_t right = operand(stages + kRowBlocks * kBoxBytes);
+  const uint32_t ones = operand(ones_box);
+  RingPosition<kStages> at;
+  for (int index = blockIdx.x / kClusterSize; index < plan.items(); index += gridDim.x / kClusterSize) {
+    const Item item(plan, index);
+    const BlockTile tile(item.tile, arguments.tokens, rank);
+    const bool multiplies = tile.needs(multiplier);
+    const bool with_bias = arguments.dbias != nullptr && rank == 1 && item.tile.column_tile == item.tile.row_tile;
+    const int depths = item.end - item.begin;
+    float sum[64], bias[4];
+    if (multiplies && with_bias) {
+      run<Element, true, true>(sum, bias, left, right, ones, ring, at, depths);
+    } else if (multiplies) {
+      run<Element, true, false>(sum, bias, left, right, ones, ring, at, depths);
+    } else if (with_bias) {
+      run<Element, false, true>(sum, bias, left, right, ones, ring, at, depths);
+    } else {
+      run<Element, false, false>(sum, bias, left, right, ones, ring, at, depths);
+    }
+
+    float4* partial = reinterpret_cast<float4*>(arguments.partials) +
+                      (static_cast<int64_t>(item.partial) * kClusterSize + rank) * (kPartialFloats / 4) + thread;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      float value[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i] = multiplies ? sum[group * 4 + i] : 0.0f;
+      if (item.partial < 0) {
+        const Place place(thread, group);
+        store_gradient(arguments, item.tile.matrix, tile.first_row + place.row, tile.first_column + place.column, value);
+      } else if (multiplies) {
+        partial[group * kMultiplyingThreads] = make_float4(value[0], value[1], value[2], value[3]);
+      }
+    }
+    if (with_bias && thread % 4 == 0) {  // all columns of the product with ones are the same
+      const Place place(thread, 0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = place.row + half * 8;
+        if (item.partial >= 0) {
+          arguments.bias_partials[static_cast<int64_t>(item.partial) * kTileRows + row] = bias[half * 2];
+        } else if (tile.first_row + row < arguments.tokens) {
+          const int64_t first = static_cast<int64_t>(item.tile.matrix) * arguments.context + tile.first_row;
+          store_float(arguments.dbias, arguments.gradient_dtype, first + row, bias[half * 2]);
+        }
+      }
+    }
+  }
+}
+
+// What no tile covers: columns beyond the diagonal tile of each row, rows beyond the tiles. `warp` of `warps` in the grid.
+template <typename Gradient>
+__device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
+  const int lane = threadIdx.x % 32;
+  const int context = arguments.context;
+  const int64_t rows = static_cast<int64_t>(arguments.plan.matrices) * context;
+  const bool wide = context * sizeof(Gradient) % 16 == 0;
+  constexpr int kWide = 16 / sizeof(Gradient);
+  for (int64_t matrix_row = warp; matrix_row < rows; matrix_row += warps) {
+    const int row = static_cast<int>(matrix_row % context);
+    const int first = row / kTileRows < arguments.plan.row_tiles ? (row / kTileRows + 1) * kTileRows : 0;
+    Gradient* values = static_cast<Gradient*>(arguments.dweight) + matrix_row * context;
+    if (wide) {
+      for (int column = first + lane * kWide; column < context; column += 32 * kWide) {
+        *reinterpret_cast<uint4*>(values + column) = make_uint4(0, 0, 0, 0);
+      }
+    } else {
+      for (int column = first + lane; column < context; column += 32) values[column] = from_float<Gradient>(0.0f);
+    }
+    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens) {
+      store_float(arguments.dbias, arguments.gradient_dtype, matrix_row, 0.0f);
+    }
+  }
+}
+
+__device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
+  if (arguments.gradient_dtype == MIXER_FLOAT32) {
+    write_zeros<float>(arguments, warp, warps);
+  } else {
+    write_zeros<__half>(arguments, warp, warps);  // a zero is a zero in both 16-bit types
+  }
+}
+
+
+constexpr int kWeightSharedBytes =
+    1024 + kStages * kStageBytes + 1024 + 2 * kStages * static_cast<int>(sizeof(uint64_t));
+
+template <typename Element>
+__global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
+    grad_weight_kernel(const __grid_constant__ WeightArguments arguments) {
+  extern __shared__ char shared[];
+  char* stages = shared + (1024 - shared_address(shared) % 1024) % 1024;
+  char* ones = stages + kStages * kStageBytes;  // 8 rows of 64 ones
+  auto& barriers = *reinterpret_cast<WeightBarriers*>(ones + 1024);
+  for (int i = threadIdx.x; i < 8 * kBox; i += kThreads) reinterpret_cast<Element*>(ones)[i] = from_float<Element>(1.0f);
+  fence_async_proxy();
+  if (threadIdx.x == 0) {
+    prefetch_map(&arguments.dy);
+    prefetch_map(&arguments.x);
+    barriers.ring.init(1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  cluster_sync();
+
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == kMultipliers) {
+    give_registers<kLoaderRegisters>();
+    const int warp = threadIdx.x % kWarpgroup / 32;
+    if (warp == 0) {
+      if (threadIdx.x % 32 == 0) load_operands(arguments, stages, barriers.ring);
+    } else {
+      write_zeros(arguments, blockIdx.x * 3 + warp - 1, gridDim.x * 3);
+    }
+    __syncwarp();
+  } else {
+    take_registers<kMultiplierRegisters>();
+    multiply<Element>(arguments, warpgroup, shared_address(stages), shared_address(ones), barriers.ring);
+  }
+  cluster_sync();  // the other block may still write into our shared memory
+}
+
+// Adds the partial sums of the split tiles. Blocks: (rest * 2 blocks of the cluster, kGroups).
+__global__ void __launch_bounds__(kMultiplyingThreads) finish_kernel(const WeightArguments arguments) {
+  const Plan& plan = arguments.plan;
+  const int group = blockIdx.x % kGroups;
+  const int rank = blockIdx.x / kGroups % kClusterSize;
+  const int rest = blockIdx.x / kGroups / kClusterSize;
+  const WeightTile weight_tile(plan, plan.whole + rest);
+  const BlockTile tile(weight_tile, arguments.tokens, rank);
+  const Place place(threadIdx.x, group);
+
+  float sum[4] = {};
+  if (tile.needs(place.row / kBox)) {
+    const float4* partial = reinterpret_cast<const float4*>(arguments.partials) + group * kMultiplyingThreads + threadIdx.x;
+#pragma unroll 8
+    for (int split = 0; split < plan.splits; ++split) {
+      const int64_t block = static_cast<int64_t>(split * plan.rest + rest) * kClusterSize + rank;
+      const float4 value = partial[block * (kPartialFloats / 4)];
+      sum[0] += value.x;
+      sum[1] += value.y;
+      sum[2] += value.z;
+      sum[3] += value.w;
+    }
+  }
+  store_gradient(arguments, weight_tile.matrix, tile.first_row + place.row, tile.first_column + place.column, sum);
+
+  const int row = tile.first_row + threadIdx.x;
+  if (arguments.dbias != nullptr && group == 0 && rank == 0 && weight_tile.column_tile == weight_tile.row_tile && threadIdx.x < kTileRows &&
+      row < arguments.tokens) {
+    float bias = 0.0f;
+    for (int split = 0; split < plan.splits; ++split) {
+      bias += arguments.bias_partials[static_cast<int64_t>(split * plan.rest + rest) * kTileRows + threadIdx.x];
+    }
+    store_float(arguments.dbias, arguments.gradient_dtype,
+                static_cast<int64_t>(weight_tile.matrix) * arguments.context + row, bias);
+  }
+}
+
+int clusters(const TriangularConvParams& params) { return std::max(1, params.processors / kClusterSize); }
+
+// Splits that end first: whole rounds of all clusters, each of a split's depth and its overhead.
+int choose_splits(int rest, int depth, int clusters) {
+  int best = 1;
+  int64_t best_time = INT64_MAX;
+  for (int splits = 1; splits <= std::min(depth, kMaxSplits); ++splits) {
+    const int64_t time = ceil_div(int64_t(rest) * splits, clusters) * (ceil_div(depth, splits) + (splits > 1 ? kSplitOverhead : 1));
+    if (time < best_time) {
+      best = splits;
+      best_time = time;
+    }
+  }
+  return best;
+}
+
+Plan make_plan(const TriangularConvParams& params) {
+  Plan plan = {};
+  plan.row_tiles = static_cast<int32_t>(ceil_div(params.tokens, kTileRows));
+  plan.triangle = plan.row_tiles * (plan.row_tiles + 1) / 2;
+  plan.matrices = params.heads;
+  plan.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
+  plan.depth = params.batch * plan.chunks;
+  const int tiles = plan.triangle * plan.matrices;
+  plan.rest = tiles % clusters(params);
+  plan.whole = tiles - plan.rest;
+  plan.splits = plan.rest > 0 ? choose_splits(plan.rest, plan.depth, clusters(params)) : 1;
+  return plan;
+}
+
+int64_t partial_bytes(const Plan& plan) {
+  return plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kClusterSize * kPartialFloats * sizeof(float);
+}
+
+template <typename Element>
+cudaError_t launch_grad_weight(const TriangularConvParams& params, const WeightArguments& arguments) {
+  const auto kernel = grad_weight_kernel<Element>;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWeightSharedBytes);
+  if (status != cudaSuccess) return status;
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  kernel<<<clusters(params) * kClusterSize, kThreads, kWeightSharedBytes, stream>>>(arguments);
+  status = cudaGetLastError();
+  if (status != cudaSuccess || arguments.plan.splits == 1) return status;
+  finish_kernel<<<arguments.plan.rest * kClusterSize * kGroups, kMultiplyingThreads, 0, stream>>>(arguments);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t grad_weight_workspace(const TriangularConvParams& params) {
+  const Plan plan = make_plan(params);
+  return partial_bytes(plan) + (plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows * sizeof(float));
+}
+
+cudaError_t grad_weight(const TriangularConvParams& params) {
+  WeightArguments arguments = {};
+  arguments.plan = make_plan(params);
+  arguments.dweight = params.dweight;
+  arguments.dbias = params.dbias;
+  arguments.partials = static_cast<float*>(params.workspace);
+  arguments.bias_partials =
+      reinterpret_cast<float*>(static_cast<char*>(params.workspace) + partial_bytes(arguments.plan));
+  arguments.tokens = params.tokens;
+  arguments.context = params.context;
+  arguments.gradient_dtype = params.gradient_dtype;
+  cudaError_t status = encode_activations(&arguments.dy, params.dy, params.dy_batch_stride, params.dy_token_stride, params);
+  if (status == cudaSuccess) {
+    status = encode_activations(&arguments.x, params.x, params.x_batch_stride, params.x_token_stride, params);
+  }
+  if (status != cudaSuccess) return status;
+  return params.dtype == MIXER_FLOAT16 ? launch_grad_weight<__half>(params, arguments)
+                                       : launch_grad_weight<__nv_bfloat16>(params, arguments);
+}
+
+}  // namespace hopper

@@ -1,0 +1,568 @@
+// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on Hopper's tensor cores.
+//
+// Tokens are counted in blocks of 64. Forward takes the blocks as they are; grad-input takes them from the last to the first,
+// and then is a lower triangle too: row block r of the result needs the steps 0 .. r of the depth. Everything below speaks
+// of blocks in that order; Tile::token() tells where one lies.
+//
+// One persistent cluster of two thread blocks for each two multiprocessors walks through its tiles of the schedule: 512 rows by
+// 128 columns, or 256 by 256. The right operand, x or dy, is the same for both thread blocks: each loads half and multicasts it.
+// Eight warpgroups multiply, four in each thread block, 64 rows by 128 columns each. The rows are dealt so that both have
+// equal work along the diagonal: one takes the row blocks 0, 3, 4, 7 and the other 1, 2, 5, 6.
+//
+// In each thread block two threads load and four warpgroups multiply at the same time; they meet at barriers alone:
+//   - the loaders fill the stages, one with column boxes of x or dy, the other with the row boxes of W that do not lie above
+//     the diagonal. Where all of W's triangle fits into the shared memory of the cluster (512 tokens), it is loaded once and
+//     stays: *resident*;
+//   - a multiplier runs wgmma over the stages up to its diagonal and writes its result through an output box of its own while
+//     the other multipliers go on.
+#pragma once
+
+#include "hopper_maps.h"
+#include "hopper_tile.cuh"
+#include "kernels.h"
+#include "schedule.h"
+
+namespace hopper {
+
+struct ProductArguments {
+  CUtensorMap weight, input, residual, output;
+  const void* bias;  // or null
+  const int32_t* schedule;
+  int32_t tokens, context;
+  int32_t chunks;  // of 64 channels in one head of one sample
+  int32_t bias_dtype;
+};
+
+// Where W comes from, and who loads the columns of x or dy.
+enum class Plan {
+  kStreamed,        // W and the columns come stage by stage, the columns half from each thread block
+  kResident,        // W stays in shared memory
+  kResidentAlone,   // and each thread block loads all of its columns itself, independent of the other one
+};
+
+// The sizes of an instance.
+template <typename Element_, int kRowBlocks_, int kStages_, Plan kPlan, bool kTransposed_, bool kWithResidual_>
+struct ProductShape {
+  using Element = Element_;
+  static constexpr int kRowBlocks = kRowBlocks_;  // of the cluster's tile: 8 or 4
+  static constexpr int kStages = kStages_;
+  static constexpr bool kResident = kPlan != Plan::kStreamed;
+  static constexpr bool kShared = kPlan != Plan::kResidentAlone;
+  static constexpr bool kTransposed = kTransposed_;
+  static constexpr bool kWithResidual = kWithResidual_;
+
+  // A multiplier leaves out at most 7 steps; with the stages, 16 are more than anyone is off. (A multiple of kStages.)
+  static constexpr int kFullBarriers = (16 + kStages - 1) / kStages * kStages;
+
+  static constexpr int kRowBoxes = kRowBlocks / kClusterSize;        // of a thread block
+  static constexpr int kColumnBoxes = 2 * kMultipliers / kRowBoxes;  // of the tile
+  static constexpr int kStageBoxes = (kResident ? 0 : kRowBoxes) + kColumnBoxes;
+  // Row block r has r + 1 boxes; those of a thread block pair up to kRowBlocks + 1.
+  static constexpr int kResidentBoxes = kResident ? kRowBoxes / 2 * (kRowBlocks + 1) : 0;
+
+  // Shared memory, in boxes: the resident W; the stages, row boxes before column boxes; the multipliers' output boxes.
+  static constexpr int kFirstStage = kResidentBoxes;
+  static constexpr int kFirstColumn = kFirstStage + (kResident ? 0 : kRowBoxes);
+  static constexpr int kFirstOutput = kFirstStage + kStages * kStageBoxes;
+  static constexpr int kBoxes = kFirstOutput + kMultipliers;
+};
+
+template <typename Shape>
+struct ProductBarriers {
+  Ring<Shape::kStages, Shape::kShared, Shape::kFullBarriers> ring;
+  uint64_t residual[kMultipliers];          // the output box holds the residual
+  uint64_t weight_full[Shape::kRowBlocks];  // resident: W's boxes of a step have landed
+  uint64_t weight_empty;                    // resident: the products with this head's W have ended
+
+  __device__ __forceinline__ void init() {
+    ring.init(Shape::kResident ? 1 : 2);
+    for (int multiplier = 0; multiplier < kMultipliers; ++multiplier) barrier_init(&residual[multiplier], 1);
+    for (int step = 0; step < Shape::kRowBlocks; ++step) barrier_init(&weight_full[step], 1);
+    barrier_init(&weight_empty, kMultipliers * kWarpgroup / 32);
+    barrier_init_fence();
+  }
+};
+
+// The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()) use tiles.entry. The entry after that has
+// been read, too: nobody waits for it.
+struct Tiles {
+  const int4* entries;
+  int index, end;
+  int4 entry, ahead;
+
+  __device__ __forceinline__ explicit Tiles(const int32_t* schedule) {
+    const int workers = gridDim.x / kClusterSize;
+    const int worker = blockIdx.x / kClusterSize;
+    entries = reinterpret_cast<const int4*>(schedule) + (workers + 4) / 4;
+    index = __ldg(schedule + worker);
+    end = __ldg(schedule + worker + 1);
+    if (index < end) entry = __ldg(entries + index);
+    if (index + 1 < end) ahead = __ldg(entries + index + 1);
+  }
+  __device__ __forceinline__ bool valid() const { return index < end; }
+  __device__ __forceinline__ bool head_changes() const { return index + 1 < end && ahead.y != entry.y; }
+  __device__ __forceinline__ void next() {
+    ++index;
+    entry = ahead;
+    if (index + 1 < end) ahead = __ldg(entries + index + 1);
+  }
+};
+
+// Row block number `box` of a thread block: 0, 3, 4, 7 of the first and 1, 2, 5, 6 of the second.
+__device__ __forceinline__ int row_block_of(int box, int rank) { return box / 2 * 4 + (box % 2 == 0 ? rank : 3 - rank); }
+
+// Place of the first box of row block number `box` among the resident ones: after the boxes of those before it.
+__device__ __forceinline__ int resident_box(int box, int rank) {
+  int place = 0;
+  for (int before = 0; before < box; ++before) place += row_block_of(before, rank) + 1;
+  return place;
+}
+
+template <typename Shape>
+struct Tile {
+  int blocks;       // of all tokens
+  int head, chunk;  // first of its chunks
+  int first_block;  // first row block
+  int row_blocks;   // that hold tokens: the last tile may have fewer
+
+  __device__ __forceinline__ Tile(const ProductArguments& arguments, const int4& entry) {
+    blocks = (arguments.tokens + kBox - 1) / kBox;
+    head = entry.y;
+    chunk = entry.z;
+    first_block = entry.x * Shape::kRowBlocks;
+    row_blocks = min(Shape::kRowBlocks, blocks - first_block);
+  }
+  // Steps that a thread block goes through: all of the tile's, or, where it works alone, up to its own last one.
+  __device__ __forceinline__ int steps(int rank) const {
+    if (Shape::kShared) return first_block + row_blocks;
+    int most = 0;
+#pragma unroll
+    for (int box = 0; box < Shape::kRowBoxes; ++box) most = max(most, steps_of(row_block_of(box, rank)));
+    return most;
+  }
+  // Steps in which a row block of this tile multiplies: up to the diagonal.
+  __device__ __forceinline__ int steps_of(int row_block) const {
+    return row_block < row_blocks ? first_block + row_block + 1 : 0;
+  }
+  // Row blocks that multiply at a step.
+  __device__ __forceinline__ int readers(int step) const { return row_blocks - max(0, step - first_block); }
+  // First token of a block.
+  __device__ __forceinline__ int token(int block) const {
+    return (Shape::kTransposed ? blocks - 1 - block : block) * kBox;
+  }
+};
+
+// Where a chunk lies. Chunks beyond the last sample are outside the tensor: TMA reads zeros there and writes nothing.
+struct Chunk {
+  int sample, channel;
+  Chunk() = default;
+  __device__ __forceinline__ Chunk(int chunk, int chunks) : sample(chunk / chunks), channel(chunk % chunks * kBox) {}
+};
+
+// ---------------------------------------------------------------------------------------------- loaders
+
+// One thread, which does little else than wait and issue: all other warps wait for it.
+template <typename Shape>
+struct Loader {
+  const ProductArguments& arguments;
+  char* shared;
+  ProductBarriers<Shape>& barriers;
+  int rank;
+  RingPosition<Shape::kStages> at = {};
+  RingPosition<Shape::kFullBarriers> at_full = {};
+
+  // Steps of each row box of this thread block.
+  struct Limits {
+    int steps[Shape::kRowBoxes];
+    __device__ __forceinline__ Limits(const Tile<Shape>& tile, int rank) {
+#pragma unroll
+      for (int box = 0; box < Shape::kRowBoxes; ++box) steps[box] = tile.steps_of(row_block_of(box, rank));
+    }
+    __device__ __forceinline__ int longest() const {
+      int most = 0;
+#pragma unroll
+      for (int box = 0; box < Shape::kRowBoxes; ++box) most = max(most, steps[box]);
+      return most;
+    }
+    // Row boxes that are multiplied at a step.
+    __device__ __forceinline__ int count(int step) const {
+      int boxes = 0;
+#pragma unroll
+      for (int box = 0; box < Shape::kRowBoxes; ++box) boxes += step < steps[box];
+      return boxes;
+    }
+  };
+
+  __device__ __forceinline__ void wait_for_stage() { barrier_wait(&barriers.ring.empty[at.slot], at.parity ^ 1); }
+  __device__ __forceinline__ uint64_t* full() { return &barriers.ring.full[at_full.slot]; }
+  __device__ __forceinline__ char* box(int index) const { return shared + index * kBoxBytes; }
+  __device__ __forceinline__ void advance() {
+    at.advance();
+    at_full.advance();
+  }
+
+  // The columns of x or dy.
+  __device__ __forceinline__ void run_columns() {
+    for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
+      const Tile<Shape> tile(arguments, tiles.entry);
+      const Limits limits(tile, rank);
+      Chunk chunks[Shape::kColumnBoxes];
+#pragma unroll
+      for (int box = 0; box < Shape::kColumnBoxes; ++box) chunks[box] = Chunk(tile.chunk + box, arguments.chunks);
+#pragma unroll 1
+      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+        const int own_readers = limits.count(step);
+        wait_for_stage();
+        if (Shape::kShared) {
+          load_shared_columns(tile, chunks, step, tile.readers(step), own_readers);
+          release_idle(tile.row_blocks - tile.readers(step));
+        } else {
+          load_own_columns(tile, chunks, step);
+          release_idle(limits.count(0) - own_readers);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ char* column_box(int index) const {
+    return box(Shape::kFirstColumn + at.slot * Shape::kStageBoxes + index);
+  }
+
+  __device__ __forceinline__ void load_own_columns(const Tile<Shape>& tile, const Chunk* chunks, int step) {
+    barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
+#pragma unroll
+    for (int box = 0; box < Shape::kColumnBoxes; ++box) {
+      load_box(column_box(box), &arguments.input, full(), chunks[box].channel, tile.head, tile.token(step), chunks[box].sample);
+    }
+  }
+
+  // Where one thread block has no readers left, it gets nothing: nobody there would see whether it had arrived before the stage
+  // is filled anew.
+  __device__ __forceinline__ void load_shared_columns(const Tile<Shape>& tile, const Chunk* chunks, int step, int readers,
+                                                      int own_readers) {
+    if (own_readers == 0) return barrier_arrive(full());
+    if (own_readers == readers) return load_own_columns(tile, chunks, step);
+    barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
+#pragma unroll
+    for (int pair = 0; pair < Shape::kColumnBoxes; pair += kClusterSize) {
+      const Chunk &first = chunks[pair], &second = chunks[pair + 1];
+      load_box_for_all(column_box(pair + rank), &arguments.input, full(), rank == 0 ? first.channel : second.channel, tile.head,
+                       tile.token(step), rank == 0 ? first.sample : second.sample);
+    }
+  }
+
+  // The multipliers that have passed their diagonal do not look at this stage: it is released for them here.
+  __device__ __forceinline__ void release_idle(int row_blocks) {
+    constexpr int kWarpsOfRowBlock = kClusterSize * kMultipliers / Shape::kRowBlocks * kWarpgroup / 32;
+    if (row_blocks > 0) barrier_arrive(&barriers.ring.empty[at.slot], row_blocks * kWarpsOfRowBlock);
+  }
+
+  // The row boxes of W that a step needs; `place(box)` is where they go.
+  template <typename Place>
+  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int step, uint64_t* barrier,
+                                            Place place) {
+    barrier_arrive_expect(barrier, limits.count(step) * kBoxBytes);
+    const int depth = tile.token(step);
+#pragma unroll
+    for (int box = 0; box < Shape::kRowBoxes; ++box) {
+      if (step >= limits.steps[box]) continue;
+      const int row = tile.token(tile.first_block + row_block_of(box, rank));
+      load_weight(place(box), &arguments.weight, barrier, Shape::kTransposed ? row : depth, Shape::kTransposed ? depth : row,
+                  tile.head);
+    }
+  }
+
+  // W, stage by stage.
+  __device__ __forceinline__ void run_rows() {
+    for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
+      const Tile<Shape> tile(arguments, tiles.entry);
+      const Limits limits(tile, rank);
+#pragma unroll 1
+      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+        wait_for_stage();
+        load_rows(tile, limits, step, full(),
+                  [&](int row_box) { return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box); });
+        barrier_arrive(&barriers.ring.empty[at.slot]);  // so that a stage nobody here reads does not go on without us
+      }
+    }
+  }
+
+  // W of each head, once.
+  __device__ __forceinline__ void run_resident_rows() {
+    bool new_head = true;
+    uint32_t parity = 1;
+    for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
+      if (new_head) {
+        const Tile<Shape> tile(arguments, tiles.entry);
+        const Limits limits(tile, rank);
+        barrier_wait(&barriers.weight_empty, parity);
+        parity ^= 1;
+        for (int step = 0; step < limits.longest(); ++step) {
+          load_rows(tile, limits, step, &barriers.weight_full[step],
+                    [&](int row_box) { return box(resident_box(row_box, rank) + step); });
+        }
+      }
+      new_head = tiles.head_changes();
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------------------------- multipliers
+
+__device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float first, float second) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t pack_pair(__half, float first, float second) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ float2 unpack_pair(__nv_bfloat16, uint32_t pair) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+}
+__device__ __forceinline__ float2 unpack_pair(__half, uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// The bias of this thread's two rows in a row block: lane / 4 of its warp's 16 rows, and 8 below.
+struct BiasPair {
+  float upper = 0.0f, lower = 0.0f;
+
+  __device__ __forceinline__ void load(const ProductArguments& arguments, int head, int first_row) {
+    if (arguments.bias == nullptr) return;
+    const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
+    const int64_t index = static_cast<int64_t>(head) * arguments.context + row;
+    if (row < arguments.tokens) upper = load_float(arguments.bias, arguments.bias_dtype, index);
+    if (row + 8 < arguments.tokens) lower = load_float(arguments.bias, arguments.bias_dtype, index + 8);
+  }
+};
+
+// A box (64 x 64) = 32 sums of this thread (8 groups of 8 columns) + bias, + what the box holds where there is a residual.
+// `place`: address of the box + fragment_offset().
+template <typename Shape>
+__device__ __forceinline__ void write_box(uint32_t place, const float* sum, const BiasPair& bias) {
+  using Element = typename Shape::Element;
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {  // 16 columns
+    uint32_t value[4] = {};
+    if (Shape::kWithResidual) load_fragments(place ^ group * 32, value);
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {  // upper left, lower left, upper right, lower right
+      const float add = part % 2 == 0 ? bias.upper : bias.lower;
+      const float2 other = Shape::kWithResidual ? unpack_pair(Element(), value[part]) : make_float2(0.0f, 0.0f);
+      const float* pair = sum + group * 8 + part * 2;
+      value[part] = pack_pair(Element(), pair[0] + add + other.x, pair[1] + add + other.y);
+    }
+    store_fragments(place ^ group * 32, value);
+  }
+}
+
+// One warpgroup: a row block, and 128 of the tile's columns.
+template <typename Shape>
+struct Multiplier {
+  using Element = typename Shape::Element;
+
+  const ProductArguments& arguments;
+  ProductBarriers<Shape>& barriers;
+  int index;
+  int rank;
+  int row_block;    // in the tile
+  int first_box;    // first of its two column boxes
+  bool is_first;    // thread of the warpgroup: speaks to TMA for all
+  uint32_t left;    // operand: its row block of W in stage 0, or, resident, at step 0
+  uint32_t right;   // operand: its columns in stage 0
+  char* box;        // for its output
+  RingPosition<Shape::kStages> at = {};
+  RingPosition<Shape::kFullBarriers> at_full = {};
+  uint32_t weight_parity = 0, residual_parity = 0;
+
+  __device__ __forceinline__ Multiplier(const ProductArguments& arguments, char* shared, ProductBarriers<Shape>& barriers,
+                                        int index)
+      : arguments(arguments), barriers(barriers), index(index), rank(cluster_rank()),
+        is_first(threadIdx.x % kWarpgroup == 0) {
+    const int row_box = index % Shape::kRowBoxes;
+    row_block = row_block_of(row_box, rank);
+    first_box = index / Shape::kRowBoxes * 2;
+    const uint32_t base = shared_address(shared);
+    left = operand(base + (Shape::kResident ? resident_box(row_box, rank) : Shape::kFirstStage + row_box) * kBoxBytes);
+    right = operand(base + (Shape::kFirstColumn + first_box) * kBoxBytes);
+    box = shared + (Shape::kFirstOutput + index) * kBoxBytes;
+  }
+
+  // The products of `steps` steps. Each is waited for, so that its stage is free at once: the other multipliers keep the tensor
+  // cores busy.
+  __device__ __forceinline__ void run(float (&sum)[64], int steps) {
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
+      barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+      const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
+      const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
+      wgmma_fence();
+      multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box, right + stage, step > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      barriers.ring.release(at.slot);
+      at.advance();
+      at_full.advance();
+    }
+    pin(sum);
+  }
+
+  // All stages of a tile in which this row block is beyond the last token.
+  __device__ __forceinline__ void pass(int steps) {
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+      barriers.ring.release(at.slot);
+      at.advance();
+      at_full.advance();
+    }
+  }
+
+  __device__ __forceinline__ void load_residual(const Tile<Shape>& tile, int column_box) const {
+    const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
+    barrier_arrive_expect(&barriers.residual[index], kBoxBytes);
+    load_box(box, &arguments.residual, &barriers.residual[index], chunk.channel, tile.head,
+             tile.token(tile.first_block + row_block), chunk.sample);
+  }
+
+  __device__ __forceinline__ void write(const Tile<Shape>& tile, const float (&sum)[64], const BiasPair& bias) {
+#pragma unroll
+    for (int column_box = 0; column_box < 2; ++column_box) {
+      if (Shape::kWithResidual) {
+        barrier_wait(&barriers.residual[index], residual_parity);
+        residual_parity ^= 1;
+      } else {
+        if (is_first) wait_stores_read<0>();
+        warpgroup_sync(index);
+      }
+      write_box<Shape>(shared_address(box) + fragment_offset(), sum + column_box * 32, bias);
+      fence_async_proxy();
+      warpgroup_sync(index);
+      if (is_first) {
+        const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
+        store_box(&arguments.output, box, chunk.channel, tile.head, tile.token(tile.first_block + row_block), chunk.sample);
+        commit_stores();
+        if (Shape::kWithResidual && column_box == 0) {
+          wait_stores_read<0>();
+          load_residual(tile, 1);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run_all() {
+    for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
+      const Tile<Shape> tile(arguments, tiles.entry);
+      const int steps = tile.steps_of(row_block);
+      if (steps > 0) {
+        BiasPair bias;
+        bias.load(arguments, tile.head, tile.token(tile.first_block + row_block));
+        if (Shape::kWithResidual && is_first) {
+          wait_stores_read<0>();
+          load_residual(tile, 0);
+        }
+        float sum[64];
+        run(sum, steps);
+        write(tile, sum, bias);
+        const int left_out = tile.steps(rank) - steps;  // stages that only others multiply
+        at.advance(left_out);
+        at_full.advance(left_out);
+      } else {
+        pass(tile.steps(rank));
+      }
+      if (Shape::kResident && tiles.head_changes()) {
+        weight_parity ^= 1;
+        if (threadIdx.x % 32 == 0) barrier_arrive(&barriers.weight_empty);
+      }
+    }
+    if (is_first) wait_stores_read<0>();
+  }
+};
+
+
+constexpr int kAlignment = 1024;  // of a swizzled box
+
+template <typename Shape>
+__global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
+    product_kernel(const __grid_constant__ ProductArguments arguments) {
+  extern __shared__ char unaligned[];
+  char* shared = unaligned + (kAlignment - shared_address(unaligned) % kAlignment) % kAlignment;
+  auto& barriers = *reinterpret_cast<ProductBarriers<Shape>*>(shared + Shape::kBoxes * kBoxBytes);
+  if (threadIdx.x == 0) {
+    prefetch_map(&arguments.weight);
+    prefetch_map(&arguments.input);
+    prefetch_map(&arguments.output);
+    barriers.init();
+  }
+  cluster_sync();
+
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == kMultipliers) {
+    give_registers<kLoaderRegisters>();
+    if (threadIdx.x % 32 == 0) {
+      const int warp = threadIdx.x % kWarpgroup / 32;
+      Loader<Shape> loader{arguments, shared, barriers, static_cast<int>(cluster_rank())};
+      if (warp == 0) {
+        loader.run_columns();
+      } else if (warp == 1 && Shape::kResident) {
+        loader.run_resident_rows();
+      } else if (warp == 1) {
+        loader.run_rows();
+      }
+    }
+    __syncwarp();
+  } else {
+    take_registers<kMultiplierRegisters>();
+    Multiplier<Shape>(arguments, shared, barriers, warpgroup).run_all();
+  }
+  cluster_sync();  // the other block may still write into our shared memory
+}
+
+template <typename Shape>
+cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments& arguments) {
+  const void* input = Shape::kTransposed ? params.dy : params.x;
+  const int64_t batch_stride = Shape::kTransposed ? params.dy_batch_stride : params.x_batch_stride;
+  const int64_t token_stride = Shape::kTransposed ? params.dy_token_stride : params.x_token_stride;
+  cudaError_t status = encode_activations(&arguments.input, input, batch_stride, token_stride, params);
+  if (status != cudaSuccess) return status;
+
+  constexpr int kBarriers = Shape::kFullBarriers + Shape::kStages + kMultipliers + Shape::kRowBlocks + 1;
+  constexpr int kBytes = kAlignment + Shape::kBoxes * kBoxBytes + kBarriers * static_cast<int>(sizeof(uint64_t));
+  const auto kernel = product_kernel<Shape>;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  const int blocks = params.processors / kClusterSize * kClusterSize;
+  kernel<<<blocks, kThreads, kBytes, static_cast<cudaStream_t>(params.stream)>>>(arguments);
+  return cudaGetLastError();
+}
+
+template <typename Element, bool kTransposed, bool kWithResidual>
+cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& arguments) {
+  if (params.tokens <= 4 * kBox) {
+    return launch_instance<ProductShape<Element, 4, 4, Plan::kResident, kTransposed, kWithResidual>>(params, arguments);
+  }
+  if (params.tokens <= 8 * kBox) {
+    return launch_instance<ProductShape<Element, 8, 3, Plan::kResidentAlone, kTransposed, kWithResidual>>(params, arguments);
+  }
+  return launch_instance<ProductShape<Element, 8, 4, Plan::kStreamed, kTransposed, kWithResidual>>(params, arguments);
+}
+
+template <bool kTransposed, bool kWithResidual>
+cudaError_t launch_type(const TriangularConvParams& params, ProductArguments& arguments) {
+  return params.dtype == MIXER_FLOAT16 ? launch_shape<__half, kTransposed, kWithResidual>(params, arguments)
+                                       : launch_shape<__nv_bfloat16, kTransposed, kWithResidual>(params, arguments);
+}
+
+// The maps and values that all instances take.
+inline cudaError_t make_arguments(const TriangularConvParams& params, void* output, ProductArguments* arguments) {
+  arguments->schedule = static_cast<const int32_t*>(params.schedule);
+  arguments->tokens = params.tokens;
+  arguments->context = params.context;
+  arguments->chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
+  const cudaError_t status = encode_weight(&arguments->weight, params);
+  return status == cudaSuccess ? encode_output(&arguments->output, output, params) : status;
+}
+
+}  // namespace hopper

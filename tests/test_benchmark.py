@@ -1,0 +1,161 @@
+"""The benchmark of token mixing: run as a user runs it, at toy size on a CPU, and told apart from a wrong backend."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mixer.errors import UserError
+from mixer.ops import reference
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = str(ROOT / "benchmarks" / "token_mixing.py")
+TOY = "--device cpu --channels 32 --batch-tokens 256 --rounds 2 --batch-ms 0.2 --commit abc123".split()
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """The benchmark's modules, imported as the script imports them."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import token_mixing
+
+    return token_mixing
+
+
+def measure(benchmark, monkeypatch, output: Path, *options: str) -> tuple[dict, str]:
+    monkeypatch.setattr(sys, "argv", ["token_mixing.py", *TOY, "--tokens", "48", "--output", str(output), *options])
+    benchmark.main()
+    return json.loads(output.with_suffix(".json").read_text()), output.with_suffix(".md").read_text()
+
+
+def row(case: dict, name: str) -> dict:
+    return next(row for row in case["variants"] if row["name"] == name)
+
+
+def forward_line(text: str) -> list[str]:
+    """Cells of the first line of numbers under the forward's title."""
+    line = next(line for line in text.split("## Forward, weight packed")[1].splitlines() if line.startswith("| 48 "))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_measures_and_draws(tmp_path):
+    output = tmp_path / "results" / "toy"
+    command = [sys.executable, SCRIPT, *TOY, "--suite", "both", "--tokens", "48,128", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.with_suffix(".json").read_text())
+    assert result["hardware"]["device"] == "cpu" and result["commit"] == "abc123" and result["ours"] == "panels"
+    cases = {(case["suite"], case["operation"], case["tokens"]): case for case in result["cases"]}
+    operations = "forward grad_input grad_weight grad_weight_bias fused pack autograd".split()
+    assert {key for key in cases if key[0] == "main"} == {("main", name, t) for name in operations for t in (48, 128)}
+    assert ("sweep", "autograd", 128) in cases
+    for case in result["cases"]:
+        assert case["floor_ms"] > 0
+        for variant in case["variants"]:
+            assert variant["failure"] is None and variant["error"] < 5e-3 and variant["ms"] > 0, (case, variant)
+    assert {variant["family"] for variant in cases["main", "forward", 48]["variants"]} >= {"ours", "dense", "Conv1d", "panels"}
+    text = output.with_suffix(".md").read_text()
+    assert "Without a number" not in text and "commit abc123" in text
+    draws_from_json_alone(output, tmp_path)
+
+
+def draws_from_json_alone(output: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere.json"
+    output.with_suffix(".json").rename(moved)
+    subprocess.run([sys.executable, SCRIPT, "--plot", str(moved)], check=True, cwd=tmp_path)
+    for name in ("elsewhere.png", "elsewhere_speedup.png", "elsewhere_sweep.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name
+    assert (tmp_path / "elsewhere.md").read_text() == output.with_suffix(".md").read_text()
+
+
+def test_measuring_needs_no_matplotlib(tmp_path):
+    program = "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import token_mixing as t; t.main()"
+    command = [sys.executable, "-c", program, *TOY, "--tokens", "48", "--operations", "forward", "--output", str(tmp_path / "r")]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda right, x, *rest: right(x, *rest) * 1.01, "relative RMSE 0.01"),
+        (lambda right, x, *rest: torch.empty_like(x), "relative RMSE nan"),
+        (lambda right, x, *rest: right(x, *rest)[:, :-1], "shape"),
+    ],
+    ids=["inaccurate", "unwritten", "short"],
+)
+def test_no_speedup_for_a_wrong_result(benchmark, monkeypatch, tmp_path, wrong, reason):
+    right = reference.forward
+    monkeypatch.setattr(reference, "forward", lambda *arguments: wrong(right, *arguments))
+    result, text = measure(benchmark, monkeypatch, tmp_path / "wrong", "--operations", "forward,grad_input")
+    ours = row(result["cases"][0], "panels")
+    assert reason in ours["failure"] and "ms" not in ours
+    cells = forward_line(text)
+    assert cells[1] == "failed" and cells[-4:] == ["-"] * 4
+    assert f"forward, 48 tokens: panels: {ours['failure']}" in text
+    assert row(result["cases"][1], "panels")["ms"] > 0  # the gradient is right and has its number
+
+
+def test_a_wrong_alternative_is_not_compared_with(benchmark, monkeypatch, tmp_path):
+    import token_mixing_variants
+
+    monkeypatch.setattr(token_mixing_variants, "panels_forward", lambda slot, panels: slot.y)  # writes nothing
+    result, text = measure(benchmark, monkeypatch, tmp_path / "wrong", "--operations", "forward")
+    assert "nan" in row(result["cases"][0], "p=2")["failure"]
+    assert float(forward_line(text)[-4]) > 0 and "p=2: wrong" in text
+
+
+def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
+    right = reference.grad_weight
+
+    def leaking(*arguments):
+        dweight, dbias = right(*arguments)
+        dweight[..., 0, -1] = 1e-30
+        return dweight, dbias
+
+    monkeypatch.setattr(reference, "grad_weight", leaking)
+    result, _ = measure(benchmark, monkeypatch, tmp_path / "leak", "--operations", "grad_weight,autograd")
+    for case in result["cases"]:
+        assert row(case, "panels")["failure"] == "wrong: not zero above the diagonal"
+
+
+@pytest.mark.parametrize("heads,taps", [(1, 3), (4, 1), (2, 5)])
+def test_every_alternative_is_right_with_heads_and_taps(benchmark, heads, taps):
+    shape = benchmark.Shape(40, channels=32, batch_tokens=120, heads=heads, taps=taps, dtype="float32")
+    torch.manual_seed(0)
+    data = benchmark.Data(shape, "cpu", "panels")
+    expected = benchmark.Expected(data)
+    for operation in benchmark.SWEEP_OPERATIONS:
+        wanted = expected(operation)
+        for variant in benchmark.VARIANTS[operation](data, False):
+            found = benchmark.check(variant, operation, expected, wanted)
+            assert found["failure"] is None and found["error"] < 1e-5, (operation, variant.name, found)
+
+
+def test_the_time_limit_leaves_out_what_it_names(benchmark, monkeypatch, tmp_path):
+    options = ("--seconds", "0", "--operations", "forward")
+    result, text = measure(benchmark, monkeypatch, tmp_path / "late", *options)
+    assert not result["cases"] and result["left_out"][0]["tokens"] == 48 and "the time was up" in text
+
+
+def test_floor_is_memory_for_short_contexts_and_arithmetic_for_long(benchmark):
+    floors = {tokens: benchmark.floor_ms(benchmark.Shape(tokens), "forward", 4.27e9, 797) for tokens in (512, 8192)}
+    assert floors[512] == pytest.approx(0.063, abs=5e-4) and floors[8192] == pytest.approx(0.701, rel=0.01)
+    assert benchmark.useful_flops(benchmark.Shape(512), "forward") == 65536 * 1024 * 513
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--output PATH"),
+        (["--output", "x", "--operations", "forwards"], "--operations has forwards; allowed: forward, grad_input"),
+        (["--output", "x", "--suite", "sweep", "--tokens", "7"], "no shape of suite sweep"),
+    ],
+)
+def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["token_mixing.py", "--device", "cpu", *arguments])
+    with pytest.raises(UserError, match=message):
+        benchmark.main()
