@@ -252,7 +252,7 @@ def switch():
     box(axes, 0.3, 2.12, 1.5, 0.96, "checkpoint\n" + r"weight $W$, bias", "#f2f2f2", fontsize=11)
     box(axes, 2.2, 2.12, 1.75, 0.96, "", PALE_GREEN)
     axes.text(3.075, 2.76, "mixing_backend", ha="center", va="center", family="monospace", fontsize=10.5, fontweight="bold")
-    axes.text(3.075, 2.42, "auto: cuda where it\nruns, else panels", ha="center", va="center", fontsize=9)
+    axes.text(3.075, 2.4, "auto: cuda if made for\nthe GPU, else panels", ha="center", va="center", fontsize=8.5)
     arrow(axes, (1.8, 2.6), (2.2, 2.6))
     side = 1.12
     routes = [

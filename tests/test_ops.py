@@ -51,6 +51,16 @@ def gradients(function, arguments, dy):
     return [y, *torch.autograd.grad(y, arguments, dy)]
 
 
+def test_the_operator_and_the_short_way_agree_bit_for_bit():
+    """Eager calls leave the operator's dispatch out; the compiler goes through it."""
+    arguments = make(129, 200, 8, 3, 2, 4)
+    dy = torch.randn_like(arguments[0])
+    through_operator = gradients(lambda *a: torch.ops.mixer.triangular_conv(*a, "panels")[0], arguments, dy)
+    directly = gradients(lambda *a: triangular_conv(*a, backend="panels"), arguments, dy)
+    assert all(torch.equal(a, b) for a, b in zip(through_operator, directly, strict=True))
+    assert triangular_conv(*arguments, backend="panels").grad_fn.name() == "_EagerBackward"
+
+
 @pytest.mark.parametrize("backend", ["dense", "panels"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

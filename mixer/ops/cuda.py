@@ -189,16 +189,46 @@ def device_facts(index: int) -> tuple[int, int]:
 
 
 def call(name: str, params: Params, device: torch.device) -> None:
-    """Launches on the device's current stream. Raises RuntimeError with the CUDA status when the launch fails."""
+    """Launches on the device's current stream. Raises RuntimeError with the CUDA status when the launch fails.
+
+    Under MIXER_DEBUG=1 it waits for the GPU too, so that a kernel's failure is met here and not in some later operation.
+    """
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
             return call(name, params, device)
     add_device(params, device)
     library = kernels(device.index)
     params.stream = torch.cuda.current_stream(device).cuda_stream
+    if debugging():
+        wait(device, f"an operation before {name}", params)  # or its failure would be taken for ours
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
-        raise RuntimeError(f"{name} failed on {device}: {library.mixer_error_string(status).decode()} (CUDA error {status})")
+        error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
+        raise RuntimeError(f"{name} failed on {device}: {error}; {sizes(params)}")
+    if debugging():
+        wait(device, name, params)
+
+
+@functools.cache
+def debugging() -> bool:
+    """Whether MIXER_DEBUG is set, to anything but 0; read once, since each launch asks."""
+    return os.environ.get("MIXER_DEBUG", "0") not in ("", "0")
+
+
+def wait(device: torch.device, name: str, params: Params) -> None:
+    """Waits for the GPU. Raises RuntimeError that names the operator and its shapes when something failed on it."""
+    try:
+        if not torch.cuda.is_current_stream_capturing():  # there nothing runs yet, and waiting would end the capture
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} failed on {device}: {error}; {sizes(params)}") from error
+
+
+def sizes(params: Params) -> str:
+    """What the caller gave, for an error."""
+    numbers = ", ".join(f"{name}={getattr(params, name)}" for name in SIZES)
+    dtype = next(dtype for dtype, code in DTYPES.items() if code == params.dtype)
+    return f"{numbers}, {str(dtype).removeprefix('torch.')}"
 
 
 @functools.cache
@@ -223,6 +253,7 @@ def load(path: str) -> ctypes.CDLL:
             "mixer_grad_weight",
             "mixer_grad_weight_workspace",
             "mixer_schedule_size",
+            "mixer_kernels_capability",
         ):
             getattr(library, name).argtypes = [ctypes.POINTER(Params)]
         library.mixer_grad_weight_workspace.restype = library.mixer_schedule_size.restype = ctypes.c_int64
@@ -260,6 +291,35 @@ def unavailable_reason(x: Tensor | None = None) -> str | None:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return "torch sees no CUDA device here, which the CUDA kernels need: `python -m torch.utils.collect_env` says why."
     return device_reason(torch.cuda.current_device() if x is None else x.device.index)
+
+
+def slow_reason(x: Tensor, heads: int, taps: int) -> str | None:
+    """None where the kernels that would serve are the fastest we know for x's device, else why they are not.
+
+    On an H200 the kernels for Ampere's tensor cores take 1.5 to 2.2 times as long as cuBLAS's dense products
+    (dev/cuda/LOG.md), and those without tensor cores longer; panels, which are cuBLAS, then win although they multiply more.
+    """
+    tf32 = x.dtype == torch.float32 and allows_tf32()
+    capability = device_facts(x.device.index)[0]
+    serving = kernels_capability(x.device.index, x.shape[2], heads, taps, DTYPES[x.dtype], tf32)
+    if serving == 90 or (serving == 80 and capability < 90):
+        return None
+    return (
+        f"for {x.dtype}, {x.shape[2]} channels, {heads} heads and kernel size {taps} there are no tensor-core kernels made for "
+        f"compute capability {capability // 10}.{capability % 10} (they want 16-bit types, heads of a multiple of 8 channels "
+        "and, on Hopper, kernel size 1)"
+    )
+
+
+@functools.cache
+def kernels_capability(index: int, channels: int, heads: int, taps: int, dtype: int, tf32: bool) -> int:
+    """Compute capability (70, 80, 90) of the GPUs for which the kernels that serve are written."""
+    params = Params(
+        batch=1, tokens=1, context=1, columns=8, channels=channels, heads=heads, taps=taps, dtype=dtype,
+        device=index, allow_tf32=tf32,
+    )  # fmt: skip
+    params.capability, params.processors = device_facts(index)
+    return kernels(index).mixer_kernels_capability(ctypes.byref(params))
 
 
 @functools.cache

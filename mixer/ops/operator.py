@@ -25,7 +25,7 @@ def _say_once(message: str) -> None:
     logger.warning(message)
 
 
-def resolve_backend(backend: str, x: Tensor) -> str:
+def resolve_backend(backend: str, x: Tensor, heads: int, taps: int) -> str:
     """The backend that runs for x: `cuda` or `panels`. `auto` says once which it took where it is not the kernels.
 
     Raises UserError for backend="cuda" where the kernels cannot run, with what is missing and what mends it.
@@ -33,17 +33,23 @@ def resolve_backend(backend: str, x: Tensor) -> str:
     if backend == "panels":
         return backend
     reason = cuda.unavailable_reason(x)
+    if backend == "cuda" and reason is not None:
+        raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
+    if backend == "cuda":
+        return backend
+    if reason is not None:
+        reason = f"'cuda' cannot run here: {reason}"
+    else:
+        reason = cuda.slow_reason(x, heads, taps)
     if reason is None:
         return "cuda"
-    if backend == "cuda":
-        raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
     if x.is_cuda:  # on a CPU nobody expects the kernels
-        _say_once(f"mixing backend 'auto' takes 'panels', since 'cuda' cannot run here: {reason}")
+        _say_once(f"mixing backend 'auto' takes 'panels', since {reason}")
     return "panels"
 
 
-def _module(backend: str, x: Tensor):
-    return cuda if resolve_backend(backend, x) == "cuda" else reference
+def _module(backend: str, x: Tensor, heads: int, taps: int):
+    return cuda if resolve_backend(backend, x, heads, taps) == "cuda" else reference
 
 
 @torch.library.custom_op("mixer::triangular_conv", mutates_args=())
@@ -51,7 +57,7 @@ def triangular_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """(y, packed weight); arguments were checked by `mixer.ops.triangular_conv`."""
-    module = _module(backend, x)
+    module = _module(backend, x, *weight.shape[:2])
     packed = module.pack(weight, x.shape[1], x.dtype)
     return module.forward(x, packed, bias, residual), packed
 
@@ -66,7 +72,7 @@ def _(x, weight, bias, residual, backend):
 
 @torch.library.custom_op("mixer::triangular_conv_grad_input", mutates_args=())
 def grad_input(dy: Tensor, packed: Tensor, backend: str) -> Tensor:
-    return _module(backend, dy).grad_input(dy, packed)
+    return _module(backend, dy, *packed.shape[:2]).grad_input(dy, packed)
 
 
 @grad_input.register_fake
@@ -78,7 +84,7 @@ def _(dy, packed, backend):
 def grad_weight(
     dy: Tensor, x: Tensor, context: int, taps: int, heads: int, dtype: torch.dtype, with_bias: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    return _module(backend, x).grad_weight(dy, x, context, taps, heads, dtype, with_bias)
+    return _module(backend, x, heads, taps).grad_weight(dy, x, context, taps, heads, dtype, with_bias)
 
 
 @grad_weight.register_fake
@@ -135,7 +141,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, backend):
-        ctx.backend = _module(backend, x)
+        ctx.backend = _module(backend, x, *weight.shape[:2])
         packed = ctx.backend.pack(weight, x.shape[1], x.dtype)
         ctx.set_materialize_grads(False)
         _save(ctx, x, weight, packed)

@@ -15,15 +15,17 @@ struct KernelSet {
   int64_t (*grad_weight_workspace)(const TriangularConvParams&);
   cudaError_t (*grad_weight)(const TriangularConvParams&);
   bool with_bias;  // grad_weight writes dbias, too
+  int capability;  // 10 * major + minor of the GPUs they are written for
 };
 
 constexpr KernelSet kPortable = {portable::forward, portable::grad_input, portable::grad_weight_workspace,
-                                 portable::grad_weight, false};
+                                 portable::grad_weight, false, 70};
 
-constexpr KernelSet kAmpere = {ampere::forward, ampere::grad_input, ampere::grad_weight_workspace, ampere::grad_weight, false};
+constexpr KernelSet kAmpere = {ampere::forward, ampere::grad_input, ampere::grad_weight_workspace, ampere::grad_weight,
+                               false, 80};
 #ifdef MIXER_HOPPER
 constexpr KernelSet kHopper = {hopper::forward, hopper::grad_input, hopper::grad_weight_workspace, hopper::grad_weight,
-                               true};
+                               true, 90};
 #endif
 
 // The one place that chooses kernels by architecture, type and shape: the fastest set that can serve the call.
@@ -93,6 +95,11 @@ MIXER_EXPORT int mixer_grad_input(const TriangularConvParams* params) {
   const cudaError_t status = enter(*params);
   if (status != cudaSuccess || has_no_outputs(*params)) return status;
   return kernels_for(*params).grad_input(*params);
+}
+
+// 10 * major + minor of the GPUs for which the kernels that serve these sizes and types are written: 70, 80 or 90.
+MIXER_EXPORT int mixer_kernels_capability(const TriangularConvParams* params) {
+  return is_valid(*params) ? kernels_for(*params).capability : 0;
 }
 
 // Bytes of workspace that mixer_grad_weight needs for these sizes.

@@ -1,4 +1,4 @@
-// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over taps and j <= i of W[h,t,i,j] * x[b,j,c + shift].
+// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over j <= i of W[h,0,i,j] * x[b,j,c].
 #include "hopper_product.cuh"
 
 cudaError_t hopper::forward(const TriangularConvParams& params) {

@@ -1,4 +1,4 @@
-// dx[b,j,c] = sum over taps and i >= j of W[h,t,i,j] * dy[b,i,c - shift].
+// dx[b,j,c] = sum over i >= j of W[h,0,i,j] * dy[b,i,c].
 #include "hopper_product.cuh"
 
 cudaError_t hopper::grad_input(const TriangularConvParams& params) {

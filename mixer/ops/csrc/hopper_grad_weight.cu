@@ -1,4 +1,4 @@
-// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i < tokens, exact zeros elsewhere,
+// dweight[h,0,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact zeros elsewhere,
 // and dbias[h,i] = sum over batch and channels of dy[b,i,c], on Hopper's tensor cores.
 //
 // A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast), 128 columns (x) for each of its two
@@ -189,8 +189,7 @@ __device__ __forceinline__ void load_operands(const WeightArguments& arguments, 
   }
 }
 
-// One warpgroup's products: its row block times the columns (kMultiplies), and its row block
-// summed over the depth (kWithBias).
+// One warpgroup's products: its row block times the columns (kMultiplies), and its row block summed over the depth (kWithBias).
 template <typename Element, bool kMultiplies, bool kWithBias>
 __device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t left, uint32_t right, uint32_t ones,
                                     Ring<kStages, true>& ring, RingPosition<kStages>& at, int depths) {
@@ -305,7 +304,6 @@ __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, in
   }
 }
 
-
 constexpr int kWeightSharedBytes =
     1024 + kStages * kStageBytes + 1024 + 2 * kStages * static_cast<int>(sizeof(uint64_t));
 
@@ -370,8 +368,8 @@ __global__ void __launch_bounds__(kMultiplyingThreads) finish_kernel(const Weigh
   store_gradient(arguments, weight_tile.matrix, tile.first_row + place.row, tile.first_column + place.column, sum);
 
   const int row = tile.first_row + threadIdx.x;
-  if (arguments.dbias != nullptr && group == 0 && rank == 0 && weight_tile.column_tile == weight_tile.row_tile && threadIdx.x < kTileRows &&
-      row < arguments.tokens) {
+  const bool has_bias = group == 0 && rank == 0 && weight_tile.column_tile == weight_tile.row_tile;
+  if (arguments.dbias != nullptr && has_bias && threadIdx.x < kTileRows && row < arguments.tokens) {
     float bias = 0.0f;
     for (int split = 0; split < plan.splits; ++split) {
       bias += arguments.bias_partials[static_cast<int64_t>(split * plan.rest + rest) * kTileRows + threadIdx.x];
@@ -388,7 +386,8 @@ int choose_splits(int rest, int depth, int clusters) {
   int best = 1;
   int64_t best_time = INT64_MAX;
   for (int splits = 1; splits <= std::min(depth, kMaxSplits); ++splits) {
-    const int64_t time = ceil_div(int64_t(rest) * splits, clusters) * (ceil_div(depth, splits) + (splits > 1 ? kSplitOverhead : 1));
+    const int64_t rounds = ceil_div(int64_t(rest) * splits, clusters);
+    const int64_t time = rounds * (ceil_div(depth, splits) + (splits > 1 ? kSplitOverhead : 1));
     if (time < best_time) {
       best = splits;
       best_time = time;

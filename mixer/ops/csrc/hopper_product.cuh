@@ -481,7 +481,6 @@ struct Multiplier {
   }
 };
 
-
 constexpr int kAlignment = 1024;  // of a swizzled box
 
 template <typename Shape>

@@ -281,5 +281,4 @@ __device__ __forceinline__ void load_fragments(uint32_t address, uint32_t (&valu
                : "memory");
 }
 
-
 }  // namespace hopper

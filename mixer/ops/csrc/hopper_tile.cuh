@@ -49,5 +49,4 @@ __device__ __forceinline__ void multiply_slices(float (&sum)[64], uint32_t left,
   }
 }
 
-
 }  // namespace hopper

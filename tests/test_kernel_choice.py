@@ -1,10 +1,12 @@
-"""Which block works on which tile: the assignment of forward and grad-input on Hopper, computed here without a GPU."""
+"""What the kernels decide on the host, without a GPU: which of them serve, and on Hopper which block works on which tile."""
 
 import ctypes
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from mixer.errors import UserError
 from mixer.ops import build, cuda
@@ -66,3 +68,35 @@ def test_clusters_have_equal_work(library, tokens):
     work = [sum(cost(row) for row, _, _ in tiles) for tiles in tiles_of(library, 65536 // tokens, tokens, 1024)]
     assert sum(work) == 1024 // 128 * (65536 // tokens) * sum(range(1, tokens // BLOCK + 1))
     assert max(work) <= 1.05 * sum(work) / len(work)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, tf32, channels, heads, taps, serving",
+    [
+        (90, "bfloat16", False, 1024, 1, 1, 90),
+        (90, "float16", False, 1024, 8, 1, 90),
+        (90, "bfloat16", False, 1024, 1, 3, 80),  # a shift over channels breaks the alignment that TMA wants
+        (90, "bfloat16", False, 20, 1, 1, 70),  # rows that do not start on 16 bytes
+        (90, "float32", False, 1024, 1, 1, 70),
+        (90, "float32", True, 1024, 1, 1, 80),
+        (86, "bfloat16", False, 1024, 1, 1, 80),
+        (75, "float16", False, 1024, 1, 1, 70),
+    ],
+)
+def test_the_fastest_kernels_that_can_serve(library, capability, dtype, tf32, channels, heads, taps, serving):
+    params = cuda.Params(
+        batch=2, tokens=512, context=512, columns=512, channels=channels, heads=heads, taps=taps,
+        dtype=cuda.DTYPES[getattr(torch, dtype)], capability=capability, processors=PROCESSORS, allow_tf32=tf32,
+    )  # fmt: skip
+    assert library.mixer_kernels_capability(ctypes.byref(params)) == serving
+
+
+@pytest.mark.parametrize("dtype, taps, expected", [(torch.bfloat16, 1, None), (torch.bfloat16, 3, "kernel size 3")])
+def test_auto_leaves_slow_kernels_alone(library, monkeypatch, dtype, taps, expected):
+    monkeypatch.setattr(cuda, "device_facts", lambda index: (90, PROCESSORS))
+    monkeypatch.setattr(cuda, "kernels", lambda index: library)
+    cuda.kernels_capability.cache_clear()
+    on_gpu = SimpleNamespace(dtype=dtype, shape=(2, 512, 1024), device=SimpleNamespace(index=0))
+    reason = cuda.slow_reason(on_gpu, heads=1, taps=taps)
+    cuda.kernels_capability.cache_clear()
+    assert reason is None if expected is None else expected in reason
