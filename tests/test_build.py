@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mixer.errors import UserError
 from mixer.ops import build, cuda
@@ -292,9 +294,70 @@ def test_cache_that_cannot_be_written_names_the_variable(tmp_path, monkeypatch):
         build.cache_directory()
 
 
-def test_cpu_tensor_is_told_why():
-    import torch
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_cache_that_others_can_write_is_refused(mode, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path))
+    directory = build.cache_directory()
+    directory.chmod(mode)
+    with pytest.raises(UserError, match=rf"mode {mode:04o}.*loaded from there as code.*`chmod 700 {directory}`.*MIXER_CACHE"):
+        build.cache_directory()
+    directory.chmod(0o700)
+    assert build.cache_directory() == directory
 
+
+def test_cache_that_others_can_read_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path))
+    build.cache_directory().chmod(0o755)
+    assert build.cache_directory() == tmp_path / "kernels"
+
+
+def test_cache_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path))
+    owner = build.cache_directory().stat().st_uid
+    monkeypatch.setattr(build.os, "geteuid", lambda: owner + 1)
+    with pytest.raises(UserError, match=rf"belongs to user {owner}; you are user {owner + 1}.*`export MIXER_CACHE="):
+        build.cache_directory()
+
+
+@pytest.mark.parametrize("with_nvcc", [True, False])
+def test_library_left_by_others_is_not_loaded(with_nvcc, tiny, tmp_path, monkeypatch):
+    """It may lie there since the cache was open to all; the cache itself is closed by now."""
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / "cuda")))
+    compiler = build.find_compiler()
+    flags = [*build.COMPILE_FLAGS, *build.architecture_flags(compiler, (8, 0))]
+    planted = build.cache_directory() / build.build_name((8, 0), tiny, compiler, flags)
+    if not with_nvcc:
+        monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([]))
+    planted.mkdir()
+    (planted / build.LIBRARY).write_bytes(b"")
+    planted.chmod(0o777)
+    with pytest.raises(UserError, match=rf"others can write to {planted}"):
+        build.library((8, 0), tiny)
+
+
+def test_home_that_cannot_be_written_names_the_variable(monkeypatch):
+    for variable in ("MIXER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", "/proc")  # even root makes no directory there
+    with pytest.raises(UserError, match=r"cannot write to /proc/.cache/mixer/kernels .*`export MIXER_CACHE="):
+        build.cache_directory()
+
+
+def test_user_without_home_needs_only_the_variable(tmp_path, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(build.Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path))
+    assert build.cache_directory() == tmp_path / "kernels"
+    monkeypatch.delenv("MIXER_CACHE")
+    with pytest.raises(UserError, match="no home.*`export MIXER_CACHE="):
+        build.cache_directory()
+
+
+def test_cpu_tensor_is_told_why():
     assert "x is on cpu" in cuda.unavailable_reason(torch.zeros(1, 1, 1))
 
 
@@ -306,3 +369,98 @@ def test_driver_older_than_the_build_names_the_toolkit():
 
     message = cuda.probe_message(Library(), 35, "NVIDIA X")
     assert "built with CUDA 13.0" in message and "supports 12.4" in message and "CUDA 12.x toolkit" in message
+
+
+# ------------------------------------------------------------------------------------------------ MIXER_DEBUG
+
+
+class Launches:
+    """A library and a GPU that note what is asked of them; `fail_at`: the wait, counted from 1, that meets an error."""
+
+    def __init__(self, monkeypatch, fail_at=0, status=0, capturing=False):
+        self.events, self.fail_at, self.status = [], fail_at, status
+        replacements = {
+            "current_device": lambda: 0,
+            "current_stream": lambda device: SimpleNamespace(cuda_stream=0),
+            "is_current_stream_capturing": lambda: capturing,
+            "synchronize": self.synchronize,
+        }
+        for name, replacement in replacements.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(cuda, "kernels", lambda index: self)
+        monkeypatch.setattr(cuda, "device_facts", lambda index: (90, 132))
+
+    def mixer_forward(self, params):
+        self.events.append("launch")
+        return self.status
+
+    def mixer_error_string(self, status):
+        return b"invalid configuration argument"
+
+    def synchronize(self, device):
+        self.events.append("wait")
+        if self.events.count("wait") == self.fail_at:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def debugging(monkeypatch):
+    """A function that sets MIXER_DEBUG, which is read once in a process."""
+
+    def switch(value: str):
+        monkeypatch.setenv("MIXER_DEBUG", value)
+        cuda.debugging.cache_clear()
+
+    yield switch
+    monkeypatch.undo()
+    cuda.debugging.cache_clear()
+
+
+def call_forward():
+    params = cuda.Params(batch=3, tokens=200, channels=520, context=512, heads=4, taps=5, columns=200, dtype=2)
+    cuda.call("mixer_forward", params, torch.device("cuda", 0))
+
+
+def test_debugging_waits_around_each_launch(debugging, monkeypatch):
+    debugging("1")
+    launches = Launches(monkeypatch)
+    call_forward()
+    assert launches.events == ["wait", "launch", "wait"]
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_without_debugging_nothing_waits(value, debugging, monkeypatch):
+    debugging(value)
+    launches = Launches(monkeypatch)
+    call_forward()
+    assert launches.events == ["launch"]
+
+
+def test_debugging_does_not_break_a_graph_capture(debugging, monkeypatch):
+    debugging("1")
+    launches = Launches(monkeypatch, capturing=True)
+    call_forward()
+    assert launches.events == ["launch"]
+
+
+def test_debugging_names_operator_and_shapes(debugging, monkeypatch):
+    debugging("1")
+    Launches(monkeypatch, fail_at=2)
+    shapes = "batch=3, tokens=200, channels=520, context=512, heads=4, taps=5, columns=200, bfloat16"
+    with pytest.raises(RuntimeError, match=f"^mixer_forward failed on cuda:0: .*illegal memory access.*; {shapes}$"):
+        call_forward()
+
+
+def test_debugging_does_not_take_an_earlier_failure_for_ours(debugging, monkeypatch):
+    debugging("1")
+    launches = Launches(monkeypatch, fail_at=1)
+    with pytest.raises(RuntimeError, match="^an operation before mixer_forward failed on cuda:0"):
+        call_forward()
+    assert "launch" not in launches.events
+
+
+def test_refused_launch_names_shapes_and_status(debugging, monkeypatch):
+    debugging("0")
+    Launches(monkeypatch, status=9)
+    with pytest.raises(RuntimeError, match=r"mixer_forward failed on cuda:0: invalid .* \(CUDA error 9\); batch=3, tokens=200"):
+        call_forward()

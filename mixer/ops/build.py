@@ -18,7 +18,9 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,7 @@ COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-
 HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 LOG_TAIL = 30  # lines of the compiler's output that an error quotes
 OLDEST = 70  # the kernels are written for sm_70 and newer
+NAME_ANOTHER = "Name another: `export MIXER_CACHE=/a/directory/of/yours`."
 
 # What compilers say when the mend lies outside our sources, and the mend.
 KNOWN_FAILURES = [
@@ -156,17 +159,40 @@ def dotted(version: tuple[int, int]) -> str:
 # ------------------------------------------------------------------------------------------------ cache
 
 
+def cache_path() -> Path:
+    """Where the cache is or would be."""
+    if named := os.environ.get("MIXER_CACHE"):
+        return Path(named) / "kernels"
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a container may run as a user who has none
+        raise BuildError(f"there is no home for the cache ({error}). {NAME_ANOTHER}") from error
+    return Path(home) / "mixer" / "kernels"
+
+
 def cache_directory() -> Path:
-    """The cache, made (mode 0700: what lies there is loaded as code) if it is not there."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixer"
-    directory = Path(os.environ.get("MIXER_CACHE") or default) / "kernels"
+    """The cache, made (mode 0700) if it is not there. Raises BuildError where it is not ours alone to write."""
+    directory = cache_path()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_shared(directory)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
+        raise BuildError(f"cannot write to {directory} ({error}). {NAME_ANOTHER}") from error
+    return directory
+
+
+def refuse_shared(directory: Path) -> Path:
+    """The directory itself. Raises BuildError where others could have put a library there: loading it runs their code."""
+    status = directory.stat()
+    why = "A library is loaded from there as code, so it must be yours, and writable for you alone."
+    if status.st_uid != os.geteuid():
+        raise BuildError(f"{directory} belongs to user {status.st_uid}; you are user {os.geteuid()}. {why} {NAME_ANOTHER}")
+    if status.st_mode & 0o022:
         raise BuildError(
-            f"cannot write to {directory} ({error}). Name another: `export MIXER_CACHE=/a/directory/of/yours`."
-        ) from error
+            f"others can write to {directory} (mode {stat.S_IMODE(status.st_mode):04o}). {why} "
+            f"Close it with `chmod 700 {shlex.quote(str(directory))}`, or set MIXER_CACHE to a directory of yours."
+        )
     return directory
 
 
@@ -196,7 +222,7 @@ def build_name(capability: tuple[int, int], sources: Path, compiler: Compiler, f
 def prebuilt(capability: tuple[int, int], sources: Path) -> Path | None:
     """A library of these very sources that some compiler left in the cache: enough for a machine without nvcc."""
     found = sorted(cache_directory().glob(f"{source_name(capability, sources)}-*/{LIBRARY}"))
-    return found[-1] if found else None
+    return refuse_shared(found[-1].parent) / LIBRARY if found else None
 
 
 @contextlib.contextmanager
@@ -227,7 +253,7 @@ def library(capability: tuple[int, int], sources: Path = SOURCES) -> Path:
         with locked(directory.with_suffix(".lock")):
             if not (directory / LIBRARY).exists():
                 build(directory, sources, compiler, flags)
-    return directory / LIBRARY
+    return refuse_shared(directory) / LIBRARY
 
 
 def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) -> None:

@@ -165,7 +165,9 @@ def schedule(
         raise RuntimeError("the first triangular_conv of a shape cannot be inside a CUDA graph capture; run it once before")
     host = torch.empty(size, dtype=torch.uint8)
     library.mixer_schedule(ctypes.byref(params), host.data_ptr())
-    return host.to(device)
+    tiles = host.to(device)
+    torch.cuda.current_stream(device).synchronize()  # other streams will read it, too
+    return tiles
 
 
 def add_device(params: Params, device: torch.device) -> None:
