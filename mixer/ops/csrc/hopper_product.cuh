@@ -216,6 +216,7 @@ struct Loader {
         if (Shape::kShared) {
           load_shared_columns(tile, chunks, step, tile.readers(step), own_readers);
           release_idle(tile.row_blocks - tile.readers(step));
+          if (!Shape::kResident) barriers.ring.loaded(at.slot);
         } else {
           load_own_columns(tile, chunks, step);
           release_idle(limits.count(0) - own_readers);
@@ -282,7 +283,7 @@ struct Loader {
         wait_for_stage();
         load_rows(tile, limits, step, full(),
                   [&](int row_box) { return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box); });
-        barrier_arrive(&barriers.ring.empty[at.slot]);  // so that a stage nobody here reads does not go on without us
+        barriers.ring.loaded(at.slot);
       }
     }
   }
@@ -297,7 +298,7 @@ struct Loader {
         const Limits limits(tile, rank);
         barrier_wait(&barriers.weight_empty, parity);
         parity ^= 1;
-        for (int step = 0; step < limits.longest(); ++step) {
+        for (int step = 0; step < max(1, limits.longest()); ++step) {  // step 0 also tells of a new head
           load_rows(tile, limits, step, &barriers.weight_full[step],
                     [&](int row_box) { return box(resident_box(row_box, rank) + step); });
         }
@@ -409,11 +410,15 @@ struct Multiplier {
     pin(sum);
   }
 
-  // All stages of a tile in which this row block is beyond the last token.
+  // All stages of a tile in which this row block is beyond the last token. Waits for W although it reads none: two heads ahead of
+  // the others it would release for them what they still read. Nothing here brings the lanes of a warp together but __syncwarp.
   __device__ __forceinline__ void pass(int steps) {
+    if (Shape::kResident) barrier_wait(&barriers.weight_full[0], weight_parity);
+    __syncwarp();
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+      __syncwarp();
       barriers.ring.release(at.slot);
       at.advance();
       at_full.advance();

@@ -21,10 +21,17 @@ struct Ring {
   uint64_t full[kFullBarriers];
   uint64_t empty[kStages];
 
-  // Where two threads load, both arrive at the full barriers, and the second at the empty ones.
+  // Where two threads load, both arrive at the full barriers and, with loaded(), at the empty ones.
   __device__ __forceinline__ void init(int loaders) {
     for (int barrier = 0; barrier < kFullBarriers; ++barrier) barrier_init(&full[barrier], loaders);
-    for (int stage = 0; stage < kStages; ++stage) barrier_init(&empty[stage], kReaders + loaders - 1);
+    for (int stage = 0; stage < kStages; ++stage) barrier_init(&empty[stage], kReaders + (loaders - 1) * 2 * kClusterSize);
+  }
+
+  // By a loader that has done its part of a stage. A thread block that reads nothing of a stage is not waited for by those who
+  // do; if its loaders then fell behind by a round of the ring, arrivals of two rounds would meet in one phase.
+  __device__ __forceinline__ void loaded(int stage) {
+#pragma unroll
+    for (int rank = 0; rank < kClusterSize; ++rank) barrier_arrive_at(shared_address(&empty[stage]), rank);
   }
 
   // By all lanes of a warp whose products on the stage have ended.
