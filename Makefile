@@ -26,3 +26,20 @@ soak: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The oldest packages that work, in an environment of their own.
+.PHONY: test-min
+test-min:
+	$(PYTHON) -m venv build/venv-min
+	build/venv-min/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-min.txt -e ".[dev]"
+	build/venv-min/bin/python -m pytest tests/test_ops.py tests/test_model.py tests/test_config.py tests/test_data.py
+
+# Images, for a user with the id of whoever builds; docker/README.md says which to take and has the other lines.
+DOCKER_BUILD = docker build -f docker/Dockerfile --build-arg USER_ID=$${SUDO_UID:-$$(id -u)}
+
+.PHONY: docker docker-v100
+docker:
+	$(DOCKER_BUILD) -t masked-mixer:cu130 --build-arg CUDA_VERSION=13.0.1 --build-arg TORCH_VERSION=2.13.0 --build-arg TORCH_INDEX=cu130 --build-arg ARCH_LIST="8.0 9.0 10.0" .
+
+docker-v100:
+	$(DOCKER_BUILD) -t masked-mixer:v100 --build-arg CUDA_VERSION=12.2.2 --build-arg TORCH_VERSION=2.7.1 --build-arg TORCH_INDEX=cu126 --build-arg ARCH_LIST="7.0" .

@@ -262,7 +262,7 @@ def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) 
     architecture = flags[-1].rpartition("=")[2]
     for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):  # of a builder that was killed; we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
-    print(f"mixer: building CUDA kernels for {architecture} (once, some 10 seconds)", file=sys.stderr, flush=True)
+    print(f"mixer: building CUDA kernels for {architecture} (once, up to a minute)", file=sys.stderr, flush=True)
     # A name of its own each time: the compilers of a killed builder may live on for a while and write into the old one.
     temporary = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=".tmp", dir=directory.parent))
     try:
