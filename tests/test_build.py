@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from toolchain import needs_nvcc
 
 from mixer.errors import UserError
 from mixer.ops import build, cuda
@@ -22,16 +23,6 @@ TINY = (
     'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
     "__global__ void kernel(float* x) { *x = 1; }\n"
 )
-
-
-def has_nvcc() -> bool:
-    try:
-        return build.find_compiler() is not None
-    except UserError:
-        return False
-
-
-needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc here: the kernels cannot be compiled")
 
 
 @pytest.fixture(scope="session", autouse=True)

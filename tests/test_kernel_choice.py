@@ -7,22 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from toolchain import needs_nvcc
 
-from mixer.errors import UserError
 from mixer.ops import build, cuda
 
 BLOCK = 64
 PROCESSORS = 132
 
 
-def has_nvcc() -> bool:
-    try:
-        return build.find_compiler() is not None
-    except UserError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not has_nvcc(), reason="no nvcc here: the kernels cannot be compiled")
+pytestmark = needs_nvcc
 
 
 @pytest.fixture(scope="module")

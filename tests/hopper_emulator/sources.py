@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 FILES = [
-    "params.h", "numeric.cuh", "kernels.h", "schedule.h", "schedule.cu", "hopper_maps.h", "hopper_ptx.cuh", "hopper_tile.cuh",
-    "hopper_product.cuh", "hopper.cu", "hopper_forward.cu", "hopper_grad_input.cu", "hopper_grad_weight.cu",
+    "params.h", "numeric.cuh", "triangle.cuh", "kernels.h", "schedule.h", "schedule.cu", "hopper_maps.h", "hopper_ptx.cuh",
+    "hopper_tile.cuh", "hopper_product.cuh", "hopper.cu", "hopper_forward.cu", "hopper_grad_input.cu", "hopper_grad_weight.cu",
 ]  # fmt: skip
 LAUNCHES = 3  # the product's, grad_weight's and that of the sum over its splits
 

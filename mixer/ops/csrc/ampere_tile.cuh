@@ -7,7 +7,7 @@
 #pragma once
 
 #include "ampere_mma.cuh"
-#include "numeric.cuh"
+#include "triangle.cuh"
 
 namespace ampere {
 
@@ -130,9 +130,6 @@ __device__ __forceinline__ int vector_down(int i) {
 }
 
 // ---------------------------------------------------------------------------------------------- shifted vectors
-
-// Channels by which a tap looks to the right: (taps - 1) / 2 zeros on the left, as nn.Conv1d(padding="same") has them.
-__device__ __forceinline__ int tap_shift(int tap, int taps) { return tap - (taps - 1) / 2; }
 
 // The 16 bytes that start `bytes` (even, below 16) into low, high.
 __device__ __forceinline__ uint4 extract(uint4 low, uint4 high, int bytes) {

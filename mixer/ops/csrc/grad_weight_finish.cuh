@@ -1,32 +1,14 @@
-// What the weight gradient's kernels share: how lower tiles are counted, and the second of the two kernels, which adds
-// the partial tiles in a fixed order (no atomics: two runs agree bit for bit), casts, and writes the zeros.
+// The second of the weight gradient's two kernels, for the portable and the Ampere set: adds the partial tiles in a fixed order (no atomics: two runs agree bit for bit), casts, and writes the zeros.
 //
 // Workspace: (splits, heads, taps, lower tiles, kTile, kTile) fp32.
 #pragma once
 
 #include "kernels.h"
-#include "numeric.cuh"
+#include "triangle.cuh"
 
 namespace grad_weight_finish {
 
 constexpr int kFinishThreads = 256;
-
-__host__ __device__ __forceinline__ int64_t lower_tiles(int tokens, int tile) {
-  const int64_t tiles = ceil_div(tokens, tile);
-  return tiles * (tiles + 1) / 2;
-}
-
-// Tiles count along the rows of the triangle: tile = row_tile * (row_tile + 1) / 2 + column_tile.
-struct LowerTile {
-  int row, column;  // in tiles
-};
-
-__device__ __forceinline__ LowerTile locate_lower_tile(int tile) {
-  int row = static_cast<int>((sqrtf(8.0f * tile + 1.0f) - 1.0f) / 2.0f);
-  while (row * (row + 1) / 2 > tile) --row;
-  while ((row + 1) * (row + 2) / 2 <= tile) ++row;
-  return {row, tile - row * (row + 1) / 2};
-}
 
 // One block: 256 columns of one row of dweight. Blocks: (heads * taps * context, column blocks). tokens = 0: all zeros.
 template <int kTile, typename Gradient>

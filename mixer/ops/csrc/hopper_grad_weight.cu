@@ -17,6 +17,7 @@
 #include "hopper_maps.h"
 #include "hopper_tile.cuh"
 #include "kernels.h"
+#include "triangle.cuh"
 
 namespace hopper {
 namespace {
@@ -62,11 +63,9 @@ struct WeightTile {
 
   __device__ __forceinline__ WeightTile(const Plan& plan, int index) {
     matrix = index / plan.triangle;
-    const int place = index % plan.triangle;
-    row_tile = static_cast<int>((sqrtf(8.0f * place + 1.0f) - 1.0f) / 2.0f);
-    while (row_tile * (row_tile + 1) / 2 > place) --row_tile;
-    while ((row_tile + 1) * (row_tile + 2) / 2 <= place) ++row_tile;
-    column_tile = place - row_tile * (row_tile + 1) / 2;
+    const LowerTile lower = locate_lower_tile(index % plan.triangle);
+    row_tile = lower.row;
+    column_tile = lower.column;
   }
 };
 
@@ -399,7 +398,7 @@ int choose_splits(int rest, int depth, int clusters) {
 Plan make_plan(const TriangularConvParams& params) {
   Plan plan = {};
   plan.row_tiles = static_cast<int32_t>(ceil_div(params.tokens, kTileRows));
-  plan.triangle = plan.row_tiles * (plan.row_tiles + 1) / 2;
+  plan.triangle = static_cast<int32_t>(lower_tiles(params.tokens, kTileRows));
   plan.matrices = params.heads;
   plan.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
   plan.depth = params.batch * plan.chunks;

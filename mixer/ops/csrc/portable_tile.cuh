@@ -2,7 +2,7 @@
 // and multiply 64 x 16 by 16 x 64 slices that lie in shared memory as fp32.
 #pragma once
 
-#include "numeric.cuh"
+#include "triangle.cuh"
 
 namespace portable {
 
@@ -80,8 +80,5 @@ __device__ __forceinline__ void multiply(const Slices& slices, int row, int colu
 
 __device__ __forceinline__ int thread_row() { return threadIdx.x / kThreadsAcross * kThreadRows; }
 __device__ __forceinline__ int thread_column() { return threadIdx.x % kThreadsAcross * kThreadColumns; }
-
-// Channels by which a tap looks to the right: (taps - 1) / 2 zeros on the left, as nn.Conv1d(padding="same") has them.
-__device__ __forceinline__ int tap_shift(int tap, int taps) { return tap - (taps - 1) / 2; }
 
 }  // namespace portable

@@ -1,0 +1,16 @@
+"""What tests that compile the CUDA kernels need to know of this machine."""
+
+import pytest
+
+from mixer.errors import UserError
+from mixer.ops import build
+
+
+def has_nvcc() -> bool:
+    try:
+        return build.find_compiler() is not None
+    except UserError:
+        return False
+
+
+needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc here: the kernels cannot be compiled")
