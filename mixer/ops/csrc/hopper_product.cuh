@@ -13,8 +13,9 @@
 //   - the loaders fill the stages, one with column boxes of x or dy, the other with the row boxes of W that do not lie above
 //     the diagonal. Where all of W's triangle fits into the shared memory of the cluster (512 tokens), it is loaded once and
 //     stays: *resident*;
-//   - a multiplier runs wgmma over the stages up to its diagonal and writes its result through an output box of its own while
-//     the other multipliers go on.
+//   - a multiplier runs wgmma over the stages up to its diagonal and writes its result through an output box while the other
+//     multipliers go on. The last row block of a thread block, for which the next tile waits, has the last stage to itself: its
+//     result goes out from there, both boxes at once.
 #pragma once
 
 #include "hopper_maps.h"
@@ -51,6 +52,11 @@ struct ProductShape {
   static constexpr bool kTransposed = kTransposed_;
   static constexpr bool kWithResidual = kWithResidual_;
 
+  // The multipliers of the last row box write into their last stage. The others have an output box each; where the resident W
+  // leaves no room, the first and the third, whose ends are far apart, take turns with one.
+  static constexpr bool kTakesTurns = kPlan == Plan::kResidentAlone && !kWithResidual;
+  static constexpr int kOutputBoxes = kTakesTurns ? 2 : kMultipliers - 2 * kMultipliers / kRowBlocks;
+
   // A multiplier leaves out at most 7 steps; with the stages, 16 are more than anyone is off. (A multiple of kStages.)
   static constexpr int kFullBarriers = (16 + kStages - 1) / kStages * kStages;
 
@@ -60,23 +66,25 @@ struct ProductShape {
   // Row block r has r + 1 boxes; those of a thread block pair up to kRowBlocks + 1.
   static constexpr int kResidentBoxes = kResident ? kRowBoxes / 2 * (kRowBlocks + 1) : 0;
 
-  // Shared memory, in boxes: the resident W; the stages, row boxes before column boxes; the multipliers' output boxes.
+  // Shared memory, in boxes: the resident W; the stages, row boxes before column boxes; the output boxes.
   static constexpr int kFirstStage = kResidentBoxes;
   static constexpr int kFirstColumn = kFirstStage + (kResident ? 0 : kRowBoxes);
   static constexpr int kFirstOutput = kFirstStage + kStages * kStageBoxes;
-  static constexpr int kBoxes = kFirstOutput + kMultipliers;
+  static constexpr int kBoxes = kFirstOutput + kOutputBoxes;
 };
 
 template <typename Shape>
 struct ProductBarriers {
   Ring<Shape::kStages, Shape::kShared, Shape::kFullBarriers> ring;
-  uint64_t residual[kMultipliers];          // the output box holds the residual
+  uint64_t residual[kMultipliers];          // the output box, or both boxes of the last stage, hold the residual
+  uint64_t turn[2];                         // the shared output box is free for the first, for the third multiplier
   uint64_t weight_full[Shape::kRowBlocks];  // resident: W's boxes of a step have landed
   uint64_t weight_empty;                    // resident: the products with this head's W have ended
 
   __device__ __forceinline__ void init() {
     ring.init(Shape::kResident ? 1 : 2);
     for (int multiplier = 0; multiplier < kMultipliers; ++multiplier) barrier_init(&residual[multiplier], 1);
+    for (int which = 0; which < 2; ++which) barrier_init(&turn[which], 1);
     for (int step = 0; step < Shape::kRowBlocks; ++step) barrier_init(&weight_full[step], 1);
     barrier_init(&weight_empty, kMultipliers * kWarpgroup / 32);
     barrier_init_fence();
@@ -369,13 +377,14 @@ struct Multiplier {
   int rank;
   int row_block;    // in the tile
   int first_box;    // first of its two column boxes
+  bool in_place;    // its result goes out from its last stage
   bool is_first;    // thread of the warpgroup: speaks to TMA for all
   uint32_t left;    // operand: its row block of W in stage 0, or, resident, at step 0
   uint32_t right;   // operand: its columns in stage 0
-  char* box;        // for its output
+  char* box;        // for its output; in place: its first column box in stage 0
   RingPosition<Shape::kStages> at = {};
   RingPosition<Shape::kFullBarriers> at_full = {};
-  uint32_t weight_parity = 0, residual_parity = 0;
+  uint32_t weight_parity = 0, residual_parity = 0, turn_parity;
 
   __device__ __forceinline__ Multiplier(const ProductArguments& arguments, char* shared, ProductBarriers<Shape>& barriers,
                                         int index)
@@ -384,15 +393,20 @@ struct Multiplier {
     const int row_box = index % Shape::kRowBoxes;
     row_block = row_block_of(row_box, rank);
     first_box = index / Shape::kRowBoxes * 2;
+    in_place = row_box == Shape::kRowBoxes - 1;
+    turn_parity = index == 0;
     const uint32_t base = shared_address(shared);
     left = operand(base + (Shape::kResident ? resident_box(row_box, rank) : Shape::kFirstStage + row_box) * kBoxBytes);
     right = operand(base + (Shape::kFirstColumn + first_box) * kBoxBytes);
-    box = shared + (Shape::kFirstOutput + index) * kBoxBytes;
+    const int output = Shape::kTakesTurns ? index % 2 : index - index / Shape::kRowBoxes;
+    box = shared + (in_place ? Shape::kFirstColumn + first_box : Shape::kFirstOutput + output) * kBoxBytes;
   }
+  __device__ __forceinline__ bool takes_turns() const { return Shape::kTakesTurns && index % 2 == 0; }
 
   // The products of `steps` steps. Each is waited for, so that its stage is free at once: the other multipliers keep the tensor
-  // cores busy.
-  __device__ __forceinline__ void run(float (&sum)[64], int steps) {
+  // cores busy. Returns the slot of the last stage, which a multiplier that writes in place has not released.
+  __device__ __forceinline__ int run(float (&sum)[64], int steps) {
+    int slot = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
@@ -403,11 +417,13 @@ struct Multiplier {
       multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box, right + stage, step > 0);
       wgmma_commit();
       wgmma_wait<0>();
-      barriers.ring.release(at.slot);
+      if (!in_place || step + 1 < steps) barriers.ring.release(at.slot);
+      slot = at.slot;
       at.advance();
       at_full.advance();
     }
     pin(sum);
+    return slot;
   }
 
   // All stages of a tile in which this row block is beyond the last token. Waits for W although it reads none: two heads ahead of
@@ -423,38 +439,93 @@ struct Multiplier {
       at.advance();
       at_full.advance();
     }
+    if (takes_turns() && is_first) {
+      wait_for_turn();
+      end_turn();
+    }
   }
 
-  __device__ __forceinline__ void load_residual(const Tile<Shape>& tile, int column_box) const {
+  __device__ __forceinline__ void wait_for_turn() {
+    barrier_wait(&barriers.turn[index / 2], turn_parity);
+    turn_parity ^= 1;
+  }
+  __device__ __forceinline__ void end_turn() { barrier_arrive(&barriers.turn[1 - index / 2]); }
+
+  __device__ __forceinline__ void load_residual(const Tile<Shape>& tile, int column_box, char* place) const {
     const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
-    barrier_arrive_expect(&barriers.residual[index], kBoxBytes);
-    load_box(box, &arguments.residual, &barriers.residual[index], chunk.channel, tile.head,
+    load_box(place, &arguments.residual, &barriers.residual[index], chunk.channel, tile.head,
              tile.token(tile.first_block + row_block), chunk.sample);
   }
+  __device__ __forceinline__ void wait_for_residual() {
+    barrier_wait(&barriers.residual[index], residual_parity);
+    residual_parity ^= 1;
+  }
 
+  __device__ __forceinline__ void store(const Tile<Shape>& tile, int column_box, const char* place) const {
+    const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
+    store_box(&arguments.output, place, chunk.channel, tile.head, tile.token(tile.first_block + row_block), chunk.sample);
+  }
+
+  // From the stage in `slot`, which nobody else reads and which is released when it has been written out.
+  __device__ __forceinline__ void write_in_place(const Tile<Shape>& tile, const float (&sum)[64], const BiasPair& bias,
+                                                 int slot) {
+    char* boxes = box + slot * Shape::kStageBoxes * kBoxBytes;
+    warpgroup_sync(index);  // the products of all four warps have read it
+    if (Shape::kWithResidual) {
+      if (is_first) {
+        barrier_arrive_expect(&barriers.residual[index], 2 * kBoxBytes);
+        for (int column_box = 0; column_box < 2; ++column_box) load_residual(tile, column_box, boxes + column_box * kBoxBytes);
+      }
+      wait_for_residual();
+    }
+#pragma unroll
+    for (int column_box = 0; column_box < 2; ++column_box) {
+      write_box<Shape>(shared_address(boxes + column_box * kBoxBytes) + fragment_offset(), sum + column_box * 32, bias);
+    }
+    fence_async_proxy();
+    warpgroup_sync(index);
+    if (is_first) {
+      for (int column_box = 0; column_box < 2; ++column_box) store(tile, column_box, boxes + column_box * kBoxBytes);
+      commit_stores();
+      wait_stores_read<0>();
+      barriers.ring.release_for_warpgroup(slot);
+    }
+  }
+
+  // Through the output box, twice.
   __device__ __forceinline__ void write(const Tile<Shape>& tile, const float (&sum)[64], const BiasPair& bias) {
 #pragma unroll
     for (int column_box = 0; column_box < 2; ++column_box) {
       if (Shape::kWithResidual) {
-        barrier_wait(&barriers.residual[index], residual_parity);
-        residual_parity ^= 1;
+        wait_for_residual();
       } else {
-        if (is_first) wait_stores_read<0>();
+        if (is_first && takes_turns() && column_box == 0) {
+          wait_for_turn();
+        } else if (is_first) {
+          wait_stores_read<0>();
+        }
         warpgroup_sync(index);
       }
       write_box<Shape>(shared_address(box) + fragment_offset(), sum + column_box * 32, bias);
       fence_async_proxy();
       warpgroup_sync(index);
       if (is_first) {
-        const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
-        store_box(&arguments.output, box, chunk.channel, tile.head, tile.token(tile.first_block + row_block), chunk.sample);
+        store(tile, column_box, box);
         commit_stores();
-        if (Shape::kWithResidual && column_box == 0) {
-          wait_stores_read<0>();
-          load_residual(tile, 1);
-        }
+        if (Shape::kWithResidual && column_box == 0) fetch_residual(tile, 1);
       }
     }
+    if (is_first && takes_turns()) {
+      wait_stores_read<0>();
+      end_turn();
+    }
+  }
+
+  // By the first thread, as soon as its output box is free.
+  __device__ __forceinline__ void fetch_residual(const Tile<Shape>& tile, int column_box) const {
+    wait_stores_read<0>();
+    barrier_arrive_expect(&barriers.residual[index], kBoxBytes);
+    load_residual(tile, column_box, box);
   }
 
   __device__ __forceinline__ void run_all() {
@@ -464,13 +535,14 @@ struct Multiplier {
       if (steps > 0) {
         BiasPair bias;
         bias.load(arguments, tile.head, tile.token(tile.first_block + row_block));
-        if (Shape::kWithResidual && is_first) {
-          wait_stores_read<0>();
-          load_residual(tile, 0);
-        }
+        if (Shape::kWithResidual && is_first && !in_place) fetch_residual(tile, 0);
         float sum[64];
-        run(sum, steps);
-        write(tile, sum, bias);
+        const int slot = run(sum, steps);
+        if (in_place) {
+          write_in_place(tile, sum, bias, slot);
+        } else {
+          write(tile, sum, bias);
+        }
         const int left_out = tile.steps(rank) - steps;  // stages that only others multiply
         at.advance(left_out);
         at_full.advance(left_out);
@@ -532,8 +604,7 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
   cudaError_t status = encode_activations(&arguments.input, input, batch_stride, token_stride, params);
   if (status != cudaSuccess) return status;
 
-  constexpr int kBarriers = Shape::kFullBarriers + Shape::kStages + kMultipliers + Shape::kRowBlocks + 1;
-  constexpr int kBytes = kAlignment + Shape::kBoxes * kBoxBytes + kBarriers * static_cast<int>(sizeof(uint64_t));
+  constexpr int kBytes = kAlignment + Shape::kBoxes * kBoxBytes + static_cast<int>(sizeof(ProductBarriers<Shape>));
   const auto kernel = product_kernel<Shape>;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
@@ -545,10 +616,12 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
 template <typename Element, bool kTransposed, bool kWithResidual>
 cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& arguments) {
   if (params.tokens <= 4 * kBox) {
-    return launch_instance<ProductShape<Element, 4, 4, Plan::kResident, kTransposed, kWithResidual>>(params, arguments);
+    return launch_instance<ProductShape<Element, 4, 5, Plan::kResident, kTransposed, kWithResidual>>(params, arguments);
   }
   if (params.tokens <= 8 * kBox) {
-    return launch_instance<ProductShape<Element, 8, 3, Plan::kResidentAlone, kTransposed, kWithResidual>>(params, arguments);
+    constexpr int kStages = kWithResidual ? 3 : 4;  // the residual waits in the output boxes, so nobody shares one
+    using Shape = ProductShape<Element, 8, kStages, Plan::kResidentAlone, kTransposed, kWithResidual>;
+    return launch_instance<Shape>(params, arguments);
   }
   return launch_instance<ProductShape<Element, 8, 4, Plan::kStreamed, kTransposed, kWithResidual>>(params, arguments);
 }

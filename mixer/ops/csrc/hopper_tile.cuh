@@ -43,6 +43,14 @@ struct Ring {
       barrier_arrive_at(shared_address(&empty[stage]), lane);
     }
   }
+
+  // By one thread for the four warps of its warpgroup; one by one, since a phase may end in between.
+  __device__ __forceinline__ void release_for_warpgroup(int stage) {
+#pragma unroll
+    for (int i = 0; i < (kShared ? kClusterSize : 1) * kWarpgroup / 32; ++i) {
+      barrier_arrive_at(shared_address(&empty[stage]), kShared ? i % kClusterSize : cluster_rank());
+    }
+  }
 };
 
 // sum += left (64 x 16 kSlices) right (16 kSlices x 128), asynchronously; starts from zero unless `accumulate`.
