@@ -122,7 +122,7 @@ def rows(x: Tensor) -> Tensor:
     Copied are e.g. an expanded gradient, or a slice that starts in the middle of 16 bytes: the fast kernels load nothing
     narrower, and one copy costs less than the slow ones. Rows that no copy could align are taken as they are.
     """
-    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # the common case; where channels do not fill 16 bytes, see below
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # the common case, in each call: it must not take long
         return x
     unit = 16 // x.element_size()
     if x.stride(-1) != 1:
@@ -207,15 +207,15 @@ def call(name: str, params: Params) -> None:
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
             return call(name, params)
-    library = kernels(index)
+    library, debug = kernels(index), debugging()
     params.stream = current_stream(index)
-    if debugging():
+    if debug:
         wait(f"an operation before {name}", params)  # or its failure would be taken for ours
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
         error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
         raise RuntimeError(f"{name} failed on cuda:{index}: {error}; {sizes(params)}")
-    if debugging():
+    if debug:
         wait(name, params)
 
 
