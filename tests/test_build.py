@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -372,14 +371,13 @@ class Launches:
         self.events, self.fail_at, self.status = [], fail_at, status
         replacements = {
             "current_device": lambda: 0,
-            "current_stream": lambda device: SimpleNamespace(cuda_stream=0),
             "is_current_stream_capturing": lambda: capturing,
             "synchronize": self.synchronize,
         }
         for name, replacement in replacements.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
         monkeypatch.setattr(cuda, "kernels", lambda index: self)
-        monkeypatch.setattr(cuda, "device_facts", lambda index: (90, 132))
 
     def mixer_forward(self, params):
         self.events.append("launch")
@@ -409,7 +407,7 @@ def debugging(monkeypatch):
 
 def call_forward():
     params = cuda.Params(batch=3, tokens=200, channels=520, context=512, heads=4, taps=5, columns=200, dtype=2)
-    cuda.call("mixer_forward", params, torch.device("cuda", 0))
+    cuda.call("mixer_forward", params)
 
 
 def test_debugging_waits_around_each_launch(debugging, monkeypatch):

@@ -89,6 +89,14 @@ def test_gradcheck(backend, shape):
     assert torch.autograd.gradcheck(lambda *a: triangular_conv(*a, backend=backend), arguments, fast_mode=True)
 
 
+def test_second_derivatives_of_panels_are_refused():
+    arguments = make(9, 12, 6, 2, 2, 3)
+    y = triangular_conv(*arguments, backend="panels")
+    gradient = torch.autograd.grad(y.square().sum(), arguments[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
 def test_opcheck_of_the_operators():
     x, weight, bias, residual = make(9, 12, 6, 2, 2, 3, torch.float32)
     dense = torch.ops.mixer.triangular_conv_dense.default

@@ -128,11 +128,11 @@ def pretend(monkeypatch):
     def choose(capability: int) -> None:
         processors = cuda.device_facts(0)[1]
         monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, processors))
-        cuda.schedule.cache_clear()
+        cuda.template.cache_clear()
 
     yield choose
     monkeypatch.undo()
-    cuda.schedule.cache_clear()
+    cuda.template.cache_clear()
 
 
 @pytest.mark.parametrize("case", covering_cases(), ids=describe)

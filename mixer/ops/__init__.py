@@ -57,7 +57,11 @@ def _autocast(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, residual
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), None if residual is None else residual.to(dtype)
+    return _cast(x, dtype), None if residual is None else _cast(residual, dtype)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)  # to() costs the host its dispatch even where it changes nothing
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str) -> None:

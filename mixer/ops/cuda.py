@@ -46,12 +46,11 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """
     weight = weight.contiguous()
     heads, taps, context, _ = weight.shape
-    packed = weight.new_empty((heads, taps, tokens, round_up(tokens)), dtype=dtype)
-    params = Params(
-        weight=weight.data_ptr(), packed=packed.data_ptr(), tokens=tokens, context=context, heads=heads, taps=taps,
-        columns=packed.shape[-1], dtype=DTYPES[dtype], weight_dtype=DTYPES[weight.dtype],
-    )  # fmt: skip
-    call("mixer_pack", params, weight.device)
+    packed = torch.empty((heads, taps, tokens, round_up(tokens)), dtype=dtype, device=weight.device)
+    params = new_params(weight.device.index, dtype, heads, taps, tokens)
+    params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
+    params.context, params.weight_dtype = context, DTYPES[weight.dtype]
+    call("mixer_pack", params)
     return packed
 
 
@@ -60,16 +59,16 @@ def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | N
     x = rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     params = product_params(x, packed)
-    params.x, params.x_batch_stride, params.x_token_stride = x.data_ptr(), x.stride(0), x.stride(1)
-    params.y = y.data_ptr()
+    params.x, params.y = x.data_ptr(), y.data_ptr()
+    params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
         bias = bias.contiguous()
-        params.bias, params.bias_dtype, params.context = bias.data_ptr(), DTYPES[bias.dtype], bias.shape[-1]
+        params.bias, params.bias_dtype, params.context = bias.data_ptr(), DTYPES[bias.dtype], bias.shape[1]
     if residual is not None:
         residual = rows(residual)
         params.residual = residual.data_ptr()
-        params.residual_batch_stride, params.residual_token_stride = residual.stride(0), residual.stride(1)
-    call("mixer_forward", params, x.device)
+        params.residual_batch_stride, params.residual_token_stride, _ = residual.stride()
+    call("mixer_forward", params)
     return y
 
 
@@ -78,9 +77,9 @@ def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
     dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
     params = product_params(dy, packed)
-    params.dy, params.dy_batch_stride, params.dy_token_stride = dy.data_ptr(), dy.stride(0), dy.stride(1)
-    params.dx = dx.data_ptr()
-    call("mixer_grad_input", params, dy.device)
+    params.dy, params.dx = dy.data_ptr(), dx.data_ptr()
+    params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
+    call("mixer_grad_input", params)
     return dx
 
 
@@ -92,21 +91,21 @@ def grad_weight(
     Exact zeros above the diagonal and beyond `tokens`.
     """
     dy, x = rows(dy), rows(x)
-    dweight = dy.new_empty((heads, taps, context, context), dtype=dtype)
-    dbias = dy.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
     batch, tokens, channels = x.shape
-    params = Params(
-        x=x.data_ptr(), x_batch_stride=x.stride(0), x_token_stride=x.stride(1),
-        dy=dy.data_ptr(), dy_batch_stride=dy.stride(0), dy_token_stride=dy.stride(1),
-        dweight=dweight.data_ptr(), dbias=dbias.data_ptr() if with_bias else None,
-        batch=batch, tokens=tokens, channels=channels, context=context, heads=heads, taps=taps,
-        columns=round_up(tokens), dtype=DTYPES[x.dtype], gradient_dtype=DTYPES[dtype],
-    )  # fmt: skip
-    add_device(params, x.device)
-    size = kernels(x.device.index).mixer_grad_weight_workspace(ctypes.byref(params))
-    workspace = dy.new_empty(size, dtype=torch.uint8)
+    device = x.device
+    dweight = torch.empty((heads, taps, context, context), dtype=dtype, device=device)
+    dbias = torch.empty((heads, context) if with_bias else (0,), dtype=dtype, device=device)
+    params = new_params(device.index, x.dtype, heads, taps, tokens, batch, channels)
+    params.x, params.dy, params.dweight = x.data_ptr(), dy.data_ptr(), dweight.data_ptr()
+    params.x_batch_stride, params.x_token_stride, _ = x.stride()
+    params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
+    params.context, params.gradient_dtype = context, DTYPES[dtype]
+    if with_bias:
+        params.dbias = dbias.data_ptr()
+    size = kernels(device.index).mixer_grad_weight_workspace(ctypes.byref(params))
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
     params.workspace = workspace.data_ptr()
-    call("mixer_grad_weight", params, x.device)
+    call("mixer_grad_weight", params)
     return dweight, dbias
 
 
@@ -123,6 +122,8 @@ def rows(x: Tensor) -> Tensor:
     Copied are e.g. an expanded gradient, or a slice that starts in the middle of 16 bytes: the fast kernels load nothing
     narrower, and one copy costs less than the slow ones. Rows that no copy could align are taken as they are.
     """
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # the common case, in each call: it must not take long
+        return x
     unit = 16 // x.element_size()
     if x.stride(-1) != 1:
         return x.contiguous()
@@ -134,30 +135,39 @@ def rows(x: Tensor) -> Tensor:
 
 
 def product_params(x: Tensor, packed: Tensor) -> Params:
-    """Sizes of a product of `packed` with x (or dy), and the schedule of its kernels."""
-    heads, taps, tokens, columns = packed.shape
-    batch, _, channels = x.shape
-    tiles = schedule(x.device.index, batch, tokens, channels, heads, taps, columns, DTYPES[x.dtype])
-    return Params(
-        packed=packed.data_ptr(), batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads, taps=taps,
-        columns=columns, dtype=DTYPES[x.dtype], schedule=tiles.data_ptr() if tiles is not None else None,
+    """Params of a product of `packed` with x (or dy)."""
+    heads, taps, tokens, _ = packed.shape
+    params = new_params(x.device.index, x.dtype, heads, taps, tokens, x.shape[0], x.shape[2])
+    params.packed = packed.data_ptr()
+    return params
+
+
+def new_params(index: int, dtype: torch.dtype, heads: int, taps: int, tokens: int, batch: int = 0, channels: int = 0) -> Params:
+    """All that is the same in each call for a shape; the caller adds addresses and strides, and a context beyond the tokens."""
+    tf32 = dtype == torch.float32 and allows_tf32()
+    return Params.from_buffer_copy(template(index, dtype, tf32, heads, taps, tokens, batch, channels))
+
+
+# Made once for a shape, since setting each field in each call takes the host several times as long as a copy does. Never
+# emptied: a captured graph keeps the address of the schedule, which lives as long as its template.
+@functools.cache
+def template(index: int, dtype: torch.dtype, tf32: bool, heads: int, taps: int, tokens: int, batch: int, channels: int) -> Params:
+    params = Params(
+        batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads, taps=taps, columns=round_up(tokens),
+        dtype=DTYPES[dtype], allow_tf32=tf32,
     )  # fmt: skip
+    add_device(params, index)
+    params.tiles = schedule(params)
+    params.schedule = None if params.tiles is None else params.tiles.data_ptr()
+    return params
 
 
-@functools.cache  # never emptied: a captured graph keeps the address
-def schedule(
-    index: int, batch: int, tokens: int, channels: int, heads: int, taps: int, columns: int, dtype: int
-) -> Tensor | None:
+def schedule(params: Params) -> Tensor | None:
     """Which block works on which tiles of a product, in the memory of a device; None where the kernels need no schedule.
 
     Raises RuntimeError inside a graph capture, which would record the copy instead of making it.
     """
-    params = Params(
-        batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads, taps=taps, columns=columns, dtype=dtype
-    )  # fmt: skip
-    device = torch.device("cuda", index)
-    add_device(params, device)
-    library = kernels(index)
+    library = kernels(params.device)
     size = library.mixer_schedule_size(ctypes.byref(params))
     if size == 0:
         return None
@@ -165,15 +175,13 @@ def schedule(
         raise RuntimeError("the first triangular_conv of a shape cannot be inside a CUDA graph capture; run it once before")
     host = torch.empty(size, dtype=torch.uint8)
     library.mixer_schedule(ctypes.byref(params), host.data_ptr())
-    tiles = host.to(device)
-    torch.cuda.current_stream(device).synchronize()  # other streams will read it, too
+    tiles = host.to(torch.device("cuda", params.device))
+    torch.cuda.current_stream(params.device).synchronize()  # other streams will read it, too
     return tiles
 
 
-def add_device(params: Params, device: torch.device) -> None:
-    params.device, params.capability, params.processors = device.index, *device_facts(device.index)
-    if params.dtype == DTYPES[torch.float32]:
-        params.allow_tf32 = allows_tf32()
+def add_device(params: Params, index: int) -> None:
+    params.device, params.capability, params.processors = index, *device_facts(index)
 
 
 def allows_tf32() -> bool:
@@ -190,25 +198,30 @@ def device_facts(index: int) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
-def call(name: str, params: Params, device: torch.device) -> None:
-    """Launches on the device's current stream. Raises RuntimeError with the CUDA status when the launch fails.
+def call(name: str, params: Params) -> None:
+    """Launches on the current stream of params.device. Raises RuntimeError with the CUDA status when the launch fails.
 
     Under MIXER_DEBUG=1 it waits for the GPU too, so that a kernel's failure is met here and not in some later operation.
     """
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return call(name, params, device)
-    add_device(params, device)
-    library = kernels(device.index)
-    params.stream = torch.cuda.current_stream(device).cuda_stream
-    if debugging():
-        wait(device, f"an operation before {name}", params)  # or its failure would be taken for ours
+    index = params.device
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return call(name, params)
+    library, debug = kernels(index), debugging()
+    params.stream = current_stream(index)
+    if debug:
+        wait(f"an operation before {name}", params)  # or its failure would be taken for ours
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
         error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
-        raise RuntimeError(f"{name} failed on {device}: {error}; {sizes(params)}")
-    if debugging():
-        wait(device, name, params)
+        raise RuntimeError(f"{name} failed on cuda:{index}: {error}; {sizes(params)}")
+    if debug:
+        wait(name, params)
+
+
+def current_stream(index: int) -> int:
+    """torch.cuda.current_stream(index).cuda_stream, without the object, which takes several times as long to make."""
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 @functools.cache
@@ -217,13 +230,13 @@ def debugging() -> bool:
     return os.environ.get("MIXER_DEBUG", "0") not in ("", "0")
 
 
-def wait(device: torch.device, name: str, params: Params) -> None:
+def wait(name: str, params: Params) -> None:
     """Waits for the GPU. Raises RuntimeError that names the operator and its shapes when something failed on it."""
     try:
         if not torch.cuda.is_current_stream_capturing():  # there nothing runs yet, and waiting would end the capture
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(params.device)
     except RuntimeError as error:
-        raise RuntimeError(f"{name} failed on {device}: {error}; {sizes(params)}") from error
+        raise RuntimeError(f"{name} failed on cuda:{params.device}: {error}; {sizes(params)}") from error
 
 
 def sizes(params: Params) -> str:
@@ -318,9 +331,9 @@ def kernels_capability(index: int, channels: int, heads: int, taps: int, dtype: 
     """Compute capability (70, 80, 90) of the GPUs for which the kernels that serve are written."""
     params = Params(
         batch=1, tokens=1, context=1, columns=8, channels=channels, heads=heads, taps=taps, dtype=dtype,
-        device=index, allow_tf32=tf32,
+        allow_tf32=tf32,
     )  # fmt: skip
-    params.capability, params.processors = device_facts(index)
+    add_device(params, index)
     return kernels(index).mixer_kernels_capability(ctypes.byref(params))
 
 

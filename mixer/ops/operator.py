@@ -109,17 +109,17 @@ def _save(ctx, x: Tensor, weight: Tensor, packed: Tensor) -> None:
     ctx.weight_dtype = weight.dtype
 
 
-def _gradients(ctx, dy: Tensor | None, input_gradient, weight_gradient):
-    """Gradients for (x, weight, bias, residual, backend) by the two functions, which take what the operators below take."""
+def _gradients(ctx, dy: Tensor | None, input_gradient, weight_gradient, *backend: str):
+    """Gradients for (x, weight, bias, residual, backend) by a module's functions, or by the operators that take its name."""
     if dy is None:
         return None, None, None, None, None
     x, packed = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
-    dx = input_gradient(dy, packed, ctx.backend) if needs_x else None
+    dx = input_gradient(dy, packed, *backend) if needs_x else None
     dweight = dbias = None
     if needs_weight or needs_bias:
         sizes = (ctx.context, ctx.taps, ctx.heads)
-        dweight, dbias = weight_gradient(dy, x, *sizes, ctx.weight_dtype, needs_bias, ctx.backend)
+        dweight, dbias = weight_gradient(dy, x, *sizes, ctx.weight_dtype, needs_bias, *backend)
     return (
         dx,
         dweight if needs_weight else None,
@@ -130,7 +130,7 @@ def _gradients(ctx, dy: Tensor | None, input_gradient, weight_gradient):
 
 
 def _backward(ctx, dy, _):
-    return _gradients(ctx, dy, grad_input, grad_weight)
+    return _gradients(ctx, dy, grad_input, grad_weight, ctx.backend)
 
 
 triangular_conv.register_autograd(_backward, setup_context=_setup_context)
@@ -141,21 +141,23 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, backend):
-        ctx.backend = _module(backend, x, *weight.shape[:2])
-        packed = ctx.backend.pack(weight, x.shape[1], x.dtype)
+        ctx.module = _module(backend, x, *weight.shape[:2])
+        packed = ctx.module.pack(weight, x.shape[1], x.dtype)
         ctx.set_materialize_grads(False)
         _save(ctx, x, weight, packed)
-        return ctx.backend.forward(x, packed, bias, residual)
+        return ctx.module.forward(x, packed, bias, residual)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return _gradients(
-            ctx,
-            dy,
-            lambda dy, packed, module: module.grad_input(dy, packed),
-            lambda *arguments: arguments[-1].grad_weight(*arguments[:-1]),
-        )
+        # Only under create_graph=True is there a graph to keep what follows out of.
+        return (_eager_backward_once if torch.is_grad_enabled() else _eager_backward)(ctx, dy)
+
+
+def _eager_backward(ctx, dy):
+    return _gradients(ctx, dy, ctx.module.grad_input, ctx.module.grad_weight)
+
+
+_eager_backward_once = torch.autograd.function.once_differentiable(_eager_backward)
 
 
 def apply(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str) -> Tensor:
