@@ -306,6 +306,8 @@ def slow_reason(x: Tensor, heads: int, taps: int) -> str | None:
     serving = kernels_capability(x.device.index, x.shape[2], heads, taps, DTYPES[x.dtype], tf32)
     if serving == 90 or (serving == 80 and capability < 90):
         return None
+    if serving == 70:
+        return f"the tensor-core kernels for compute capability {capability // 10}.{capability % 10} were never timed against it"
     return (
         f"for {x.dtype}, {x.shape[2]} channels, {heads} heads and kernel size {taps} there are no tensor-core kernels made for "
         f"compute capability {capability // 10}.{capability % 10} (they want 16-bit types, heads of a multiple of 8 channels "
@@ -315,7 +317,7 @@ def slow_reason(x: Tensor, heads: int, taps: int) -> str | None:
 
 @functools.cache
 def kernels_capability(index: int, channels: int, heads: int, taps: int, dtype: int, tf32: bool) -> int:
-    """Compute capability (70, 80, 90) of the GPUs for which the kernels that serve are written."""
+    """Compute capability (70, 80, 90) of the GPUs whose tensor cores the kernels that serve use; 0: none."""
     params = Params(
         batch=1, tokens=1, context=1, columns=8, channels=channels, heads=heads, taps=taps, dtype=dtype,
         device=index, allow_tf32=tf32,
