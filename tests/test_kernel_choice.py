@@ -93,15 +93,16 @@ def test_the_fastest_kernels_that_can_serve(library, capability, dtype, tf32, ch
     [
         (90, torch.bfloat16, 1, None),
         (90, torch.bfloat16, 3, "kernel size 3"),
-        (70, torch.float16, 1, "compute capability 7.0 were never timed"),
+        (70, torch.float16, 1, "nobody has timed our tensor-core kernels for compute capability 7.0"),
         (70, torch.float32, 1, "no tensor-core kernels"),
     ],
 )
 def test_auto_leaves_slow_kernels_alone(library, monkeypatch, capability, dtype, taps, expected):
     monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, PROCESSORS))
     monkeypatch.setattr(cuda, "kernels", lambda index: library)
-    cuda.kernels_capability.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU that nobody has measured")
+    cuda.slow_reason_for.cache_clear()
     on_gpu = SimpleNamespace(dtype=dtype, shape=(2, 512, 1024), device=SimpleNamespace(index=0))
     reason = cuda.slow_reason(on_gpu, heads=1, taps=taps)
-    cuda.kernels_capability.cache_clear()
+    cuda.slow_reason_for.cache_clear()
     assert reason is None if expected is None else expected in reason
