@@ -4,7 +4,8 @@
     python benchmarks/token_mixing.py --plot PATH.json         # the tables and pictures anew, on any machine
 
 Writes PATH.json and PATH.md; with --plot PATH.md, PATH.png (roofline), PATH_speedup.png and, of a sweep, PATH_sweep.png.
-`main` varies the context at 65,536 tokens and 1024 channels in bf16; `sweep` changes one other factor at a time. Every
+`main` varies the context at 65,536 tokens and 1024 channels in bf16 (--dtype float16: a V100 has no bf16); `sweep` changes one
+other factor at a time. Every
 variant is checked against fp64 first, and what fails its check is not timed. Without CUDA kernels it compares `panels`
 with the alternatives, at any size: --device cpu --tokens 64,128 --channels 32 --batch-tokens 256.
 """
@@ -55,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")
     parser.add_argument("--operations", type=lambda text: text.split(","), default=list(OPERATIONS), help="only these")
     parser.add_argument("--channels", type=int, default=1024, help="channels of the base case")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="type of the base case")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="batch x tokens of the base case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further shape after this long")
     parser.add_argument("--rounds", type=int, default=9)
@@ -76,7 +78,7 @@ def shapes(options: argparse.Namespace) -> list[tuple[str, Shape]]:
     """(suite, shape) of everything that was asked for."""
     if unknown := set(options.operations) - set(OPERATIONS):
         raise UserError(f"--operations has {', '.join(sorted(unknown))}; allowed: {', '.join(OPERATIONS)}")
-    base = Shape(512, channels=options.channels, batch_tokens=options.batch_tokens)
+    base = Shape(512, channels=options.channels, batch_tokens=options.batch_tokens, dtype=options.dtype)
     found = []
     if options.suite in ("main", "both"):
         chosen = options.tokens or MAIN_TOKENS
@@ -103,7 +105,7 @@ def sweep(base: Shape) -> list[Shape]:
     counts = [int(base.batch_tokens * factor) for factor in (1 / 16, 1 / 4, 4)]
     for tokens in (512, 4096):
         found += [changed("batch x tokens", tokens=tokens, batch_tokens=count) for count in counts]
-    found += [changed("dtype", dtype="float16")]
+    found += [changed("dtype", dtype="float16")] if base.dtype != "float16" else []
     for tokens in (512, 2048):
         found += [changed("dtype", tokens=tokens, dtype="float32", tf32=tf32) for tf32 in (False, True)]
     return found

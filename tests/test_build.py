@@ -72,12 +72,12 @@ def builder(sources: Path) -> subprocess.Popen:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)])
 def test_kernels_compile_without_spills(capability):
     path = build.library(capability)
     kernels = build.kernels_of((path.parent / build.LOG).read_text())
-    # forward and grad_input for each type; on Hopper in three sizes, forward with and without a residual
-    families = {"portable": 6, "ampere": 6, "hopper": 18 if capability == (9, 0) else 0}
+    # forward and grad_input for each type, Volta's for fp16; on Hopper in three sizes, forward with and without a residual
+    families = {"portable": 6, "volta": 2, "ampere": 6, "hopper": 18 if capability == (9, 0) else 0}
     for family, products in families.items():
         found = [kernel for kernel in kernels if "product_kernel" in kernel.name and family in kernel.name]
         assert len(found) == products, family

@@ -69,11 +69,15 @@ def test_clusters_have_equal_work(library, tokens):
         (90, "bfloat16", False, 1024, 1, 1, 90),
         (90, "float16", False, 1024, 8, 1, 90),
         (90, "bfloat16", False, 1024, 1, 3, 80),  # a shift over channels breaks the alignment that TMA wants
-        (90, "bfloat16", False, 20, 1, 1, 70),  # rows that do not start on 16 bytes
-        (90, "float32", False, 1024, 1, 1, 70),
+        (90, "bfloat16", False, 20, 1, 1, 0),  # rows that do not start on 16 bytes: the portable ones
+        (90, "float32", False, 1024, 1, 1, 0),
         (90, "float32", True, 1024, 1, 1, 80),
         (86, "bfloat16", False, 1024, 1, 1, 80),
         (75, "float16", False, 1024, 1, 1, 70),
+        (70, "float16", False, 1024, 4, 3, 70),
+        (70, "float16", False, 1020, 1, 1, 0),
+        (70, "bfloat16", False, 1024, 1, 1, 0),
+        (70, "float32", True, 1024, 1, 1, 0),
     ],
 )
 def test_the_fastest_kernels_that_can_serve(library, capability, dtype, tf32, channels, heads, taps, serving):
@@ -84,12 +88,21 @@ def test_the_fastest_kernels_that_can_serve(library, capability, dtype, tf32, ch
     assert library.mixer_kernels_capability(ctypes.byref(params)) == serving
 
 
-@pytest.mark.parametrize("dtype, taps, expected", [(torch.bfloat16, 1, None), (torch.bfloat16, 3, "kernel size 3")])
-def test_auto_leaves_slow_kernels_alone(library, monkeypatch, dtype, taps, expected):
-    monkeypatch.setattr(cuda, "device_facts", lambda index: (90, PROCESSORS))
+@pytest.mark.parametrize(
+    "capability, dtype, taps, expected",
+    [
+        (90, torch.bfloat16, 1, None),
+        (90, torch.bfloat16, 3, "kernel size 3"),
+        (70, torch.float16, 1, "nobody has timed our tensor-core kernels for compute capability 7.0"),
+        (70, torch.float32, 1, "no tensor-core kernels"),
+    ],
+)
+def test_auto_leaves_slow_kernels_alone(library, monkeypatch, capability, dtype, taps, expected):
+    monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, PROCESSORS))
     monkeypatch.setattr(cuda, "kernels", lambda index: library)
-    cuda.kernels_capability.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU that nobody has measured")
+    cuda.slow_reason_for.cache_clear()
     on_gpu = SimpleNamespace(dtype=dtype, shape=(2, 512, 1024), device=SimpleNamespace(index=0))
     reason = cuda.slow_reason(on_gpu, heads=1, taps=taps)
-    cuda.kernels_capability.cache_clear()
+    cuda.slow_reason_for.cache_clear()
     assert reason is None if expected is None else expected in reason

@@ -1,7 +1,13 @@
-"""The CUDA kernels against fp64, on a GPU: `pytest tests/test_ops_cuda.py`."""
+"""The CUDA kernels against fp64, on a GPU: `pytest tests/test_ops_cuda.py`.
+
+With MIXER_TEST_PTX=DIRECTORY the kernels are those of a V100, from PTX (see ptx_library.py); what only others do is left out.
+"""
 
 import itertools
+import os
+from pathlib import Path
 
+import ptx_library
 import pytest
 import torch
 
@@ -16,6 +22,8 @@ BATCH = [1, 3, 32]
 HEADS = [1, 2, 4, 8]
 TAPS = [1, 3, 4, 5]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PTX = os.environ.get("MIXER_TEST_PTX")
+not_from_ptx = pytest.mark.skipif(bool(PTX), reason="the PTX holds the kernels of a V100 alone")
 NAMES = ("y", "dx", "dweight", "dbias", "dresidual")
 
 
@@ -46,6 +54,16 @@ def kernels():
     """A failed build fails here, with its message, instead of letting other backends pass for the kernels."""
     reason = cuda.unavailable_reason()
     assert reason is None, reason
+    if not PTX:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        library, processors = ptx_library.load(cuda.kernels(0), Path(PTX), device=0), cuda.device_facts(0)[1]
+        patch.setattr(cuda, "kernels", lambda index: library)
+        patch.setattr(cuda, "device_facts", lambda index: (70, processors))
+        cuda.schedule.cache_clear()
+        yield
+        assert library.launched, "no kernel of the PTX ran"
 
 
 @pytest.fixture(autouse=True)
@@ -141,12 +159,26 @@ def test_as_near_to_fp64_as_torch(case):
 
 
 @pytest.mark.parametrize("case", covering_cases()[::3], ids=describe)
-@pytest.mark.parametrize("capability", [80, 70])
+@pytest.mark.parametrize("capability", [80, 70, 0])  # 0: the portable ones, which need no tensor cores
+@not_from_ptx
 def test_older_kernels_as_near_to_fp64_as_torch(case, capability, pretend):
     pretend(capability)
     check_against_fp64(case)
 
 
+FP16 = [case for case in covering_cases() if case["dtype"] == torch.float16]
+
+
+@not_from_ptx
+@pytest.mark.parametrize("case", FP16, ids=describe)
+def test_volta_kernels(case, pretend):
+    """All of fp16 on the tensor core kernels of a V100, random values and small integers."""
+    pretend(70)
+    check_against_fp64(case)
+    check_integers(case)
+
+
+@not_from_ptx
 @pytest.mark.parametrize("case", [case for case in covering_cases() if case["dtype"] == torch.float32][::2], ids=describe)
 def test_tf32_where_torch_allows_it(case):
     inputs = make(**case)
@@ -178,6 +210,10 @@ def check_against_fp64(case):
 
 @pytest.mark.parametrize("case", covering_cases()[::4], ids=describe)
 def test_small_integers_are_exact(case):
+    check_integers(case)
+
+
+def check_integers(case):
     inputs = make(**case, integers=True)
     for name, value, truth in zip(NAMES, gradients(kernel_conv, *inputs), exact(*inputs), strict=True):
         assert truth is None or torch.equal(value, truth.to(value.dtype)), name
@@ -267,6 +303,22 @@ def test_two_runs_agree_bit_for_bit(dtype, tokens):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@not_from_ptx
+@pytest.mark.parametrize("taps", [1, 4])
+@pytest.mark.parametrize("cut", [1, 63, 64, 65, 130, 199])
+def test_volta_kernels_are_causal(taps, cut, pretend):
+    pretend(70)
+    test_causal_bit_for_bit(torch.float16, taps, cut)
+
+
+@not_from_ptx
+def test_volta_kernels_keep_to_the_triangle(pretend):
+    pretend(70)
+    test_upper_half_of_the_weight_is_never_read(torch.float16)
+    test_gradient_of_the_upper_half_is_exactly_zero(torch.float16)
+    test_two_runs_agree_bit_for_bit(torch.float16, 1000)
+
+
 # ------------------------------------------------------------------------------------------------ inside torch
 
 
@@ -339,12 +391,14 @@ def test_autocast_keeps_fp32_parameters():
     assert all(parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all() for parameter in parameters)
 
 
+@not_from_ptx
 def test_auto_takes_the_kernels():
     x, weight, bias, residual, _ = make(65, 64, 1, 1, 1, torch.bfloat16)
     assert torch.equal(triangular_conv(x, weight, bias, residual), kernel_conv(x, weight, bias, residual))
     assert "float64" in cuda.unavailable_reason(x.double())
 
 
+@not_from_ptx
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
 def test_second_device():
     inputs = make(129, 96, 2, 2, 3, torch.float32, integers=True, device="cuda:1")

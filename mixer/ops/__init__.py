@@ -30,8 +30,8 @@ def triangular_conv(
         bias: (heads, context) in the weight's dtype, or None.
         residual: as x, or None.
         backend: "cuda" (our kernels; bf16, fp16, fp32), "panels" (row panels in plain PyTorch), "dense" (the
-            masked-weight matmul), or "auto": cuda where it is built and has tensor-core kernels for the GPU and the case,
-            else panels.
+            masked-weight matmul), or "auto": the faster of cuda and panels by the times of `python -m mixer.ops.tune`; without
+            these cuda where it is built and has tensor-core kernels for the GPU and the case, else panels.
 
     Returns:
         y: (batch, tokens, channels), contiguous, in x's dtype. Under autocast x and residual are cast to the autocast dtype

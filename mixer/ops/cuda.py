@@ -11,9 +11,12 @@ bit each time. The caller (`mixer.ops.operator`) has checked shapes, dtypes and 
 import ctypes
 import functools
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from mixer.ops import tuned
 
 # mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself imported already.
 
@@ -309,26 +312,45 @@ def unavailable_reason(x: Tensor | None = None) -> str | None:
 
 
 def slow_reason(x: Tensor, heads: int, taps: int) -> str | None:
-    """None where the kernels that would serve are the fastest we know for x's device, else why they are not.
+    """None where the kernels that would serve are the fastest we know for x's device, else why they are not."""
+    tf32 = x.dtype == torch.float32 and allows_tf32()
+    return slow_reason_for(x.device.index, x.dtype, tf32, x.shape[1], x.shape[2], heads, taps)
+
+
+@functools.cache
+def slow_reason_for(index: int, dtype: torch.dtype, tf32: bool, tokens: int, channels: int, heads: int, taps: int) -> str | None:
+    """By the times that `python -m mixer.ops.tune` has taken on this GPU, or else by what we know of its kind.
 
     On an H200 the kernels for Ampere's tensor cores take 1.5 to 2.2 times as long as cuBLAS's dense products
     (dev/cuda/LOG.md), and those without tensor cores longer; panels, which are cuBLAS, then win although they multiply more.
     """
-    tf32 = x.dtype == torch.float32 and allows_tf32()
-    capability = device_facts(x.device.index)[0]
-    serving = kernels_capability(x.device.index, x.shape[2], heads, taps, DTYPES[x.dtype], tf32)
-    if serving == 90 or (serving == 80 and capability < 90):
+    serving = kernels_capability(index, channels, heads, taps, DTYPES[dtype], tf32)
+    name = str(dtype).removeprefix("torch.")
+    case = tuned.Case(name, tf32, serving, tokens, channels, heads, taps)
+    if row := tuned.nearest(tuned.read(table_path(index)), case):
+        return None if row.faster == "cuda" else f"it was faster here in the nearest case measured ({row.describe()})"
+    major, minor = divmod(device_facts(index)[0], 10)
+    if serving == 90 or (serving == 80 and major < 9):
         return None
+    if serving == 70:
+        return (
+            f"nobody has timed our tensor-core kernels for compute capability {major}.{minor} yet: "
+            "`python -m mixer.ops.tune` does, and 'auto' then takes the faster one"
+        )
     return (
-        f"for {x.dtype}, {x.shape[2]} channels, {heads} heads and kernel size {taps} there are no tensor-core kernels made for "
-        f"compute capability {capability // 10}.{capability % 10} (they want 16-bit types, heads of a multiple of 8 channels "
-        "and, on Hopper, kernel size 1)"
+        f"for {dtype}, {channels} channels, {heads} heads and kernel size {taps} there are no tensor-core kernels made for "
+        f"compute capability {major}.{minor} (they want 16-bit types, before 8.0 fp16, heads of a multiple of 8 channels and, "
+        "on Hopper, kernel size 1)"
     )
 
 
-@functools.cache
+def table_path(index: int) -> Path:
+    """Where the times measured with these kernels on this device lie."""
+    return tuned.table_path(torch.cuda.get_device_name(index), Path(kernels(index)._name).parent.name)
+
+
 def kernels_capability(index: int, channels: int, heads: int, taps: int, dtype: int, tf32: bool) -> int:
-    """Compute capability (70, 80, 90) of the GPUs for which the kernels that serve are written."""
+    """Compute capability (70, 80, 90) of the GPUs whose tensor cores the kernels that serve use; 0: none."""
     params = Params(
         batch=1, tokens=1, context=1, columns=8, channels=channels, heads=heads, taps=taps, dtype=dtype,
         allow_tf32=tf32,

@@ -2,9 +2,7 @@
 // Each wrapper is one PTX instruction; what the registers hold is written beside it.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
+#include "tensor_tile.cuh"
 
 namespace ampere {
 
@@ -20,7 +18,7 @@ struct Fragment {
   uint32_t part[4];
 };
 
-enum Side { kLeft, kRight };
+using tensor::Side, tensor::kLeft, tensor::kRight;
 
 // Which rows (0: 0-7, 1: 8-15) and which half of the depth a part holds.
 __host__ __device__ constexpr int row_half(Side side, int part) { return side == kLeft ? part % 2 : part / 2; }

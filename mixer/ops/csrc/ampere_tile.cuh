@@ -1,159 +1,70 @@
-// What the sm_80 kernels share: 4 warps hold a 128 x 128 tile of the result in registers and multiply slices that
-// asynchronous copies bring to shared memory, three stages deep.
-//
-// A slice of a factor is 128 rows (rows of the result for the left factor, its columns for the right one) by 64 bytes
-// of depth, 8 KB for every type: 32 values of 16 bits or 16 of 32. One mma takes 32 bytes of depth, so a slice is two
-// steps.
+// What the sm_80 kernels share beside tensor_tile.cuh: asynchronous copies bring slices to shared memory, three stages deep;
+// fragments come from there and are multiplied. One mma takes 32 bytes of depth, so a slice is two steps.
 #pragma once
 
 #include "ampere_mma.cuh"
-#include "triangle.cuh"
 
 namespace ampere {
 
-constexpr int kTile = 128;          // rows and columns of a result tile
-constexpr int kThreads = 128;       // 2 x 2 warps
-constexpr int kBlocksResident = 2;  // on a multiprocessor: one computes while the other waits, or stores its tile
+using namespace tensor;
+
 constexpr int kStages = 3;
-constexpr int kVectorBytes = 16;  // what one copy moves
-constexpr int kSliceDepthBytes = 64;
 constexpr int kMmaDepthBytes = 32;
 constexpr int kMmaSteps = kSliceDepthBytes / kMmaDepthBytes;
-constexpr int kSliceBytes = kTile * kSliceDepthBytes;
-constexpr int kStageBytes = 2 * kSliceBytes;  // the left factor's slice, then the right one's
 constexpr int kSharedBytes = kStages * kStageBytes;  // 48 KB: what a kernel may have without asking
-constexpr int kVectorsPerThread = kSliceBytes / kVectorBytes / kThreads;  // of each slice
 
-constexpr int kWarpGroups = 4;              // a warp's part of the result: 4 x 4 groups of 16 x 16 values
-constexpr int kWarpTile = kWarpGroups * 16;
-
-// Sizes in values instead of bytes.
 template <typename Element>
-struct Sizes {
-  static constexpr int kVector = kVectorBytes / sizeof(Element);
-  static constexpr int kSliceDepth = kSliceDepthBytes / sizeof(Element);
-  static constexpr int kMmaDepth = kMmaDepthBytes / sizeof(Element);
+constexpr int kMmaDepth = kMmaDepthBytes / sizeof(Element);
+
+// Copies a loader's vectors to a stage.
+struct AsyncCopies {
+  uint32_t stage;
+
+  template <typename Layout>
+  __device__ __forceinline__ void copy(Side side, int i, const void* global, bool inside) const {
+    copy_async(stage + vector_offset<Layout>(side, i), global, inside);
+  }
+
+  template <typename Layout>
+  __device__ __forceinline__ void store(Side side, int i, uint4 vector) const {
+    store_shared(stage + vector_offset<Layout>(side, i), vector);
+  }
 };
 
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_row() { return threadIdx.x / 64; }
-__device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2; }
+// ---------------------------------------------------------------------------------------------- fragments
 
-// First row of a warp's group. The two rows of warps take turns every 16 rows, so that in a tile on the diagonal, where
-// groups are skipped, all warps have the same work (and with them the four tensor cores, one for each warp of a block).
-__device__ __forceinline__ int group_row(int group) { return group * 32 + warp_row() * 16; }
-
-// ---------------------------------------------------------------------------------------------- slices
-//
-// Copies write, and matrix loads read, 8 vectors of 16 bytes at a time; these must lie in 8 different sixteenths of a
-// 128-byte line, or they wait for one another. Hence the swizzle: the place of a vector in its line is XORed with bits
-// of its depth (or row) that differ among the 8.
-
-constexpr int kLineBytes = 128;
-
-// The swizzled offset of what lies `bytes` further along a row than what is at offset `own`, where no bit is set in
-// both before swizzling: inside a line the two are XORed, beyond it they add (and become constants of instructions).
-__host__ __device__ __forceinline__ constexpr int add_to_offset(int own, int bytes) {
-  return (own ^ (bytes & (kLineBytes - 1))) + (bytes & -kLineBytes);
+// Rows [row, row + 16) at one mma's depth, row a multiple of 16. Each matrix of the load is a part; lane l tells where row
+// l % 8 of part l / 8 lies.
+template <Side kSide, typename Element>
+__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, uint32_t slice, int row, int step) {
+  const int part = lane() / 8;
+  const int own = KMajor<Element>::offset(row_half(kSide, part) * 8 + lane() % 8, depth_half(kSide, part));
+  return load_matrices(slice + row * kSliceDepthBytes + (own ^ step * kMmaDepthBytes));
 }
 
-// Depth lies side by side: slice[row][depth], 4 vectors to a row, two rows to a line.
-template <typename Element>
-struct KMajor {
-  static constexpr int kVectorsAcross = kSliceDepthBytes / kVectorBytes;
-
-  __host__ __device__ static constexpr int offset(int row, int vector) {
-    return row * kSliceDepthBytes + (vector ^ (row / 2 % 4)) * kVectorBytes;
-  }
-
-  // Rows [row, row + 16) at one mma's depth, row a multiple of 16. Each matrix of the load is a part; lane l tells
-  // where row l % 8 of part l / 8 lies.
-  template <Side kSide>
-  __device__ __forceinline__ static Fragment load(uint32_t slice, int row, int step) {
-    const int part = lane() / 8;
-    const int own = offset(row_half(kSide, part) * 8 + lane() % 8, depth_half(kSide, part));
-    return load_matrices(slice + row * kSliceDepthBytes + (own ^ step * kMmaDepthBytes));
-  }
-};
-
-// Rows lie side by side: slice[depth][row]; 16-bit values are transposed by the matrix load.
-template <typename Element>
-struct MnMajor {
-  static constexpr int kVectorsAcross = kTile * sizeof(Element) / kVectorBytes;
-  static constexpr int kRowBytes = kTile * sizeof(Element);
-
-  __host__ __device__ static constexpr int offset(int depth, int vector) {
-    return depth * kRowBytes + (vector ^ depth % 8) * kVectorBytes;
-  }
-
-  template <Side kSide>
-  __device__ __forceinline__ static Fragment load(uint32_t slice, int row, int step) {
-    const int part = lane() / 8;
-    const int own = offset(depth_half(kSide, part) * 8 + lane() % 8, row_half(kSide, part));
-    const int row_offset = add_to_offset(own, row * static_cast<int>(sizeof(Element)));
-    return load_matrices_transposed(slice + step * Sizes<Element>::kMmaDepth * kRowBytes + row_offset);
-  }
-};
-
-// No instruction transposes 32-bit values: they are read one by one. A warp then reads 8 neighbours (2 vectors) of 4
-// depths at once, and the swizzle gives each depth a pair of vectors of its own.
-template <>
-struct MnMajor<float> {
-  static constexpr int kVectorsAcross = kTile * sizeof(float) / kVectorBytes;
-  static constexpr int kRowBytes = kTile * sizeof(float);
-
-  __host__ __device__ static constexpr int offset(int depth, int vector) {
-    return depth * kRowBytes + (vector ^ depth % 4 * 2) * kVectorBytes;
-  }
-
-  template <Side kSide>
-  __device__ __forceinline__ static Fragment load(uint32_t slice, int row, int step) {
-    const int own = offset(lane() % 4, lane() / 16) + lane() / 4 % 4 * 4;
-    Fragment f;
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const int depth = step * Sizes<float>::kMmaDepth + depth_half(kSide, part) * 4;
-      const int row_offset = add_to_offset(own, (row + row_half(kSide, part) * 8) * 4);
-      f.part[part] = load_shared(slice + depth * kRowBytes + row_offset);
-    }
-    return f;
-  }
-};
-
-// A slice is filled by all threads: a thread's vectors lie in one column of vectors, kThreads / kVectorsAcross rows of
-// the slice apart.
-template <typename Layout>
-__device__ __forceinline__ int vector_across() { return threadIdx.x % Layout::kVectorsAcross; }
-template <typename Layout>
-__device__ __forceinline__ int vector_down(int i) {
-  return threadIdx.x / Layout::kVectorsAcross + i * (kThreads / Layout::kVectorsAcross);
+// The same where rows lie side by side: 16-bit values are transposed by the matrix load.
+template <Side kSide, typename Element>
+__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, uint32_t slice, int row, int step) {
+  using Layout = MnMajor<Element>;
+  const int part = lane() / 8;
+  const int own = Layout::offset(depth_half(kSide, part) * 8 + lane() % 8, row_half(kSide, part));
+  const int row_offset = add_to_offset(own, row * static_cast<int>(sizeof(Element)));
+  return load_matrices_transposed(slice + step * kMmaDepth<Element> * Layout::kRowBytes + row_offset);
 }
 
-// ---------------------------------------------------------------------------------------------- shifted vectors
-
-// The 16 bytes that start `bytes` (even, below 16) into low, high.
-__device__ __forceinline__ uint4 extract(uint4 low, uint4 high, int bytes) {
-  uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+// 32-bit values are read one by one.
+template <Side kSide>
+__device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice, int row, int step) {
+  using Layout = MnMajor<float>;
+  const int own = Layout::offset(lane() % 4, lane() / 16) + lane() / 4 % 4 * 4;
+  Fragment f;
 #pragma unroll
-  for (int i = 0; i < 6; ++i) word[i] = bytes & 8 ? word[i + 2] : word[i];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) word[i] = bytes & 4 ? word[i + 1] : word[i];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) word[i] = bytes & 2 ? __funnelshift_r(word[i], word[i + 1], 16) : word[i];
-  return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-// The vector at channel + shift, zero outside the head. Copies must start at multiples of 16 bytes, so the two aligned
-// vectors that hold it are read and cut. `width` is a multiple of a vector: each lies inside the head or outside.
-template <typename Element>
-__device__ __forceinline__ uint4 load_shifted(const Element* head, int channel, int shift, int width) {
-  constexpr int kVector = Sizes<Element>::kVector;
-  const int low_channel = channel + (shift & -kVector);  // rounds down, negative shifts too
-  const int high_channel = low_channel + kVector;
-  uint4 low = make_uint4(0, 0, 0, 0), high = low;
-  if (low_channel >= 0 && low_channel < width) low = *reinterpret_cast<const uint4*>(head + low_channel);
-  if (high_channel >= 0 && high_channel < width) high = *reinterpret_cast<const uint4*>(head + high_channel);
-  return extract(low, high, (shift & (kVector - 1)) * static_cast<int>(sizeof(Element)));
+  for (int part = 0; part < 4; ++part) {
+    const int depth = step * kMmaDepth<float> + depth_half(kSide, part) * 4;
+    const int row_offset = add_to_offset(own, (row + row_half(kSide, part) * 8) * 4);
+    f.part[part] = load_shared(slice + depth * Layout::kRowBytes + row_offset);
+  }
+  return f;
 }
 
 // ---------------------------------------------------------------------------------------------- multiplication
@@ -201,10 +112,9 @@ __device__ __forceinline__ void multiply_row_group(Accumulator& sum, const Fragm
   }
 }
 
-// Runs through `steps` slices. load(stage) starts to fill the stage at that shared address with the next slices;
-// multiply(mma_step, fragments) uses them. While one step is multiplied, the fragments of the next are on their way
-// from shared memory and the slices of the next but one from global memory. A warp's column group g starts at column
-// first_column + g * kColumnStep.
+// Runs through `steps` slices. load(copies) starts to copy the next slices; multiply(mma_step, fragments) uses them. While
+// one step is multiplied, the fragments of the next are on their way from shared memory and the slices of the next but one
+// from global memory. A warp's column group g starts at column first_column + g * kColumnStep.
 template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep, typename Load,
           typename Multiply>
 __device__ __forceinline__ void run_pipeline(uint32_t stages, int steps, int first_column, Load&& load,
@@ -212,12 +122,12 @@ __device__ __forceinline__ void run_pipeline(uint32_t stages, int steps, int fir
   const auto load_fragments = [&](Fragments& fragments, uint32_t stage, int mma_step) {
 #pragma unroll
     for (int g = 0; g < kWarpGroups; ++g) {
-      fragments.left[g] = LeftLayout::template load<kLeft>(stage, group_row(g), mma_step);
+      fragments.left[g] = load_fragment<kLeft>(LeftLayout(), stage, group_row(g), mma_step);
     }
 #pragma unroll
     for (int g = 0; g < kWarpGroups; ++g) {
       const int column = first_column + g * kColumnStep;
-      fragments.right[g] = RightLayout::template load<kRight>(stage + kSliceBytes, column, mma_step);
+      fragments.right[g] = load_fragment<kRight>(RightLayout(), stage + kSliceBytes, column, mma_step);
     }
   };
   const auto next_stage = [&](uint32_t stage) {
@@ -230,7 +140,8 @@ __device__ __forceinline__ void run_pipeline(uint32_t stages, int steps, int fir
   uint32_t filling = stages;
 #pragma unroll
   for (int step = 0; step < kStages - 1; ++step) {
-    if (step < steps) load(filling);
+    AsyncCopies copies = {filling};
+    if (step < steps) load(copies);
     commit_copies();
     filling = next_stage(filling);
   }
@@ -243,7 +154,8 @@ __device__ __forceinline__ void run_pipeline(uint32_t stages, int steps, int fir
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     // This stage was last read in the step before, and the barrier there came after those reads.
-    if (step + kStages - 1 < steps) load(filling);
+    AsyncCopies copies = {filling};
+    if (step + kStages - 1 < steps) load(copies);
     commit_copies();
     filling = next_stage(filling);
     load_fragments(fragments[1], reading, 1);

@@ -15,11 +15,13 @@ struct KernelSet {
   int64_t (*grad_weight_workspace)(const TriangularConvParams&);
   cudaError_t (*grad_weight)(const TriangularConvParams&);
   bool with_bias;  // grad_weight writes dbias, too
-  int capability;  // 10 * major + minor of the GPUs they are written for
+  int capability;  // 10 * major + minor of the GPUs they are written for; 0: of all
 };
 
 constexpr KernelSet kPortable = {portable::forward, portable::grad_input, portable::grad_weight_workspace,
-                                 portable::grad_weight, false, 70};
+                                 portable::grad_weight, false, 0};
+
+constexpr KernelSet kVolta = {volta::forward, volta::grad_input, volta::grad_weight_workspace, volta::grad_weight, false, 70};
 
 constexpr KernelSet kAmpere = {ampere::forward, ampere::grad_input, ampere::grad_weight_workspace, ampere::grad_weight,
                                false, 80};
@@ -34,6 +36,7 @@ const KernelSet& kernels_for(const TriangularConvParams& params) {
   if (hopper::serves(params) && hopper::fits(params)) return kHopper;
 #endif
   if (ampere::supports(params)) return kAmpere;
+  if (volta::supports(params)) return kVolta;
   return kPortable;
 }
 
@@ -97,7 +100,7 @@ MIXER_EXPORT int mixer_grad_input(const TriangularConvParams* params) {
   return kernels_for(*params).grad_input(*params);
 }
 
-// 10 * major + minor of the GPUs for which the kernels that serve these sizes and types are written: 70, 80 or 90.
+// 10 * major + minor of the GPUs whose tensor cores the kernels that serve these sizes and types use: 70, 80 or 90; 0 for none.
 MIXER_EXPORT int mixer_kernels_capability(const TriangularConvParams* params) {
   return is_valid(*params) ? kernels_for(*params).capability : 0;
 }

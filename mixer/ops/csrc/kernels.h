@@ -16,6 +16,14 @@ int64_t grad_weight_workspace(const TriangularConvParams& params);
 cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace portable
 
+namespace volta {  // sm_70 and newer: mma.m8n8k4; fp16; rows on 16 bytes
+bool supports(const TriangularConvParams& params);
+cudaError_t forward(const TriangularConvParams& params);
+cudaError_t grad_input(const TriangularConvParams& params);
+int64_t grad_weight_workspace(const TriangularConvParams& params);
+cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
+}  // namespace volta
+
 namespace ampere {  // sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32 where allowed; rows on 16 bytes
 bool supports(const TriangularConvParams& params);
 cudaError_t forward(const TriangularConvParams& params);

@@ -21,7 +21,7 @@ __host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvPara
   return params.batch * ceil_div(params.channels / params.heads, kDepth);
 }
 
-__host__ int choose_splits(const TriangularConvParams& params) {
+int choose_splits(const TriangularConvParams& params) {
   const int64_t blocks = lower_tiles(params.tokens, kTile) * params.heads * params.taps;
   const int64_t wanted = ceil_div(static_cast<int64_t>(params.processors) * kBlocksPerProcessor, blocks);
   const int64_t most = min(slice_count(params) / kMinSlicesPerSplit, static_cast<int64_t>(kMaxSplits));

@@ -1,4 +1,4 @@
-// Which calls the sm_80 kernels can serve: those in which every vector of 16 bytes lies on 16 bytes.
+// Which calls the tensor core kernels of sm_70 and sm_80 can serve: those in which every vector of 16 bytes lies on 16 bytes.
 #include "kernels.h"
 #include "numeric.cuh"
 
@@ -16,15 +16,23 @@ bool is_aligned(const TriangularConvParams& params, const void* pointer, int64_t
          (params.tokens <= 1 || token_stride * size % kVectorBytes == 0);
 }
 
-}  // namespace
-
-bool ampere::supports(const TriangularConvParams& params) {
-  if (params.capability < 80) return false;
-  if (params.dtype == MIXER_FLOAT32 && !params.allow_tf32) return false;
+bool is_aligned(const TriangularConvParams& params) {
   const int64_t size = params.dtype == MIXER_FLOAT32 ? 4 : 2;
   return params.channels / params.heads * size % kVectorBytes == 0 && params.columns * size % kVectorBytes == 0 &&
          is_aligned(params.packed) && is_aligned(params.y) && is_aligned(params.dx) &&
          is_aligned(params, params.x, params.x_batch_stride, params.x_token_stride, size) &&
          is_aligned(params, params.residual, params.residual_batch_stride, params.residual_token_stride, size) &&
          is_aligned(params, params.dy, params.dy_batch_stride, params.dy_token_stride, size);
+}
+
+}  // namespace
+
+bool ampere::supports(const TriangularConvParams& params) {
+  if (params.capability < 80) return false;
+  if (params.dtype == MIXER_FLOAT32 && !params.allow_tf32) return false;
+  return is_aligned(params);
+}
+
+bool volta::supports(const TriangularConvParams& params) {
+  return params.capability >= 70 && params.dtype == MIXER_FLOAT16 && is_aligned(params);
 }

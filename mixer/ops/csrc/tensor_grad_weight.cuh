@@ -1,0 +1,170 @@
+// What grad-weight has in common on tensor cores of sm_70 and sm_80. Two kernels, as in portable_grad_weight.cu: lower
+// 128 x 128 tiles, the sum over (batch, channels) cut into `splits` ranges whose partial tiles go to the workspace in fp32;
+// then their sum in a fixed order (grad_weight_finish.cuh).
+#pragma once
+
+#include "grad_weight_finish.cuh"
+#include "tensor_tile.cuh"
+
+namespace tensor {
+
+constexpr int kTileSize = kTile * kTile;
+constexpr int kMaxSplits = 128;
+
+// Batch and channels of a head are summed as one dimension, (sample, channel), cut into slices. A vector of 16 bytes
+// never crosses from one sample into the next.
+__host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvParams& params) {
+  const int slice = params.dtype == MIXER_FLOAT32 ? Sizes<float>::kSliceDepth : Sizes<__half>::kSliceDepth;
+  return ceil_div(static_cast<int64_t>(params.batch) * (params.channels / params.heads), slice);
+}
+
+// The number of ranges with the least time, in units of one slice's product (about half a microsecond). Blocks run in
+// waves as long as one range each, plus a start and an end; then the finishing kernel reads the partial tiles of all
+// ranges.
+inline int choose_splits(const TriangularConvParams& params) {
+  constexpr double kWaveCost = 24;          // filling the pipeline, storing the tile
+  constexpr double kPartialTileCost = 0.1;  // a tile's 64 KB written and read, at a GPU's full bandwidth
+  constexpr double kRangeCost = 0.3;        // the wait for one more value in each thread's sum
+  const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads * params.taps;
+  const int64_t places = static_cast<int64_t>(params.processors > 0 ? params.processors : 1) * kBlocksResident;
+  const int64_t slices = slice_count(params);
+  int best = 1;
+  double least = 0;
+  for (int splits = 1; splits <= kMaxSplits && splits <= slices; ++splits) {
+    const int64_t waves = ceil_div(tiles * splits, places);
+    const double finishing = splits * (tiles * kPartialTileCost + kRangeCost);
+    const double cost = waves * (ceil_div(slices, splits) + kWaveCost) + finishing;
+    if (splits == 1 || cost < least) {
+      best = splits;
+      least = cost;
+    }
+  }
+  return best;
+}
+
+// Loads the slices of dy and of x, one pair a call.
+template <typename Element>
+struct GradWeightLoader {
+  static constexpr int kVector = Sizes<Element>::kVector;
+  using Layout = KMajor<Element>;
+
+  const TriangularConvParams& params;
+  const Element* dy;  // of this thread's sample and this head
+  const Element* x;
+  int row0, column0, shift, width;
+  int samples_left, channel;  // from this thread's sample on; its channel in the head
+
+  __device__ __forceinline__ GradWeightLoader(const TriangularConvParams& params, int head, int row0, int column0,
+                                              int shift, int64_t first_slice)
+      : params(params), row0(row0), column0(column0), shift(shift), width(params.channels / params.heads) {
+    const int64_t start = first_slice * Sizes<Element>::kSliceDepth + vector_across<Layout>() * kVector;
+    const int64_t sample = start / width;
+    channel = static_cast<int>(start - sample * width);
+    samples_left = params.batch - static_cast<int>(sample);
+    const int64_t first_channel = static_cast<int64_t>(head) * width;
+    dy = static_cast<const Element*>(params.dy) + sample * params.dy_batch_stride + first_channel;
+    x = static_cast<const Element*>(params.x) + sample * params.x_batch_stride + first_channel;
+  }
+
+  template <typename Copies>
+  __device__ __forceinline__ void operator()(Copies& copies) {
+    load_rows(copies, kLeft, dy, params.dy_token_stride, row0, 0);
+    load_rows(copies, kRight, x, params.x_token_stride, column0, shift);
+    for (channel += Sizes<Element>::kSliceDepth; channel >= width; channel -= width) {
+      --samples_left;
+      dy += params.dy_batch_stride;
+      x += params.x_batch_stride;
+    }
+  }
+
+  // slice(row, k) = values[first_row + row, channel of k + shift]; zero beyond `tokens`, outside the head and after the
+  // batch.
+  template <typename Copies>
+  __device__ __forceinline__ void load_rows(Copies& copies, Side side, const Element* values, int64_t token_stride,
+                                            int first_row, int shift) const {
+#pragma unroll
+    for (int i = 0; i < kVectorsPerThread; ++i) {
+      const int down = vector_down<Layout>(i);
+      const bool inside = first_row + down < params.tokens && samples_left > 0;
+      const Element* row = values + (first_row + down) * token_stride;
+      if (shift == 0) {
+        copies.template copy<Layout>(side, i, row + channel, inside);
+      } else {
+        copies.template store<Layout>(side, i, inside ? load_shifted(row, channel, shift, width) : make_uint4(0, 0, 0, 0));
+      }
+    }
+  }
+};
+
+// What a block of the first kernel makes. Blocks, fastest first: lower tiles, taps, heads, splits. Blocks that run at once
+// thus read the same range.
+struct PartialTile {
+  LowerTile lower;
+  int tap, head;
+  int64_t first, last;  // slices
+
+  __device__ __forceinline__ PartialTile(const TriangularConvParams& params, int splits) {
+    const int tiles = static_cast<int>(lower_tiles(params.tokens, kTile));
+    int block = blockIdx.x;
+    lower = locate_lower_tile(block % tiles);
+    block /= tiles;
+    tap = block % params.taps;
+    block /= params.taps;
+    head = block % params.heads;
+    const int split = block / params.heads;
+    const int64_t count = slice_count(params);
+    first = count * split / splits;
+    last = count * (split + 1) / splits;
+  }
+
+  __device__ __forceinline__ bool on_diagonal() const { return lower.row == lower.column; }
+};
+
+// Columns go to the warps as rows do, 16 by 16 in turn. On the diagonal, groups right of their row's number are then above the
+// diagonal in every warp: the same 6 of 16 groups are skipped by all.
+__device__ __forceinline__ int first_group_column() { return warp_column() * 16; }
+constexpr int kGroupColumnStep = 32;
+
+// multiply(row_group, column_group) for all groups of a warp that are needed.
+template <typename Multiply>
+__device__ __forceinline__ void multiply_lower_groups(bool on_diagonal, Multiply&& multiply) {
+#pragma unroll
+  for (int row_group = 0; row_group < kWarpGroups; ++row_group) {
+#pragma unroll
+    for (int column_group = 0; column_group <= row_group; ++column_group) multiply(row_group, column_group);
+  }
+  if (on_diagonal) return;
+#pragma unroll
+  for (int row_group = 0; row_group < kWarpGroups; ++row_group) {
+#pragma unroll
+    for (int column_group = row_group + 1; column_group < kWarpGroups; ++column_group) multiply(row_group, column_group);
+  }
+}
+
+// Where this block's tile begins in the workspace.
+__device__ __forceinline__ float* partial_tile(const TriangularConvParams& params) {
+  return static_cast<float*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * kTileSize;
+}
+
+inline int64_t partial_blocks(const TriangularConvParams& params, int splits) {
+  return lower_tiles(params.tokens, kTile) * params.heads * params.taps * splits;
+}
+
+inline int64_t workspace_bytes(const TriangularConvParams& params) {
+  if (grad_weight_finish::is_empty(params)) return 0;
+  return partial_blocks(params, choose_splits(params)) * kTileSize * static_cast<int64_t>(sizeof(float));
+}
+
+// Both kernels; launch(blocks, splits) launches the first.
+template <typename Launch>
+cudaError_t launch_grad_weight(const TriangularConvParams& params, Launch&& launch) {
+  using grad_weight_finish::finish;
+  if (grad_weight_finish::is_empty(params)) return finish<kTile>(params, 0, 0);
+  const int splits = choose_splits(params);
+  const int64_t blocks = partial_blocks(params, splits);
+  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
+  const cudaError_t status = launch(static_cast<unsigned>(blocks), splits);
+  return status == cudaSuccess ? finish<kTile>(params, params.tokens, splits) : status;
+}
+
+}  // namespace tensor

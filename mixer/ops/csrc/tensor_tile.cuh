@@ -1,0 +1,136 @@
+// What the tensor core kernels of sm_70 and sm_80 share: 4 warps hold a 128 x 128 tile of the result in registers and
+// multiply slices that lie in shared memory, several stages of them.
+//
+// A slice of a factor is 128 rows (rows of the result for the left factor, its columns for the right one) by 64 bytes
+// of depth, 8 KB for every type: 32 values of 16 bits or 16 of 32.
+//
+// How vectors of 16 bytes come from global to shared memory differs from one set to the other: a loader hands each to its
+// `copies`, which have
+//   copy<Layout>(side, i, global, inside)   the vector at `global`, which is not touched if not `inside`: then zeros
+//   store<Layout>(side, i, vector)          a vector made in registers
+// for the i-th vector of this thread in the slice of the left or the right factor.
+#pragma once
+
+#include "triangle.cuh"
+
+namespace tensor {
+
+constexpr int kTile = 128;          // rows and columns of a result tile
+constexpr int kThreads = 128;       // 2 x 2 warps
+constexpr int kBlocksResident = 2;  // on a multiprocessor: one computes while the other waits, or stores its tile
+constexpr int kVectorBytes = 16;    // what one copy moves
+constexpr int kSliceDepthBytes = 64;
+constexpr int kSliceBytes = kTile * kSliceDepthBytes;
+constexpr int kStageBytes = 2 * kSliceBytes;  // the left factor's slice, then the right one's
+constexpr int kVectorsPerThread = kSliceBytes / kVectorBytes / kThreads;  // of each slice
+
+constexpr int kWarpGroups = 4;              // a warp's part of the result: 4 x 4 groups of 16 x 16 values
+constexpr int kWarpTile = kWarpGroups * 16;
+
+enum Side { kLeft, kRight };
+
+// Sizes in values instead of bytes.
+template <typename Element>
+struct Sizes {
+  static constexpr int kVector = kVectorBytes / sizeof(Element);
+  static constexpr int kSliceDepth = kSliceDepthBytes / sizeof(Element);
+};
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ int warp_row() { return threadIdx.x / 64; }
+__device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2; }
+
+// First row of a warp's group. The two rows of warps take turns every 16 rows, so that in a tile on the diagonal, where
+// groups are skipped, all warps have the same work (and with them the four tensor cores, one for each warp of a block).
+__device__ __forceinline__ int group_row(int group) { return group * 32 + warp_row() * 16; }
+
+// ---------------------------------------------------------------------------------------------- slices
+//
+// Vectors are written, and fragments read, 8 times 16 bytes at a time; these must lie in 8 different sixteenths of a
+// 128-byte line, or they wait for one another. Hence the swizzle: the place of a vector in its line is XORed with bits
+// of its depth (or row) that differ among the 8.
+
+constexpr int kLineBytes = 128;
+
+// The swizzled offset of what lies `bytes` further along a row than what is at offset `own`, where no bit is set in
+// both before swizzling: inside a line the two are XORed, beyond it they add (and become constants of instructions).
+__host__ __device__ __forceinline__ constexpr int add_to_offset(int own, int bytes) {
+  return (own ^ (bytes & (kLineBytes - 1))) + (bytes & -kLineBytes);
+}
+
+// Depth lies side by side: slice[row][depth], 4 vectors to a row, two rows to a line.
+template <typename Element>
+struct KMajor {
+  static constexpr int kVectorsAcross = kSliceDepthBytes / kVectorBytes;
+
+  __host__ __device__ static constexpr int offset(int row, int vector) {
+    return row * kSliceDepthBytes + (vector ^ (row / 2 % 4)) * kVectorBytes;
+  }
+};
+
+// Rows lie side by side: slice[depth][row].
+template <typename Element>
+struct MnMajor {
+  static constexpr int kVectorsAcross = kTile * sizeof(Element) / kVectorBytes;
+  static constexpr int kRowBytes = kTile * sizeof(Element);
+
+  __host__ __device__ static constexpr int offset(int depth, int vector) {
+    return depth * kRowBytes + (vector ^ depth % 8) * kVectorBytes;
+  }
+};
+
+// 32-bit values are read one by one, since no instruction transposes them. A warp then reads 8 neighbours (2 vectors) of
+// 4 depths at once, and the swizzle gives each depth a pair of vectors of its own.
+template <>
+struct MnMajor<float> {
+  static constexpr int kVectorsAcross = kTile * sizeof(float) / kVectorBytes;
+  static constexpr int kRowBytes = kTile * sizeof(float);
+
+  __host__ __device__ static constexpr int offset(int depth, int vector) {
+    return depth * kRowBytes + (vector ^ depth % 4 * 2) * kVectorBytes;
+  }
+};
+
+// A slice is filled by all threads: a thread's vectors lie in one column of vectors, kThreads / kVectorsAcross rows of
+// the slice apart.
+template <typename Layout>
+__device__ __forceinline__ int vector_across() { return threadIdx.x % Layout::kVectorsAcross; }
+template <typename Layout>
+__device__ __forceinline__ int vector_down(int i) {
+  return threadIdx.x / Layout::kVectorsAcross + i * (kThreads / Layout::kVectorsAcross);
+}
+
+// Where in a stage this thread's i-th vector of a slice goes.
+template <typename Layout>
+__device__ __forceinline__ int vector_offset(Side side, int i) {
+  return side * kSliceBytes + Layout::offset(vector_down<Layout>(i), vector_across<Layout>());
+}
+
+// ---------------------------------------------------------------------------------------------- shifted vectors
+
+// The 16 bytes that start `bytes` (even, below 16) into low, high.
+__device__ __forceinline__ uint4 extract(uint4 low, uint4 high, int bytes) {
+  uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int i = 0; i < 6; ++i) word[i] = bytes & 8 ? word[i + 2] : word[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) word[i] = bytes & 4 ? word[i + 1] : word[i];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word[i] = bytes & 2 ? __funnelshift_r(word[i], word[i + 1], 16) : word[i];
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+// The vector at channel + shift, zero outside the head. Copies must start at multiples of 16 bytes, so the two aligned
+// vectors that hold it are read and cut. `width` is a multiple of a vector: each lies inside the head or outside.
+template <typename Element>
+__device__ __forceinline__ uint4 load_shifted(const Element* head, int channel, int shift, int width) {
+  constexpr int kVector = Sizes<Element>::kVector;
+  const int low_channel = channel + (shift & -kVector);  // rounds down, negative shifts too
+  const int high_channel = low_channel + kVector;
+  uint4 low = make_uint4(0, 0, 0, 0), high = low;
+  if (low_channel >= 0 && low_channel < width) low = *reinterpret_cast<const uint4*>(head + low_channel);
+  if (high_channel >= 0 && high_channel < width) high = *reinterpret_cast<const uint4*>(head + high_channel);
+  return extract(low, high, (shift & (kVector - 1)) * static_cast<int>(sizeof(Element)));
+}
+
+}  // namespace tensor

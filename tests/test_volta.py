@@ -1,0 +1,130 @@
+"""The kernels for V100, without one: their source runs on the CPU, and CUDA 12.2 compiles it for sm_70."""
+
+import ctypes
+import itertools
+import re
+import subprocess
+from pathlib import Path
+
+import nvrtc
+import pytest
+from ptx_library import PtxLibrary
+from toolchain import needs_nvcc
+
+from mixer.ops import build, cuda
+
+HERE = Path(__file__).parent
+KERNELS = ["volta_forward.cu", "volta_grad_input.cu", "volta_grad_weight.cu"]
+REPLACEMENTS = [  # in the kernels' source, for the emulator: pattern, replacement, how often
+    (r"asm\(.*?\)\);", "emulator::mma(sum, left, right, layouts);", 1),
+    (r"__shared__ unsigned char memory\[\w+\];", "unsigned char* memory = emulator::shared;", 2),
+    (r"(\w+(?:<[^<>;]*>)?)\s*<<<([^;]*?), (\w+), 0, [^;]*?>>>\(([^;]*?)\);", r"emulator::launch(\2, \3, [&] { \1(\4); });", 3),
+]  # fmt: skip
+SEEDS = [1, 2]
+CASES = 20  # of each seed
+
+
+# ------------------------------------------------------------------------------------------------ on the CPU
+
+
+def emulated(sources: Path) -> str:
+    """The Volta kernels as C++: one file, PTX and launches replaced. A form that is new here fails."""
+    seen, parts = set(), []
+
+    def add(name: str) -> None:
+        if name in seen:
+            return
+        seen.add(name)
+        for line in (sources / name).read_text().splitlines():
+            if found := re.match(r'#include "(.*)"', line):
+                add(found[1])
+            elif not line.startswith("#pragma once"):
+                parts.append(line)
+
+    for name in KERNELS:
+        add(name)
+    text = "\n".join(parts) + "\n"
+    for pattern, replacement, wanted in REPLACEMENTS:
+        text, count = re.subn(pattern, replacement, text, flags=re.DOTALL)
+        assert count == wanted, f"{pattern} is there {count} times, not {wanted}: the emulator knows the kernels no longer"
+    assert not re.search(r"\basm\b|<<<|__shared__", text)
+    return text
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    """The emulator with the kernels as they are."""
+    return compiled(emulated(build.SOURCES), tmp_path_factory.mktemp("emulator"))
+
+
+def compiled(text: str, directory: Path) -> Path:
+    (directory / "volta_kernels.inc").write_text(text)
+    nvcc = str(build.find_compiler().path)  # it knows where its headers are
+    flags = ["-std=c++17", "-O2", "-w", "-U_FORTIFY_SOURCE", "-cudart=none", f"-I{directory}"]
+    subprocess.run([nvcc, *flags, str(HERE / "volta_emulator.cpp"), "-o", str(directory / "emulator")], check=True)
+    return directory / "emulator"
+
+
+@needs_nvcc
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernels_are_right_on_the_cpu(emulator, seed):
+    """Random shapes, heads, taps, strides, types of bias and gradient, with and without bias and residual."""
+    result = subprocess.run([str(emulator), str(seed), str(CASES)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, "\n".join(result.stdout.splitlines()[-3:])
+
+
+MISTAKES = {
+    "a stage is overwritten while it is read": ("    __syncthreads();  // this step's slices", "    // this step's slices"),
+    "results overwrite a stage that is read": ("  __syncthreads();  // no stage is read any more", ""),
+    "two quad pairs take the same columns": ("lane() / 8 % 2; }", "lane() / 4 % 2; }"),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
+    text, (old, new) = emulated(build.SOURCES), MISTAKES[mistake]
+    assert text.count(old) == 1
+    wrong = compiled(text.replace(old, new), tmp_path)
+    assert subprocess.run([str(wrong), "1", "20"], capture_output=True, timeout=300).returncode == 1
+
+
+# ------------------------------------------------------------------------------------------------ for sm_70
+
+
+@pytest.fixture(scope="module")
+def compiled_for_sm_70():
+    """Machine code and log of each source that a library for sm_70 has kernels of."""
+    return {path.stem: nvrtc.compile_source(path, "sm_70") for path in nvrtc.sources()}
+
+
+@nvrtc.needs_nvrtc
+def test_all_kernels_compile_for_sm_70_without_spills(compiled_for_sm_70):
+    for name, (code, log) in compiled_for_sm_70.items():
+        kernels = build.kernels_of(log)
+        assert code.startswith(b"\x7fELF") and kernels, f"{name}: {log}"
+        assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
+
+
+@nvrtc.needs_nvrtc
+@needs_nvcc
+def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70):
+    """Each type of x with each type of weight and gradient finds its kernels, by the names that the driver knows them by."""
+    names = {stem: [kernel.name for kernel in build.kernels_of(log)] for stem, (_, log) in compiled_for_sm_70.items()}
+    library = PtxLibrary(cuda.load(str(build.library((9, 0)))), names, lambda *launch: 0)
+    for dtype, other in itertools.product(cuda.DTYPES.values(), repeat=2):
+        params = cuda.Params(
+            batch=2, tokens=129, channels=64, context=140, heads=2, taps=3, columns=136, dtype=dtype, weight_dtype=other,
+            gradient_dtype=other, dbias=16, capability=70, processors=80,
+        )  # fmt: skip
+        for function in ("pack", "forward", "grad_input", "grad_weight"):
+            assert getattr(library, f"mixer_{function}")(ctypes.byref(params)) == 0
+    kernels = {name for stem in names for name in names[stem] if not stem.startswith("ampere")}
+    served_by_volta = {name for name in kernels if "portable" in name and "6__half" in name}
+    assert kernels - library.launched == served_by_volta
+
+
+@nvrtc.needs_nvrtc
+def test_ptx_is_of_cuda_12(tmp_path):
+    ptx, _ = nvrtc.compile_source(build.SOURCES / "volta_forward.cu", "compute_70")
+    assert re.search(rb"\.version 8\.\d+\s+\.target sm_70", ptx) and b"mma.sync.aligned.m8n8k4.row.row" in ptx
