@@ -5,7 +5,7 @@
 // of blocks in that order; Tile::token() tells where one lies.
 //
 // One persistent cluster of two thread blocks for each two multiprocessors walks through its tiles of the schedule: 512 rows by
-// 128 columns, or 256 by 256. The right operand, x or dy, is the same for both thread blocks: each loads half and multicasts it.
+// 128 columns, or 256 by 256. Both thread blocks take the same right operand, x or dy: each loads half and multicasts it.
 // Eight warpgroups multiply, four in each thread block, 64 rows by 128 columns each. The rows are dealt so that both have
 // equal work along the diagonal: one takes the row blocks 0, 3, 4, 7 and the other 1, 2, 5, 6.
 //
