@@ -20,6 +20,13 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# On a GPU: no access out of bounds, no race, no barrier that part of a block misses.
+.PHONY: sanitize
+sanitize: setup
+	for tool in memcheck racecheck synccheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest tests/test_ops_cuda.py -k "raw or causal" || exit 1; \
+	done
+
 soak: setup
 	MIXER_SOAK_KILLS=20 $(BIN)/python -m pytest tests/test_resume.py -k killed
 

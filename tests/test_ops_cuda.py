@@ -61,7 +61,7 @@ def kernels():
         library, processors = ptx_library.load(cuda.kernels(0), Path(PTX), device=0), cuda.device_facts(0)[1]
         patch.setattr(cuda, "kernels", lambda index: library)
         patch.setattr(cuda, "device_facts", lambda index: (70, processors))
-        cuda.schedule.cache_clear()
+        cuda.template.cache_clear()
         yield
         assert library.launched, "no kernel of the PTX ran"
 
