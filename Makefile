@@ -24,7 +24,7 @@ test: setup
 .PHONY: sanitize
 sanitize: setup
 	for tool in memcheck racecheck synccheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest tests/test_ops_cuda.py -k "raw or causal" || exit 1; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest tests/test_ops_cuda.py -k "raw or causal or agree" || exit 1; \
 	done
 
 soak: setup
