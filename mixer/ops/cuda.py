@@ -20,7 +20,7 @@ from mixer.ops import tuned
 
 # mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself imported already.
 
-ABI_VERSION = 2  # MIXER_ABI_VERSION in csrc/params.h
+ABI_VERSION = 3  # MIXER_ABI_VERSION in csrc/params.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = "x weight packed bias residual y dy dx dweight dbias workspace schedule stream".split()
@@ -61,7 +61,7 @@ def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | N
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
     x = rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = product_params(x, packed)
+    params, _workspace = product_params(x, packed)
     params.x, params.y = x.data_ptr(), y.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
@@ -79,7 +79,7 @@ def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    params = product_params(dy, packed)
+    params, _workspace = product_params(dy, packed)
     params.dy, params.dx = dy.data_ptr(), dx.data_ptr()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
     call("mixer_grad_input", params)
@@ -137,12 +137,17 @@ def rows(x: Tensor) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def product_params(x: Tensor, packed: Tensor) -> Params:
-    """Params of a product of `packed` with x (or dy)."""
+def product_params(x: Tensor, packed: Tensor) -> tuple[Params, Tensor | None]:
+    """Params of a product of `packed` with x (or dy), and its workspace, which the caller holds until after the launch."""
     heads, taps, tokens, _ = packed.shape
     params = new_params(x.device.index, x.dtype, heads, taps, tokens, x.shape[0], x.shape[2])
     params.packed = packed.data_ptr()
-    return params
+    if taps == 1:
+        return params, None
+    size = kernels(x.device.index).mixer_product_workspace(ctypes.byref(params))
+    workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+    params.workspace = workspace.data_ptr()
+    return params, workspace
 
 
 def new_params(index: int, dtype: torch.dtype, heads: int, taps: int, tokens: int, batch: int = 0, channels: int = 0) -> Params:
@@ -269,12 +274,14 @@ def load(path: str) -> ctypes.CDLL:
             "mixer_forward",
             "mixer_grad_input",
             "mixer_grad_weight",
+            "mixer_product_workspace",
             "mixer_grad_weight_workspace",
             "mixer_schedule_size",
             "mixer_kernels_capability",
         ):
             getattr(library, name).argtypes = [ctypes.POINTER(Params)]
-        library.mixer_grad_weight_workspace.restype = library.mixer_schedule_size.restype = ctypes.c_int64
+        for name in ("mixer_product_workspace", "mixer_grad_weight_workspace", "mixer_schedule_size"):
+            getattr(library, name).restype = ctypes.c_int64
         library.mixer_schedule.argtypes, library.mixer_schedule.restype = [ctypes.POINTER(Params), ctypes.c_void_p], None
         library.mixer_error_string.restype = ctypes.c_char_p
         version, size = library.mixer_abi_version(), library.mixer_params_size()
@@ -339,8 +346,7 @@ def slow_reason_for(index: int, dtype: torch.dtype, tf32: bool, tokens: int, cha
         )
     return (
         f"for {dtype}, {channels} channels, {heads} heads and kernel size {taps} there are no tensor-core kernels made for "
-        f"compute capability {major}.{minor} (they want 16-bit types, before 8.0 fp16, heads of a multiple of 8 channels and, "
-        "on Hopper, kernel size 1)"
+        f"compute capability {major}.{minor} (they want 16-bit types, before 8.0 fp16, and heads of a multiple of 8 channels)"
     )
 
 

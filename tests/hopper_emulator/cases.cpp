@@ -24,7 +24,7 @@ const char* const kPlanNames[] = {"resident", "resident_alone", "streamed"};  //
 const char* const kTypeNames[] = {"fp32", "fp16", "bf16"};                    // MIXER_FLOAT32 ...
 constexpr int kPlans = 3;
 
-int plan_of(int tokens) { return tokens <= 256 ? 0 : tokens <= 512 ? 1 : 2; }
+int plan_of(int tokens, int taps) { return taps > 1 || tokens > 512 ? 2 : tokens > 256 ? 1 : 0; }
 
 float rounded(int type, float value) {
   if (type == MIXER_FLOAT16) return __half2float(__float2half_rn(value));
@@ -132,21 +132,22 @@ class Activations {
 // ---------------------------------------------------------------------------------------------- cases
 
 struct Case {
-  int operation, tokens, width, heads, batch, dtype, processors;
+  int operation, tokens, width, heads, taps, batch, dtype, processors;
   int extra;  // context less tokens
   bool with_bias, with_residual;
   int layout, weight_dtype, bias_dtype;
 
   int channels() const { return width * heads; }
   int context() const { return tokens + extra; }
+  int shift(int tap) const { return tap - (taps - 1) / 2; }
   int other_layout() const { return (layout + with_residual) % kLayouts; }
 
   std::string describe(uint64_t seed) const {
     char text[300];
     snprintf(text, sizeof text,
-             "%s tokens %d width %d heads %d batch %d %s processors %d context %d bias %d (%s) residual %d layout %d gradient %s "
+             "%s tokens %d width %d heads %d taps %d batch %d %s processors %d context %d bias %d (%s) residual %d layout %d gradient %s "
              "seed %lu",
-             kOperationNames[operation], tokens, width, heads, batch, kTypeNames[dtype], processors, context(), with_bias,
+             kOperationNames[operation], tokens, width, heads, taps, batch, kTypeNames[dtype], processors, context(), with_bias,
              kTypeNames[bias_dtype], with_residual, layout, kTypeNames[weight_dtype], static_cast<unsigned long>(seed));
     return text;
   }
@@ -158,7 +159,7 @@ struct Case {
     params.channels = channels();
     params.context = context();
     params.heads = heads;
-    params.taps = 1;
+    params.taps = taps;
     params.columns = (tokens + 7) / 8 * 8;
     params.dtype = dtype;
     params.weight_dtype = params.gradient_dtype = weight_dtype;
@@ -190,24 +191,24 @@ class Schedule {
   int32_t* first_;
 };
 
-// A random lower triangle for each head, packed as pack.cu does: rows padded to a multiple of 8, zeros above the diagonal.
+// A random lower triangle for each head and tap, packed as pack.cu does: rows padded to a multiple of 8, zeros above the diagonal.
 class Weight {
  public:
   Weight(const TriangularConvParams& params, std::mt19937& random)
-      : tokens_(params.tokens), packed_(size_t(params.heads) * params.tokens * params.columns, params.dtype),
-        values_(size_t(params.heads) * params.tokens * params.tokens) {
-    for (int head = 0; head < params.heads; ++head) {
+      : tokens_(params.tokens), packed_(size_t(params.heads) * params.taps * params.tokens * params.columns, params.dtype),
+        values_(size_t(params.heads) * params.taps * params.tokens * params.tokens) {
+    for (int matrix = 0; matrix < params.heads * params.taps; ++matrix) {
       for (int row = 0; row < tokens_; ++row) {
         for (int column = 0; column < params.columns; ++column) {
           const float value = column <= row ? int(random() % 5) - 2 : 0;
-          packed_.set((size_t(head) * tokens_ + row) * params.columns + column, value);
-          if (column < tokens_) values_[(size_t(head) * tokens_ + row) * tokens_ + column] = value;
+          packed_.set((size_t(matrix) * tokens_ + row) * params.columns + column, value);
+          if (column < tokens_) values_[(size_t(matrix) * tokens_ + row) * tokens_ + column] = value;
         }
       }
     }
   }
   void* data() const { return packed_.data(); }
-  float at(int head, int row, int column) const { return values_[(size_t(head) * tokens_ + row) * tokens_ + column]; }
+  float at(int matrix, int row, int column) const { return values_[(size_t(matrix) * tokens_ + row) * tokens_ + column]; }
 
  private:
   int tokens_;
@@ -227,6 +228,8 @@ void run_product(const Case& c, std::mt19937& random) {
     for (int row = 0; row < tokens; ++row) bias.set(size_t(head) * c.context() + row, int(random() % 9) - 4);
   }
   const Schedule schedule(params);
+  Buffer workspace(hopper::product_workspace(params) / 2, c.dtype);
+  params.workspace = workspace.data();
   std::unique_ptr<Activations> residual;
   params.schedule = schedule.data();
   params.packed = weight.data();
@@ -256,10 +259,13 @@ void run_product(const Case& c, std::mt19937& random) {
     for (int head = 0; head < c.heads; ++head) {
       for (int row = 0; row < tokens; ++row) {
         std::fill(sum.begin(), sum.end(), 0.0f);
-        for (int depth = is_forward ? 0 : row; depth < (is_forward ? row + 1 : tokens); ++depth) {
-          const float factor = is_forward ? weight.at(head, row, depth) : weight.at(head, depth, row);
-          const float* values = input.row(sample, depth) + head * width;
-          for (int k = 0; k < width; ++k) sum[k] += factor * values[k];
+        for (int tap = 0; tap < c.taps; ++tap) {
+          const int matrix = head * c.taps + tap, shift = is_forward ? c.shift(tap) : -c.shift(tap);
+          for (int depth = is_forward ? 0 : row; depth < (is_forward ? row + 1 : tokens); ++depth) {
+            const float factor = is_forward ? weight.at(matrix, row, depth) : weight.at(matrix, depth, row);
+            const float* values = input.row(sample, depth) + head * width;
+            for (int k = std::max(0, -shift); k < std::min(width, width - shift); ++k) sum[k] += factor * values[k + shift];
+          }
         }
         for (int k = 0; k < width; ++k) {
           const int channel = head * width + k;
@@ -273,6 +279,7 @@ void run_product(const Case& c, std::mt19937& random) {
     }
   }
   output.check_guards();
+  workspace.check_guards();
 }
 
 void run_grad_weight(const Case& c, std::mt19937& random) {
@@ -280,7 +287,7 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
   const int tokens = c.tokens, channels = c.channels(), width = c.width, context = c.context();
   const Activations x(c.batch, tokens, channels, c.dtype, c.layout, random);
   const Activations dy(c.batch, tokens, channels, c.dtype, c.other_layout(), random);
-  Buffer dweight(size_t(c.heads) * context * context, c.weight_dtype), dbias(size_t(c.heads) * context, c.weight_dtype);
+  Buffer dweight(size_t(c.heads) * c.taps * context * context, c.weight_dtype), dbias(size_t(c.heads) * context, c.weight_dtype);
   params.x = x.data();
   params.x_batch_stride = x.batch_stride;
   params.x_token_stride = x.token_stride;
@@ -295,11 +302,15 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
   EMULATOR_CHECK(hopper::grad_weight(params) == cudaSuccess);
 
   std::vector<float> columns(size_t(tokens) * c.batch * width), sum(tokens);  // x of a head, tokens innermost
-  for (int head = 0; head < c.heads; ++head) {
+  for (int matrix = 0; matrix < c.heads * c.taps; ++matrix) {
+    const int head = matrix / c.taps, shift = c.shift(matrix % c.taps);
     for (int sample = 0; sample < c.batch; ++sample) {
       for (int token = 0; token < tokens; ++token) {
         const float* values = x.row(sample, token) + head * width;
-        for (int k = 0; k < width; ++k) columns[(size_t(sample) * width + k) * tokens + token] = values[k];
+        for (int k = 0; k < width; ++k) {
+          const bool inside = k + shift >= 0 && k + shift < width;
+          columns[(size_t(sample) * width + k) * tokens + token] = inside ? values[k + shift] : 0;
+        }
       }
     }
     for (int row = 0; row < context; ++row) {
@@ -313,7 +324,7 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
       }
       for (int column = 0; column < context; ++column) {
         const float want = column <= row && row < tokens ? rounded(c.weight_dtype, sum[column]) : 0.0f;
-        compare("dweight", head, row, column, dweight.get((size_t(head) * context + row) * context + column), want);
+        compare("dweight", matrix, row, column, dweight.get((size_t(matrix) * context + row) * context + column), want);
       }
       if (c.with_bias) compare("dbias", head, row, 0, dbias.get(size_t(head) * context + row), rounded(c.weight_dtype, bias));
     }
@@ -351,10 +362,11 @@ Case choose(std::mt19937_64& random, int operation) {
   c.operation = operation >= 0 ? operation : int(random() % kOperations);
   c.width = one_of(widths, random);
   c.heads = 1 + random() % 3;
+  c.taps = random() % 4 ? 1 : 2 + random() % 3;
   c.batch = one_of(batches, random);
   if (random() % 3 == 0) {
     const int times[kPlans] = {c.tokens <= 65 ? 8 : 4, 3, 1};
-    c.batch *= times[plan_of(c.tokens)];
+    c.batch *= times[plan_of(c.tokens, c.taps)];
   }
   c.dtype = random() % 2 ? MIXER_BFLOAT16 : MIXER_FLOAT16;
   c.processors = one_of(processors, random);
@@ -370,7 +382,7 @@ Case choose(std::mt19937_64& random, int operation) {
 
 // Some cases would take seconds.
 bool is_cheap(const Case& c) {
-  return double(c.tokens) * c.tokens * c.batch * c.heads * ((c.width + 63) / 64) <= 1.6e7;
+  return double(c.tokens) * c.tokens * c.batch * c.heads * c.taps * ((c.width + 63) / 64) <= 1.6e7;
 }
 
 // The index of a name in a list; -1 for "any" or no name.
@@ -395,9 +407,9 @@ int main(int count, char** arguments) {
   int done[kOperations][kPlans] = {};
   for (int i = 0; i < cases;) {
     const Case c = choose(random, operation);
-    if ((plan >= 0 && plan_of(c.tokens) != plan) || !is_cheap(c)) continue;
+    if ((plan >= 0 && plan_of(c.tokens, c.taps) != plan) || !is_cheap(c)) continue;
     run(c, seed * 100000 + i++);
-    ++done[c.operation][plan_of(c.tokens)];
+    ++done[c.operation][plan_of(c.tokens, c.taps)];
   }
   for (int i = 0; i < kOperations * kPlans; ++i) {
     printf("%s %s: %d\n", kOperationNames[i / kPlans], kPlanNames[i % kPlans], done[i / kPlans][i % kPlans]);

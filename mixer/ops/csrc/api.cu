@@ -100,6 +100,15 @@ MIXER_EXPORT int mixer_grad_input(const TriangularConvParams* params) {
   return kernels_for(*params).grad_input(*params);
 }
 
+// Bytes of workspace that mixer_forward and mixer_grad_input need for these sizes.
+MIXER_EXPORT int64_t mixer_product_workspace(const TriangularConvParams* params) {
+#ifdef MIXER_HOPPER
+  if (is_valid(*params) && hopper::serves(*params)) return hopper::product_workspace(*params);
+#endif
+  (void)params;
+  return 0;
+}
+
 // 10 * major + minor of the GPUs whose tensor cores the kernels that serve these sizes and types use: 70, 80 or 90; 0 for none.
 MIXER_EXPORT int mixer_kernels_capability(const TriangularConvParams* params) {
   return is_valid(*params) ? kernels_for(*params).capability : 0;

@@ -1,12 +1,14 @@
 // What the Hopper kernels take. Everything else goes to another set.
 #include "hopper_maps.h"
+#include "hopper_shift.cuh"
 #include "kernels.h"
+
+int64_t hopper::product_workspace(const TriangularConvParams& params) { return shifted_bytes(params); }
 
 bool hopper::serves(const TriangularConvParams& params) {
   const bool types = params.dtype == MIXER_FLOAT16 || params.dtype == MIXER_BFLOAT16;
   const bool sizes = params.batch > 0 && params.tokens > 0 && params.channels > 0 && params.channels / params.heads % 8 == 0;
-  // A shift over channels would start a TMA box between two multiples of 16 bytes, which it cannot do.
-  return params.capability == 90 && params.processors >= 2 && params.taps == 1 && types && sizes;
+  return params.capability == 90 && params.processors >= 2 && types && sizes;
 }
 
 bool hopper::fits(const TriangularConvParams& params) {

@@ -1,4 +1,4 @@
-// dweight[h,0,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact zeros elsewhere,
+// dweight[h,k,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + k - middle] for j <= i < tokens, exact zeros elsewhere,
 // and dbias[h,i] = sum over batch and channels of dy[b,i,c], on Hopper's tensor cores.
 //
 // A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast), 128 columns (x) for each of its two
@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "hopper_maps.h"
+#include "hopper_shift.cuh"
 #include "hopper_tile.cuh"
 #include "kernels.h"
 #include "triangle.cuh"
@@ -39,7 +40,9 @@ constexpr int kMaxSplits = 128;
 struct Plan {
   int32_t row_tiles;   // tiles along the tokens
   int32_t triangle;    // lower tiles of one matrix
-  int32_t matrices;    // heads
+  int32_t matrices;    // heads * taps
+  int32_t taps;
+  int32_t batch;
   int32_t depth;       // chunks of 64 channels over all samples
   int32_t chunks;      // of one sample
   int32_t whole, rest, splits;
@@ -49,6 +52,7 @@ struct Plan {
 
 struct WeightArguments {
   CUtensorMap dy, x;
+  CUtensorMap shifted;   // copies of x for all taps but the middle one, as further samples
   void* dweight;
   void* dbias;
   float* partials;       // (rest * splits, 2 blocks, kGroups, 512 threads, 4)
@@ -60,13 +64,18 @@ struct WeightArguments {
 // Tile `index` counts along the rows of the triangle, matrix by matrix.
 struct WeightTile {
   int matrix, row_tile, column_tile;
+  int head, tap;
 
   __device__ __forceinline__ WeightTile(const Plan& plan, int index) {
     matrix = index / plan.triangle;
+    head = matrix / plan.taps;
+    tap = matrix % plan.taps;
     const LowerTile lower = locate_lower_tile(index % plan.triangle);
     row_tile = lower.row;
     column_tile = lower.column;
   }
+  // dy's sums go with the first tap's tiles on the diagonal.
+  __device__ __forceinline__ bool brings_bias() const { return tap == 0 && column_tile == row_tile; }
 };
 
 struct Item {
@@ -166,6 +175,9 @@ __device__ __forceinline__ void load_operands(const WeightArguments& arguments, 
     const Item item(plan, index);
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
+    const bool shifted = item.tile.tap != middle_tap(plan.taps);
+    const CUtensorMap* columns = shifted ? &arguments.shifted : &arguments.x;
+    const int first_sample = shifted ? copy_of_tap(item.tile.tap, plan.taps) * plan.batch : 0;
     int sample = item.begin / plan.chunks, chunk = item.begin % plan.chunks;
     for (int depth = item.begin; depth < item.end; ++depth, at.advance()) {
       char* stage = stages + at.slot * kStageBytes;
@@ -173,11 +185,11 @@ __device__ __forceinline__ void load_operands(const WeightArguments& arguments, 
       barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
       barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
       for (int box = 0; box < column_boxes; ++box) {
-        load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, chunk * kBox, item.tile.matrix,
-                 tile.first_column + box * kBox, sample);
+        load_box(stage + (kRowBlocks + box) * kBoxBytes, columns, full, chunk * kBox, item.tile.head,
+                 tile.first_column + box * kBox, first_sample + sample);
       }
       for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
-        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, chunk * kBox, item.tile.matrix,
+        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, chunk * kBox, item.tile.head,
                          tile.first_row + row_block * kBox, sample);
       }
       if (++chunk == plan.chunks) {
@@ -227,7 +239,7 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
     const Item item(plan, index);
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const bool multiplies = tile.needs(multiplier);
-    const bool with_bias = arguments.dbias != nullptr && rank == 1 && item.tile.column_tile == item.tile.row_tile;
+    const bool with_bias = arguments.dbias != nullptr && rank == 1 && item.tile.brings_bias();
     const int depths = item.end - item.begin;
     float sum[64], bias[4];
     if (multiplies && with_bias) {
@@ -262,7 +274,7 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
         if (item.partial >= 0) {
           arguments.bias_partials[static_cast<int64_t>(item.partial) * kTileRows + row] = bias[half * 2];
         } else if (tile.first_row + row < arguments.tokens) {
-          const int64_t first = static_cast<int64_t>(item.tile.matrix) * arguments.context + tile.first_row;
+          const int64_t first = static_cast<int64_t>(item.tile.head) * arguments.context + tile.first_row;
           store_float(arguments.dbias, arguments.gradient_dtype, first + row, bias[half * 2]);
         }
       }
@@ -289,8 +301,9 @@ __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, in
     } else {
       for (int column = first + lane; column < context; column += 32) values[column] = from_float<Gradient>(0.0f);
     }
-    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens) {
-      store_float(arguments.dbias, arguments.gradient_dtype, matrix_row, 0.0f);
+    const int64_t matrix = matrix_row / context;
+    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens && matrix % arguments.plan.taps == 0) {
+      store_float(arguments.dbias, arguments.gradient_dtype, matrix / arguments.plan.taps * context + row, 0.0f);
     }
   }
 }
@@ -367,14 +380,14 @@ __global__ void __launch_bounds__(kMultiplyingThreads) finish_kernel(const Weigh
   store_gradient(arguments, weight_tile.matrix, tile.first_row + place.row, tile.first_column + place.column, sum);
 
   const int row = tile.first_row + threadIdx.x;
-  const bool has_bias = group == 0 && rank == 0 && weight_tile.column_tile == weight_tile.row_tile;
+  const bool has_bias = group == 0 && rank == 0 && weight_tile.brings_bias();
   if (arguments.dbias != nullptr && has_bias && threadIdx.x < kTileRows && row < arguments.tokens) {
     float bias = 0.0f;
     for (int split = 0; split < plan.splits; ++split) {
       bias += arguments.bias_partials[static_cast<int64_t>(split * plan.rest + rest) * kTileRows + threadIdx.x];
     }
     store_float(arguments.dbias, arguments.gradient_dtype,
-                static_cast<int64_t>(weight_tile.matrix) * arguments.context + row, bias);
+                static_cast<int64_t>(weight_tile.head) * arguments.context + row, bias);
   }
 }
 
@@ -399,7 +412,9 @@ Plan make_plan(const TriangularConvParams& params) {
   Plan plan = {};
   plan.row_tiles = static_cast<int32_t>(ceil_div(params.tokens, kTileRows));
   plan.triangle = static_cast<int32_t>(lower_tiles(params.tokens, kTileRows));
-  plan.matrices = params.heads;
+  plan.matrices = params.heads * params.taps;
+  plan.taps = params.taps;
+  plan.batch = params.batch;
   plan.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
   plan.depth = params.batch * plan.chunks;
   const int tiles = plan.triangle * plan.matrices;
@@ -430,7 +445,7 @@ cudaError_t launch_grad_weight(const TriangularConvParams& params, const WeightA
 
 int64_t grad_weight_workspace(const TriangularConvParams& params) {
   const Plan plan = make_plan(params);
-  return partial_bytes(plan) + (plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows * sizeof(float));
+  return shifted_bytes(params) + partial_bytes(plan) + (plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows * sizeof(float));
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
@@ -438,15 +453,19 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
   arguments.plan = make_plan(params);
   arguments.dweight = params.dweight;
   arguments.dbias = params.dbias;
-  arguments.partials = static_cast<float*>(params.workspace);
-  arguments.bias_partials =
-      reinterpret_cast<float*>(static_cast<char*>(params.workspace) + partial_bytes(arguments.plan));
+  char* workspace = static_cast<char*>(params.workspace);
+  arguments.partials = reinterpret_cast<float*>(workspace + shifted_bytes(params));
+  arguments.bias_partials = reinterpret_cast<float*>(workspace + shifted_bytes(params) + partial_bytes(arguments.plan));
   arguments.tokens = params.tokens;
   arguments.context = params.context;
   arguments.gradient_dtype = params.gradient_dtype;
   cudaError_t status = encode_activations(&arguments.dy, params.dy, params.dy_batch_stride, params.dy_token_stride, params);
   if (status == cudaSuccess) {
     status = encode_activations(&arguments.x, params.x, params.x_batch_stride, params.x_token_stride, params);
+  }
+  if (status == cudaSuccess && params.taps > 1) {
+    status = shift_taps(params, params.x, params.x_batch_stride, params.x_token_stride, 1, workspace);
+    if (status == cudaSuccess) status = encode_shifted(&arguments.shifted, workspace, params);
   }
   if (status != cudaSuccess) return status;
   return params.dtype == MIXER_FLOAT16 ? launch_grad_weight<__half>(params, arguments)

@@ -41,7 +41,7 @@ inline cudaError_t encode_map(CUtensorMap* map, const void* data, int dtype, int
 }
 
 // A (batch, tokens, channels) tensor as {channels of a head, heads, tokens, batch}. The batch is a dimension of its own: folded
-// into the rows, the tail of one sample would read the next one; and so is the head, for the shift over channels.
+// into the rows, the tail of one sample would read the next one; and so is the head, whose channels end within a box.
 inline cudaError_t encode_activations(CUtensorMap* map, const void* data, int64_t batch_stride, int64_t token_stride,
                                       const TriangularConvParams& params) {
   const cuuint64_t width = params.channels / params.heads;
@@ -53,6 +53,12 @@ inline cudaError_t encode_activations(CUtensorMap* map, const void* data, int64_
 }
 
 inline cudaError_t encode_output(CUtensorMap* map, void* data, const TriangularConvParams& params) {
+  return encode_activations(map, data, int64_t(params.tokens) * params.channels, params.channels, params);
+}
+
+// What shift_taps() has written.
+inline cudaError_t encode_shifted(CUtensorMap* map, const void* data, TriangularConvParams params) {
+  params.batch *= params.taps - 1;
   return encode_activations(map, data, int64_t(params.tokens) * params.channels, params.channels, params);
 }
 

@@ -13,12 +13,14 @@
 //   - the loaders fill the stages, one with column boxes of x or dy, the other with the row boxes of W that do not lie above
 //     the diagonal. Where all of W's triangle fits into the shared memory of the cluster (512 tokens), it is loaded once and
 //     stays: *resident*;
+//     With more than one tap the steps are gone through once for each of them;
 //   - a multiplier runs wgmma over the stages up to its diagonal and writes its result through an output box while the other
 //     multipliers go on. The last row block of a thread block, for which the next tile waits, has the last stage to itself: its
 //     result goes out from there, both boxes at once.
 #pragma once
 
 #include "hopper_maps.h"
+#include "hopper_shift.cuh"
 #include "hopper_tile.cuh"
 #include "kernels.h"
 #include "schedule.h"
@@ -27,9 +29,10 @@ namespace hopper {
 
 struct ProductArguments {
   CUtensorMap weight, input, residual, output;
+  CUtensorMap shifted;  // copies of the input for all taps but the middle one, as further samples
   const void* bias;  // or null
   const int32_t* schedule;
-  int32_t tokens, context;
+  int32_t batch, tokens, context, taps;
   int32_t chunks;  // of 64 channels in one head of one sample
   int32_t bias_dtype;
 };
@@ -214,48 +217,66 @@ struct Loader {
     for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
       const Tile<Shape> tile(arguments, tiles.entry);
       const Limits limits(tile, rank);
-      Chunk chunks[Shape::kColumnBoxes];
-#pragma unroll
-      for (int box = 0; box < Shape::kColumnBoxes; ++box) chunks[box] = Chunk(tile.chunk + box, arguments.chunks);
 #pragma unroll 1
-      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
-        const int own_readers = limits.count(step);
-        wait_for_stage();
-        if (Shape::kShared) {
-          load_shared_columns(tile, chunks, step, tile.readers(step), own_readers);
-          release_idle(tile.row_blocks - tile.readers(step));
-          if (!Shape::kResident) barriers.ring.loaded(at.slot);
-        } else {
-          load_own_columns(tile, chunks, step);
-          release_idle(limits.count(0) - own_readers);
+      for (int tap = 0; tap < arguments.taps; ++tap) {
+        const Columns columns(arguments, tile, tap);
+#pragma unroll 1
+        for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+          const int own_readers = limits.count(step);
+          wait_for_stage();
+          if (Shape::kShared) {
+            load_shared_columns(tile, columns, step, tile.readers(step), own_readers);
+            release_idle(tile.row_blocks - tile.readers(step));
+            if (!Shape::kResident) barriers.ring.loaded(at.slot);
+          } else {
+            load_own_columns(tile, columns, step);
+            release_idle(limits.count(0) - own_readers);
+          }
         }
       }
     }
   }
 
+  // A tile's column boxes, in the input or in a shifted copy of it.
+  struct Columns {
+    const CUtensorMap* map;
+    Chunk chunks[Shape::kColumnBoxes];
+
+    __device__ __forceinline__ Columns(const ProductArguments& arguments, const Tile<Shape>& tile, int tap) {
+      const bool shifted = tap != middle_tap(arguments.taps);
+      map = shifted ? &arguments.shifted : &arguments.input;
+#pragma unroll
+      for (int box = 0; box < Shape::kColumnBoxes; ++box) {
+        chunks[box] = Chunk(tile.chunk + box, arguments.chunks);
+        if (shifted) chunks[box].sample += copy_of_tap(tap, arguments.taps) * arguments.batch;
+      }
+    }
+  };
+
   __device__ __forceinline__ char* column_box(int index) const {
     return box(Shape::kFirstColumn + at.slot * Shape::kStageBoxes + index);
   }
 
-  __device__ __forceinline__ void load_own_columns(const Tile<Shape>& tile, const Chunk* chunks, int step) {
+  __device__ __forceinline__ void load_own_columns(const Tile<Shape>& tile, const Columns& columns, int step) {
     barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
 #pragma unroll
     for (int box = 0; box < Shape::kColumnBoxes; ++box) {
-      load_box(column_box(box), &arguments.input, full(), chunks[box].channel, tile.head, tile.token(step), chunks[box].sample);
+      const Chunk& chunk = columns.chunks[box];
+      load_box(column_box(box), columns.map, full(), chunk.channel, tile.head, tile.token(step), chunk.sample);
     }
   }
 
   // Where one thread block has no readers left, it gets nothing: nobody there would see whether it had arrived before the stage
   // is filled anew.
-  __device__ __forceinline__ void load_shared_columns(const Tile<Shape>& tile, const Chunk* chunks, int step, int readers,
-                                                      int own_readers) {
+  __device__ __forceinline__ void load_shared_columns(const Tile<Shape>& tile, const Columns& columns, int step,
+                                                      int readers, int own_readers) {
     if (own_readers == 0) return barrier_arrive(full());
-    if (own_readers == readers) return load_own_columns(tile, chunks, step);
+    if (own_readers == readers) return load_own_columns(tile, columns, step);
     barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
 #pragma unroll
     for (int pair = 0; pair < Shape::kColumnBoxes; pair += kClusterSize) {
-      const Chunk &first = chunks[pair], &second = chunks[pair + 1];
-      load_box_for_all(column_box(pair + rank), &arguments.input, full(), rank == 0 ? first.channel : second.channel, tile.head,
+      const Chunk &first = columns.chunks[pair], &second = columns.chunks[pair + 1];
+      load_box_for_all(column_box(pair + rank), columns.map, full(), rank == 0 ? first.channel : second.channel, tile.head,
                        tile.token(step), rank == 0 ? first.sample : second.sample);
     }
   }
@@ -268,8 +289,8 @@ struct Loader {
 
   // The row boxes of W that a step needs; `place(box)` is where they go.
   template <typename Place>
-  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int step, uint64_t* barrier,
-                                            Place place) {
+  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int tap, int step,
+                                            uint64_t* barrier, Place place) {
     barrier_arrive_expect(barrier, limits.count(step) * kBoxBytes);
     const int depth = tile.token(step);
 #pragma unroll
@@ -277,7 +298,7 @@ struct Loader {
       if (step >= limits.steps[box]) continue;
       const int row = tile.token(tile.first_block + row_block_of(box, rank));
       load_weight(place(box), &arguments.weight, barrier, Shape::kTransposed ? row : depth, Shape::kTransposed ? depth : row,
-                  tile.head);
+                  tile.head * arguments.taps + tap);
     }
   }
 
@@ -287,11 +308,14 @@ struct Loader {
       const Tile<Shape> tile(arguments, tiles.entry);
       const Limits limits(tile, rank);
 #pragma unroll 1
-      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
-        wait_for_stage();
-        load_rows(tile, limits, step, full(),
-                  [&](int row_box) { return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box); });
-        barriers.ring.loaded(at.slot);
+      for (int tap = 0; tap < arguments.taps; ++tap) {
+#pragma unroll 1
+        for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+          wait_for_stage();
+          load_rows(tile, limits, tap, step, full(),
+                    [&](int row_box) { return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box); });
+          barriers.ring.loaded(at.slot);
+        }
       }
     }
   }
@@ -307,7 +331,7 @@ struct Loader {
         barrier_wait(&barriers.weight_empty, parity);
         parity ^= 1;
         for (int step = 0; step < max(1, limits.longest()); ++step) {  // step 0 also tells of a new head
-          load_rows(tile, limits, step, &barriers.weight_full[step],
+          load_rows(tile, limits, 0, step, &barriers.weight_full[step],
                     [&](int row_box) { return box(resident_box(row_box, rank) + step); });
         }
       }
@@ -403,28 +427,35 @@ struct Multiplier {
   }
   __device__ __forceinline__ bool takes_turns() const { return Shape::kTakesTurns && index % 2 == 0; }
 
-  // The products of `steps` steps. Each is waited for, so that its stage is free at once: the other multipliers keep the tensor
-  // cores busy. Returns the slot of the last stage, which a multiplier that writes in place has not released.
-  __device__ __forceinline__ int run(float (&sum)[64], int steps) {
+  // The products of `steps` steps for each tap, then on to the next tile's first stage. Each is waited for, so that its stage is
+  // free at once: the other multipliers keep the tensor cores busy. Returns the slot of the last stage that was multiplied,
+  // which a multiplier that writes in place has not released.
+  __device__ __forceinline__ int run(float (&sum)[64], int steps, int left_out) {
     int slot = 0;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
-      barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
-      const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
-      const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
-      wgmma_fence();
-      multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box, right + stage, step > 0);
-      wgmma_commit();
-      wgmma_wait<0>();
-      if (!in_place || step + 1 < steps) barriers.ring.release(at.slot);
-      slot = at.slot;
-      at.advance();
-      at_full.advance();
+    for (int tap = 0; tap < taps(); ++tap) {
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
+        barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+        const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
+        const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
+        wgmma_fence();
+        multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box, right + stage, tap + step > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        slot = at.slot;
+        if (!in_place || tap + 1 < taps() || step + 1 < steps) barriers.ring.release(slot);
+        at.advance();
+        at_full.advance();
+      }
+      at.advance(left_out);
+      at_full.advance(left_out);
     }
     pin(sum);
     return slot;
   }
+  __device__ __forceinline__ int taps() const { return Shape::kResident ? 1 : arguments.taps; }
 
   // All stages of a tile in which this row block is beyond the last token. Waits for W although it reads none: two heads ahead of
   // the others it would release for them what they still read. Nothing here brings the lanes of a warp together but __syncwarp.
@@ -432,7 +463,7 @@ struct Multiplier {
     if (Shape::kResident) barrier_wait(&barriers.weight_full[0], weight_parity);
     __syncwarp();
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int stage = 0; stage < steps * taps(); ++stage) {
       barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
       __syncwarp();
       barriers.ring.release(at.slot);
@@ -537,15 +568,12 @@ struct Multiplier {
         bias.load(arguments, tile.head, tile.token(tile.first_block + row_block));
         if (Shape::kWithResidual && is_first && !in_place) fetch_residual(tile, 0);
         float sum[64];
-        const int slot = run(sum, steps);
+        const int slot = run(sum, steps, tile.steps(rank) - steps);  // in the stages left out only others multiply
         if (in_place) {
           write_in_place(tile, sum, bias, slot);
         } else {
           write(tile, sum, bias);
         }
-        const int left_out = tile.steps(rank) - steps;  // stages that only others multiply
-        at.advance(left_out);
-        at_full.advance(left_out);
       } else {
         pass(tile.steps(rank));
       }
@@ -602,6 +630,10 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
   const int64_t batch_stride = Shape::kTransposed ? params.dy_batch_stride : params.x_batch_stride;
   const int64_t token_stride = Shape::kTransposed ? params.dy_token_stride : params.x_token_stride;
   cudaError_t status = encode_activations(&arguments.input, input, batch_stride, token_stride, params);
+  if (status == cudaSuccess && !Shape::kResident && params.taps > 1) {
+    status = shift_taps(params, input, batch_stride, token_stride, Shape::kTransposed ? -1 : 1, params.workspace);
+    if (status == cudaSuccess) status = encode_shifted(&arguments.shifted, params.workspace, params);
+  }
   if (status != cudaSuccess) return status;
 
   constexpr int kBytes = kAlignment + Shape::kBoxes * kBoxBytes + static_cast<int>(sizeof(ProductBarriers<Shape>));
@@ -615,10 +647,10 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
 
 template <typename Element, bool kTransposed, bool kWithResidual>
 cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& arguments) {
-  if (params.tokens <= 4 * kBox) {
+  if (params.tokens <= 4 * kBox && params.taps == 1) {
     return launch_instance<ProductShape<Element, 4, 5, Plan::kResident, kTransposed, kWithResidual>>(params, arguments);
   }
-  if (params.tokens <= 8 * kBox) {
+  if (params.tokens <= 8 * kBox && params.taps == 1) {
     constexpr int kStages = kWithResidual ? 3 : 4;  // the residual waits in the output boxes, so nobody shares one
     using Shape = ProductShape<Element, 8, kStages, Plan::kResidentAlone, kTransposed, kWithResidual>;
     return launch_instance<Shape>(params, arguments);
@@ -635,6 +667,8 @@ cudaError_t launch_type(const TriangularConvParams& params, ProductArguments& ar
 // The maps and values that all instances take.
 inline cudaError_t make_arguments(const TriangularConvParams& params, void* output, ProductArguments* arguments) {
   arguments->schedule = static_cast<const int32_t*>(params.schedule);
+  arguments->batch = params.batch;
+  arguments->taps = params.taps;
   arguments->tokens = params.tokens;
   arguments->context = params.context;
   arguments->chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));

@@ -32,9 +32,10 @@ int64_t grad_weight_workspace(const TriangularConvParams& params);
 cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace ampere
 
-namespace hopper {  // sm_90a (MIXER_HOPPER): TMA and wgmma, 16-bit types, one tap, rows on 16 bytes
+namespace hopper {  // sm_90a (MIXER_HOPPER): TMA and wgmma, 16-bit types, rows on 16 bytes
 bool serves(const TriangularConvParams& params);  // device, types and sizes; forward and grad-input then need a schedule
 bool fits(const TriangularConvParams& params);    // and the addresses and strides
+int64_t product_workspace(const TriangularConvParams& params);  // bytes, of forward and of grad-input
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 int64_t grad_weight_workspace(const TriangularConvParams& params);

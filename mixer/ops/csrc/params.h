@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MIXER_ABI_VERSION 2
+#define MIXER_ABI_VERSION 3
 
 enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
@@ -24,7 +24,7 @@ typedef struct TriangularConvParams {
   void* dx;              // dtype, contiguous
   void* dweight;         // gradient_dtype, contiguous
   void* dbias;           // gradient_dtype, contiguous, or null
-  void* workspace;       // mixer_grad_weight_workspace() bytes, 16-byte aligned
+  void* workspace;       // mixer_product_workspace() or mixer_grad_weight_workspace() bytes, 16-byte aligned; null for none
   const void* schedule;  // mixer_schedule() on the device, or null where mixer_schedule_size() is 0
   void* stream;          // a cudaStream_t
 

@@ -30,7 +30,9 @@ int64_t Shape::cost(int row_tile) const {
   return steps + (last - first);
 }
 
-int choose_row_blocks(const TriangularConvParams& params) { return params.tokens <= 4 * kBlock ? 4 : 8; }
+int choose_row_blocks(const TriangularConvParams& params) {
+  return params.tokens <= 4 * kBlock && params.taps == 1 ? 4 : 8;
+}
 
 std::vector<std::vector<Tile>> assign(const TriangularConvParams& params) {
   const Shape shape = {params.tokens, choose_row_blocks(params)};
