@@ -53,7 +53,7 @@ def interleaved(
 def plan(call: Call, turn, device: str, slots: int, batch_ms: float, hide_host: bool) -> tuple[int, int]:
     """(calls in a batch, cycles of the spin before it)."""
     batch(call, turn, slots + 1, device, slots)
-    ms, host_ms = batch(call, turn, 3, device, slots)
+    ms, host_ms = batch(call, turn, 3 if hide_host else 10, device, slots)
     count = max(1, round(batch_ms / max(ms, 1e-3)))
     if device == "cpu" or not hide_host:
         return count, 0

@@ -191,7 +191,7 @@ def measure_operation(operation: str, data: Data, expected: Expected, compiled: 
     if not calls:
         return rows
     slots, eager = len(data.slots), operation == "autograd"  # there the host counts, and a graph tells what the GPU takes
-    timings = timing.interleaved(calls, data.device, slots, options.rounds, options.batch_ms * (1 + eager), not eager)
+    timings = timing.interleaved(calls, data.device, slots, options.rounds, options.batch_ms * (5 if eager else 1), not eager)
     calls = {name: call for name, call in calls.items() if "ms" in timings[name]}
     graphs = timing.replayed(calls, slots, options.rounds, options.batch_ms) if eager and data.device == "cuda" else {}
     for row in rows:
