@@ -17,8 +17,9 @@ demo: setup
 	$(BIN)/python -m mixer.report runs/demo
 	$(BIN)/python -m mixer.sample --checkpoint runs/demo/step-600 --prompt "def read(self, "
 
+# Three workers for two cores: the tests that start, kill and await real processes wait half of their time.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --maxfail 10
 
 soak: setup
 	MIXER_SOAK_KILLS=20 $(BIN)/python -m pytest tests/test_resume.py -k killed

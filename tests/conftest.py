@@ -13,6 +13,22 @@ ROOT = Path(__file__).parent.parent
 # One thread: small products are faster so, and the same on every machine. No hub, so that nothing waits for a network.
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
+# With several workers (make test): files whose tests share something costly, a kernel build or the one GPU, stay together.
+ON_ONE_WORKER = {"test_build", "test_ops_cuda", "test_hopper_protocol", "test_ladder", "test_kernel_choice"}
+LONGEST_FIRST = ("test_resume", "test_train")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "xdist_group(name): tests that pytest-xdist gives to one worker, where it is used")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in ON_ONE_WORKER:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.path.stem not in LONGEST_FIRST)  # stable: so no worker is left alone with a long test
+
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory) -> dict:
@@ -47,10 +63,10 @@ def write_config(small_run, tmp_path):
 
 
 def start(*arguments, processes: int = 1) -> subprocess.Popen:
-    """Starts `accelerate launch --cpu train.py ARGUMENTS` as a group of processes of its own."""
+    """Starts `train.py ARGUMENTS`, several processes by `accelerate launch --cpu`, as a group of processes of its own."""
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", str(processes)]
     return subprocess.Popen(
-        launch + ["train.py", *map(str, arguments)],
+        (launch if processes > 1 else [sys.executable]) + ["train.py", *map(str, arguments)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -60,7 +76,7 @@ def start(*arguments, processes: int = 1) -> subprocess.Popen:
 
 
 def run(*arguments, processes: int = 1) -> str:
-    """The output of a finished `accelerate launch --cpu train.py`, which must succeed."""
+    """The output of a finished `train.py`, which must succeed."""
     process = start(*arguments, processes=processes)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output

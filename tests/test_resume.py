@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from conftest import read_losses, run, start
 from safetensors.torch import load_file
 
@@ -76,10 +77,18 @@ def _wait_for_news(process, metrics: Path, patience: float) -> None:
         time.sleep(0.02)
 
 
+@pytest.fixture(scope="module")
+def finished_once(small_run, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("finished")
+    (directory / "config.yaml").write_text(yaml.safe_dump(small_run | {"output_dir": str(directory)}))
+    run("--config", directory / "config.yaml")
+    return directory / "small"
+
+
 @pytest.fixture
-def finished(write_config, tmp_path) -> Path:
-    run("--config", write_config())
-    return tmp_path / "runs/small"
+def finished(finished_once, tmp_path) -> Path:
+    """A run of 12 steps, to change at will."""
+    return shutil.copytree(finished_once, tmp_path / "runs/small", symlinks=True)
 
 
 def test_damaged_checkpoints_are_passed_over_named_and_refused(write_config, finished, tmp_path):
