@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launching import Launch
 
 ROOT = Path(__file__).parent.parent
 # One thread: small products are faster so, and the same on every machine. No hub, so that nothing waits for a network.
@@ -62,6 +63,20 @@ def write_config(small_run, tmp_path):
     return write
 
 
+@pytest.fixture
+def launch(tmp_path):
+    """A function that starts ranks of train.py (see launching.py); what still runs at the test's end is killed."""
+    launched = []
+
+    def begin(*arguments, **options) -> Launch:
+        launched.append(Launch(tmp_path / f"output-{len(launched)}.txt", *arguments, **options))
+        return launched[-1]
+
+    yield begin
+    for each in launched:
+        each.kill()
+
+
 def start(*arguments, processes: int = 1) -> subprocess.Popen:
     """Starts `train.py ARGUMENTS`, several processes by `accelerate launch --cpu`, as a group of processes of its own."""
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", str(processes)]
@@ -83,6 +98,17 @@ def run(*arguments, processes: int = 1) -> str:
     return output
 
 
+def read_lines(run_directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+
+
+TIMES = {"seconds", "tokens_per_second", "useful_tflops", "peak_share", "data_wait_share", "peak_memory_gb"}
+
+
+def read_timeless(run_directory: Path) -> list[dict]:
+    """What metrics.jsonl says of each step, without the times: the same for every exact repetition of a run."""
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_lines(run_directory)]
+
+
 def read_losses(run_directory: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in read_lines(run_directory) if "loss" in line}
