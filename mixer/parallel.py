@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -30,7 +30,8 @@ def build_accelerator(precision: str) -> Accelerator:
     if sharded and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # accelerate keeps FSDP for GPUs, but it works over gloo too: what the tests on a CPU shard is what GPUs will.
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
-        accelerator.state.distributed_type = DistributedType.FSDP
+        for state in (accelerator.state, PartialState()):  # as accelerate does it for GPUs
+            state.distributed_type = DistributedType.FSDP
         if precision != "no":
             accelerator.state.fsdp_plugin.set_mixed_precision(precision)
     if accelerator.distributed_type == DistributedType.FSDP and precision != "no":
