@@ -12,11 +12,12 @@ from launching import Launch
 
 ROOT = Path(__file__).parent.parent
 # One thread: small products are faster so, and the same on every machine. No hub, so that nothing waits for a network.
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+# Training on the CPU also where there is a GPU: what a GPU gives is measured by benchmarks/ and tests/golden_losses.py.
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", ACCELERATE_USE_CPU="true")
 
 # With several workers (make test): files whose tests share something costly, a kernel build or the one GPU, stay together.
 ON_ONE_WORKER = {"test_build", "test_ops_cuda", "test_hopper_protocol", "test_ladder", "test_kernel_choice"}
-LONGEST_FIRST = ("test_resume", "test_train")
+LONGEST_FIRST = ("test_resume", "test_build", "test_hopper_protocol", "test_train")
 
 
 def pytest_configure(config):
