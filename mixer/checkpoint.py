@@ -58,7 +58,7 @@ class CheckpointConfig:
 def find_resume(directory: Path, resume: str, say=print) -> Path | None:
     """The checkpoint to go on from, or None for a fresh start; see CheckpointConfig.resume. Its files are read and compared.
 
-    Raises UserError for a named checkpoint that is incomplete, and where checkpoints would be in the way.
+    Raises UserError for a named checkpoint that is incomplete, where none can be used, and where they would be in the way.
     """
     found = [path for path in sorted(directory.glob("step-*"), key=step_of, reverse=True) if step_of(path) >= 0]
     if resume == "never":
@@ -75,6 +75,11 @@ def find_resume(directory: Path, resume: str, say=print) -> Path | None:
         if problem is None:
             return path
         say(f"passing over {path}: {problem}")
+    if found:  # starting afresh would overwrite them and the run's metrics
+        raise UserError(
+            f"{directory} has {len(found)} checkpoint(s), and none can be used; choose another name, give one with "
+            f"checkpoint.resume, or delete {directory} to start afresh"
+        )
     return None
 
 

@@ -10,6 +10,7 @@ import sys
 import psutil
 
 from mixer.errors import UserError
+from mixer.signals import SIGNALS
 
 OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
@@ -21,6 +22,7 @@ def start_asked_for_processes() -> None:
     given = _launch_options(psutil.Process().parent().cmdline())
     if int(given.get("num_processes", 1)) > 1:
         sys.stdout.flush()
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(signal.name for signal in SIGNALS))  # for torchrun to pass on
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *_torchrun_options(given), *sys.argv])
 
 

@@ -77,11 +77,12 @@ def steps_without_end() -> None:
     loop.learning_rate = lambda *arguments: [time.sleep(0.1) for _ in range(600)]
 
 
-def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path):
-    """torchrun, as accelerate launch starts it: it passes SIGTERM on, waits for its processes, and itself exits with 1."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, number):
+    """torchrun, as accelerate launch starts it: it passes signals on, waits for its processes, and itself exits with 1."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     config = ["--config", str(write_config(train=LONG)), "checkpoint.save_every=0"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    environment = os.environ | {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1"}
     launcher = subprocess.Popen(
         command + config, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
@@ -90,7 +91,7 @@ def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path):
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.05)
     children = psutil.Process(launcher.pid).children(recursive=True)
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=60)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
