@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mixer.errors import UserError
 
+LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "remote process exited or there was a network error")
 QUIET_SECONDS = 1.0  # how long a process that fails waits to hear that another one failed first
 
 
@@ -121,6 +122,8 @@ def leave_with_error(error: BaseException) -> None:
     rank, first = dist.get_rank(), _first_to_fail()
     if first:
         text = f"error: {error}\n" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+        if any(sign in text for sign in LOST_CONTACT):
+            text += "another process of this run ended without saying why: it was killed, as by the system for lack of memory\n"
         print(f"process {rank} failed:\n{text}", end="", file=sys.stderr)
     else:
         print(f"process {rank} ends, as another process failed first", file=sys.stderr)

@@ -79,7 +79,7 @@ class CheckpointWriter:
         self.main = accelerator.is_main_process
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.host = HostCopy(accelerator.device)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_after_training)
         self.jobs: list[Future] = []
         self.abandoned = threading.Event()
         self._reserve()
@@ -205,6 +205,11 @@ class CheckpointWriter:
             if self.abandoned.is_set() or time.monotonic() > deadline:
                 raise OSError("files of other processes did not appear; output_dir must be one directory for all hosts")
             time.sleep(0.01)
+
+
+def _after_training() -> None:
+    """Lets this thread have what training leaves of the processors."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _write_model(directory: Path, model: MaskedMixerForCausalLM, weights: dict[str, Tensor], tokenizer) -> None:

@@ -127,6 +127,15 @@ def test_a_process_that_fails_ends_the_others_and_its_error_is_the_one_shown(wri
     assert "process 0 failed" not in done.stderr
 
 
+def test_a_process_that_is_killed_ends_the_others_and_is_named_as_the_cause(write_config, launch, tmp_path):
+    ranks = started(launch, write_config(train=LONG), tmp_path, 2)
+    began = time.monotonic()
+    ranks.signal(signal.SIGKILL, rank=1)
+    ranks.ranks[0].join(60)
+    assert ranks.ranks[0].exitcode == 1 and time.monotonic() - began < 30
+    assert "another process of this run ended without saying why: it was killed" in ranks.output
+
+
 def test_a_configuration_error_is_shown_once_by_several_processes(write_config, launch):
     ranks = launch("--config", write_config(), "train.stepz=3", processes=4)
     assert ranks.wait() == [2] * 4
