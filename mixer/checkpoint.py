@@ -45,7 +45,7 @@ class CheckpointConfig:
     keep_every: int = field(default=0, metadata={"help": "keep each checkpoint whose step this divides; 0 for none"})
     resume: str = field(
         default="auto",
-        metadata={"help": "auto (newest complete checkpoint of the run), never, or a checkpoint directory"},
+        metadata={"help": "auto (the run's newest complete checkpoint), never, or a directory to begin from"},
     )
     allow_other_data: bool = field(
         default=False, metadata={"help": "resume though the data or its tokenizer are not those of the checkpoint"}
@@ -68,8 +68,11 @@ def find_resume(directory: Path, resume: str, say=print) -> Path | None:
                 "or set checkpoint.resume=auto"
             )
         return None
-    if resume != "auto":
+    elsewhere = resume != "auto" and Path(resume).resolve().parent != directory.resolve()
+    if resume != "auto" and not (elsewhere and found):
         return _named(Path(resume), found)
+    if elsewhere:
+        say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
     for path in found:
         problem = damage(path)
         if problem is None:
@@ -88,7 +91,7 @@ def _named(path: Path, of_run: list[Path]) -> Path:
     if problem:
         raise UserError(f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier step-N beside it")
     newer = [other for other in of_run if step_of(other) > step_of(path)]
-    if newer and path.resolve().parent == of_run[0].resolve().parent:
+    if newer:
         raise UserError(
             f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto would take next time: "
             f"{', '.join(map(str, newer))}; delete these, or choose another name for a run that goes on from {path.name}"

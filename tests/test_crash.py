@@ -53,6 +53,8 @@ def test_a_damaged_checkpoint_is_passed_over_named_and_replaced(write_config, fi
     harm(finished / "step-12")
     with pytest.raises(UserError, match=f"cannot be used.*{named}.*give another one"):
         find_resume(finished, str(finished / "step-12"))
+    with pytest.raises(UserError, match=f"cannot be used.*{named}.*give another one"):
+        find_resume(finished.parent / "new", str(finished / "step-12"))
     lines = []
     assert find_resume(finished, "auto", lines.append) == finished / "step-8"
     assert len(lines) == 1 and named in lines[0]

@@ -127,6 +127,10 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(write_config, fin
     assert losses[9] == pytest.approx(original[9], rel=1e-5)  # the same samples, on twice the processes
     trainer = json.loads((tmp_path / "runs/longer/step-14/trainer_state/trainer.json").read_text())
     assert (trainer["step"], trainer["samples"]) == (14, 14 * 8)
+    changes[-2:] = ["train.steps=16", "train.batch_size=4"]  # the same command again goes on, it does not begin again
+    output = launch("--config", write_config(), *changes, processes=2).succeed()
+    assert f"going on from these, not from {finished / 'step-8'}" in output and "step 13/16" not in output
+    assert list(read_losses(tmp_path / "runs/longer")) == list(range(9, 17))
 
 
 def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, finished):
