@@ -9,6 +9,7 @@ a counter, so that it is the same on every machine.
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -79,7 +80,9 @@ def main() -> None:
         directory = Path(name)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
         arguments = run_settings(directory, overrides)
-        subprocess.run([*(launch if options.processes > 1 else [sys.executable]), "train.py", *arguments], check=True, cwd=ROOT)
+        command = [*(launch if options.processes > 1 else [sys.executable]), "train.py", *arguments]
+        environment = os.environ if torch.cuda.is_available() else os.environ | {"ACCELERATE_USE_CPU": "true"}
+        subprocess.run(command, check=True, cwd=ROOT, env=environment)
         result = {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
