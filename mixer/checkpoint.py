@@ -15,6 +15,7 @@ Writing is in writer.py; this file knows the format, finds checkpoints and loads
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -270,9 +271,8 @@ def prune(directory: Path, keep: int, keep_every: int) -> None:
 
 def link_best(directory: Path, validation_losses: dict[int, float]) -> None:
     """Points `best` to the checkpoint with the lowest validation loss, of those there are."""
-    scored = [
-        (loss, step) for step, loss in validation_losses.items() if loss == loss and not incomplete(directory / f"step-{step}")
-    ]
+    finite = {step: loss for step, loss in validation_losses.items() if loss is not None and math.isfinite(loss)}
+    scored = [(loss, step) for step, loss in finite.items() if not incomplete(directory / f"step-{step}")]
     if not scored:
         return
     partial = directory / "best.partial"

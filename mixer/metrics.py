@@ -1,6 +1,7 @@
 """Where a run's numbers go: metrics.jsonl always, the terminal, and wandb where asked for."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class Metrics:
         self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        """One JSON line, flushed; the same to wandb. `line` holds at least "step"."""
-        self.file.write(json.dumps(line) + "\n")
+        """One JSON line, flushed; the same to wandb. `line` holds at least "step"; JSON has null for what is not finite."""
+        self.file.write(json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n")
         self.file.flush()
         self._note_validation(line)
         if self.wandb:
@@ -67,6 +68,10 @@ class Metrics:
         self.file.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def _in_json(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _start_wandb(config: LoggingConfig, directory: Path, run: dict, wandb_id: str | None):

@@ -189,7 +189,7 @@ def fake_checkpoint(directory: Path, step: int) -> Path:
 def test_pruning_keeps_the_newest_the_best_every_nth_and_counts_complete_ones_alone(tmp_path):
     for step in range(10, 110, 10):
         fake_checkpoint(tmp_path, step)
-    link_best(tmp_path, {20: 1.5, 30: 1.2, 35: 0.1, 40: float("nan"), 50: 1.3})
+    link_best(tmp_path, {20: 1.5, 30: 1.2, 35: 0.1, 40: float("nan"), 50: 1.3, 60: None})
     assert os.readlink(tmp_path / "best") == "step-30"  # 35 has no checkpoint, 40 no loss
     os.truncate(tmp_path / "step-100/model.safetensors", 1)
     prune(tmp_path, keep=2, keep_every=40)

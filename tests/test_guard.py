@@ -62,7 +62,7 @@ def test_skipping_counts_the_steps_and_leaves_the_weights_as_if_they_had_not_bee
     assert "3 skipped" in ranks.succeed()
     lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
     assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3]
-    assert [line["step"] for line in lines if math.isnan(line["loss"])] == [3, 7, 8]
+    assert [line["step"] for line in lines if line["loss"] is None] == [3, 7, 8]
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(write_config, launch, tmp_path):
@@ -116,7 +116,7 @@ def test_the_loss_scale_falls_until_gradients_fit_and_rises_again_and_is_resumed
     assert [line["skipped_steps"] for line in lines[:3]] == [1, 2, 3] and counted < 10
     scales = [line["loss_scale"] for line in lines]
     assert any(later == 2 * earlier for earlier, later in zip(scales, scales[1:], strict=False))  # risen after 5 good steps
-    assert not any(math.isnan(line["loss"]) for line in lines)
+    assert not any(line["loss"] is None for line in lines)
     launch("--config", config, "name=parts", **options).until((tmp_path / "runs/parts/step-5").exists).kill()
     launch("--config", config, "name=parts", **options).succeed()
     for name in ("model.safetensors", "trainer_state/trainer.json", "trainer_state/optimizer-1-of-1.safetensors"):
