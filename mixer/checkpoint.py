@@ -31,7 +31,7 @@ from torch import nn
 
 from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError
-from mixer.files import flush, flush_tree
+from mixer.files import UMASK, flush, flush_tree
 from mixer.manifest import Manifest
 from mixer.modeling import MaskedMixerForCausalLM
 from mixer.parallel import as_held
@@ -243,10 +243,8 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def complete(partial: Path, final: Path) -> None:
     """Lists, flushes and renames: from here on the checkpoint exists."""
-    umask = os.umask(0)
-    os.umask(umask)
     for file in partial.rglob("*.safetensors"):
-        file.chmod(0o666 & ~umask)  # safetensors makes files for their owner alone
+        file.chmod(0o666 & ~UMASK)  # safetensors makes files for their owner alone
     files = {
         str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(partial.rglob("*"))

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from mixer.errors import UserError
 
+UMASK = os.umask(0o077)  # it can be read by setting it alone: once, before there are threads
+os.umask(UMASK)
+
 
 def write_text(path: Path, text: str) -> None:
     """Replaces the file at once: a reader, or a kill, meets the old text or the new one."""

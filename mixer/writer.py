@@ -144,6 +144,7 @@ class CheckpointWriter:
             if self.main or self.sharded:
                 for key in ("exp_avg", "exp_avg_sq"):
                     self.host.reserve(f"{name}/{key}", local_part(parameter).shape, parameter.dtype)
+                self.host.reserve(f"{name}/step", torch.Size(), torch.float32)
 
     def _copy_model(self) -> dict[str, Tensor]:
         copies = {}
