@@ -3,15 +3,19 @@
     step-1000/
         config.json  model.safetensors  tokenizer.json ...    a from_pretrained directory, fp32
         trainer_state/
-            trainer.json      step, position in the data, data fingerprint, loss scale, wandb id
-            optimizer.pt      AdamW's state
-            rng-<rank>.pt     random state of each process
-            files.json        every file with its size; written last, it tells a complete checkpoint
+            trainer.json                    step, position in the data, the data's settings and hashes, loss scale, wandb id
+            optimizer-1-of-1.safetensors    AdamW's state; a file for each process where it is sharded
+            random.safetensors              random state of each process
+            files.json                      every file with its size and SHA-256; written last, it tells a complete checkpoint
+    best -> step-800                        the checkpoint with the lowest validation loss
 
 Everything is written to `step-1000.partial`, flushed to disk, then renamed. Older ones are deleted only after that.
+Writing is in writer.py; this file knows the format, finds checkpoints and loads them.
 """
 
+import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -21,52 +25,43 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
 
 from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError
-from mixer.files import flush, flush_tree
+from mixer.files import UMASK, flush, flush_tree
+from mixer.manifest import Manifest
 from mixer.modeling import MaskedMixerForCausalLM
+from mixer.parallel import as_held
+
+FORMAT = 2
 
 
 @dataclass
 class CheckpointConfig:
     save_every: int = field(default=1000, metadata={"help": "steps between checkpoints; 0 for one at the end alone"})
-    keep: int = field(default=2, metadata={"help": "newest checkpoints to keep, 2 or more"})
+    keep: int = field(default=2, metadata={"help": "newest checkpoints to keep, 2 or more; the best one is kept too"})
+    keep_every: int = field(default=0, metadata={"help": "keep each checkpoint whose step this divides; 0 for none"})
     resume: str = field(
         default="auto",
-        metadata={"help": "auto (newest complete checkpoint of the run), never, or a checkpoint directory"},
+        metadata={"help": "auto (the run's newest complete checkpoint), never, or a directory to begin from"},
+    )
+    allow_other_data: bool = field(
+        default=False, metadata={"help": "resume though the data or its tokenizer are not those of the checkpoint"}
     )
 
 
-def save(directory: Path, accelerator: Accelerator, model, tokenizer, optimizer, trainer: dict[str, Any], keep: int) -> Path:
-    """Writes `directory`/step-N (N = trainer["step"]) from all processes together; returns its path."""
-    final = directory / f"step-{trainer['step']}"
-    partial = final.with_name(final.name + ".partial")
-    state = partial / "trainer_state"
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        state.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    torch.save(_random_state(accelerator.device), state / f"rng-{accelerator.process_index}.pt")
-    if accelerator.is_main_process:
-        _save_model(partial, model, tokenizer)
-        torch.save(optimizer.state_dict(), state / "optimizer.pt")
-        (state / "trainer.json").write_text(json.dumps(trainer, indent=1))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        _complete(partial, final)
-        _prune(directory, keep)
-    accelerator.wait_for_everyone()
-    return final
+# --- finding ----------------------------------------------------------------------------------------------------------
 
 
 def find_resume(directory: Path, resume: str, say=print) -> Path | None:
-    """The checkpoint to go on from, or None for a fresh start; see CheckpointConfig.resume.
+    """The checkpoint to go on from, or None for a fresh start; see CheckpointConfig.resume. Its files are read and compared.
 
-    Raises UserError for a named checkpoint that is incomplete, and for a fresh start where checkpoints would be in the way.
+    Raises UserError for a named checkpoint that is incomplete, where none can be used, and where they would be in the way.
     """
-    found = sorted(directory.glob("step-*"), key=_step, reverse=True)
-    found = [path for path in found if _step(path) >= 0]
+    found = [path for path in sorted(directory.glob("step-*"), key=step_of, reverse=True) if step_of(path) >= 0]
     if resume == "never":
         if found:
             raise UserError(
@@ -74,25 +69,50 @@ def find_resume(directory: Path, resume: str, say=print) -> Path | None:
                 "or set checkpoint.resume=auto"
             )
         return None
-    if resume != "auto":
-        require_complete(Path(resume))
-        return Path(resume)
+    elsewhere = resume != "auto" and Path(resume).resolve().parent != directory.resolve()
+    if resume != "auto" and not (elsewhere and found):
+        return _named(Path(resume), found)
+    if elsewhere:
+        say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
     for path in found:
-        problem = incomplete(path)
+        problem = damage(path)
         if problem is None:
             return path
         say(f"passing over {path}: {problem}")
+    if found:  # starting afresh would overwrite them and the run's metrics
+        raise UserError(
+            f"{directory} has {len(found)} checkpoint(s), and none can be used; choose another name, give one with "
+            f"checkpoint.resume, or delete {directory} to start afresh"
+        )
     return None
 
 
+def _named(path: Path, of_run: list[Path]) -> Path:
+    problem = damage(path)
+    if problem:
+        raise UserError(f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier step-N beside it")
+    newer = [other for other in of_run if step_of(other) > step_of(path)]
+    if newer:
+        raise UserError(
+            f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto would take next time: "
+            f"{', '.join(map(str, newer))}; delete these, or choose another name for a run that goes on from {path.name}"
+        )
+    return path
+
+
 def incomplete(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory, or None."""
-    listing = path / "trainer_state" / "files.json"
+    """What is missing from a checkpoint directory, or cut short, or None."""
     if not path.is_dir():
         return "there is no such directory"
+    listing = path / "trainer_state" / "files.json"
     if not listing.is_file():
         return "it is incomplete: trainer_state/files.json is missing"
-    for name, size in json.loads(listing.read_text()).items():
+    try:
+        files = json.loads(listing.read_text())
+        sizes = {name: known["size"] for name, known in files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return "it is damaged, or of an older format: trainer_state/files.json cannot be read"
+    for name, size in sizes.items():
         if not (path / name).is_file():
             return f"it is incomplete: {name} is missing"
         if (path / name).stat().st_size != size:
@@ -100,10 +120,32 @@ def incomplete(path: Path) -> str | None:
     return None
 
 
-def require_complete(path: Path) -> None:
+def damage(path: Path) -> str | None:
+    """`incomplete`, or which file's content is not what was written, or None."""
     problem = incomplete(path)
     if problem:
-        raise UserError(f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier step-N beside it")
+        return problem
+    for name, known in json.loads((path / "trainer_state" / "files.json").read_text()).items():
+        try:
+            if sha256(path / name) != known["sha256"]:
+                return f"it is damaged: {name} is not what was written (its SHA-256 differs)"
+        except OSError as error:
+            return f"it cannot be read: {error}"
+    return None
+
+
+def step_of(path: Path) -> int:
+    """N of step-N, -1 for another name."""
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    return int(match.group(1)) if match else -1
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_model(path: Path, config: MaskedMixerConfig) -> MaskedMixerForCausalLM:
@@ -118,34 +160,123 @@ def load_model(path: Path, config: MaskedMixerConfig) -> MaskedMixerForCausalLM:
     ]
     if differing:
         raise UserError(
-            f"checkpoint {path} is of another model: {'; '.join(differing)}; set these keys to the checkpoint's values, "
-            "or choose another name"
+            f"checkpoint {path} is of another model: {'; '.join(differing)}; set these keys (model.*; vocab_size and "
+            "eos_token_id come from data.*) to the checkpoint's values, or choose another name to start afresh"
         )
     return MaskedMixerForCausalLM.from_pretrained(path, dtype=torch.float32, mixing_backend=config.mixing_backend)
 
 
-def load_trainer(path: Path, fingerprint: str) -> dict[str, Any]:
-    """trainer.json of a checkpoint; raises UserError where it was trained on other data."""
+def load_trainer(path: Path, manifest: Manifest, allow_other_data: bool, say=print) -> dict[str, Any]:
+    """trainer.json of a checkpoint; raises UserError where it was trained on other data, naming what differs."""
     trainer = json.loads((path / "trainer_state" / "trainer.json").read_text())
-    if trainer["data_fingerprint"] != fingerprint:
+    if trainer.get("format") != FORMAT:
         raise UserError(
-            f"checkpoint {path} was trained on other data ({trainer['data_directory']}, fingerprint "
-            f"{trainer['data_fingerprint'][:12]}) than data.directory holds now ({fingerprint[:12]}); "
-            "restore that data, or choose another name to start afresh"
+            f"checkpoint {path} has format {trainer.get('format', 1)}, this code resumes {FORMAT}; it can be loaded "
+            "and evaluated, but resume it with the version that wrote it, or choose another name to start afresh"
         )
+    differing = data_differences(trainer["data"], identity(manifest))
+    if differing and not allow_other_data:
+        raise UserError(
+            f"checkpoint {path} was trained on other data:\n"
+            + "".join(f"  {line}\n" for line in differing)
+            + "restore that data, choose another name to start afresh, or set checkpoint.allow_other_data=true to go on with this"
+        )
+    if differing:
+        say("going on with other data than the checkpoint's: " + "; ".join(differing))
     return trainer
 
 
-def load_optimizer_and_random_state(path: Path, accelerator: Accelerator, optimizer) -> None:
-    """Only tensors and plain containers are unpickled (weights_only)."""
-    state = path / "trainer_state"
-    optimizer.load_state_dict(torch.load(state / "optimizer.pt", map_location="cpu", weights_only=True))
-    own = state / f"rng-{accelerator.process_index}.pt"
-    if own.exists():  # absent where the run goes on with more processes
-        random_state = torch.load(own, map_location="cpu", weights_only=True)
-        torch.set_rng_state(random_state["cpu"])
-        if accelerator.device.type == "cuda" and "cuda" in random_state:
-            torch.cuda.set_rng_state(random_state["cuda"], accelerator.device)
+def identity(manifest: Manifest) -> dict[str, Any]:
+    """What tells one prepared data set from another, by the names that a person knows."""
+    hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
+    settings = {f"data.{key}": value for key, value in manifest.settings.items()}
+    return settings | {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size} | hashes
+
+
+def data_differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"{key}: {_short(saved.get(key))} in the checkpoint, now {_short(now.get(key))}"
+        for key in sorted(saved | now)
+        if saved.get(key) != now.get(key)
+    ]
+
+
+def _short(value: Any) -> str:
+    return f"SHA-256 {value[:12]}" if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else repr(value)
+
+
+def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's state, whatever number of processes wrote it and reads it; one parameter at a time is put together."""
+    files = [safe_open(file, "pt") for file in optimizer_files(path / "trainer_state")]
+    held = [set(file.keys()) for file in files]
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            parts = [
+                file.get_tensor(f"{name}/{key}") for file, names in zip(files, held, strict=True) if f"{name}/{key}" in names
+            ]
+            optimizer.state[parameter][key] = as_held(torch.cat(parts).reshape(parameter.shape), parameter)
+        optimizer.state[parameter]["step"] = files[0].get_tensor(f"{name}/step").to(parameter.device)
+
+
+def optimizer_files(state: Path) -> list[Path]:
+    return sorted(state.glob("optimizer-*.safetensors"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def load_random_state(path: Path, accelerator: Accelerator) -> None:
+    """This process's random state; where the run goes on with more processes, new ones keep their own."""
+    states, rank = load_file(path / "trainer_state" / "random.safetensors"), accelerator.process_index
+    if f"cpu-{rank}" in states:
+        torch.set_rng_state(states[f"cpu-{rank}"])
+    if accelerator.device.type == "cuda" and f"cuda-{rank}" in states:
+        torch.cuda.set_rng_state(states[f"cuda-{rank}"], accelerator.device)
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+# --- completing and keeping -------------------------------------------------------------------------------------------
+
+
+def complete(partial: Path, final: Path) -> None:
+    """Lists, flushes and renames: from here on the checkpoint exists."""
+    for file in partial.rglob("*.safetensors"):
+        file.chmod(0o666 & ~UMASK)  # safetensors makes files for their owner alone
+    files = {
+        str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(partial.rglob("*"))
+        if file.is_file()
+    }
+    (partial / "trainer_state" / "files.json").write_text(json.dumps(files, indent=1))
+    flush_tree(partial)
+    if final.exists():  # a damaged one of the same step, passed over when the run resumed
+        _remove(final)
+    os.rename(partial, final)
+    flush(final.parent)
+
+
+def prune(directory: Path, keep: int, keep_every: int) -> None:
+    """Deletes complete checkpoints but the newest `keep`, each `keep_every`-th step's, and the best one."""
+    found = sorted((p for p in directory.glob("step-*") if step_of(p) >= 0 and not incomplete(p)), key=step_of)
+    best = (directory / "best").resolve()
+    for path in found[:-keep]:
+        if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
+            _remove(path)
+
+
+def link_best(directory: Path, validation_losses: dict[int, float]) -> None:
+    """Points `best` to the checkpoint with the lowest validation loss, of those there are."""
+    finite = {step: loss for step, loss in validation_losses.items() if loss is not None and math.isfinite(loss)}
+    scored = [(loss, step) for step, loss in finite.items() if not incomplete(directory / f"step-{step}")]
+    if not scored:
+        return
+    partial = directory / "best.partial"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(f"step-{min(scored)[1]}")
+    os.replace(partial, directory / "best")
 
 
 def remove_partial(directory: Path) -> None:
@@ -154,41 +285,9 @@ def remove_partial(directory: Path) -> None:
         shutil.rmtree(path)
 
 
-def _step(path: Path) -> int:
-    match = re.fullmatch(r"step-(\d+)", path.name)
-    return int(match.group(1)) if match else -1
-
-
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _save_model(partial: Path, model: MaskedMixerForCausalLM, tokenizer) -> None:
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    config = MaskedMixerConfig.from_pretrained(partial)
-    config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
-    config.save_pretrained(partial)
-
-
-def _complete(partial: Path, final: Path) -> None:
-    """Lists, flushes and renames: from here on the checkpoint exists."""
-    files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
-    (partial / "trainer_state" / "files.json").write_text(json.dumps(files, indent=1))
-    flush_tree(partial)
-    if final.exists():  # an incomplete one of the same step, passed over when the run resumed
-        shutil.rmtree(final)
-    os.rename(partial, final)
-    flush(final.parent)
-
-
-def _prune(directory: Path, keep: int) -> None:
-    """Deletes all but the newest `keep`; renamed first, so that a killed deletion leaves no half checkpoint."""
-    found = sorted((p for p in directory.glob("step-*") if _step(p) >= 0), key=_step)
-    for path in found[:-keep]:
-        doomed = path.with_name(path.name + ".partial")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+def _remove(path: Path) -> None:
+    """Renamed first, so that a killed deletion leaves no half checkpoint."""
+    doomed = path.with_name(path.name + ".old.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)

@@ -53,6 +53,8 @@ class TrainConfig:
     gradient_accumulation_steps: int = option(1, "micro-batches per optimizer step")
     mixed_precision: str = option("no", "no (fp32), fp16 or bf16")
     max_grad_norm: float = option(1.0, "clip the gradient's global norm to this; 0 for no clipping")
+    non_finite: str = option("stop", "on a loss or gradient that is not finite (without fp16): stop, or skip the step")
+    max_skipped_steps: int = option(50, "end the run after so many skipped steps in a row (fp16 overflows too)")
     eval_every: int = option(1000, "steps between evaluations; 0 for one at the end alone")
     eval_samples: int = option(2048, "samples of the validation split per evaluation; 0 for all")
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
@@ -207,6 +209,7 @@ def _type_name(kind: Any) -> str:
 
 CHOICES = {
     "train.mixed_precision": ("no", "fp16", "bf16"),
+    "train.non_finite": ("stop", "skip"),
     "optim.schedule": ("cosine", "linear", "constant"),
     "logging.wandb": ("disabled", "offline", "online"),
     "data.source": ("builtin", "text", "jsonl", "parquet", "hub"),
@@ -222,8 +225,12 @@ AT_LEAST = {
     "optim.warmup_steps": 0,
     "optim.weight_decay": 0,
     "checkpoint.save_every": 0,
+    "train.max_skipped_steps": 1,
     "checkpoint.keep": 2,
+    "checkpoint.keep_every": 0,
     "logging.log_every": 1,
+    "logging.profile_step": 1,
+    "logging.profile_steps": 0,
     "data.max_documents": 0,
     "data.workers": 0,
 }

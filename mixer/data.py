@@ -1,9 +1,12 @@
-"""Prepared data as batches: one split's memory-mapped token file, and the order in which its samples are used.
+"""Prepared data as batches: one split's token file, read sample by sample.
 
 This is also the door to the whole data part: `prepare` makes the files (prepare.py), from documents (corpus.py), with a
 tokenizer (tokenizer.py), and says what they hold (manifest.py).
 """
 
+import os
+import weakref
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +15,19 @@ import torch
 from mixer.corpus import DataConfig
 from mixer.errors import UserError
 from mixer.manifest import SPLITS, Manifest, SplitManifest
+from mixer.order import SampleOrder
 from mixer.prepare import prepare
 from mixer.tokenizer import load_tokenizer
+
+DOCUMENTS_AT_ONCE = 4096  # of unpacked data, where rows are found
 
 __all__ = ["DataConfig", "Manifest", "SampleOrder", "SplitManifest", "TokenFile", "load_tokenizer", "prepare"]
 
 
 class TokenFile:
-    """One split of prepared data as samples of `context` tokens, memory-mapped. `len()` is the number of samples.
+    """One split of prepared data as samples of `context` tokens. `len()` is the number of samples.
+
+    Samples are read from the file when asked for, so memory does not grow with the data, nor with what was read of it.
 
     Packed (the setting the data was prepared with): sample i is tokens[i * context : (i + 1) * context + 1], inputs all
     but its last, targets all but its first; so every token but the first of the file is a target once, except for a
@@ -48,20 +56,37 @@ class TokenFile:
         if not counts.documents:
             raise UserError(f"{directory} holds no {split} documents; prepare it with data.validation_fraction above 0")
         self.packed = self.manifest.settings["packed"]
-        self.tokens = np.memmap(self.directory / f"{split}.bin", np.dtype(self.manifest.dtype).newbyteorder("<"), "r")
-        self.row_ends = None if self.packed else self._row_ends(counts.documents)
-        self.samples = (counts.tokens - 1) // context if self.packed else int(self.row_ends[-1])
+        self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
+        self.file = os.open(self.directory / f"{split}.bin", os.O_RDONLY)
+        weakref.finalize(self, os.close, self.file)
+        self.rows_before = None if self.packed else self._count_rows(counts.documents)
+        self.samples = (counts.tokens - 1) // context if self.packed else int(self.rows_before[-1])
         if self.samples < 1:
             raise UserError(
                 f"the {split} split of {directory} has {counts.tokens} tokens, and a context of {context} needs "
                 f"at least {context + 1}; choose a shorter context, more text, or another data.validation_fraction"
             )
 
-    def _row_ends(self, documents: int) -> np.ndarray:
-        """(documents,): how many rows there are up to the end of each document; n tokens make n - 1 targets."""
-        self.document_ends = np.memmap(self.directory / f"{self.split}.docs.bin", "<u8", "r", shape=(documents,))
-        lengths = np.diff(self.document_ends.astype(np.int64), prepend=0)
-        return np.cumsum((lengths - 1 + self.context - 1) // self.context)
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """All of the file, memory-mapped."""
+        return np.memmap(self.directory / f"{self.split}.bin", self.dtype, "r")
+
+    @cached_property
+    def document_ends(self) -> np.ndarray:
+        """(documents,): where each document ends in the file, memory-mapped."""
+        return np.memmap(self.directory / f"{self.split}.docs.bin", "<u8", "r")
+
+    def _count_rows(self, documents: int) -> np.ndarray:
+        """How many rows there are before every DOCUMENTS_AT_ONCE-th document, and in all."""
+        counts = [self._row_ends(first)[-1] for first in range(0, documents, DOCUMENTS_AT_ONCE)]
+        return np.cumsum([0, *counts])
+
+    def _row_ends(self, first: int) -> np.ndarray:
+        """Rows from document `first` up to the end of each of the next DOCUMENTS_AT_ONCE; n tokens make n - 1 targets."""
+        ends = self.document_ends[first : first + DOCUMENTS_AT_ONCE].astype(np.int64)
+        before = int(self.document_ends[first - 1]) if first else 0
+        return np.cumsum((np.diff(ends, prepend=before) - 1 + self.context - 1) // self.context)
 
     def __len__(self) -> int:
         return self.samples
@@ -83,7 +108,7 @@ class TokenFile:
         ignored = np.zeros((len(indices), self.context), dtype=bool)
         for row, index in enumerate(indices):
             start, end = self._span(int(index))
-            rows[row, : end - start] = self.tokens[start:end]
+            rows[row, : end - start] = self._read(start, end)
             ignored[row, end - start - 1 :] = True
         rows = torch.from_numpy(rows)  # (batch, context + 1)
         targets = rows[:, 1:].masked_fill(torch.from_numpy(ignored), -100)
@@ -93,39 +118,22 @@ class TokenFile:
         """Where sample `index` starts and ends in the file; at most context + 1 tokens."""
         if self.packed:
             return index * self.context, index * self.context + self.context + 1
-        document = int(np.searchsorted(self.row_ends, index, side="right"))
-        row = index - (int(self.row_ends[document - 1]) if document else 0)
-        first = int(self.document_ends[document - 1]) if document else 0
-        start = first + row * self.context
+        part = int(np.searchsorted(self.rows_before, index, side="right")) - 1
+        first, row = part * DOCUMENTS_AT_ONCE, index - int(self.rows_before[part])
+        row_ends = self._row_ends(first)
+        offset = int(np.searchsorted(row_ends, row, side="right"))
+        document, row = first + offset, row - (int(row_ends[offset - 1]) if offset else 0)
+        begin = int(self.document_ends[document - 1]) if document else 0
+        start = begin + row * self.context
         return start, min(start + self.context + 1, int(self.document_ends[document]))
 
-
-class SampleOrder:
-    """The order in which samples are used: a new permutation each epoch, a pure function of (seed, epoch).
-
-    Where a run stands is one integer, the samples consumed so far; nothing else is needed to go on, also with another
-    number of devices or another batch size. Memory: one permutation, 4 bytes a sample.
-    """
-
-    def __init__(self, samples: int, seed: int):
-        if samples < 1 or seed < 0:
-            raise ValueError(f"samples {samples} and seed {seed} given; allowed: samples >= 1, seed >= 0")
-        self.samples, self.seed = samples, seed
-        self._epoch, self._permutation = -1, np.empty(0, np.uint32)
-
-    def indices(self, position: int, count: int) -> np.ndarray:
-        """The samples at consumed-sample positions [position, position + count), int64 (count,); may cross epochs."""
-        parts, end = [np.empty(0, np.int64)], position + count
-        while position < end:
-            epoch, start = divmod(position, self.samples)
-            stop = min(start + end - position, self.samples)
-            parts.append(self._of_epoch(epoch)[start:stop].astype(np.int64))
-            position += stop - start
-        return np.concatenate(parts)
-
-    def _of_epoch(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch])))
-            dtype = np.uint32 if self.samples <= 1 << 32 else np.int64
-            self._epoch, self._permutation = epoch, generator.permutation(np.arange(self.samples, dtype=dtype))
-        return self._permutation
+    def _read(self, start: int, end: int) -> np.ndarray:
+        """Tokens [start, end). Not through a memory map, whose pages would count as this process's memory."""
+        size = self.dtype.itemsize
+        data = os.pread(self.file, (end - start) * size, start * size)
+        if len(data) != (end - start) * size:
+            raise UserError(
+                f"{self.directory / self.split}.bin ends before token {end}: it was cut short while it was in use; put it back, "
+                f"or delete {self.directory} and prepare again"
+            )
+        return np.frombuffer(data, self.dtype)

@@ -1,5 +1,6 @@
 """The one exception that speaks to the person at the keyboard, and how a program ends with it."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -12,9 +13,13 @@ class UserError(Exception):
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a command's `main` and exits: status 0, or 2 with the message of a UserError on stderr."""
+    """Runs a command's `main` and exits: status 0, or 2 with the message of a UserError on stderr.
+
+    Of several processes of a launch, the first speaks: what is wrong before they meet is wrong in all of them.
+    """
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,7 +1,15 @@
 """Files that are there whole or not at all."""
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from mixer.errors import UserError
+
+UMASK = os.umask(0o077)  # it can be read by setting it alone: once, before there are threads
+os.umask(UMASK)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -24,3 +32,26 @@ def flush_tree(directory: Path) -> None:
     """`flush` for a directory and all that is in it."""
     for path in [*directory.rglob("*"), directory]:
         flush(path)
+
+
+@contextmanager
+def run_locked(directory: Path) -> Iterator[None]:
+    """Makes and holds a run's directory; the lock ends with this process, however it ends.
+
+    Raises UserError where another process trains the run, such as a worker that has outlived its launcher, and where
+    nothing can be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(directory / ".lock", "w")
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written to: {error}; give access to it, or choose another output_dir") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{directory} is being trained by another process (pgrep -f train.py shows it); wait for it, end it, "
+                "or choose another name"
+            ) from None
+        yield

@@ -10,6 +10,7 @@ PEAK_TFLOPS = {
     "H100 PCIe": {"bf16": 756.0, "fp16": 756.0},
     "H100": {"bf16": 989.0, "fp16": 989.0},
     "A100": {"bf16": 312.0, "fp16": 312.0},
+    "V100-PCIE": {"fp16": 112.0},
     "V100": {"fp16": 125.0},
 }
 
@@ -19,7 +20,7 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    for part, peaks in PEAK_TFLOPS.items():  # in this order: "H100 PCIe" before "H100"
+    for part, peaks in PEAK_TFLOPS.items():  # in this order: the longer name before the one it holds
         if part in name:
             return peaks.get(precision)
     return None

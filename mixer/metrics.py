@@ -1,6 +1,7 @@
 """Where a run's numbers go: metrics.jsonl always, the terminal, and wandb where asked for."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ class LoggingConfig:
     log_every: int = field(default=10, metadata={"help": "steps between lines of metrics"})
     wandb: str = field(default="disabled", metadata={"help": "mirror the metrics to wandb: disabled, offline or online"})
     wandb_project: str = field(default="masked-mixer", metadata={"help": "wandb's project"})
+    profile_step: int = field(default=20, metadata={"help": "the first step of a profile"})
+    profile_steps: int = field(default=0, metadata={"help": "steps to write a Chrome trace of; 0 for none"})
 
 
 class Metrics:
@@ -22,13 +25,14 @@ class Metrics:
         self.path = directory / "metrics.jsonl"
         self.file = open(self.path, "a", encoding="utf-8")
         self.wandb = _start_wandb(config, directory, run, wandb_id)
-        self.wandb_id = self.wandb.id if self.wandb else None
+        self.wandb_id = self.wandb.id if self.wandb else wandb_id
+        self.validation_losses: dict[int, float] = {}  # by step
 
     def rewind(self, step: int, again: set[str]) -> None:
         """Drops what a killed run wrote after its checkpoint of `step`, so that no step stands in the file twice.
 
         Of `step` itself, lines with one of the keys in `again` go too: they are about to be written again. So does a line
-        that the kill cut short.
+        that the kill cut short. wandb gets what it has not: its own process may have lost lines with the kill.
         """
         kept = []
         for text in self.path.read_text(encoding="utf-8").splitlines():
@@ -38,21 +42,36 @@ class Metrics:
                 continue
             if line["step"] < step or (line["step"] == step and not again & line.keys()):
                 kept.append(text + "\n")
+                self._note_validation(line)
+                if self.wandb and line["step"] >= self.wandb.step:
+                    self._mirror(line)
         write_text(self.path, "".join(kept))
         self.file.close()
         self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        """One JSON line, flushed; the same to wandb. `line` holds at least "step"."""
-        self.file.write(json.dumps(line) + "\n")
+        """One JSON line, flushed; the same to wandb. `line` holds at least "step"; JSON has null for what is not finite."""
+        self.file.write(json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n")
         self.file.flush()
+        self._note_validation(line)
         if self.wandb:
-            self.wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+            self._mirror(line)
+
+    def _mirror(self, line: dict[str, Any]) -> None:
+        self.wandb.log({key: value for key, value in line.items() if key != "step"}, step=line["step"])
+
+    def _note_validation(self, line: dict[str, Any]) -> None:
+        if "validation_loss" in line:
+            self.validation_losses[line["step"]] = line["validation_loss"]
 
     def close(self) -> None:
         self.file.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def _in_json(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _start_wandb(config: LoggingConfig, directory: Path, run: dict, wandb_id: str | None):

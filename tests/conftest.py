@@ -8,10 +8,28 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launching import Launch
 
 ROOT = Path(__file__).parent.parent
 # One thread: small products are faster so, and the same on every machine. No hub, so that nothing waits for a network.
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+# Training on the CPU also where there is a GPU: what a GPU gives is measured by benchmarks/ and tests/golden_losses.py.
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", ACCELERATE_USE_CPU="true")
+
+# With several workers (make test): files whose tests share something costly, a kernel build or the one GPU, stay together.
+ON_ONE_WORKER = {"test_build", "test_ops_cuda", "test_hopper_protocol", "test_ladder", "test_kernel_choice"}
+LONGEST_FIRST = ("test_resume", "test_build", "test_hopper_protocol", "test_train")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "xdist_group(name): tests that pytest-xdist gives to one worker, where it is used")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in ON_ONE_WORKER:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.path.stem not in LONGEST_FIRST)  # stable: so no worker is left alone with a long test
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +64,25 @@ def write_config(small_run, tmp_path):
     return write
 
 
+@pytest.fixture
+def launch(tmp_path):
+    """A function that starts ranks of train.py (see launching.py); what still runs at the test's end is killed."""
+    launched = []
+
+    def begin(*arguments, **options) -> Launch:
+        launched.append(Launch(tmp_path / f"output-{len(launched)}.txt", *arguments, **options))
+        return launched[-1]
+
+    yield begin
+    for each in launched:
+        each.kill()
+
+
 def start(*arguments, processes: int = 1) -> subprocess.Popen:
-    """Starts `accelerate launch --cpu train.py ARGUMENTS` as a group of processes of its own."""
+    """Starts `train.py ARGUMENTS`, several processes by `accelerate launch --cpu`, as a group of processes of its own."""
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", str(processes)]
     return subprocess.Popen(
-        launch + ["train.py", *map(str, arguments)],
+        (launch if processes > 1 else [sys.executable]) + ["train.py", *map(str, arguments)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -60,13 +92,24 @@ def start(*arguments, processes: int = 1) -> subprocess.Popen:
 
 
 def run(*arguments, processes: int = 1) -> str:
-    """The output of a finished `accelerate launch --cpu train.py`, which must succeed."""
+    """The output of a finished `train.py`, which must succeed."""
     process = start(*arguments, processes=processes)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
 
 
+def read_lines(run_directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+
+
+TIMES = {"seconds", "tokens_per_second", "useful_tflops", "peak_share", "data_wait_share", "peak_memory_gb"}
+
+
+def read_timeless(run_directory: Path) -> list[dict]:
+    """What metrics.jsonl says of each step, without the times: the same for every exact repetition of a run."""
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_lines(run_directory)]
+
+
 def read_losses(run_directory: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in read_lines(run_directory) if "loss" in line}

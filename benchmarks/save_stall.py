@@ -1,0 +1,63 @@
+"""How late a step is after a checkpoint: wall time from step to step, saves included, of a run that saves every so often.
+
+    python benchmarks/save_stall.py --config configs/h200.yaml data.source=builtin data.directory=data/stall train.steps=200
+    torchrun --standalone --nproc_per_node 2 benchmarks/save_stall.py --config ...
+
+Prints the median step, the steps that save and the ones after them as multiples of it, and the time of writing.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from mixer import loop
+from mixer.config import load_config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    options, overrides = parser.parse_known_args()
+    marks: list[float] = []
+    real_ask = loop.Stop.ask
+
+    def ask(stop) -> None:  # the loop's first act in each step
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        real_ask(stop)
+
+    loop.Stop.ask = ask
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))  # one directory for all processes
+    directory = Path(tempfile.gettempdir()) / f"save_stall-{launch}"
+    settings = [f"checkpoint.save_every={options.every}", "train.eval_every=0", "logging.log_every=1000000"]
+    loop.train(load_config(options.config, [f"output_dir={directory}", *settings, *overrides]))
+    if os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(directory)
+        report(marks, options.every)
+
+
+def report(marks: list[float], every: int) -> None:
+    """Step n (from 1) runs from mark n - 1 to mark n, with the save that follows it."""
+    seconds = {n: marks[n] - marks[n - 1] for n in range(every + 1, len(marks))}  # the first interval warms up
+    places = {n: n % every for n in seconds}
+    quiet = statistics.median(s for n, s in seconds.items() if places[n] > every // 2)
+    found = {"median_step_seconds": quiet}
+    for name, place in (("saving", 0), ("first_after", 1), ("second_after", 2)):
+        ratios = [s / quiet for n, s in seconds.items() if places[n] == place]
+        found[f"{name}_median"], found[f"{name}_worst"] = statistics.median(ratios), max(ratios)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

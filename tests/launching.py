@@ -1,0 +1,112 @@
+"""Real processes of train.py that start at once: forked from one that has already imported everything.
+
+`accelerate launch` takes seconds to import what it needs, for each process of each test. Here a process is forked, given
+the environment that torchrun gives to a rank, and runs train.py's own `main`; signals, files and exits are as ever.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def train_main(arguments: list[str]) -> None:
+    import train
+
+    sys.argv = ["train.py", *arguments]
+    train.main()
+
+
+def _rank(arguments: list[str], environment: dict[str, str], output: str, before: Callable | None) -> None:
+    """What a forked process does; its output goes to a file, and `before` may change what it is about to run."""
+    from mixer.errors import run_command
+
+    os.setpgid(0, 0)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    if before:
+        before()
+    run_command(lambda: train_main(arguments))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Launch:
+    """Ranks of one training. `output` is what all of them have printed."""
+
+    def __init__(self, output: Path, *arguments, processes: int = 1, environment: dict | None = None, before=None):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["mixer.loop", "launching"])
+        self.file = output
+        output.unlink(missing_ok=True)
+        common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {"LOCAL_WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true", **(environment or {})}
+        self.ranks = []
+        for rank in range(processes):
+            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else dict(environment or {})
+            arguments_of_rank = ([str(argument) for argument in arguments], own, str(output), before)
+            self.ranks.append(context.Process(target=_rank, args=arguments_of_rank, daemon=True))
+            self.ranks[-1].start()
+
+    @property
+    def output(self) -> str:
+        return self.file.read_text() if self.file.exists() else ""
+
+    def running(self) -> bool:
+        return any(rank.is_alive() for rank in self.ranks)
+
+    def until(self, condition: Callable[[], bool], patience: float = 60) -> "Launch":
+        """Waits for something that the run is to bring about."""
+        deadline = time.monotonic() + patience
+        while not condition():
+            assert self.running() and time.monotonic() < deadline, f"did not happen in {patience} s: {self.output}"
+            time.sleep(0.005)
+        return self
+
+    def signal(self, number: int, rank: int = 0) -> "Launch":
+        os.kill(self.ranks[rank].pid, number)
+        return self
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
+
+    def wait(self, patience: float = 120) -> list[int]:
+        """The exit code of each rank; as under torchrun, one that fails takes the others with it, after a while."""
+        deadline = time.monotonic() + patience
+        while self.running() and time.monotonic() < deadline:
+            if any(rank.exitcode not in (None, 0) for rank in self.ranks):
+                deadline = min(deadline, time.monotonic() + 10)
+            time.sleep(0.005)
+        for rank in self.ranks:
+            if rank.is_alive():
+                rank.kill()
+            rank.join()
+        return [rank.exitcode for rank in self.ranks]
+
+    def succeed(self) -> str:
+        codes = self.wait()
+        assert set(codes) == {0}, f"exit codes {codes}: {self.output}"
+        return self.output
+
+    def stop(self) -> str:
+        """SIGTERM to the first rank, and what was printed up to the end."""
+        return self.signal(signal.SIGTERM).succeed()

@@ -1,0 +1,109 @@
+"""Training on real GPUs: fp16, exact resumes, nothing waited for between logging steps, DDP and FSDP.
+
+pytest tests/test_train_cuda.py          # on 1, 2 or 4 GPUs; without one, all of it is skipped
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from conftest import read_lines, read_losses
+from test_resume import assert_same
+from test_scale_out import FSDP
+
+GPUS = torch.cuda.device_count()
+ON_GPU = {"ACCELERATE_USE_CPU": "false"}
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
+
+SECTIONS = {
+    "model": {"hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 64},
+    "train": {"steps": 24, "batch_size": 8, "eval_every": 6, "eval_samples": 16},
+}
+LAUNCHES = [
+    pytest.param(count, engine, id=f"{count}-{name}") for count in (1, 2, 4) for name, engine in (("ddp", {}), ("fsdp", FSDP))
+]
+
+
+def options_for(processes: int, engine: dict) -> dict:
+    if GPUS < processes or (engine and processes == 1):
+        pytest.skip(f"{processes} GPUs and this engine do not go together here: {GPUS} GPUs")
+    return {"processes": processes, "environment": ON_GPU | engine}
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+@pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
+def test_losses_of_each_precision_and_engine_are_those_of_one_gpu_in_fp32(
+    write_config, launch, tmp_path, processes, engine, precision
+):
+    options = options_for(processes, engine)
+    config = write_config(**SECTIONS)
+    launch("--config", config, "name=one", "train.tf32=false", environment=ON_GPU).succeed()
+    changes = [f"train.batch_size={8 // processes}", f"train.mixed_precision={precision}", "train.tf32=false"]
+    launch("--config", config, "name=many", *changes, **options).succeed()
+    lines = [line for line in read_lines(tmp_path / "runs/many") if "loss" in line]
+    if lines[-1]["skipped_steps"] == 0:
+        tolerance = 1e-4 if precision == "no" else 3e-2
+        assert read_losses(tmp_path / "runs/many") == pytest.approx(read_losses(tmp_path / "runs/one"), rel=tolerance)
+    assert all("loss_scale" in line for line in lines) == (precision == "fp16")
+
+
+@pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes, engine, precision):
+    options = options_for(processes, engine)
+    config = write_config(**SECTIONS)
+    changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}"]
+    launch("--config", config, "name=whole", *changes, **options).succeed()
+    for stop_at in (7, 12):
+        ranks = launch("--config", config, "name=parts", *changes, f"checkpoint.save_every={stop_at}", **options)
+        ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists).kill()
+    launch("--config", config, "name=parts", *changes, **options).succeed()
+    assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 24)
+
+
+def overflowing() -> None:
+    """Losses so large that fp16's gradients overflow at its first scale, and always where LOSS_FACTOR is infinite."""
+    from mixer import loop
+
+    real = loop.token_nats
+    loop.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
+
+
+def test_fp16_overflows_are_skipped_counted_and_end_the_run_where_they_do_not_end(write_config, launch, tmp_path):
+    config = write_config(**SECTIONS)
+    changes = ["train.mixed_precision=fp16", "train.max_skipped_steps=10", "train.max_grad_norm=1"]
+    environment = ON_GPU | {"LOSS_FACTOR": "4096"}
+    launch("--config", config, *changes, environment=environment, before=overflowing).succeed()
+    lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
+    assert 0 < lines[-1]["skipped_steps"] < 20
+    before, counted = 65536.0, 0
+    for line in lines:  # a skipped step halves the scale
+        assert (line["loss_scale"] == before / 2) == (line["skipped_steps"] == counted + 1)
+        before, counted = line["loss_scale"], line["skipped_steps"]
+    environment = ON_GPU | {"LOSS_FACTOR": str(math.inf)}
+    ranks = launch("--config", config, "name=never", *changes, environment=environment, before=overflowing)
+    assert ranks.wait() == [2]
+    assert "10 steps in a row were skipped, up to step 10" in ranks.output
+
+
+def forbid_waiting() -> None:
+    """Anything that waits for the GPU is an error, except in steps that log, save or evaluate (each 4th here)."""
+    from mixer import loop
+
+    real = loop.learning_rate
+
+    def rate(config, step, steps):
+        torch.cuda.set_sync_debug_mode("error" if step >= 4 and (step + 1) % 4 else "default")
+        return real(config, step, steps)
+
+    loop.learning_rate = rate
+
+
+@pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_nothing_waits_for_the_gpu_between_logging_steps(write_config, launch, processes, engine, precision):
+    options = options_for(processes, engine)
+    config = write_config(**SECTIONS, logging={"log_every": 4}, checkpoint={"save_every": 12})
+    changes = [f"train.mixed_precision={precision}", "train.eval_every=12", f"train.batch_size={8 // processes}"]
+    launch("--config", config, *changes, before=forbid_waiting, **options).succeed()
