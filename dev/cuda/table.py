@@ -47,12 +47,18 @@ def line(row: dict, cublas: float | None) -> str:
     return f"{start} {row['configuration']} | {row['milliseconds']:.4f} | {row['useful_tflops']:.1f} | {percent} |"
 
 
+def at(groups: dict[tuple, list[dict]]) -> str:
+    """The commits that rows name, where whoever keeps a result has added them."""
+    commits = sorted({row["commit"] for rows in groups.values() for row in rows if "commit" in row})
+    return f" at commit {', '.join(commits)}" if commits else ""
+
+
 def markdown(groups: dict[tuple, list[dict]]) -> str:
     devices = sorted({row["device"] for rows in groups.values() for row in rows if "device" in row})
     parts = ["# The ladder", ""]
     if devices:
         parts += [
-            f"Measured on {', '.join(devices)}; bf16, medians; useful TFLOP/s count the lower triangle alone.",
+            f"Measured on {', '.join(devices)}{at(groups)}; bf16, medians; useful TFLOP/s count the lower triangle alone.",
             "",
         ]
     for (operation, batch, tokens, channels), rows in groups.items():
@@ -88,11 +94,15 @@ def draw(groups: dict[tuple, list[dict]], path: Path) -> bool:
     if not bars:
         return False
     figure, panels = pyplot.subplots(1, len(bars), figsize=(1 + 4 * len(bars), 3.4), squeeze=False, sharey=True)
+    every_size = sorted(
+        {size for sizes in bars.values() for size in sizes}
+    )  # a place and a colour for each, also where it is missing
+    width = 0.8 / len(every_size)
     for panel, (operation, sizes) in zip(panels[0], bars.items(), strict=True):
-        width = 0.8 / len(sizes)
-        for index, ((tokens, batch, _), percents) in enumerate(sizes.items()):
+        for index, (tokens, batch, channels) in enumerate(every_size):
+            percents = sizes.get((tokens, batch, channels), {})
             places = [version - 0.4 + width * (index + 0.5) for version in percents]
-            panel.bar(places, list(percents.values()), width, label=f"{batch} x {tokens} tokens")
+            panel.bar(places, list(percents.values()), width, color=f"C{index}", label=f"{batch} x {tokens} tokens")
         panel.axhline(100, color="black", linewidth=0.8, linestyle="--")
         panel.set_title(operation.replace("_", " "))
         panel.set_xlabel("version")
