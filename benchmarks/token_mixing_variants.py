@@ -14,7 +14,7 @@ from token_mixing_work import Shape
 from torch import Tensor, nn
 
 from mixer.ops import cuda, reference, triangular_conv
-from mixer.ops.reference import shift_channels, tap_shift
+from mixer.ops.reference import head_slices, multiply_into, shift_channels, tap_shift
 
 PANELS = (2, 4, 8, 16)
 MIN_PANEL_ROWS = 16
@@ -102,46 +102,32 @@ def bounds(tokens: int, panels: int) -> list[tuple[int, int]]:
     return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 
-def head_columns(channels: int, heads: int) -> list[slice]:
-    width = channels // heads
-    return [slice(head * width, (head + 1) * width) for head in range(heads)]
-
-
-def multiply(out: Tensor, weight: Tensor, x: Tensor, first: bool) -> None:
-    """out = or += weight @ x, one batched product without a copy of the weight."""
-    weight = weight.expand(x.shape[0], -1, -1)
-    if first:
-        torch.bmm(weight, x, out=out)
-    else:
-        out.baddbmm_(weight, x)
-
-
 def panels_forward(slot: SimpleNamespace, panels: int) -> Tensor:
     """Pure cuBLAS calls into an out buffer; one panel is the dense product."""
     heads, taps, tokens, _ = slot.masked.shape
-    for head, columns in enumerate(head_columns(slot.x.shape[-1], heads)):
+    for head, columns in enumerate(head_slices(slot.x.shape[-1], heads)):
         for tap in range(taps):
             x = shift_channels(slot.x[..., columns], tap_shift(tap, taps))
             for start, end in bounds(tokens, panels):
-                multiply(slot.y[:, start:end, columns], slot.masked[head, tap, start:end, :end], x[:, :end], tap == 0)
+                multiply_into(slot.y[:, start:end, columns], slot.masked[head, tap, start:end, :end], x[:, :end], tap > 0)
     return slot.y
 
 
 def panels_grad_input(slot: SimpleNamespace, panels: int) -> Tensor:
     heads, taps, tokens, _ = slot.masked.shape
-    for head, columns in enumerate(head_columns(slot.dy.shape[-1], heads)):
+    for head, columns in enumerate(head_slices(slot.dy.shape[-1], heads)):
         for tap in range(taps):
             dy = shift_channels(slot.dy[..., columns], -tap_shift(tap, taps))
             for start, end in bounds(tokens, panels):
                 weight = slot.masked[head, tap, start:, start:end].t()
-                multiply(slot.y[:, start:end, columns], weight, dy[:, start:], tap == 0)
+                multiply_into(slot.y[:, start:end, columns], weight, dy[:, start:], tap > 0)
     return slot.y
 
 
 def panels_grad_weight(slot: SimpleNamespace, panels: int) -> Tensor:
     """Products of each sample, summed over the batch. The zero upper half is left as it was."""
     heads, taps, tokens, _ = slot.dweight.shape
-    for head, columns in enumerate(head_columns(slot.dy.shape[-1], heads)):
+    for head, columns in enumerate(head_slices(slot.dy.shape[-1], heads)):
         for tap in range(taps):
             x = shift_channels(slot.x[..., columns], tap_shift(tap, taps))
             for start, end in bounds(tokens, panels):

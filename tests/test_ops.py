@@ -19,6 +19,7 @@ SHAPES = [  # tokens, context, channels, batch, heads, taps
     (128, 128, 96, 1, 4, 3),
     (129, 200, 8, 3, 2, 4),
     (200, 200, 40, 1, 1, 5),
+    (300, 320, 16, 3, 2, 3),
     (512, 512, 8, 1, 1, 1),
     (1000, 1000, 8, 1, 1, 1),
 ]
@@ -160,8 +161,9 @@ def test_autocast_casts_the_input_and_leaves_fp32_gradients_to_the_parameter(bac
     assert weight.grad.dtype == bias.grad.dtype == torch.float32
 
 
-def test_panels_do_nine_sixteenths_of_the_dense_work():
-    assert products_per_triangle(512, "panels") / products_per_triangle(512, "dense") == 9 / 16
+@pytest.mark.parametrize("tokens, share", [(64, 1), (512, 3 / 4), (2048, 5 / 8), (8192, 17 / 32)])
+def test_share_of_the_dense_work_that_panels_do(tokens, share):
+    assert products_per_triangle(tokens, "panels") / products_per_triangle(tokens, "dense") == share
     assert packed_columns(9) == 16
 
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Panels per triangle. p panels do (p + 1) / 2p of the dense product: 9/16 at 8. Panels thinner than 64 rows only add launches.
-MAX_PANELS = 8
+# Rows of a panel. p panels do (p + 1) / 2p of the dense product, but thin ones run at a lower rate: two panels, and from 1024
+# tokens on panels of 512 rows, were the fastest on an H200 (benchmarks/results/token_mixing_h200.md).
 MIN_PANEL_ROWS = 64
+MAX_PANEL_ROWS = 512
 
 
 def packed_columns(tokens: int) -> int:
@@ -62,8 +63,8 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
 
 
 def panel_bounds(tokens: int) -> list[tuple[int, int]]:
-    """Rows (start, end) of each panel: at most MAX_PANELS, none under MIN_PANEL_ROWS but the last."""
-    rows = max(MIN_PANEL_ROWS, -(-tokens // MAX_PANELS))
+    """Rows (start, end) of each panel. They start at multiples of 8, where a 16-bit weight lies on 16 bytes."""
+    rows = min(max(packed_columns(-(-tokens // 2)), MIN_PANEL_ROWS), MAX_PANEL_ROWS)
     return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 
@@ -73,32 +74,51 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return F.pad(corner, (0, packed_columns(tokens) - tokens)).contiguous()
 
 
+def head_slices(channels: int, heads: int) -> list[slice]:
+    """The channels of each head."""
+    width = channels // heads
+    return [slice(head * width, (head + 1) * width) for head in range(heads)]
+
+
+def multiply_into(out: Tensor, weight: Tensor, x: Tensor, add: bool) -> None:
+    """out = weight @ x, or += if `add`.
+
+    out (batch, rows, channels), weight (rows, depth), x (batch, depth, channels).
+    """
+    if not x.is_cuda:  # where a product into rows of a larger tensor is slower than one that is copied there
+        product = weight @ x
+        out.add_(product) if add else out.copy_(product)
+    elif add:
+        out.baddbmm_(weight.expand(x.shape[0], -1, -1), x)
+    else:
+        torch.bmm(weight.expand(x.shape[0], -1, -1), x, out=out)
+
+
 def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """y = bias + residual + W x; panel [start:end] of rows reads x[:end] alone."""
     heads, taps, tokens, _ = packed.shape
-    parts = split_heads(x, heads)
-    y = torch.zeros_like(parts, memory_format=torch.contiguous_format)  # (heads, batch, tokens, channels of a head)
-    for tap in range(taps):
-        shifted = shift_channels(parts, tap_shift(tap, taps))
-        for start, end in panel_bounds(tokens):
-            y[:, :, start:end] += packed[:, None, tap, start:end, :end] @ shifted[:, :, :end]
-    if bias is not None:
-        y += bias[:, None, :tokens, None].to(y.dtype)
-    y = merge_heads(y).contiguous()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for head, channels in enumerate(head_slices(x.shape[-1], heads)):
+        for tap in range(taps):
+            shifted = shift_channels(x[..., channels], tap_shift(tap, taps))
+            for start, end in panel_bounds(tokens):
+                multiply_into(y[:, start:end, channels], packed[head, tap, start:end, :end], shifted[:, :end], tap > 0)
+        if bias is not None:
+            y[..., channels] += bias[head, :tokens, None].to(y.dtype)
     return y if residual is None else y.add_(residual)
 
 
 def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
     """dx = W^T dy; panel [start:end] of rows reads dy[start:] alone."""
     heads, taps, tokens, _ = packed.shape
-    parts = split_heads(dy, heads)
-    dx = torch.zeros_like(parts, memory_format=torch.contiguous_format)
-    for tap in range(taps):
-        shifted = shift_channels(parts, -tap_shift(tap, taps))
-        for start, end in panel_bounds(tokens):
-            columns = packed[:, None, tap, start:, start:end].transpose(-1, -2)  # (heads, 1, end - start, tokens - start)
-            dx[:, :, start:end] += columns @ shifted[:, :, start:]
-    return merge_heads(dx).contiguous()
+    dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    for head, channels in enumerate(head_slices(dy.shape[-1], heads)):
+        for tap in range(taps):
+            shifted = shift_channels(dy[..., channels], -tap_shift(tap, taps))
+            for start, end in panel_bounds(tokens):
+                columns = packed[head, tap, start:, start:end].t()  # (end - start, tokens - start)
+                multiply_into(dx[:, start:end, channels], columns, shifted[:, start:], tap > 0)
+    return dx
 
 
 def grad_weight(
@@ -106,20 +126,20 @@ def grad_weight(
 ) -> tuple[Tensor, Tensor]:
     """dW = tril(sum over batch of dy x^T) and dbias = sum over batch and channels of dy, zero beyond `tokens`.
 
-    The batch is folded into the channels, so that the sum over it happens inside one product, in its accumulator.
+    The products of the samples are in dy's dtype, as autograd has them; their sum is taken in `dtype` or fp32.
     """
     tokens = x.shape[1]
-    wide_dy = split_heads(dy, heads).transpose(1, 2).flatten(2)  # (heads, tokens, batch * channels of a head)
+    sum_dtype = torch.promote_types(dtype, torch.float32)
     dweight = dy.new_zeros((heads, taps, context, context), dtype=dtype)
-    for tap in range(taps):
-        shifted = shift_channels(split_heads(x, heads), tap_shift(tap, taps)).transpose(1, 2).flatten(2)
-        for start, end in panel_bounds(tokens):
-            rows = wide_dy[:, start:end] @ shifted[:, :end].transpose(-1, -2)  # (heads, end - start, end)
-            dweight[:, tap, start:end, :end] = rows.tril(start)
-    if not with_bias:
-        return dweight, dy.new_empty(0, dtype=dtype)
-    dbias = dy.new_zeros((heads, context), dtype=dtype)
-    dbias[:, :tokens] = wide_dy.sum(-1, dtype=torch.promote_types(dtype, dy.dtype))
+    dbias = dy.new_zeros((heads, context) if with_bias else (0,), dtype=dtype)
+    for head, channels in enumerate(head_slices(x.shape[-1], heads)):
+        for tap in range(taps):
+            shifted = shift_channels(x[..., channels], tap_shift(tap, taps)).mT  # (batch, channels of a head, tokens)
+            for start, end in panel_bounds(tokens):
+                rows = torch.bmm(dy[:, start:end, channels], shifted[..., :end]).sum(0, dtype=sum_dtype)
+                dweight[head, tap, start:end, :end] = rows.tril(start)
+        if with_bias:
+            dbias[head, :tokens] = dy[..., channels].sum((0, 2), dtype=sum_dtype)
     return dweight, dbias
 
 
