@@ -11,60 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Panels per triangle. p panels do (p + 1) / 2p of the dense product: 9/16 at 8. Panels thinner than 64 rows only add launches.
-MAX_PANELS = 8
-MIN_PANEL_ROWS = 64
+from mixer.plain import dense, merge_heads, panel_bounds, products_per_triangle, shift_channels, split_heads, tap_shift
+
+__all__ = ["dense", "products_per_triangle"]  # for those who know them by this module
 
 
 def packed_columns(tokens: int) -> int:
     """Columns of a packed weight: `tokens` rounded up to 8, so that every row of a 16-bit weight starts on 16 bytes."""
     return (tokens + 7) // 8 * 8
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(batch, tokens, channels) -> view (heads, batch, tokens, channels of a head)."""
-    return x.unflatten(-1, (heads, -1)).permute(2, 0, 1, 3)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(heads, batch, tokens, channels of a head) -> contiguous (batch, tokens, channels)."""
-    return x.permute(1, 2, 0, 3).flatten(2)
-
-
-def shift_channels(x: Tensor, distance: int) -> Tensor:
-    """out[..., c] = x[..., c + distance], zero where c + distance lies outside the head."""
-    width = x.shape[-1]
-    if distance == 0:
-        return x
-    if abs(distance) >= width:
-        return torch.zeros_like(x)
-    return F.pad(x[..., max(distance, 0) : width + min(distance, 0)], (max(-distance, 0), max(distance, 0)))
-
-
-def tap_shift(tap: int, taps: int) -> int:
-    """Channels by which tap `tap` looks to the right: nn.Conv1d(padding="same") puts (taps - 1) // 2 on the left."""
-    return tap - (taps - 1) // 2
-
-
-def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """The masked-weight matmul, as one writes it in PyTorch: masked with tril, multiplied in full."""
-    heads, taps = weight.shape[:2]
-    tokens = x.shape[1]
-    mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
-    parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
-    y = torch.matmul(mask[:, None, 0], shift_channels(parts, tap_shift(0, taps)))
-    for tap in range(1, taps):
-        y = y + torch.matmul(mask[:, None, tap], shift_channels(parts, tap_shift(tap, taps)))
-    if bias is not None:
-        y = y + bias[:, None, :tokens, None].to(y.dtype)
-    y = merge_heads(y)
-    return y if residual is None else y + residual
-
-
-def panel_bounds(tokens: int) -> list[tuple[int, int]]:
-    """Rows (start, end) of each panel: at most MAX_PANELS, none under MIN_PANEL_ROWS but the last."""
-    rows = max(MIN_PANEL_ROWS, -(-tokens // MAX_PANELS))
-    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -121,13 +75,3 @@ def grad_weight(
     dbias = dy.new_zeros((heads, context), dtype=dtype)
     dbias[:, :tokens] = wide_dy.sum(-1, dtype=torch.promote_types(dtype, dy.dtype))
     return dweight, dbias
-
-
-def products_per_triangle(tokens: int, backend: str) -> int:
-    """Pairs (i, j) that a backend multiplies for one triangle of `tokens` rows; tokens * (tokens + 1) / 2 are needed."""
-    if backend == "dense":
-        return tokens * tokens
-    if backend == "panels":
-        return sum((end - start) * end for start, end in panel_bounds(tokens))
-    rows = 64  # the kernels skip the upper half in tiles of 64
-    return sum((min(start + rows, tokens) - start) * min(start + rows, tokens) for start in range(0, tokens, rows))
