@@ -15,7 +15,7 @@ demo: setup
 	$(BIN)/accelerate launch --cpu --num_processes 1 train.py --config configs/demo.yaml
 	$(BIN)/python eval.py --checkpoint runs/demo/step-600
 	$(BIN)/python -m mixer.report runs/demo
-	$(BIN)/python -m mixer.sample --checkpoint runs/demo/step-600 --prompt "def read(self, "
+	$(BIN)/python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 
 # Three workers for two cores: the tests that start, kill and await real processes wait half of their time.
 test: setup

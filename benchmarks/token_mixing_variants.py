@@ -14,7 +14,8 @@ from token_mixing_work import Shape
 from torch import Tensor, nn
 
 from mixer.ops import cuda, reference, triangular_conv
-from mixer.ops.reference import head_slices, multiply_into, shift_channels, tap_shift
+from mixer.ops.reference import head_slices, multiply_into
+from mixer.plain import shift_channels, tap_shift
 
 PANELS = (2, 4, 8, 16)
 MIN_PANEL_ROWS = 16

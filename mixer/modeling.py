@@ -6,15 +6,19 @@ No position embedding (the mixing weight knows every position), no final norm un
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, initialization
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from mixer.cache import MixingCache, MixingMemory, Places
 from mixer.configuration import MaskedMixerConfig
 from mixer.ops import triangular_conv
-from mixer.ops.reference import products_per_triangle
+from mixer.plain import mix_rows, products_per_triangle
+
+GIVE_A_TOKEN = "give at least one token, such as the tokenizer's end of text, which stands before every document"
 
 
 class TriangularConv(nn.Module):
@@ -38,8 +42,22 @@ class TriangularConv(nn.Module):
         if not getattr(self.weight, "_is_hf_initialized", False):  # loaded weights are left as they are
             self.weight.tril_()
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return triangular_conv(x, self.weight, self.bias, residual, backend=self.backend)
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        memory: MixingMemory | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """With a memory x follows what it holds: the first tokens by the whole operation, later ones by their rows alone."""
+        first = memory is None or memory.get_seq_length() == 0
+        if memory is not None:
+            parts = x.unflatten(-1, (self.weight.shape[0], -1)).transpose(1, 2)  # (batch, heads, new, channels of a head)
+            earlier, _ = memory.update(parts, positions=positions)
+        if first:
+            return triangular_conv(x, self.weight, self.bias, residual, backend=self.backend)
+        y = mix_rows(earlier, self.weight, self.bias, positions)
+        return y if residual is None else y + residual
 
 
 class TokenMixing(nn.Module):
@@ -59,18 +77,24 @@ class TokenMixing(nn.Module):
         self.second_conv = TriangularConv(config) if config.mixer_expansion else None
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size) if many else None
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # both (batch, tokens, channels)
+    def forward(
+        self,
+        x: Tensor,  # (batch, tokens, channels), as residual
+        residual: Tensor,
+        memories: Sequence[MixingMemory | None] = (None, None),  # one for each convolution
+        positions: Tensor | None = None,
+    ) -> Tensor:
         # The range makes the time spent here countable in any profile, whichever backend runs.
         with torch.profiler.record_function("token_mixing"):
             if self.in_proj is not None:
                 x = self.in_proj(x)
             last = self.conv
             if self.second_conv is not None:
-                x = nn.functional.gelu(self.conv(x))
-                last = self.second_conv
+                x = nn.functional.gelu(self.conv(x, None, memories[0], positions))
+                last, memories = self.second_conv, memories[1:]
             if self.out_proj is not None:
-                return residual + self.out_proj(last(x))
-            return last(x, residual)  # the convolution adds the residual itself
+                return residual + self.out_proj(last(x, None, memories[0], positions))
+            return last(x, residual, memories[0], positions)  # the convolution adds the residual itself
 
 
 class MLP(nn.Module):
@@ -91,8 +115,13 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, channels)
-        x = self.mixing(self.mixing_norm(x), residual=x)
+    def forward(
+        self,
+        x: Tensor,  # (batch, tokens, channels)
+        memories: Sequence[MixingMemory | None] = (None, None),
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        x = self.mixing(self.mixing_norm(x), x, memories, positions)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -128,15 +157,43 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.final_norm else nn.Identity()
         self.post_init()
 
-    def forward(self, input_ids: Tensor, **kwargs) -> BaseModelOutput:
-        """Raises ValueError for more tokens than the context. Padding on the right cannot be seen by earlier tokens."""
-        tokens, context = input_ids.shape[1], self.config.max_position_embeddings
-        if tokens > context:
-            raise ValueError(f"the input has {tokens} tokens, the model's context is {context}; shorten the input")
-        x = self.embed_tokens(input_ids)  # (batch, tokens, channels)
-        for layer in self.layers:
-            x = layer(x)
-        return BaseModelOutput(last_hidden_state=self.norm(x))
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: MixingCache | None = None,
+        use_cache: bool = False,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """The hidden states of new tokens; see MaskedMixerForCausalLM.forward for arguments and errors."""
+        new = input_ids.shape[1]
+        if use_cache and past_key_values is None:
+            past_key_values = MixingCache(self.config)
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        self._check(input_ids, attention_mask, past)
+        places = Places(attention_mask, new) if attention_mask is not None else None
+        if places is not None:
+            input_ids = places.gather(input_ids)
+        x = self.embed_tokens(input_ids)  # (batch, new, channels)
+        start = past if places is None or past == 0 else places.starts
+        positions = torch.arange(new, device=input_ids.device)[None] + start  # (batch or 1, new)
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if past_key_values is None else layer(x, past_key_values.of_block(number), positions.to(x.device))
+        x = self.norm(x)
+        if places is not None:
+            x = places.restore(x)
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+
+    def _check(self, input_ids: Tensor, attention_mask: Tensor | None, past: int) -> None:
+        (batch, new), context = input_ids.shape, self.config.max_position_embeddings
+        if past + new > context:
+            before = f", {past} of them in the cache" if past else ""
+            raise ValueError(f"the input has {past + new} tokens{before}, the model's context is {context}; shorten the input")
+        if attention_mask is not None and tuple(attention_mask.shape) != (batch, past + new):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be {(batch, past + new)}: (batch, tokens), "
+                "with those in the cache"
+            )
 
 
 class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
@@ -156,43 +213,64 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: MixingCache | None = None,
+        use_cache: bool = False,
         **kwargs,
-    ) -> CausalLMOutput:
+    ) -> CausalLMOutputWithPast:
         """Next-token logits, and the mean cross-entropy in nats where labels are given.
 
         Args:
-            input_ids: (batch, tokens) int64, tokens <= max_position_embeddings.
-            attention_mask: accepted for the tools that pass it. Right padding needs no mask, since the mixing is causal;
-                left padding moves the tokens to other positions and is refused by `generate`.
-            labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 where not scored.
+            input_ids: (batch, tokens) int64; with those in the cache at most max_position_embeddings.
+            attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding, on either side. Each text is
+                computed as if it stood alone; a padded place repeats the logits of the token before it.
+            labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 where not scored. The first
+                token of a text, which nothing predicts, is not scored.
             logits_to_keep: compute the logits of only the last so many tokens, or of these positions; 0 for all.
+            past_key_values: what an earlier call returned, which these tokens follow; it is changed in place.
+            use_cache: return a cache. Generation sets it.
 
         Returns:
-            CausalLMOutput with logits (batch, kept tokens, vocab_size) and loss.
+            CausalLMOutputWithPast with logits (batch, kept tokens, vocab_size), loss and past_key_values.
+
+        Raises:
+            ValueError: more tokens than the context, or an attention_mask of another shape.
         """
-        x = self.model(input_ids).last_hidden_state
+        output = self.model(input_ids, attention_mask, past_key_values, use_cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(x[:, kept])
+        logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
+            if attention_mask is not None:
+                labels = labels.masked_fill(Places(attention_mask, labels.shape[1]).unpredicted(), -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutput(loss=loss, logits=logits)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # nothing is cached: each new token is a full forward of the sequence so far
+        return False  # it keeps keys and values of attention
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs) -> dict:
-        if attention_mask is not None and input_ids.shape[1] > 0 and not bool(attention_mask.all()):
-            raise ValueError(
-                "attention_mask has zeros: prompts of different lengths cannot be generated from in one batch, since padding "
-                "moves tokens to other positions; generate from one prompt at a time, or from prompts of equal length"
-            )
-        return {"input_ids": input_ids, "logits_to_keep": 1}
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = MixingCache(self.config)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args, attention_mask: Tensor | None = None, **kwargs) -> dict:
+        if attention_mask is not None:  # generate gives none where nothing is padded
+            empty = attention_mask.sum(1).eq(0).nonzero().flatten().tolist()
+            if empty:
+                raise ValueError(f"the prompts of samples {empty} are empty, all padding; {GIVE_A_TOKEN}")
+        return super().prepare_inputs_for_generation(input_ids, *args, attention_mask=attention_mask, **kwargs)
+
+    def _maybe_initialize_input_ids_for_generation(self, inputs, bos_token_id, model_kwargs):
+        if inputs is None and bos_token_id is None:
+            raise ValueError(f"the prompt is empty; {GIVE_A_TOKEN}")
+        return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
 
     def _validate_generated_length(self, generation_config, input_ids_length, has_default_max_length):
         super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
         context = self.config.max_position_embeddings
+        if input_ids_length == 0:
+            raise ValueError(f"the prompt is empty; {GIVE_A_TOKEN}")
         if generation_config.max_length > context:
             raise ValueError(
                 f"the prompt has {input_ids_length} tokens and {generation_config.max_length - input_ids_length} new ones were "

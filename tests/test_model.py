@@ -98,16 +98,12 @@ def test_generate_is_the_argmax_of_the_full_forward():
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), expected)
 
 
-def test_generation_beyond_the_context_and_padded_prompts_are_refused():
+def test_input_and_generation_beyond_the_context_are_refused():
     model = small_model()
     with pytest.raises(ValueError, match="context is 12: shorten the prompt or give max_new_tokens=8"):
         model.generate(tokens(length=4), max_new_tokens=9)
     with pytest.raises(ValueError, match="the input has 13 tokens, the model's context is 12"):
         model(tokens(length=13))
-    mask = torch.ones(2, 4, dtype=torch.int64)
-    mask[0, 0] = 0
-    with pytest.raises(ValueError, match="one prompt at a time"):
-        model.generate(tokens(batch=2, length=4), attention_mask=mask, max_new_tokens=2)
 
 
 def test_operations_counted_by_hand():

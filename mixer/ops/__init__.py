@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from mixer.ops import operator
+from mixer.plain import BACKENDS
 
-BACKENDS = ("auto", "cuda", "panels", "dense")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 __all__ = ["BACKENDS", "triangular_conv"]

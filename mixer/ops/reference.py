@@ -11,61 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of a panel. p panels do (p + 1) / 2p of the dense product, but thin ones run at a lower rate: two panels, and from 1024
-# tokens on panels of 512 rows, were the fastest on an H200 (benchmarks/results/token_mixing_h200.md).
-MIN_PANEL_ROWS = 64
-MAX_PANEL_ROWS = 512
+from mixer.plain import dense, panel_bounds, products_per_triangle, shift_channels, tap_shift
+
+__all__ = ["dense", "products_per_triangle"]  # for those who know them by this module
 
 
 def packed_columns(tokens: int) -> int:
     """Columns of a packed weight: `tokens` rounded up to 8, so that every row of a 16-bit weight starts on 16 bytes."""
     return (tokens + 7) // 8 * 8
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(batch, tokens, channels) -> view (heads, batch, tokens, channels of a head)."""
-    return x.unflatten(-1, (heads, -1)).permute(2, 0, 1, 3)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(heads, batch, tokens, channels of a head) -> contiguous (batch, tokens, channels)."""
-    return x.permute(1, 2, 0, 3).flatten(2)
-
-
-def shift_channels(x: Tensor, distance: int) -> Tensor:
-    """out[..., c] = x[..., c + distance], zero where c + distance lies outside the head."""
-    width = x.shape[-1]
-    if distance == 0:
-        return x
-    if abs(distance) >= width:
-        return torch.zeros_like(x)
-    return F.pad(x[..., max(distance, 0) : width + min(distance, 0)], (max(-distance, 0), max(distance, 0)))
-
-
-def tap_shift(tap: int, taps: int) -> int:
-    """Channels by which tap `tap` looks to the right: nn.Conv1d(padding="same") puts (taps - 1) // 2 on the left."""
-    return tap - (taps - 1) // 2
-
-
-def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """The masked-weight matmul, as one writes it in PyTorch: masked with tril, multiplied in full."""
-    heads, taps = weight.shape[:2]
-    tokens = x.shape[1]
-    mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
-    parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
-    y = torch.matmul(mask[:, None, 0], shift_channels(parts, tap_shift(0, taps)))
-    for tap in range(1, taps):
-        y = y + torch.matmul(mask[:, None, tap], shift_channels(parts, tap_shift(tap, taps)))
-    if bias is not None:
-        y = y + bias[:, None, :tokens, None].to(y.dtype)
-    y = merge_heads(y)
-    return y if residual is None else y + residual
-
-
-def panel_bounds(tokens: int) -> list[tuple[int, int]]:
-    """Rows (start, end) of each panel. They start at multiples of 8, where a 16-bit weight lies on 16 bytes."""
-    rows = min(max(packed_columns(-(-tokens // 2)), MIN_PANEL_ROWS), MAX_PANEL_ROWS)
-    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -141,13 +94,3 @@ def grad_weight(
         if with_bias:
             dbias[head, :tokens] = dy[..., channels].sum((0, 2), dtype=sum_dtype)
     return dweight, dbias
-
-
-def products_per_triangle(tokens: int, backend: str) -> int:
-    """Pairs (i, j) that a backend multiplies for one triangle of `tokens` rows; tokens * (tokens + 1) / 2 are needed."""
-    if backend == "dense":
-        return tokens * tokens
-    if backend == "panels":
-        return sum((end - start) * end for start, end in panel_bounds(tokens))
-    rows = 64  # the kernels skip the upper half in tiles of 64
-    return sum((min(start + rows, tokens) - start) * min(start + rows, tokens) for start in range(0, tokens, rows))

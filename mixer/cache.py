@@ -1,0 +1,113 @@
+"""What generation keeps: the inputs of every token mixing so far, so that a new token needs one row of the weight alone.
+
+A token keeps the place that it has in its own text, from 0, whatever padding stands around it in the batch: the mixing weight
+knows every position, so a padded text must be mixed as if it stood alone. `Places` says where that is.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class MixingMemory(CacheLayerMixin):
+    """The inputs of one triangular convolution, as transformers has its cache layers.
+
+    `keys` is (batch, heads, context, channels of a head), allocated once at the first tokens; `values`, which a mixer does not
+    have, is empty. The length counts the columns of the batch, padding and all, as transformers counts them.
+    """
+
+    is_croppable = True
+
+    def __init__(self, context: int):
+        super().__init__()
+        self.context = context
+        self.cumulative_length = 0  # transformers' own reset() sets what has this name to 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        batch, heads, _, channels = key_states.shape
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, batch
+        self.keys = key_states.new_zeros(batch, heads, self.context, channels)
+        self.values = key_states.new_empty(batch, 0)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor | None = None, positions: Tensor | None = None):
+        """Writes new inputs (batch, heads, new, channels of a head) at `positions` (batch or 1, new), which follow on from
+        each text; returns (all up to now (batch, heads, length, channels of a head), None). Raises ValueError beyond the
+        context.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states)
+        start, end = self.cumulative_length, self.cumulative_length + key_states.shape[2]
+        if end > self.context:
+            raise ValueError(f"{end} tokens are more than the cache's {self.context}, the model's context; generate fewer")
+        if positions is None or positions.shape[0] == 1:
+            self.keys[:, :, start:end] = key_states
+        else:
+            samples = torch.arange(len(positions), device=positions.device)[:, None]
+            self.keys[samples, :, positions] = key_states.transpose(1, 2)
+        self.cumulative_length = end
+        return self.keys[:, :, :end], None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last columns; `tokens_to_remove` is zero or negative, as transformers gives it."""
+        self.cumulative_length -= abs(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._choose(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._choose(indices)
+
+    def _choose(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.batch_size = len(self.keys)
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return self.context
+
+    get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cumulative_length + query_length, 0
+
+
+class MixingCache(Cache):
+    """A MixingMemory for each convolution of a model, block after block; give it to `forward` as past_key_values."""
+
+    def __init__(self, config):
+        self.convolutions = 2 if config.mixer_expansion else 1  # per block
+        count = config.num_hidden_layers * self.convolutions
+        super().__init__(layers=[MixingMemory(config.max_position_embeddings) for _ in range(count)])
+
+    def of_block(self, block: int) -> list[MixingMemory]:
+        return self.layers[block * self.convolutions : (block + 1) * self.convolutions]
+
+
+class Places:
+    """Where the tokens of a padded batch stand, each in its own text; from a mask (batch, past + new) of 1 and 0.
+
+    The model works on `gather(input_ids)`, each text's new tokens at the front and padding behind, where no token can see it;
+    `restore` puts the results back. A padded place gets those of the last token before it (of the first, where there is
+    none), so that the last column speaks for every text: what `generate` reads, whichever side was padded.
+    """
+
+    def __init__(self, mask: Tensor, new: int):
+        taken = mask[:, -new:].bool()
+        self.order = taken.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # (batch, new): tokens, then padding
+        self.index = (taken.cumsum(1) - 1).clamp(min=0)  # (batch, new): of each column among the gathered
+        self.starts = mask[:, :-new].bool().sum(1, keepdim=True)  # (batch, 1): tokens of the text that are in the cache
+
+    def gather(self, input_ids: Tensor) -> Tensor:
+        return input_ids.gather(1, self.order)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """x (batch, new, channels) in the order of the columns again."""
+        return x.gather(1, self.index[..., None].expand_as(x))
+
+    def unpredicted(self) -> Tensor:
+        """(batch, new) bool: columns up to each text's first token, which no earlier token predicts."""
+        return self.starts + self.index == 0

@@ -1,0 +1,50 @@
+"""A quick look at what a checkpoint writes: python -m mixer.generate --checkpoint DIR --prompt TEXT [TEXT ...]"""
+
+import argparse
+from pathlib import Path
+
+from transformers import set_seed
+
+from mixer.errors import UserError, run_command
+from mixer.evaluate import choose_device, load_checkpoint
+
+
+def continuations(checkpoint: str, prompts: list[str], new_tokens: int, temperature: float, seed: int) -> list[str]:
+    """Each prompt and its continuation, all in one batch, by ancestral sampling; temperature 0 is greedy.
+
+    Raises UserError for a directory that is no checkpoint, an empty prompt, or one too long for the context.
+    """
+    model, tokenizer = load_checkpoint(Path(checkpoint), choose_device("auto", "fp32"))
+    if not all(prompts):
+        raise UserError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty; give at least one token of text")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)  # (prompts, tokens)
+    set_seed(seed)
+    how = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
+    try:
+        output = model.generate(
+            inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            **how,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return tokenizer.batch_decode(output, skip_special_tokens=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", required=True, help="a checkpoint directory, such as runs/demo/step-600")
+    parser.add_argument("--prompt", required=True, nargs="+", help="one or more texts to continue")
+    parser.add_argument("--new-tokens", type=int, default=80)
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sampling; 0 for the likeliest token each time")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    texts = continuations(options.checkpoint, options.prompt, options.new_tokens, options.temperature, options.seed)
+    print("\n\n".join(texts))
+
+
+if __name__ == "__main__":
+    run_command(main)
