@@ -75,10 +75,10 @@ def evaluation_notes(r: dict) -> str:
 
 
 def causality_note(c: dict) -> str:
+    places = ", ".join(map(str, c["changed_from"]))
     return (
-        f"Causal: in a window of {c['window']:,}, with all tokens changed from place {', '.join(map(str, c['changed_from']))} on, "
-        f"logits before that place moved by {c['largest_move_before']:.2g} at most, those after by "
-        f"{c['smallest_move_after']:.2g} at least."
+        f"Causal: in a window of {c['window']:,}, with all tokens changed from place {places} on, logits before that place "
+        f"moved by {c['largest_move_before']:.2g} at most, those after by {c['smallest_move_after']:.2g} at least."
     )
 
 
