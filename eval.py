@@ -1,7 +1,10 @@
-"""Evaluate checkpoints: perplexity per token, word and byte, bits per byte, loss by position.
+"""Evaluate checkpoints: perplexity per token, word and byte, bits per byte, loss by position, speed and memory.
 
-python eval.py --checkpoint runs/demo/step-200                  # the validation split of the run's own data
-python eval.py --checkpoint runs/demo/step-200 --text book.txt  # any UTF-8 text
+python eval.py --checkpoint runs/demo/step-200                         # the validation split of the run's own data
+python eval.py --checkpoint runs/demo/step-200 gpt2 --text book.txt    # any UTF-8 text, any causal LM's directory beside
+python eval.py --checkpoint runs/demo/step-200 --hub Salesforce/wikitext --subset wikitext-103-raw-v1
+accelerate launch --multi_gpu eval.py --checkpoint runs/v100/step-200000    # the windows shared out among the GPUs
+python eval.py ... --first-token eos --last-window full                # the conventions of lm-evaluation-harness
 """
 
 import argparse
@@ -12,37 +15,49 @@ from mixer.errors import run_command
 
 
 def parse(arguments=None) -> argparse.Namespace:
-    from mixer.evaluate import BACKENDS, DTYPES, FIRST_TOKEN, EvalOptions
+    from mixer.evaluate import FIRST_TOKEN, LAST_WINDOW, EvalOptions
+    from mixer.measure import DTYPES
+    from mixer.ops import BACKENDS
 
-    defaults = {f.name: f.default for f in fields(EvalOptions)}
-    helps = {f.name: f.metadata["help"] for f in fields(EvalOptions)}
+    choices = {"device": ("auto", "cpu", "cuda"), "dtype": DTYPES, "backend": BACKENDS}
+    choices |= {"first_token": FIRST_TOKEN, "last_window": LAST_WINDOW}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", nargs="+", required=True, metavar="DIR", help=helps["checkpoint"])
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", nargs="+", metavar="FILE", default=[], help=helps["text"])
-    text.add_argument("--data", metavar="DIR", default="", help=helps["data"])
-    for name in ("stride", "batch_size", "max_tokens"):
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, metavar="N", default=defaults[name], help=helps[name])
-    choices = {"device": ("auto", "cpu", "cuda"), "dtype": DTYPES, "backend": BACKENDS, "first_token": FIRST_TOKEN}
-    for name, allowed in choices.items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, choices=list(allowed), default=defaults[name], help=helps[name])
+    for option in fields(EvalOptions):
+        flag, how = "--" + option.name.replace("_", "-"), {"help": option.metadata["help"]}
+        if option.name == "checkpoint":
+            how |= {"nargs": "+", "required": True, "metavar": "DIR"}
+        elif option.name == "text":
+            how |= {"nargs": "+", "default": [], "metavar": "FILE"}
+        elif option.default is False:
+            how |= {"action": "store_true"}
+        else:
+            how |= {"default": option.default}
+            how |= {"choices": list(choices[option.name])} if option.name in choices else {"metavar": "NAME"}
+            how |= {} if isinstance(option.default, str) else {"type": int, "metavar": "N"}
+        parser.add_argument(flag, **how)
     parser.add_argument("--output", metavar="DIR", help="where the report goes (default: CHECKPOINT/../eval-<checkpoint>)")
     return parser.parse_args(arguments)
 
 
 def main(arguments=None) -> None:
-    from mixer.evaluate import EvalOptions, evaluate_checkpoint
-    from mixer.report import evaluation_table, write_evaluation
-
     options = parse(arguments)
+    from mixer.evaluate import EvalOptions, check_options, evaluate_checkpoint
+    from mixer.evaluation_report import evaluation_report, write_evaluation
+    from mixer.launch import start_asked_for_processes
+    from mixer.measure import end_processes, is_first_process
+
+    start_asked_for_processes()
     settings = {key: value for key, value in vars(options).items() if key not in ("checkpoint", "output")}
-    results = [evaluate_checkpoint(EvalOptions(checkpoint=path, **settings)) for path in options.checkpoint]
+    evaluations = [EvalOptions(checkpoint=path, **settings) for path in options.checkpoint]
+    for evaluation in evaluations:
+        check_options(evaluation)
+    results = [evaluate_checkpoint(evaluation) for evaluation in evaluations]
     first = Path(options.checkpoint[0])
     output = Path(options.output) if options.output else first.parent / f"eval-{first.resolve().name}"
-    print(evaluation_table(results))
-    print(f"\nreport.json, report.md and loss_by_position.png are in {write_evaluation(results, output)}")
+    if is_first_process():
+        print(evaluation_report(results))
+        print(f"\nreport.json, report.md and loss_by_position.png are in {write_evaluation(results, output)}")
+    end_processes()
 
 
 if __name__ == "__main__":

@@ -263,56 +263,6 @@ def draw_gaps(axes, curves, first, shared):
     style_steps(axes)
 
 
-# ------------------------------------------------------------------------------------------------- evaluation report
-
-
-def format_number(value) -> str:
-    if value is None:
-        return "over 1e308"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
-
-
-def evaluation_table(results: list[dict]) -> str:
-    """Markdown: one row a checkpoint; the conventions stand in the row and under the table."""
-    head = ("checkpoint", "tokens scored", "loss (nats/token)", "token ppl", "word ppl", "byte ppl", "bits/byte")
-    head += ("window", "stride", "first token")
-    keys = ("tokens_scored", "loss", "token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
-    keys += ("window", "stride")
-    rows = [[r["label"], *(format_number(r[key]) for key in keys), r["first_token"]] for r in results]
-    table = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 2) + "|---|"]
-    table += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(table + [""] + [evaluation_notes(result) for result in results])
-
-
-def evaluation_notes(r: dict) -> str:
-    kind = "disjoint"
-    if r["stride"] < r["window"]:
-        kind = f"after the first, each target sees at least {r['window'] - r['stride'] + 1:,} tokens"
-    return (
-        f"- {r['label']}: {r['text']}, {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
-        f"counted from {r['sizes_counted_from']}, unscored first tokens included); {r['streams']:,} stream(s), first "
-        f"token of each {r['first_token']}; {r['eos_scored']:,} EOS among the scored tokens; {r['windows']:,} windows "
-        f"of {r['window']:,}, stride {r['stride']:,} ({kind}); backend {r['backend']}, {r['dtype']}, {r['device']}, "
-        f"{r['tokens_per_second']:,.0f} tokens/s."
-    )
-
-
-def well_counted(losses: list, counts: list[int]) -> list:
-    """Without the positions that few windows score: under a stride, the early ones come from the first window alone."""
-    return [loss if 10 * count >= max(counts) else None for loss, count in zip(losses, counts, strict=True)]
-
-
-def write_evaluation(results: list[dict], directory) -> Path:
-    """report.json, report.md and loss_by_position.png in `directory`."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    (directory / "report.md").write_text(f"# Evaluation\n\n{evaluation_table(results)}\n", encoding="utf-8")
-    curves = {r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results}
-    plot_loss_by_position(curves, directory / "loss_by_position.png")
-    return directory
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m mixer.report", description=__doc__.split("\n")[0])
     parser.add_argument("run", nargs="+", help="run directory; two or more are compared")

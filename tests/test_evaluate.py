@@ -14,7 +14,8 @@ from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.data import DataConfig, prepare
 from mixer.errors import UserError
 from mixer.evaluate import EvalOptions, evaluate_checkpoint, evaluate_streams, evaluate_tokens
-from mixer.report import plot_comparison, plot_loss_by_position, plot_training, read_metrics, well_counted
+from mixer.evaluation_report import well_counted
+from mixer.report import plot_comparison, plot_loss_by_position, plot_training, read_metrics
 from mixer.scoring import plan_windows
 from mixer.tokenizer import load_tokenizer
 
@@ -35,13 +36,15 @@ def tiny_model(vocab_size=23, context=CONTEXT):
     return MaskedMixerForCausalLM(config).eval()
 
 
-def by_hand(model, tokens, context, stride):
+def by_hand(model, tokens, context, stride, last_window):
     """(target index, position, nats) one target at a time, each from exactly the promised context."""
     scored = []
     with torch.no_grad():
         for target in range(1, len(tokens)):
             window = max(0, math.ceil((target - context) / stride))  # the first window that holds the target
             begin = window * stride
+            if last_window == "full" and begin + context >= len(tokens) - 1:
+                begin = max(0, len(tokens) - 1 - context)  # the last window ends where the others would, and is as long
             logits = model(input_ids=torch.tensor([tokens[begin:target].tolist()])).logits[0, -1].double()
             nats = torch.logsumexp(logits, 0) - logits[tokens[target]]
             scored.append((target, target - begin - 1, nats.item()))
@@ -50,11 +53,12 @@ def by_hand(model, tokens, context, stride):
 
 @pytest.mark.parametrize("length", [2, 5, CONTEXT, CONTEXT + 1, CONTEXT + 2, 40])
 @pytest.mark.parametrize("stride", [None, 1, 5, CONTEXT])
-def test_perplexity_is_the_one_computed_by_hand(length, stride):
+@pytest.mark.parametrize("last_window", ["short", "full"])
+def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     model = tiny_model().double()
     tokens = np.random.default_rng(length).integers(0, 23, length)
-    scores = evaluate_tokens(model, tokens, CONTEXT, stride, batch_size=3)
-    expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT)
+    scores = evaluate_tokens(model, tokens, CONTEXT, stride, batch_size=3, last_window=last_window)
+    expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT, last_window)
     assert scores.tokens == length - 1
     assert math.exp(scores.loss) == pytest.approx(math.exp(sum(nats for *_, nats in expected) / (length - 1)), rel=1e-12)
     for position, loss in enumerate(scores.loss_by_position):
@@ -83,7 +87,7 @@ def test_streams_together_are_their_sum_and_leave_the_model_in_its_mode():
     assert model.training
 
 
-@pytest.mark.parametrize("stride", [-1, CONTEXT + 1])
+@pytest.mark.parametrize("stride", [-1, 0, CONTEXT + 1])
 def test_stride_outside_the_context_is_refused(stride):
     with pytest.raises(UserError, match=f"stride {stride} is outside 1..{CONTEXT}"):
         evaluate_tokens(tiny_model(), np.arange(20), CONTEXT, stride)
@@ -213,7 +217,7 @@ def bad_texts(root):
         ({"data": "{root}/no-data"}, "no-data holds no prepared data"),
         ({"stride": 33}, "stride 33 is outside 1..32"),
         ({"batch_size": 0}, "batch_size 0 is too small"),
-        ({"max_tokens": -1}, "max_tokens -1"),
+        ({"max_tokens": -1}, "max_tokens -1 is too small"),
         ({"dtype": "fp8"}, "dtype 'fp8' is unknown"),
         ({"backend": "magic"}, "backend 'magic' is unknown"),
     ],
@@ -253,7 +257,7 @@ def test_a_checkpoint_without_some_weight_is_refused(run, tmp_path):
     del weights["lm_head.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="lacks the weights lm_head.weight"):
-        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path), text=[str(run / "book.txt")]))
 
 
 def test_data_of_another_tokenizer_is_refused(run, tmp_path):

@@ -1,0 +1,108 @@
+"""The report of an evaluation: a table, the conventions of each row, and a picture; see mixer.evaluate for the numbers."""
+
+import json
+from pathlib import Path
+
+from mixer.report import plot_loss_by_position
+
+COLUMNS = {
+    "checkpoint": "label",
+    "tokens scored": "tokens_scored",
+    "loss (nats/token)": "loss",
+    "token ppl": "token_perplexity",
+    "word ppl": "word_perplexity",
+    "byte ppl": "byte_perplexity",
+    "bits/byte": "bits_per_byte",
+    "window": "window",
+    "stride": "stride",
+    "first token": "first_token",
+    "last window": "last_window",
+    "tokens/s": "tokens_per_second",
+    "peak memory, GB": "peak_memory_gb",
+}
+BACKEND_COLUMNS = {
+    "backend": "backend",
+    "loss (nats/token)": "loss",
+    "difference": "difference",
+    "largest difference at a position": "position_difference",
+    "tokens/s": "tokens_per_second",
+    "peak memory, GB": "peak_memory_gb",
+}
+
+
+def format_number(value) -> str:
+    """The form of a table's cell: text as it is, small differences as 1.2e-07, others with four decimals."""
+    if value is None:
+        return "over 1e308"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or abs(value) >= 1e4:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+    return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def table(rows: list[dict], columns: dict[str, str]) -> str:
+    """Markdown: a row for each of `rows`, the columns' titles mapped to its keys; numbers to the right."""
+    numeric = ["---:" if not isinstance(rows[0][key], str) else "---" for key in columns.values()]
+    lines = [list(columns), numeric, *([format_number(row[key]) for key in columns.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def evaluation_report(results: list[dict]) -> str:
+    """Markdown: one row a checkpoint; the conventions stand in the row and under the table."""
+    notes = [evaluation_notes(result) for result in results]
+    if len({result["tokenizer_sha256"] for result in results}) > 1:
+        notes.append("- The tokenizers differ: compare bits/byte and the perplexities per byte and word, not those per token.")
+    parts = [table(results, COLUMNS), "\n".join(notes)]
+    parts += [backends_report(result) for result in results if result["backends"]]
+    return "\n\n".join(parts)
+
+
+def evaluation_notes(r: dict) -> str:
+    kind = "disjoint"
+    if r["stride"] < r["window"]:
+        kind = f"after the first, each target sees at least {r['window'] - r['stride'] + 1:,} tokens"
+    spare = r["vocabulary"] - r["tokenizer_ids"]
+    padding = f", {spare} of them unused by the tokenizer" if spare > 0 else ""
+    return (
+        f"- {r['label']}: {r['architecture']}, {r['parameters']:,} parameters, vocabulary {r['vocabulary']:,}{padding}; "
+        f"{r['text']}, {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
+        f"counted from {r['sizes_counted_from']}, unscored first tokens included); {r['streams']:,} stream(s), first "
+        f"token of each {r['first_token']}; {r['eos_scored']:,} EOS among the scored tokens; {r['windows']:,} windows "
+        f"of at most {r['window']:,}, stride {r['stride']:,} ({kind}), the last of a stream {r['last_window']}; backend "
+        f"{r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}. {causality_note(r['causality'])}"
+    )
+
+
+def causality_note(c: dict) -> str:
+    places = ", ".join(map(str, c["changed_from"]))
+    return (
+        f"Causal: in a window of {c['window']:,}, with all tokens changed from place {places} on, logits before that place "
+        f"moved by {c['largest_move_before']:.2g} at most, those after by {c['smallest_move_after']:.2g} at least."
+    )
+
+
+def backends_report(result: dict) -> str:
+    """The same checkpoint and text through each backend; those that cannot run here are named below."""
+    ran = [row for row in result["backends"] if "problem" not in row]
+    lines = [f"{result['label']} through each mixing backend (differences in nats per token, to the first row's):", ""]
+    lines += [table(ran, BACKEND_COLUMNS), ""] if ran else []
+    lines += [f"- {row['backend']}: {row['problem']}" for row in result["backends"] if "problem" in row]
+    return "\n".join(lines).rstrip()
+
+
+def well_counted(losses: list, counts: list[int]) -> list:
+    """Without the positions that few windows score: under a stride, the early ones come from the first window alone."""
+    return [loss if 10 * count >= max(counts) else None for loss, count in zip(losses, counts, strict=True)]
+
+
+def write_evaluation(results: list[dict], directory) -> Path:
+    """report.json, report.md and loss_by_position.png in `directory`."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    picture = "![Loss by position](loss_by_position.png)"
+    (directory / "report.md").write_text(f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n", encoding="utf-8")
+    curves = {r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results}
+    plot_loss_by_position(curves, directory / "loss_by_position.png")
+    return directory

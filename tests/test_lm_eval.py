@@ -1,0 +1,74 @@
+"""Our perplexities are those of lm-evaluation-harness itself, run on the same documents and checkpoint."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.evaluate import EvalOptions, evaluate_checkpoint, load_checkpoint
+from mixer.tokenizer import train_tokenizer
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -c constraints.txt -e .[eval]")
+
+WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
+CONTEXT = 32
+
+
+def documents() -> list[str]:
+    """Far longer than the context, about as long, shorter, and of one word."""
+    generator = torch.Generator().manual_seed(3)
+    picked = [torch.randint(len(WORDS), (size,), generator=generator).tolist() for size in (150, 9, 31, 4, 1, 64)]
+    return [" ".join(WORDS[word] for word in words) for words in picked]
+
+
+def save_checkpoint(directory, kind: str) -> None:
+    tokenizer = train_tokenizer(documents() * 20, 300)
+    torch.manual_seed(0)
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT, "num_hidden_layers": 2, "hidden_size": 16}
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(**size, num_attention_heads=2, eos_token_id=0, bos_token_id=0))
+    else:
+        model = MaskedMixerForCausalLM(MaskedMixerConfig(**size))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def harness_numbers(directory, folder) -> dict:
+    """The harness's own numbers for a local task of rolling log-likelihoods."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    task = {
+        "task": "local_rolling",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
+        "output_type": "loglikelihood_rolling",
+        "test_split": "test",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+    }
+    (folder / "local_rolling.yaml").write_text(yaml.safe_dump(task))
+    model, tokenizer = load_checkpoint(directory, torch.device("cpu"))
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
+    tasks = TaskManager(include_path=str(folder), include_defaults=False)
+    results = simple_evaluate(model=harness, tasks=["local_rolling"], task_manager=tasks, bootstrap_iters=0)
+    return results["results"]["local_rolling"]
+
+
+@pytest.mark.parametrize("kind", ["masked_mixer", "gpt2"])
+def test_numbers_are_those_of_lm_evaluation_harness(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents())
+    (tmp_path / "documents.jsonl").write_text(rows)
+    save_checkpoint(tmp_path / "model", kind)
+    theirs = harness_numbers(tmp_path / "model", tmp_path)
+    text = [str(tmp_path / "documents.jsonl")]
+    conventions = {"first_token": "eos", "last_window": "full"}
+    ours = evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path / "model"), text=text, device="cpu", **conventions))
+    for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert ours[name] == pytest.approx(theirs[f"{name},none"], rel=1e-4)
