@@ -41,6 +41,7 @@ class Batches:
         self.data, self.order, self.share, self.pin = data, order, share, pin
         self.ready: queue.Queue = queue.Queue(STEPS_AHEAD)
         self.closed = threading.Event()
+        self.device = torch.cuda.current_device() if pin else None
         self.thread = threading.Thread(target=self._read_ahead, args=(position,), name="batches", daemon=True)
         self.thread.start()
 
@@ -62,6 +63,8 @@ class Batches:
         self.thread.join()
 
     def _read_ahead(self, position: int) -> None:
+        if self.device is not None:  # a thread begins with GPU 0, and would take memory there for each process of the host
+            torch.cuda.set_device(self.device)
         while not self.closed.is_set():
             try:
                 made = self.at(position)

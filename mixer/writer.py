@@ -79,7 +79,8 @@ class CheckpointWriter:
         self.main = accelerator.is_main_process
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.host = HostCopy(accelerator.device)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_after_training)
+        own = (torch.cuda.current_device() if self.host.stream is not None else None,)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_after_training, initargs=own)
         self.jobs: list[Future] = []
         self.abandoned = threading.Event()
         self._reserve()
@@ -208,8 +209,10 @@ class CheckpointWriter:
             time.sleep(0.01)
 
 
-def _after_training() -> None:
-    """Lets this thread have what training leaves of the processors."""
+def _after_training(device: int | None) -> None:
+    """Lets this thread have what training leaves of the processors. It begins with GPU 0, whichever its process works on."""
+    if device is not None:
+        torch.cuda.set_device(device)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
