@@ -135,7 +135,6 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         require_finite(found, run.train.max_skipped_steps, stop_at_first, scaler is not None, trace)
 
     def save() -> None:
-        settle()
         extra = {
             "data_directory": run.data.directory,
             "data": checkpoint.identity(manifest),
@@ -155,7 +154,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     try:
         # A run killed between saving and evaluation owes the evaluation; made again, it gives the same numbers.
         if not resumed or evaluation_due(run, progress.step):
-            evaluate()
+            with timer.paused():
+                evaluate()
         console.begin(progress.step)
         while progress.step < run.train.steps:
             stop.ask()
@@ -199,11 +199,14 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
                     metrics.write(line)
                 console.line(line)
             stopping = stop.agreed()
-            with timer.paused():  # saving and evaluation are not training time
-                due = run.checkpoint.save_every and progress.step % run.checkpoint.save_every == 0
-                if due or done or stopping:
+            saving = done or stopping or (run.checkpoint.save_every and progress.step % run.checkpoint.save_every == 0)
+            evaluating = evaluation_due(run, progress.step)
+            if saving or evaluating:
+                settle()  # waits: steps still queued on a GPU are training time
+            with timer.paused():  # saving and evaluation are not
+                if saving:
                     save()  # first: an evaluation that fails must not cost the checkpoint
-                if evaluation_due(run, progress.step):
+                if evaluating:
                     evaluate()
             if stopping and not done:
                 writer.wait()

@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -80,6 +81,25 @@ def test_the_timer_leaves_out_saving_and_evaluation_and_counts_waiting(monkeypat
     assert (line["seconds"], line["tokens_per_second"], line["data_wait_share"]) == (4, 200, 0.25)
     clock[0] += 1
     assert timer.window(1e9, OneCpu, "no")["seconds"] == 1
+
+
+def slow_evaluation() -> None:
+    """Each evaluation takes 5 seconds."""
+    from mixer import loop
+
+    real = loop.validation_loss
+
+    def validation_loss(*arguments):
+        time.sleep(5)
+        return real(*arguments)
+
+    loop.validation_loss = validation_loss
+
+
+def test_the_evaluation_before_the_first_step_is_not_training_time(write_config, launch, tmp_path):
+    launch("--config", write_config(), "train.steps=3", "train.eval_every=2", before=slow_evaluation).succeed()
+    lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
+    assert len(lines) == 3 and all(line["seconds"] < 5 for line in lines)
 
 
 def count_reads() -> None:
