@@ -15,3 +15,8 @@ __all__ = ["MaskedMixerConfig", "MaskedMixerForCausalLM", "MaskedMixerModel", "_
 AutoConfig.register(MaskedMixerConfig.model_type, MaskedMixerConfig)
 AutoModel.register(MaskedMixerConfig, MaskedMixerModel)
 AutoModelForCausalLM.register(MaskedMixerConfig, MaskedMixerForCausalLM)
+
+# What save_pretrained writes carries its code, for trust_remote_code where this package is not imported.
+MaskedMixerConfig.register_for_auto_class()
+MaskedMixerModel.register_for_auto_class("AutoModel")
+MaskedMixerForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -49,8 +49,9 @@ class MixingMemory(CacheLayerMixin):
         return self.keys[:, :, :end], None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last columns; `tokens_to_remove` is zero or negative, as transformers gives it."""
-        self.cumulative_length -= abs(tokens_to_remove)
+        """Forgets the last -tokens_to_remove columns; above zero it is the length to keep, as transformers 5.0 gives it."""
+        kept = tokens_to_remove if tokens_to_remove > 0 else self.cumulative_length + tokens_to_remove
+        self.cumulative_length = min(kept, self.cumulative_length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._choose(torch.arange(self.batch_size).repeat_interleave(repeats))

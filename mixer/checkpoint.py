@@ -2,6 +2,7 @@
 
     step-1000/
         config.json  model.safetensors  tokenizer.json ...    a from_pretrained directory, fp32
+        modeling.py ...                                       its code, for where this package is not installed
         trainer_state/
             trainer.json                    step, position in the data, the data's settings and hashes, loss scale, wandb id
             optimizer-1-of-1.safetensors    AdamW's state; a file for each process where it is sharded

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from mixer.ops import BACKENDS
+from .plain import BACKENDS  # relative, as transformers asks of code that goes with a checkpoint
 
 
 class MaskedMixerConfig(PreTrainedConfig):

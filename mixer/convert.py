@@ -65,10 +65,10 @@ def to_reference(model: MaskedMixerForCausalLM, heads_under: str = "mixerhead") 
     if config.mixer_expansion and config.num_mixer_heads > 1:
         absent.append(f"expansion with heads (mixer_expansion: true, num_mixer_heads: {config.num_mixer_heads})")
     if absent:
-        raise UserError(f"the reference implementation does not have {' nor '.join(absent)}: this model cannot be converted back")
+        raise UserError(f"the reference implementation does not have {' nor '.join(absent)}; this model cannot go back to it")
     state = model.state_dict()
-    names = _names(config, heads_under)
-    return {key: _as_reference(state[ours], ours, part).clone(memory_format=torch.contiguous_format) for key, ours, part in names}
+    views = {key: _as_reference(state[ours], ours, part) for key, ours, part in _names(config, heads_under)}
+    return {key: view.clone(memory_format=torch.contiguous_format) for key, view in views.items()}
 
 
 def _names(config: MaskedMixerConfig, heads_under: str) -> Iterator[tuple[str, str, int | slice]]:
@@ -152,9 +152,8 @@ def _compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor]) -> None
         if key in source and source[key].shape != piece.shape
     ]
     if problems:
-        raise UserError(
-            "the weights are not those of a LanguageMixer that can be converted; nothing is guessed:\n  " + "\n  ".join(problems)
-        )
+        listing = "\n  ".join(problems)
+        raise UserError(f"the weights are not those of a LanguageMixer that can be converted; nothing is guessed:\n  {listing}")
 
 
 def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:

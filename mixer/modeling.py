@@ -11,12 +11,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, initialization
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from mixer.cache import MixingCache, MixingMemory, Places
-from mixer.configuration import MaskedMixerConfig
-from mixer.ops import triangular_conv
-from mixer.plain import mix_rows, products_per_triangle
+# Relative, as transformers asks of code that goes with a checkpoint: there, these files stand beside this one.
+from .cache import MixingCache, MixingMemory, Places
+from .configuration import MaskedMixerConfig
+from .plain import dense, mix_rows, products_per_triangle
+
+try:
+    from mixer.ops import triangular_conv
+except ImportError:  # loaded with trust_remote_code where this package is not installed
+
+    def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str) -> Tensor:
+        """The masked-weight matmul, whichever backend is asked for."""
+        return dense(x, weight, bias, residual)
+
 
 GIVE_A_TOKEN = "give at least one token, such as the tokenizer's end of text, which stands before every document"
 
@@ -57,7 +67,7 @@ class TriangularConv(nn.Module):
         if first:
             return triangular_conv(x, self.weight, self.bias, residual, backend=self.backend)
         y = mix_rows(earlier, self.weight, self.bias, positions)
-        return y if residual is None else y + residual
+        return y if residual is None else y + residual.to(y.dtype)  # under autocast the stream has its dtype, as above
 
 
 class TokenMixing(nn.Module):
@@ -107,7 +117,7 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.gelu(self.up_proj(x)))
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -129,6 +139,7 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
     config_class = MaskedMixerConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
+    supports_gradient_checkpointing = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -175,10 +186,14 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if places is not None:
             input_ids = places.gather(input_ids)
         x = self.embed_tokens(input_ids)  # (batch, new, channels)
-        start = past if places is None or past == 0 else places.starts
-        positions = torch.arange(new, device=input_ids.device)[None] + start  # (batch or 1, new)
-        for number, layer in enumerate(self.layers):
-            x = layer(x) if past_key_values is None else layer(x, past_key_values.of_block(number), positions.to(x.device))
+        if past_key_values is None:
+            for layer in self.layers:
+                x = layer(x)
+        else:
+            start = past if places is None or past == 0 else places.starts
+            positions = torch.arange(new, device=input_ids.device)[None] + start  # (batch or 1, new)
+            for number, layer in enumerate(self.layers):
+                x = layer(x, past_key_values.of_block(number), positions.to(x.device))
         x = self.norm(x)
         if places is not None:
             x = places.restore(x)

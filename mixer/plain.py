@@ -1,6 +1,6 @@
 """The triangular convolution with nothing but torch: the masked-weight matmul, single rows of it, and its counts.
 
-It imports nothing of the package, so that it can go anywhere alone.
+It goes with every saved model (mixer/carried.py), so it imports nothing of the package.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context, context), out then in;
 bias (heads, context).

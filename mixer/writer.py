@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mixer import checkpoint
+from mixer.carried import AUTO_MAP, write_code
 from mixer.checkpoint import CheckpointConfig
 from mixer.errors import UserError
 from mixer.files import flush
@@ -221,7 +222,9 @@ def _write_model(directory: Path, model: MaskedMixerForCausalLM, weights: dict[s
     config = type(model.config).from_dict(model.config.to_dict())
     config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
     config.architectures, config.dtype = [MaskedMixerForCausalLM.__name__], torch.float32
+    config.auto_map = AUTO_MAP
     config.save_pretrained(directory)
+    write_code(directory)
     model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,14 +1,13 @@
 """Generation: with its cache it writes what the full forward would, one text or a padded batch, however it is asked."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from test_model import small_model, tokens
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from mixer.cache import MixingCache
+from mixer.errors import UserError
+from mixer.generate import main
 from mixer.tokenizer import train_tokenizer
 
 VARIANTS = [
@@ -101,7 +100,7 @@ def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():
     model, ids = lively_model(num_mixer_heads=2, mixer_kernel_size=3), tokens(batch=1, length=6)
     ids[0, 3:] = ids[0, :3]
     expected = generate(model, ids, use_cache=False)
-    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), expected)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3, eos_token_id=0), expected)
     cache = MixingCache(model.config)
     assert torch.equal(generate(model, ids, prefill_chunk_size=2, past_key_values=cache), expected)
     cache.reset()
@@ -123,6 +122,18 @@ def test_half_precision_steps_are_those_of_the_full_forward(dtype):
     step = model(ids[:, 8:9], past_key_values=cache).logits
     assert step.dtype == dtype and cache.layers[0].keys.dtype == dtype
     torch.testing.assert_close(step, model(ids).logits[:, 8:9], rtol=3e-2, atol=3e-2)
+
+
+@every_variant
+def test_under_autocast_the_cache_gives_nearly_the_same(variant):
+    model, ids = small_model(**variant), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids).logits
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        for place in range(8, 12):
+            step = model(ids[:, place : place + 1], past_key_values=cache).logits
+            assert step.dtype == expected.dtype
+            torch.testing.assert_close(step, expected[:, place : place + 1], rtol=5e-2, atol=5e-2)
 
 
 def test_the_loss_of_a_padded_batch_is_that_of_its_texts():
@@ -171,12 +182,19 @@ def test_what_cannot_be_generated_from_is_refused():
         model(tokens(length=2), attention_mask=torch.ones(3, 1))
 
 
-def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path):
+def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, monkeypatch, capsys):
     lively_model(vocab_size=300, max_position_embeddings=64).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "mixer.generate", "--checkpoint", tmp_path, "--new-tokens", "4", "--temperature", "0"]
-    run = subprocess.run([*command, "--prompt", "def read(self", "def"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("def read(self") and "\n\ndef" in run.stdout
-    run = subprocess.run([*command, "--prompt", ""], capture_output=True, text=True)
-    assert run.returncode == 2 and "prompt 1 of 1 is empty" in run.stderr
+
+    def write(*prompts):
+        arguments = ["--checkpoint", str(tmp_path), "--new-tokens", "4", "--temperature", "0", "--prompt", *prompts]
+        monkeypatch.setattr("sys.argv", ["generate", *arguments])
+        main()
+        return capsys.readouterr().out.rstrip("\n")
+
+    alone = [write("def read(self"), write("def")]
+    assert write("def read(self", "def") == "\n\n".join(alone) and alone[0].startswith("def read(self")
+    with pytest.raises(UserError, match="prompt 2 of 2 is empty"):
+        write("def", "")
+    with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):
+        write("def read(self, size): " * 20)

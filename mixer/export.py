@@ -1,0 +1,128 @@
+"""A checkpoint made ready to be given away: python -m mixer.export runs/v100/best --output DIR --license apache-2.0
+
+The directory holds what `from_pretrained` needs, the code for where this package is not installed, and a model card written
+from the run, without the optimizer's state. `hf upload NAME DIR` puts it on the hub.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCardData
+from omegaconf import OmegaConf
+
+from mixer.errors import UserError, run_command
+from mixer.evaluate import load_checkpoint, trainer_state
+from mixer.modeling import MaskedMixerForCausalLM
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SECTIONS = ("seed", "model", "data", "train", "optim")  # of a run's configuration, what is of interest elsewhere
+OF_ONE_MACHINE = ("directory", "workers")  # of its data, what is not
+
+
+def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") -> None:
+    """Writes `output`, a new directory; raises UserError where it is not new or `checkpoint` is none."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already; choose another --output, or delete it")
+    model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
+    model.config.mixing_backend = "auto"
+    model.to(DTYPES[dtype]).save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    (output / "README.md").write_text(card(model, checkpoint, output.name, license), encoding="utf-8")
+    print(f"wrote {output}; read its README.md, then: hf upload NAME {output}")
+
+
+def card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str) -> str:
+    """The model card: what the checkpoint and the run around it tell; what they do not is left out."""
+    run = _run_configuration(checkpoint)
+    data = run.get("data", {})
+    dataset = data.get("path") if data.get("source") == "hub" else None
+    header = ModelCardData(
+        license=license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["masked-mixer", "custom_code"],
+        datasets=[dataset] if dataset else None,
+    ).to_yaml()
+    rows = _facts(model, checkpoint)
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    configuration = f"\n## Configuration\n\n```yaml\n{OmegaConf.to_yaml(run)}```\n" if run else ""
+    return f"""---
+{header}
+---
+# {title}
+
+A masked mixer ([arXiv 2409.01482](https://arxiv.org/abs/2409.01482)): a causal language model whose tokens are mixed by a
+learned lower-triangular convolution in place of attention. Prompt and new tokens together fit into its context.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{title}")
+```
+
+The code beside the weights is plain PyTorch. Where the masked-mixer package is installed, `import mixer` before makes
+`trust_remote_code` unnecessary, and its kernels are used.
+{configuration}"""
+
+
+def _facts(model: MaskedMixerForCausalLM, checkpoint: Path) -> dict[str, str]:
+    config, trainer = model.config, trainer_state(checkpoint)
+    facts = {
+        "parameters": f"{model.num_parameters():,}",
+        "context, tokens": str(config.max_position_embeddings),
+        "hidden size, layers": f"{config.hidden_size}, {config.num_hidden_layers}",
+        "vocabulary": str(config.vocab_size),
+    }
+    if trainer:
+        facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
+        names = {"loss": "training loss, nats a token", "validation_loss": "validation loss, nats a token"}
+        names |= {"validation_bits_per_byte": "validation bits per byte"}
+        last = _last_metrics(checkpoint, trainer["step"])
+        facts |= {text: f"{last[key]:.4f}" for key, text in names.items() if isinstance(last.get(key), float)}
+    return facts
+
+
+def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:
+    """The last value of every metric up to the checkpoint's step."""
+    file = checkpoint.resolve().parent / "metrics.jsonl"
+    last = {}
+    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        line = json.loads(text)
+        if line["step"] <= step:
+            last |= line
+    return last
+
+
+def _run_configuration(checkpoint: Path) -> dict[str, Any]:
+    """The run's config.yaml, without where things lie on the machine that trained it."""
+    file = checkpoint.resolve().parent / "config.yaml"
+    run = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    run = {name: run[name] for name in SECTIONS if name in run}
+    if "data" in run:
+        local = OF_ONE_MACHINE if run["data"].get("source") == "hub" else (*OF_ONE_MACHINE, "path")
+        run["data"] = {key: value for key, value in run["data"].items() if key not in local}
+        if Path(str(run["data"].get("tokenizer"))).exists():
+            run["data"]["tokenizer"] = "a local one, saved here"
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint directory, such as runs/demo/best")
+    parser.add_argument("--output", type=Path, required=True, help="a new directory, named as the model shall be")
+    parser.add_argument("--license", required=True, help="the model's licence, such as apache-2.0, for the card")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights")
+    options = parser.parse_args()
+    export(options.checkpoint, options.output, options.license, options.dtype)
+
+
+if __name__ == "__main__":
+    run_command(main)

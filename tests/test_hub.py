@@ -1,0 +1,181 @@
+"""At home with transformers: saved code, other dtypes and devices, its Trainer, LoRA, and a directory for the hub."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from conftest import run
+from huggingface_hub import ModelCard
+from test_generate import lively_model, padded
+from test_model import small_model, tokens
+from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from mixer.carried import AUTO_MAP, CODE
+from mixer.errors import UserError
+from mixer.export import export
+from mixer.tokenizer import train_tokenizer
+
+LOAD_ELSEWHERE = """
+import sys, torch
+if {hidden}: sys.modules["mixer"] = None  # as if it were not installed
+from transformers import AutoModelForCausalLM, AutoConfig
+model = AutoModelForCausalLM.from_pretrained("{model}", trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+saved = torch.load("{expected}")
+ids, mask = saved["ids"], saved["mask"]
+torch.testing.assert_close(model(ids, attention_mask=mask).logits, saved["logits"], rtol=1e-4, atol=1e-5)
+written = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+assert torch.equal(written, saved["written"])
+model(ids, labels=ids).loss.backward()
+kernels = "mixer.ops" in sys.modules
+assert kernels != {hidden}
+model.save_pretrained("{again}")
+"""
+
+
+@pytest.mark.parametrize("hidden", [True, False], ids=["package-absent", "package-there"])
+def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, tmp_path):
+    model, (ids, mask) = lively_model(num_mixer_heads=2, mixer_kernel_size=3, mixer_expansion=True), padded("left")
+    model.save_pretrained(tmp_path / "model")
+    torch.save(
+        {
+            "ids": ids,
+            "mask": mask,
+            "logits": model(ids, attention_mask=mask).logits.detach(),
+            "written": model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0),
+        },
+        tmp_path / "expected.pt",
+    )
+    paths = {"model": tmp_path / "model", "expected": tmp_path / "expected.pt", "again": tmp_path / "again"}
+    root = "" if hidden else str(Path(__file__).parent.parent)
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": root}
+    code = LOAD_ELSEWHERE.format(hidden=hidden, **paths)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "again").iterdir()} >= set(CODE)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")  # with the package imported: its own class
+    assert type(again) is type(model) and again.config.auto_map == AUTO_MAP
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loading_in_half_precision(dtype, tmp_path):
+    model = small_model(num_mixer_heads=2)
+    model.save_pretrained(tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+    torch.testing.assert_close(half(tokens()).logits.float(), model(tokens()).logits, rtol=5e-2, atol=5e-2)
+
+
+def test_a_device_map_spreads_the_blocks(tmp_path):
+    model, ids = lively_model(mixer_expansion=True), tokens(batch=2, length=4)
+    model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    parts |= {"model.norm": "cpu", "lm_head": "disk"}
+    for device_map in ("auto", parts):
+        spread = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+        )
+        torch.testing.assert_close(spread(ids).logits, model(ids).logits)
+        written = [m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (spread, model)]
+        assert torch.equal(*written)
+    assert spread.model.layers[1].mixing.conv.weight.device.type == "meta"
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model, ids = small_model(num_mixer_heads=2).train(), tokens()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        with torch.profiler.profile() as profile:
+            model(ids, labels=ids).loss.backward()
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts["token_mixing"] == (4 if checkpointing else 2)  # the blocks are computed once more
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_transformers_trainer_trains_saves_and_resumes(side, tmp_path):
+    tokenizer = train_tokenizer(["def read(self, size):", "def write(self, text):"] * 4, 300)
+    tokenizer.padding_side = side
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    texts = ["def read(self, size):", "def write(self, text): return", "def read", "self"] * 8
+    rows = [{"input_ids": tokenizer(text).input_ids} for text in texts]
+    model = small_model(vocab_size=len(tokenizer), max_position_embeddings=32)
+
+    def trainer(steps: int) -> Trainer:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            learning_rate=1e-2,
+            save_steps=10,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            gradient_checkpointing=True,
+        )
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], data_collator=collator)
+
+    first = trainer(20)
+    before = first.evaluate()["eval_loss"]
+    first.train()
+    after = trainer(30)
+    after.train(resume_from_checkpoint=True)
+    assert after.state.global_step == 30 and after.evaluate()["eval_loss"] < before / 2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-30")
+    torch.testing.assert_close(loaded(torch.tensor([[1, 2, 3]])).logits, model.eval()(torch.tensor([[1, 2, 3]])).logits)
+
+
+def test_lora_on_the_linear_layers(tmp_path):
+    model, (ids, mask) = lively_model(num_mixer_heads=2), padded("left")
+    base = model(ids, attention_mask=mask).logits
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    places = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert places == {"in_proj", "out_proj", "up_proj", "down_proj"}
+    torch.testing.assert_close(adapted(ids, attention_mask=mask).logits, base)
+    optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = adapted(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    expected = adapted(ids, attention_mask=mask).logits
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    written = adapted.generate(input_ids=ids, **how)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(merged.generate(ids, **how), written)
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_is_exported_with_a_card_of_its_run(write_config, tmp_path):
+    run("--config", write_config(), "train.steps=4", "checkpoint.keep=2")
+    checkpoint = tmp_path / "runs" / "small" / "step-4"
+    assert {path.name for path in checkpoint.iterdir()} >= set(CODE)
+    export(checkpoint, tmp_path / "given", "apache-2.0", "bf16")
+    text = (tmp_path / "given" / "README.md").read_text()
+    card = ModelCard(text)
+    assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
+    assert "| tokens seen | 1,024 |" in text and "| validation bits per byte | " in text and "batch_size: 8" in text
+    assert str(tmp_path) not in text and "trainer_state" not in os.listdir(tmp_path / "given")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "given")
+    assert model.dtype == torch.bfloat16 and model.config.auto_map == AUTO_MAP
+    with pytest.raises(UserError, match="exists already"):
+        export(checkpoint, tmp_path / "given", "apache-2.0")
