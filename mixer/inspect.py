@@ -5,6 +5,7 @@ python -m mixer.inspect --checkpoint runs/demo/step-200 runs/demo/step-400 runs/
 """
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from mixer.pretrained import load_checkpoint
 from mixer.report import new_figure, save
 
 LAYERS = "viridis"  # colours of the layers, first to last
+FEWEST = 8  # weights: a lag with fewer is left out of the pictures, its mean being mostly noise
 Layers = list[dict[str, np.ndarray]]  # see mixing_matrices
 
 PAGES = {
-    "by_lag.png": "|W| by lag: the mean over each diagonal. Lag 0 is the token itself.",
+    "by_lag.png": f"|W| by lag: the mean over each diagonal of {FEWEST} weights or more. Lag 0 is the token itself.",
     "effective_context.png": f"Effective context: the most recent tokens that hold {SHARE:.0%} of a row's |W|.",
     "toeplitz.png": "Distance from Toeplitz: how much of a matrix (Frobenius norm) the means of its diagonals leave out; "
     "0 is one convolution for all positions.",
@@ -123,10 +125,15 @@ def layer_means(layers: Layers, measure) -> list[np.ndarray]:
     return [np.mean([measure(matrix) for matrix in matrices.values()], axis=0) for matrices in layers]
 
 
+def lag_curves(layers: Layers) -> list[np.ndarray]:
+    curves = layer_means(layers, weight_by_lag)
+    return [curve[: max(1, len(curve) - FEWEST + 1)] for curve in curves]
+
+
 def plot_by_lag(layers: Layers, output: Path) -> Path:
     figure = new_figure(figsize=(8.6, 4.8))
     axes = figure.add_subplot()
-    draw_layers(axes, layer_means(layers, weight_by_lag), start=0)
+    draw_layers(axes, lag_curves(layers), start=0)
     style_lags(axes)
     axes.set_ylabel("mean |W|")
     axes.set_title("|W| by lag")
@@ -171,16 +178,17 @@ def plot_change(read: list[Layers], names: list[str], output: Path) -> Path:
 
     figure = new_figure(figsize=(12, 4.6))
     left, right = figure.subplots(1, 2)
-    for number, (before, after) in enumerate(zip(read, read[1:], strict=False)):
-        left.plot(layer_changes(before, after), marker="o", markersize=4, label=f"{names[number]} to {names[number + 1]}")
-    left.set_ylim(bottom=0)
+    changes = [layer_changes(before, after) for before, after in itertools.pairwise(read)]
+    for change, (old, new) in zip(changes, itertools.pairwise(names), strict=True):
+        left.plot(change, marker="o", markersize=4, label=f"{old} to {new}")
+    left.set_ylim(0, 1.2 * max(map(max, changes)) or 1)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set_xlabel("layer")
     left.set_ylabel("relative change")
     left.set_title("Change of the mixing matrices")
     left.legend()
     moved = [{name: after[name] - before[name] for name in after} for before, after in zip(read[0], read[-1], strict=True)]
-    draw_layers(right, layer_means(moved, weight_by_lag), start=0)
+    draw_layers(right, lag_curves(moved), start=0)
     style_lags(right)
     right.set_ylabel("mean |change of W|")
     right.set_title(f"By lag, {names[0]} to {names[-1]}")
