@@ -94,10 +94,10 @@ def test_backends_are_compared_on_the_same_text(root):
 
 
 def test_several_processes_give_the_numbers_of_one(root, tmp_path):
-    """As the README says it; three windows a batch, so that the processes' shares are unequal."""
+    """Three windows a batch, so that the processes' shares are unequal. accelerate launch starts the same processes."""
     options = {"text": [str(root / "0.txt")], "batch_size": 3, "stride": 16}
     one = evaluate(root / "masked_mixer", **options)
-    launch = [Path(sys.executable).with_name("accelerate"), "launch", "--cpu", "--num_processes", 2, "eval.py"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py"]
     arguments = ["--checkpoint", root / "masked_mixer", "--text", *options["text"], "--batch-size", 3, "--stride", 16]
     printed = command(*launch, *arguments, "--device", "cpu", "--output", tmp_path)
     assert printed.count("report.json") == 1
