@@ -49,8 +49,7 @@ def command(*arguments) -> str:
     return done.stdout
 
 
-def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(root, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(root / "cache"))
+def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(root):
     fields = {"text_field": "content", "first_token": "eos"}
     rows = evaluate(root / "masked_mixer", text=[str(root / "rows.jsonl")], **fields)
     dataset = evaluate(root / "masked_mixer", hub=str(root / "dataset"), **fields)

@@ -45,7 +45,7 @@ def harness_numbers(directory, folder) -> dict:
     task = {
         "task": "local_rolling",
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
+        "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}, "cache_dir": str(folder / "cache")},
         "output_type": "loglikelihood_rolling",
         "test_split": "test",
         "doc_to_text": "",
@@ -61,8 +61,7 @@ def harness_numbers(directory, folder) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["masked_mixer", "gpt2"])
-def test_numbers_are_those_of_lm_evaluation_harness(tmp_path, monkeypatch, kind):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_numbers_are_those_of_lm_evaluation_harness(tmp_path, kind):
     rows = "".join(json.dumps({"text": text}) + "\n" for text in documents())
     (tmp_path / "documents.jsonl").write_text(rows)
     save_checkpoint(tmp_path / "model", kind)
