@@ -224,7 +224,7 @@ def test_a_checkpoint_loads_alone_in_fp32_and_is_readable_as_the_umask_says(fini
 
 def test_nothing_is_unpickled_from_a_checkpoint(finished):
     kinds = {file.suffix for file in finished.rglob("step-*/**/*") if file.is_file()}
-    assert kinds <= {".json", ".safetensors"}
+    assert kinds <= {".json", ".safetensors", ".py"}  # the model's own code, for those who have not installed this package
     grep = subprocess.run(
         ["grep", "-rlE", r"torch\.load|pickle\.load", "mixer"], capture_output=True, text=True, cwd=Path(__file__).parent.parent
     )
