@@ -9,7 +9,7 @@ from timing import first_line
 from token_mixing_variants import Data, Variant
 from torch import Tensor
 
-from mixer.ops import reference
+from mixer import plain
 from mixer.plain import shift_channels, split_heads, tap_shift
 
 MAX_ERROR = 5e-3  # relative RMSE; rounding a result to bf16 alone gives 1.7e-3
@@ -47,12 +47,12 @@ class Expected:
         return self.grad_weight(), self.grad_input(), self.grad_bias(), self.forward(slot.bias.double(), None)
 
     def forward(self, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        return reference.dense(self.slot.x[self.samples].double(), self.weight, bias, residual)
+        return plain.dense(self.slot.x[self.samples].double(), self.weight, bias, residual)
 
     def grad_input(self) -> Tensor:
         """Through autograd of the dense product: another formula than any backend's."""
         x = torch.zeros_like(self.slot.x[self.samples], dtype=torch.float64).requires_grad_()
-        y = reference.dense(x, self.weight, None, None)
+        y = plain.dense(x, self.weight, None, None)
         return torch.autograd.grad(y, x, self.slot.dy[self.samples].double())[0]
 
     def grad_weight(self) -> Tensor:

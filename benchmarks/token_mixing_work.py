@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mixer.ops.reference import products_per_triangle
+from mixer.plain import products_per_triangle
 
 # In the order of the tables.
 OPERATIONS = {

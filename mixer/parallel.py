@@ -71,7 +71,10 @@ def as_held(full: Tensor, like: nn.Parameter) -> Tensor:
     if not isinstance(like, DTensor):
         return full.to(like.device)
     if like.placements != (Shard(0),):
-        raise NotImplementedError(f"parameters placed as {like.placements}; this trainer's checkpoints know Shard(0) alone")
+        raise UserError(
+            f"parameters placed as {like.placements}: checkpoints know full sharding alone, (Shard(dim=0),); launch with "
+            "configs/accelerate/1x8_fsdp.yaml or 2x4_fsdp.yaml, or without FSDP"
+        )
     size = -(-full.shape[0] // like.device_mesh.size())
     start = min(like.device_mesh.get_local_rank() * size, full.shape[0])
     own = full[start : start + size].contiguous().to(like.device)

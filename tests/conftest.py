@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +114,17 @@ def read_timeless(run_directory: Path) -> list[dict]:
 
 def read_losses(run_directory: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(run_directory) if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def finished_once(small_run, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("finished")
+    (directory / "config.yaml").write_text(json.dumps(small_run | {"output_dir": str(directory)}))  # JSON is YAML
+    Launch(directory / "output.txt", "--config", directory / "config.yaml").succeed()
+    return directory / "small"
+
+
+@pytest.fixture
+def finished(finished_once, tmp_path) -> Path:
+    """A run of 12 steps with checkpoints at 8 and 12, to change or damage at will."""
+    return shutil.copytree(finished_once, tmp_path / "runs/small", symlinks=True)

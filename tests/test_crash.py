@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from conftest import read_lines, read_timeless
-from launching import Launch
 
 from mixer import checkpoint, writer
 from mixer.checkpoint import damage, find_resume, incomplete, link_best, prune, step_of
@@ -21,20 +20,6 @@ from mixer.errors import UserError
 
 def good_steps(run: Path) -> list[int]:
     return sorted(step_of(path) for path in run.glob("step-*") if step_of(path) >= 0 and damage(path) is None)
-
-
-@pytest.fixture(scope="module")
-def finished_once(small_run, tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("finished")
-    (directory / "config.yaml").write_text(json.dumps(small_run | {"output_dir": str(directory)}))  # JSON is YAML
-    Launch(directory / "output.txt", "--config", directory / "config.yaml").succeed()
-    return directory / "small"
-
-
-@pytest.fixture
-def finished(finished_once, tmp_path) -> Path:
-    """A run of 12 steps with checkpoints at 8 and 12, to damage at will."""
-    return shutil.copytree(finished_once, tmp_path / "runs/small", symlinks=True)
 
 
 @pytest.mark.parametrize(

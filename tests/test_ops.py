@@ -6,7 +6,8 @@ from torch import nn
 
 from mixer.errors import UserError
 from mixer.ops import triangular_conv
-from mixer.ops.reference import packed_columns, products_per_triangle
+from mixer.ops.reference import packed_columns
+from mixer.plain import products_per_triangle
 
 # Every value of every dimension of interest occurs: tokens, channels, batch, heads, taps, context beyond the tokens.
 SHAPES = [  # tokens, context, channels, batch, heads, taps

@@ -11,6 +11,7 @@ import ptx_library
 import pytest
 import torch
 
+from mixer import plain
 from mixer.ops import cuda, reference, triangular_conv
 
 if not torch.cuda.is_available():
@@ -115,7 +116,7 @@ def exact(x, weight, bias, residual, dy):
     """The same in fp64, from the weight as the kernels see it: rounded to x's dtype."""
     rounded = weight.to(x.dtype).double()
     bias, residual = (None if t is None else t.double() for t in (bias, residual))
-    return gradients(reference.dense, x.double(), rounded, bias, residual, dy.double())
+    return gradients(plain.dense, x.double(), rounded, bias, residual, dy.double())
 
 
 def kernel_conv(*inputs):
@@ -196,7 +197,7 @@ def check_against_fp64(case):
     inputs = make(**case)
     wanted = exact(*inputs)
     ours = gradients(kernel_conv, *inputs)
-    dense = gradients(reference.dense, *inputs)
+    dense = gradients(plain.dense, *inputs)
     for name, value, peer, truth in zip(NAMES, ours, dense, wanted, strict=True):
         if truth is None:
             assert value is None

@@ -104,20 +104,6 @@ def test_unpacked_rows_go_on_exactly_too(write_config, small_run, launch, tmp_pa
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 12)
 
 
-@pytest.fixture(scope="module")
-def finished_once(small_run, tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("finished")
-    (directory / "config.yaml").write_text(json.dumps(small_run | {"output_dir": str(directory)}))  # JSON is YAML
-    Launch(directory / "output.txt", "--config", directory / "config.yaml").succeed()
-    return directory / "small"
-
-
-@pytest.fixture
-def finished(finished_once, tmp_path) -> Path:
-    """A run of 12 steps, to change at will."""
-    return shutil.copytree(finished_once, tmp_path / "runs/small", symlinks=True)
-
-
 def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(write_config, finished, launch, tmp_path):
     changes = [f"checkpoint.resume={finished / 'step-8'}", "name=longer", "train.steps=14", "train.batch_size=4"]
     output = launch("--config", write_config(), *changes, processes=2).succeed()

@@ -14,6 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
+from mixer import plain
 from mixer.errors import UserError
 from mixer.ops import cuda, reference
 
@@ -170,4 +171,4 @@ def apply(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
 
 _library = torch.library.Library("mixer", "FRAGMENT")
 _library.define("triangular_conv_dense(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor")
-_library.impl("triangular_conv_dense", reference.dense, "CompositeImplicitAutograd")
+_library.impl("triangular_conv_dense", plain.dense, "CompositeImplicitAutograd")

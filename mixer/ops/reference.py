@@ -1,7 +1,6 @@
-"""The triangular convolution in plain PyTorch: `dense` (the masked-weight matmul) and `panels` (the triangle in row panels).
+"""The triangular convolution in row panels, in plain PyTorch, on any device and dtype: backend `panels`.
 
-Both run on any device and dtype. `dense` is the reference that everything else is compared with. `panels` offers the same
-four functions as the CUDA kernels (`mixer.ops.cuda`), so that one operator and one autograd formula serve both.
+It offers the same four functions as the CUDA kernels (`mixer.ops.cuda`): one operator and one autograd formula serve both.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context, context), out then in;
 packed (heads, taps, tokens, columns); bias (heads, context).
@@ -11,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixer.plain import dense, panel_bounds, products_per_triangle, shift_channels, tap_shift
-
-__all__ = ["dense", "products_per_triangle"]  # for those who know them by this module
+from mixer.plain import panel_bounds, shift_channels, tap_shift
 
 
 def packed_columns(tokens: int) -> int:
