@@ -3,7 +3,7 @@
     python benchmarks/save_stall.py --config configs/h200.yaml --output PATH.json data.source=builtin data.directory=data/stall
     torchrun --standalone --nproc_per_node 2 benchmarks/save_stall.py --config ...
 
-Prints, and writes with hardware and commit, the median step, the steps that save and the ones after them as multiples of it, and the time of writing.
+Prints, and writes with hardware and commit, the median step, and the steps that save and those after them as multiples of it.
 """
 
 import argparse
