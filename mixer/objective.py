@@ -66,7 +66,7 @@ def compile_objective(
     gradients to DDP when its own backward pass ends. Compiled forwards are attributes of the modules: the names of parameters
     stay. Shapes are fixed: another shape is another compilation. Where compiling fails on any process, all go on without.
     """
-    parts = {"no": [], "model": [(objective, "forward")], "blocks": _blocks(objective.model) + [(objective, "score")]}[how]
+    parts = compiled_parts(objective, how)
     if not parts:
         return
     began = time.perf_counter()
@@ -98,8 +98,10 @@ def first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accele
     objective.zero_grad(set_to_none=True)
 
 
-def _blocks(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
-    return [(module, "forward") for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:
+    """The methods that are compiled, each with its module."""
+    blocks = [(module, "forward") for module in objective.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return {"no": [], "blocks": [*blocks, (objective, "score")], "model": [(objective, "forward")]}[how]
 
 
 def _first_line(error: Exception) -> str:
