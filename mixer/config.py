@@ -58,6 +58,8 @@ class TrainConfig:
     eval_every: int = option(1000, "steps between evaluations; 0 for one at the end alone")
     eval_samples: int = option(2048, "samples of the validation split per evaluation; 0 for all")
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
+    compile: str = option("no", "torch.compile: no, blocks (each block and the loss) or model (all at once)")
+    recompute: str = option("none", "what backward computes again to save memory: none, activation (the GELU) or block")
 
 
 @dataclass
@@ -215,6 +217,8 @@ def _type_name(kind: Any) -> str:
 CHOICES = {
     "train.mixed_precision": ("no", "fp16", "bf16"),
     "train.non_finite": ("stop", "skip"),
+    "train.compile": ("no", "blocks", "model"),
+    "train.recompute": ("none", "activation", "block"),
     "optim.schedule": ("cosine", "linear", "constant"),
     "logging.wandb": ("disabled", "offline", "online"),
     "data.source": ("builtin", "text", "jsonl", "parquet", "hub"),

@@ -7,9 +7,11 @@ No position embedding (the mixing weight knows every position), no final norm un
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -94,8 +96,8 @@ class TokenMixing(nn.Module):
         memories: Sequence[MixingMemory | None] = (None, None),  # one for each convolution
         positions: Tensor | None = None,
     ) -> Tensor:
-        # The range makes the time spent here countable in any profile, whichever backend runs.
-        with torch.profiler.record_function("token_mixing"):
+        # The range makes the time spent here countable in any profile, whichever backend runs; the compiler has no ranges.
+        with nullcontext() if torch.compiler.is_compiling() else torch.profiler.record_function("token_mixing"):
             if self.in_proj is not None:
                 x = self.in_proj(x)
             last = self.conv
@@ -108,13 +110,21 @@ class TokenMixing(nn.Module):
 
 
 class MLP(nn.Module):
+    recompute_activation = False  # set by training: the backward pass computes the GELU again, its output is not kept
+
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.gelu(self.up_proj(x)))
+        x = self.up_proj(x)
+        if self.recompute_activation and torch.is_grad_enabled():
+            return checkpoint(self._down, x, use_reentrant=False)
+        return self._down(x)
+
+    def _down(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.gelu(x))
 
 
 class Block(GradientCheckpointingLayer):
