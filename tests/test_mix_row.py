@@ -32,8 +32,9 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     assert count == 1 and "<<<" not in text, "the emulator knows the kernel no longer"
     (directory / "mix_row.inc").write_text(text)
     nvcc = str(build.find_compiler().path)  # it knows where its headers are
-    flags = ["-shared", "-Xcompiler=-fPIC", "-std=c++17", "-O2", "-w", "-cudart=none", f"-I{build.SOURCES}", f"-I{directory}"]
-    subprocess.run([nvcc, *flags, str(HERE / "mix_row_emulator.cpp"), "-o", str(directory / "mix_row.so")], check=True)
+    flags = ["-shared", "-Xcompiler=-fPIC,-fno-strict-aliasing", "-std=c++17", "-O2", "-w", "-cudart=none"]
+    folders = [f"-I{build.SOURCES}", f"-I{directory}"]
+    subprocess.run([nvcc, *flags, *folders, str(HERE / "mix_row_emulator.cpp"), "-o", str(directory / "mix_row.so")], check=True)
     return ctypes.CDLL(str(directory / "mix_row.so"))
 
 
