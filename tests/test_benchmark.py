@@ -187,3 +187,17 @@ def test_share_of_the_ceiling_is_of_useful_operations_and_of_right_results(bench
     right, wrong = portable_kernels.rows_of([case(None), case("wrong: relative RMSE 1")]).splitlines()[2:]
     assert [cell.strip() for cell in right.split("|")[2:-1]] == ["64", "2.000", "150", "75", "1.000", "300", "0.50"]
     assert [cell.strip() for cell in wrong.split("|")[2:-1]] == ["64", "-", "-", "-", "1.000", "300", "-"]
+
+
+def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
+    sizes = "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4 --batches 1,2 --repeats 1"
+    command = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), *sizes.split(), "--output", str(tmp_path / "toy")]
+    done = subprocess.run([*command, "--commit", "abc123"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result, text = json.loads((tmp_path / "toy.json").read_text()), (tmp_path / "toy.md").read_text()
+    kinds = {("mixer", "cached"), ("mixer", "cached, static"), ("mixer", "uncached"), ("Llama", "cached")}
+    assert {(row["model"], row["cache"], row["batch"]) for row in result["generate"]} == {(*k, b) for k in kinds for b in (1, 2)}
+    assert all(row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0 for row in result["step"])
+    assert "Batch 2, mixer cached" in text and "commit abc123" in text
+    done = subprocess.run([*command, "--new", "30"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stderr
