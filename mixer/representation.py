@@ -17,6 +17,7 @@ import argparse
 import copy
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,21 +100,19 @@ def embedding_and_inverse(model) -> tuple[Tensor, Tensor]:
     return embedding, torch.linalg.pinv(embedding)
 
 
-def score_model(model, windows: list[Tensor], layers: list[int], steps: int, lr: float, seed: int) -> list[dict]:
-    """A row for each layer, each of `windows` (texts, tokens) int64 and each of READ; model in fp32 and eval mode."""
-    model.requires_grad_(False)
+def score_layer(model, layer: int, windows: list[Tensor], steps: int, lr: float, seed: int) -> list[dict]:
+    """A row for each of `windows` (texts, tokens) int64 and each of READ; model in fp32 and eval mode."""
     embedding, inverse = embedding_and_inverse(model)
-    bits_per_token = math.log2(len(embedding))
+    run = first_layers(model, layer)
     rows = []
-    for layer in layers:
-        run = first_layers(model, layer)
-        for tokens in windows:
-            for name, read in READ.items():
-                guess, distance = reconstruct(run, embedding[tokens], read, steps, lr, seed)
-                score = hamming_score(guess, tokens, inverse)
-                length = tokens.shape[1]
-                rows.append({"outputs": name, "layer": layer, "tokens": length, "hamming": score})
-                rows[-1] |= {"bits": (1 - score) * length * bits_per_token, "distance_left": distance}
+    for tokens in windows:
+        length = tokens.shape[1]
+        for name, read in READ.items():
+            guess, left = reconstruct(run, embedding[tokens], read, steps, lr, seed)
+            score = hamming_score(guess, tokens, inverse)
+            bits = (1 - score) * length * math.log2(len(embedding))
+            numbers = {"hamming": score, "bits": bits, "distance_left": left}
+            rows.append({"outputs": name, "layer": layer, "tokens": length, **numbers})
     return rows
 
 
@@ -166,8 +165,11 @@ def representation(options: argparse.Namespace) -> dict:
     windows = [cut_windows(stream, length, options.texts).to(model.device) for length in lengths]
     rows = []
     for weights, tested in (("trained", model), ("random", random_twin(model, options.seed))):
-        found = score_model(tested, windows, layers, options.steps, options.lr, options.seed)
-        rows += [{"weights": weights, **row} for row in found]
+        tested.requires_grad_(False)
+        for layer in layers:
+            print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
+            found = score_layer(tested, layer, windows, options.steps, options.lr, options.seed)
+            rows += [{"weights": weights, **row} for row in found]
     settings = {name: getattr(options, name) for name in ("texts", "steps", "lr", "seed")}
     return {**describe_model(Path(options.checkpoint), model, tokenizer), "text": text.name, **settings, "rows": rows}
 
