@@ -197,26 +197,30 @@ def report(result: dict) -> str:
         f"{result['texts']} windows for each number of tokens, spread evenly. Hamming score: share of positions whose token is "
         f"not recovered. Bits of context: tokens recovered x log2({vocabulary:,}) = {math.log2(vocabulary):.4g} bits. Read from "
         f"the layer's outputs of all tokens, or of the last alone; layer 0 is the embedding. {result['steps']:,} steps of "
-        f"gradient descent on the L1 distance, rate {result['lr']:g} falling to a tenth, from Gaussian noise."
+        f"gradient descent on the L1 distance, rate {result['lr']:g} falling to a tenth, from Gaussian noise; at most "
+        f"{max(row['distance_left'] for row in result['rows']):.1%} of the noise's distance is left."
     )
     return f"{table(rows, {key: key for key in rows[0]})}\n\n{notes}"
 
 
 def plot(result: dict, output: Path) -> Path:
-    """Hamming score by layer, a colour for each number of tokens; the random weights' dashed."""
+    """Hamming score by layer, a colour for each number of tokens; the random weights' are dashed, with hollow marks."""
     from matplotlib.ticker import MaxNLocator
+
+    marks = {"trained": {"marker": "o", "markersize": 4}}
+    marks["random"] = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "linestyle": "--", "linewidth": 0.8}
 
     figure = new_figure(figsize=(11, 4.6))
     lengths = sorted({row["tokens"] for row in result["rows"]})
     for axes, outputs in zip(figure.subplots(1, 2, sharey=True), READ, strict=True):
         for length, colour in zip(lengths, COLOURS * len(lengths), strict=False):
-            for weights, line in (("trained", "-o"), ("random", "--x")):
+            for weights, mark in marks.items():
                 wanted = {"outputs": outputs, "weights": weights, "tokens": length}
                 rows = [row for row in result["rows"] if wanted.items() <= row.items()]
                 points = [row["layer"] for row in rows], [row["hamming"] for row in rows]
-                axes.plot(*points, line, color=colour, markersize=5, label=f"{length} tokens, {weights}", clip_on=False)
+                axes.plot(*points, color=colour, label=f"{length} tokens, {weights}", clip_on=False, **mark)
         axes.set_title(f"Read from the output of {'all tokens' if outputs == 'all' else 'the last token'}")
-        axes.set_ylim(0, 1.02)
+        axes.set_ylim(-0.03, 1.03)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("layer")
     figure.axes[0].set_ylabel("Hamming score (share not recovered)")
