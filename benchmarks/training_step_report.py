@@ -65,11 +65,11 @@ def table(result: dict) -> str:
 def introduction(result: dict) -> str:
     size = f"{result['ceiling_size']}^3"
     return (
-        f"Forward, backward, clipping and AdamW on random tokens, bf16 autocast, {result['batch_tokens']:,} tokens a step, vocabulary "
-        f"{result['vocabulary']:,}, hidden size {result['hidden']:,}, {result['layers']} layers; medians of {result['rounds']} "
-        "interleaved rounds. Ratios are of tokens a second. The limit is the clean model with token mixing removed, compiled. Useful "
-        "operations are the products that the model is defined by, of a triangle those on and below the diagonal; their share is of "
-        f"the library's bf16 product of {size}, {result['ceiling_tflops']:.4g} TFLOP/s."
+        f"Forward, backward, clipping and AdamW on random tokens, bf16 autocast, {result['batch_tokens']:,} tokens a step, "
+        f"vocabulary {result['vocabulary']:,}, hidden size {result['hidden']:,}, {result['layers']} layers; medians of "
+        f"{result['rounds']} interleaved rounds. Ratios are of tokens a second. The limit is the clean model with token mixing "
+        "removed, compiled. Useful operations are the products that the model is defined by, of a triangle those on and below "
+        f"the diagonal; their share is of the library's bf16 product of {size}, {result['ceiling_tflops']:.4g} TFLOP/s."
     )
 
 
