@@ -138,7 +138,12 @@ def _read_yaml(path: str) -> dict:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 5e-4 as text; people mean the number."""
+    """YAML 1.1 reads 5e-4 as text and no as false; people mean the number, and `mixed_precision: no`, as in YAML 1.2."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if first in "tTfF" or tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Loader.add_implicit_resolver(
@@ -148,7 +153,7 @@ _Loader.add_implicit_resolver(
 
 def _parse_value(key: str, text: str, problems: list[str]) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader) if text else ""
     except yaml.YAMLError as error:
         problems.append(f"{key}: {text!r} cannot be read as a YAML value: {error}")
         return None
