@@ -1,6 +1,7 @@
 """The benchmark of token mixing: run as a user runs it, at toy size on a CPU, and told apart from a wrong backend."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -187,3 +188,31 @@ def test_share_of_the_ceiling_is_of_useful_operations_and_of_right_results(bench
     right, wrong = portable_kernels.rows_of([case(None), case("wrong: relative RMSE 1")]).splitlines()[2:]
     assert [cell.strip() for cell in right.split("|")[2:-1]] == ["64", "2.000", "150", "75", "1.000", "300", "0.50"]
     assert [cell.strip() for cell in wrong.split("|")[2:-1]] == ["64", "-", "-", "-", "1.000", "300", "-"]
+
+
+def test_a_training_step_is_timed_and_profiled(tmp_path):
+    small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 --batch-ms 1 --commit abc123"
+    forms = "eager,eager_activation,reference"
+    output = tmp_path / "results" / "step"
+    script = str(ROOT / "benchmarks" / "training_step.py")
+    command = [
+        sys.executable,
+        script,
+        *small.split(),
+        "--tokens",
+        "32,48",
+        "--forms",
+        forms,
+        "--profile",
+        "--output",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    result, text = json.loads(output.with_suffix(".json").read_text()), output.with_suffix(".md").read_text()
+    assert [(case["tokens"], case["batch"]) for case in result["cases"]] == [(32, 3), (48, 2)]
+    for case in result["cases"]:
+        assert list(case["forms"]) == forms.split(",")
+        for row in case["forms"].values():
+            assert row["ms"] > 0 and row["losses"][2] < row["losses"][0] and row["profile"]["kinds"]["optimizer"] > 0
+    assert "| eager: ours, eager |" in text and "## Where the time goes, 2 x 48 tokens" in text
