@@ -30,11 +30,10 @@ def main() -> None:
         print("\n".join(f"{name:18s} {form.what}" for name, form in FORMS.items()))
         return
     unknown = [name for name in options.forms if name not in FORMS]
-    if unknown or not options.output:
-        what = (
-            f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}" if unknown else "--output PATH is missing; give it"
-        )
-        raise UserError(what)
+    if unknown:
+        raise UserError(f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}; --list says what they are")
+    if not options.output:
+        raise UserError("give --output PATH for the results")
     print(table(measure(options)))
 
 

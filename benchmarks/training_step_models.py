@@ -32,7 +32,7 @@ class Form:
 
     what: str
     model: str = "ours"
-    backend: str = "auto"
+    backend: str = ""  # empty: the kernels on a GPU, or it is an error; on a CPU the panels
     compile: str = "no"  # ours: no, blocks, model; others: no, model
     mode: str | None = None  # torch.compile's
     options: dict = field(default_factory=dict)  # torch.compile's
@@ -59,6 +59,9 @@ FORMS = {
     "graphs": Form("model, as CUDA graphs", compile="model", mode="reduce-overhead"),
     "autotune": Form("blocks, products and pointwise kernels tuned", compile="blocks", mode="max-autotune-no-cudagraphs"),
     "deterministic": Form("blocks, no kernel chosen by its time", compile="blocks", options={"deterministic": True}),
+    "mixed_order": Form(
+        "blocks, sums over rows and columns in one kernel", compile="blocks", options={"triton.mix_order_reduction": True}
+    ),
     "coordinate": Form("blocks, pointwise kernels tuned", compile="blocks", options={"coordinate_descent_tuning": True}),
 }
 DEFAULT_FORMS = ("blocks", "model", "eager", "dense", "without", "matmul", "conv1d", "limit", "reference")
@@ -128,9 +131,10 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
     if form.model in CLEAN:
         with torch.device(device):
             return Clean(size, CLEAN[form.model])
+    backend = form.backend or ("cuda" if device == "cuda" else "panels")
     config = MaskedMixerConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
-        max_position_embeddings=size.tokens, mixing_backend=form.backend,
+        max_position_embeddings=size.tokens, mixing_backend=backend,
     )  # fmt: skip
     with torch.device(device):
         model = MaskedMixerForCausalLM(config)

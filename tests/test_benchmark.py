@@ -1,6 +1,7 @@
 """The benchmark of token mixing: run as a user runs it, at toy size on a CPU, and told apart from a wrong backend."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -201,3 +202,31 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
     assert "Batch 2, mixer cached" in text and "commit abc123" in text
     done = subprocess.run([*command, "--new", "30"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stderr
+
+
+def test_a_training_step_is_timed_and_profiled(tmp_path):
+    small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 --batch-ms 1 --commit abc123"
+    forms = "eager,eager_activation,reference"
+    output = tmp_path / "results" / "step"
+    script = str(ROOT / "benchmarks" / "training_step.py")
+    command = [
+        sys.executable,
+        script,
+        *small.split(),
+        "--tokens",
+        "32,48",
+        "--forms",
+        forms,
+        "--profile",
+        "--output",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    result, text = json.loads(output.with_suffix(".json").read_text()), output.with_suffix(".md").read_text()
+    assert [(case["tokens"], case["batch"]) for case in result["cases"]] == [(32, 3), (48, 2)]
+    for case in result["cases"]:
+        assert list(case["forms"]) == forms.split(",")
+        for row in case["forms"].values():
+            assert row["ms"] > 0 and row["losses"][2] < row["losses"][0] and row["profile"]["kinds"]["optimizer"] > 0
+    assert "| eager: ours, eager |" in text and "## Where the time goes, 2 x 48 tokens" in text
