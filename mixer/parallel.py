@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -27,7 +27,9 @@ def build_accelerator(precision: str) -> Accelerator:
             f"FSDP version {os.environ.get('FSDP_VERSION', '1')} was asked for; allowed: 2; set fsdp_version: 2, as "
             "configs/accelerate/1x8_fsdp.yaml does"
         )
-    accelerator = Accelerator(mixed_precision=precision)
+    # Gradients stay in the buckets that DDP sums them in, or each step would copy all of them back.
+    in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[in_buckets])
     if sharded and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # accelerate keeps FSDP for GPUs, but it works over gloo too: what the tests on a CPU shard is what GPUs will.
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()

@@ -49,16 +49,23 @@ def test_losses_of_each_precision_and_engine_are_those_of_one_gpu_in_fp32(
 
 
 @pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes, engine, precision):
+@pytest.mark.parametrize(("precision", "compiled"), [("fp16", "no"), ("bf16", "no"), ("bf16", "blocks")])
+def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes, engine, precision, compiled):
     options = options_for(processes, engine)
     config = write_config(**SECTIONS)
-    changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}"]
-    launch("--config", config, "name=whole", *changes, **options).succeed()
+    changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}", f"train.compile={compiled}"]
+    own_cache = iter(range(4))  # a compiler that begins anew must come to the same kernels
+
+    def begin(*arguments):
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"compiled-{next(own_cache)}")}
+        environment = options["environment"] | cache
+        return launch("--config", config, *arguments, *changes, **(options | {"environment": environment}))
+
+    begin("name=whole").succeed()
     for stop_at in (7, 12):
-        ranks = launch("--config", config, "name=parts", *changes, f"checkpoint.save_every={stop_at}", **options)
+        ranks = begin("name=parts", f"checkpoint.save_every={stop_at}")
         ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists).kill()
-    launch("--config", config, "name=parts", *changes, **options).succeed()
+    begin("name=parts").succeed()
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 24)
 
 
