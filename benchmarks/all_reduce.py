@@ -97,6 +97,7 @@ def table(result: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, help="path of the results without ending")
+    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -104,7 +105,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    result = {"hardware": hardware(), "commit": commit(), "command": " ".join(sys.argv)}
+    result = {"hardware": hardware(), "commit": options.commit or commit(), "command": " ".join(sys.argv)}
     result |= {"processes": dist.get_world_size(), "backend": dist.get_backend()}
     result["rows"] = [measure(context, device) for context in options.contexts]
     if dist.get_rank() == 0:
