@@ -1,6 +1,6 @@
 """How late a step is after a checkpoint: wall time from step to step, saves included, of a run that saves every so often.
 
-    python benchmarks/save_stall.py --config configs/h200.yaml data.source=builtin data.directory=data/stall train.steps=200
+    python benchmarks/save_stall.py --config configs/comparison.yaml train.steps=200
     torchrun --standalone --nproc_per_node 2 benchmarks/save_stall.py --config ...
 
 Prints the median step, the steps that save and the ones after them as multiples of it, and the time of writing.
