@@ -43,6 +43,7 @@ FORMAT = 2
 @dataclass
 class CheckpointConfig:
     save_every: int = field(default=1000, metadata={"help": "steps between checkpoints; 0 for one at the end alone"})
+    save_last: bool = field(default=True, metadata={"help": "a checkpoint at the end; false for a run that is only timed"})
     keep: int = field(default=2, metadata={"help": "newest checkpoints to keep, 2 or more; the best one is kept too"})
     keep_every: int = field(default=0, metadata={"help": "keep each checkpoint whose step this divides; 0 for none"})
     resume: str = field(

@@ -1,7 +1,7 @@
 """The transformer that masked mixers are compared with: transformers' Llama, as the training loop wants a model."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -12,7 +12,7 @@ class Llama(LlamaForCausalLM):
 
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
-        self.model.embed_tokens.register_forward_hook(_in_autocast_type)
+        self.model.embed_tokens.register_forward_hook(lambda embedding, arguments, x: in_autocast_type(x))
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
         """As MaskedMixerForCausalLM.flops_per_token, with causal attention: a token meets (tokens + 1) / 2 on average.
@@ -33,6 +33,6 @@ class Llama(LlamaForCausalLM):
         }
 
 
-def _in_autocast_type(embedding: nn.Module, arguments: tuple, output: Tensor) -> Tensor:
-    device = output.device.type
-    return output.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else output
+def in_autocast_type(x: Tensor) -> Tensor:
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

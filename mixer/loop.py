@@ -198,7 +198,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
                     metrics.write(line)
                 console.line(line)
             stopping = stop.agreed()
-            saving = done or stopping or (run.checkpoint.save_every and progress.step % run.checkpoint.save_every == 0)
+            save_every = run.checkpoint.save_every
+            saving = stopping or (done and run.checkpoint.save_last) or (save_every and progress.step % save_every == 0)
             evaluating = evaluation_due(run, progress.step)
             if saving or evaluating:
                 settle()  # waits: steps still queued on a GPU are training time
