@@ -1,9 +1,9 @@
 """How late a step is after a checkpoint: wall time from step to step, saves included, of a run that saves every so often.
 
-    python benchmarks/save_stall.py --config configs/comparison.yaml train.steps=200
+    python benchmarks/save_stall.py --config configs/comparison.yaml --output PATH.json
     torchrun --standalone --nproc_per_node 2 benchmarks/save_stall.py --config ...
 
-Prints the median step, the steps that save and the ones after them as multiples of it, and the time of writing.
+Prints, and writes with hardware and commit, the median step, and the steps that save and those after them as multiples of it.
 """
 
 import argparse
@@ -21,11 +21,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer import loop
 from mixer.config import load_config
+from mixer.provenance import commit, hardware
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
+    parser.add_argument("--output", type=Path, help="a JSON file for what is found")
+    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     options, overrides = parser.parse_known_args()
     marks: list[float] = []
@@ -44,10 +47,14 @@ def main() -> None:
     loop.train(load_config(options.config, [f"output_dir={directory}", *settings, *overrides]))
     if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(directory)
-        report(marks, options.every)
+        found = report(marks, options.every)
+        found |= {"hardware": hardware(), "commit": options.commit or commit(), "command": " ".join(sys.argv)}
+        print(json.dumps(found, indent=1))
+        if options.output:
+            options.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def report(marks: list[float], every: int) -> None:
+def report(marks: list[float], every: int) -> dict:
     """Step n (from 1) runs from mark n - 1 to mark n, with the save that follows it."""
     seconds = {n: marks[n] - marks[n - 1] for n in range(every + 1, len(marks))}  # the first interval warms up
     places = {n: n % every for n in seconds}
@@ -56,7 +63,7 @@ def report(marks: list[float], every: int) -> None:
     for name, place in (("saving", 0), ("first_after", 1), ("second_after", 2)):
         ratios = [s / quiet for n, s in seconds.items() if places[n] == place]
         found[f"{name}_median"], found[f"{name}_worst"] = statistics.median(ratios), max(ratios)
-    print(json.dumps(found, indent=1))
+    return found
 
 
 if __name__ == "__main__":

@@ -4,23 +4,29 @@ A token keeps the place that it has in its own text, from 0, whatever padding st
 knows every position, so a padded text must be mixed as if it stood alone. `Places` says where that is.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .plain import write_rows
+from .step import CapturedStep, can_capture
 
 
 class MixingMemory(CacheLayerMixin):
     """The inputs of one triangular convolution, as transformers has its cache layers.
 
     `keys` is (batch, heads, context, channels of a head), allocated once at the first tokens; `values`, which a mixer does not
-    have, is empty. The length counts the columns of the batch, padding and all, as transformers counts them.
+    have, is empty. The length counts the columns of the batch, padding and all, as transformers counts them. A static memory
+    is read whole, so that no shape changes from one token to the next.
     """
 
     is_croppable = True
 
-    def __init__(self, context: int):
+    def __init__(self, context: int, static: bool = False):
         super().__init__()
-        self.context = context
+        self.context, self.static = context, static
         self.cumulative_length = 0  # transformers' own reset() sets what has this name to 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -37,21 +43,34 @@ class MixingMemory(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states)
-        start, end = self.cumulative_length, self.cumulative_length + key_states.shape[2]
+        start, new = self.cumulative_length, key_states.shape[2]
+        memory = self.extend(new)
+        if positions is None or positions.shape[0] == 1:
+            memory[:, :, start : start + new] = key_states
+        else:
+            write_rows(memory, key_states, positions)
+        return memory, None
+
+    def extend(self, new: int) -> Tensor:
+        """Counts `new` tokens more, whose inputs the caller writes into what this returns: all up to them, of a static memory
+        all there is (batch, heads, length, channels of a head). Raises ValueError beyond the context.
+        """
+        end = self.cumulative_length + new
         if end > self.context:
             raise ValueError(f"{end} tokens are more than the cache's {self.context}, the model's context; generate fewer")
-        if positions is None or positions.shape[0] == 1:
-            self.keys[:, :, start:end] = key_states
-        else:
-            samples = torch.arange(len(positions), device=positions.device)[:, None]
-            self.keys[samples, :, positions] = key_states.transpose(1, 2)
         self.cumulative_length = end
-        return self.keys[:, :, :end], None
+        return self.keys if self.static else self.keys[:, :, :end]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove columns; above zero it is the length to keep, as transformers 5.0 gives it."""
         kept = tokens_to_remove if tokens_to_remove > 0 else self.cumulative_length + tokens_to_remove
         self.cumulative_length = min(kept, self.cumulative_length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sample b becomes what sample beam_idx[b] was, in place: a captured step knows where the memory lies."""
+        if self.cumulative_length > 0:
+            used = self.keys[:, :, : self.cumulative_length]
+            used.copy_(used.index_select(0, beam_idx.to(used.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._choose(torch.arange(self.batch_size).repeat_interleave(repeats))
@@ -77,12 +96,33 @@ class MixingMemory(CacheLayerMixin):
 
 
 class MixingCache(Cache):
-    """A MixingMemory for each convolution of a model, block after block; give it to `forward` as past_key_values."""
+    """A MixingMemory for each convolution of a model, block after block; give it to `forward` as past_key_values.
 
-    def __init__(self, config):
+    With `static` the shapes of a decoding step never change, and on one GPU the second such step is captured as a CUDA graph,
+    which serves all later ones; `generate(..., cache_implementation="static")` makes one. The graph lasts as long as the
+    cache, through `reset()` too. It is for models whose parameters stay in their place, and hooks on modules do not run in it.
+    """
+
+    def __init__(self, config, static: bool = False):
         self.convolutions = 2 if config.mixer_expansion else 1  # per block
+        self.static, self.stepped, self.captured = static, False, None
         count = config.num_hidden_layers * self.convolutions
-        super().__init__(layers=[MixingMemory(config.max_position_embeddings) for _ in range(count)])
+        super().__init__(layers=[MixingMemory(config.max_position_embeddings, static) for _ in range(count)])
+
+    def set_length(self, length: int) -> None:
+        for layer in self.layers:
+            layer.cumulative_length = length
+
+    def step(self, blocks: Callable[..., Tensor], input_ids: Tensor, positions: Tensor) -> Tensor:
+        """blocks(input_ids, self, positions) for one new token of each sample, from a captured graph where there may be one."""
+        if not self.static or not can_capture(input_ids):
+            return blocks(input_ids, self, positions)
+        if self.captured is None or not self.captured.fits(self, input_ids, positions):
+            if not self.stepped:  # the first builds and loads what it needs; a text of two tokens needs no graph
+                self.stepped = True
+                return blocks(input_ids, self, positions)
+            self.captured = CapturedStep(blocks, self, input_ids, positions)
+        return self.captured(self, input_ids, positions)
 
     def of_block(self, block: int) -> list[MixingMemory]:
         return self.layers[block * self.convolutions : (block + 1) * self.convolutions]
@@ -97,17 +137,20 @@ class Places:
     """
 
     def __init__(self, mask: Tensor, new: int):
+        self.starts = mask[:, :-new].bool().sum(1, keepdim=True)  # (batch, 1): tokens of the text that are in the cache
+        if new == 1:  # nothing to reorder: each step of generation comes by here
+            self.order, self.index = None, torch.zeros_like(self.starts)
+            return
         taken = mask[:, -new:].bool()
         self.order = taken.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # (batch, new): tokens, then padding
         self.index = (taken.cumsum(1) - 1).clamp(min=0)  # (batch, new): of each column among the gathered
-        self.starts = mask[:, :-new].bool().sum(1, keepdim=True)  # (batch, 1): tokens of the text that are in the cache
 
     def gather(self, input_ids: Tensor) -> Tensor:
-        return input_ids.gather(1, self.order)
+        return input_ids if self.order is None else input_ids.gather(1, self.order)
 
     def restore(self, x: Tensor) -> Tensor:
         """x (batch, new, channels) in the order of the columns again."""
-        return x.gather(1, self.index[..., None].expand_as(x))
+        return x if self.order is None else x.gather(1, self.index[..., None].expand_as(x))
 
     def unpredicted(self) -> Tensor:
         """(batch, new) bool: columns up to each text's first token, which no earlier token predicts."""

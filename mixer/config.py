@@ -41,6 +41,8 @@ class TrainConfig:
     eval_every: int = option(1000, "steps between evaluations; 0 for one at the end alone")
     eval_samples: int = option(2048, "samples of the validation split per evaluation; 0 for all")
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
+    compile: str = option("no", "torch.compile: no, blocks (each block and the loss) or model (all at once)")
+    recompute: str = option("none", "what backward computes again to save memory: none, activation (the GELU) or block")
 
 
 @dataclass
@@ -119,7 +121,12 @@ def _read_yaml(path: str) -> dict:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 5e-4 as text; people mean the number."""
+    """YAML 1.1 reads 5e-4 as text and no as false; people mean the number, and `mixed_precision: no`, as in YAML 1.2."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if first in "tTfF" or tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Loader.add_implicit_resolver(
@@ -129,7 +136,7 @@ _Loader.add_implicit_resolver(
 
 def _parse_value(key: str, text: str, problems: list[str]) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader) if text else ""
     except yaml.YAMLError as error:
         problems.append(f"{key}: {text!r} cannot be read as a YAML value: {error}")
         return None
@@ -193,6 +200,8 @@ def _type_name(kind: Any) -> str:
 CHOICES = {
     "train.mixed_precision": ("no", "fp16", "bf16"),
     "train.non_finite": ("stop", "skip"),
+    "train.compile": ("no", "blocks", "model"),
+    "train.recompute": ("none", "activation", "block"),
     "optim.schedule": ("cosine", "linear", "constant"),
     "logging.wandb": ("disabled", "offline", "online"),
     "data.source": ("builtin", "text", "jsonl", "parquet", "hub"),

@@ -1,4 +1,7 @@
-"""What the device can do: its peak for the metrics, and whether it has bf16."""
+"""What the device can do, and what was used of it: its peak for the metrics, its memory, and whether it has bf16."""
+
+import resource
+import sys
 
 import torch
 
@@ -24,6 +27,14 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
         if part in name:
             return peaks.get(precision)
     return None
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Units of 2^30 bytes: the most that PyTorch has allocated on the GPU, or on a CPU that the whole process has held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def check_precision(device: torch.device, precision: str) -> None:

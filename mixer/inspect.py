@@ -25,7 +25,7 @@ from mixer.matrices import (
     weight_by_lag,
 )
 from mixer.pretrained import load_checkpoint
-from mixer.report import new_figure, save
+from mixer.report import log_means, new_figure, save
 
 LAYERS = "viridis"  # colours of the layers, first to last
 FEWEST = 8  # weights: a lag with fewer is left out of the pictures, its mean being mostly noise
@@ -33,7 +33,8 @@ Layers = list[dict[str, np.ndarray]]  # see mixing_matrices
 
 PAGES = {
     "by_lag.png": f"|W| by lag: the mean over each diagonal of {FEWEST} weights or more. Lag 0 is the token itself.",
-    "effective_context.png": f"Effective context: the most recent tokens that hold {SHARE:.0%} of a row's |W|.",
+    "effective_context.png": f"Effective context: the most recent tokens that hold {SHARE:.0%} of a row's |W|, "
+    "as a share of those that the row can see.",
     "toeplitz.png": "Distance from Toeplitz: how much of a matrix (Frobenius norm) the means of its diagonals leave out; "
     "0 is one convolution for all positions.",
     "change.png": "Change (Frobenius norm, relative) from each checkpoint to the next, and by lag from the first to the last.",
@@ -107,9 +108,11 @@ def layer_colours(count: int):
 
 
 def draw_layers(axes, curves: list[np.ndarray], start: int) -> None:
-    """A line for each layer, its x beginning at `start`."""
+    """For each layer its curve, pale, and a line of means over ranges of x, which begins at `start`."""
     for number, (curve, colour) in enumerate(zip(curves, layer_colours(len(curves)), strict=True)):
-        axes.plot(np.arange(start, start + len(curve)), curve, color=colour, linewidth=1.2, label=f"layer {number}")
+        places = np.arange(start, start + len(curve))
+        axes.plot(places, curve, color=colour, linewidth=0.7, alpha=0.2)
+        axes.plot(*log_means(places, curve), color=colour, marker="o", markersize=3, label=f"layer {number}")
 
 
 def style_lags(axes) -> None:
@@ -145,12 +148,15 @@ def plot_effective_context(layers: Layers, output: Path) -> Path:
     figure = new_figure(figsize=(8.6, 4.8))
     axes = figure.add_subplot()
     curves = layer_means(layers, effective_context)
-    draw_layers(axes, curves, start=1)
     positions = np.arange(1, len(curves[0]) + 1)
-    axes.plot(positions, SHARE * positions, color="#666666", linestyle="--", linewidth=1, label="equal weights")
+    draw_layers(axes, [curve / positions for curve in curves], start=1)
+    axes.axhline(SHARE, color="#666666", linestyle="--", linewidth=1, label="equal weights")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(0, 1.05)
     axes.set_xlabel("tokens that the row can see")
-    axes.set_ylabel(f"most recent tokens with {SHARE:.0%} of |W|")
-    axes.set_title("Effective context")
+    axes.set_ylabel("share of them in use")
+    axes.set_title(f"Effective context: the most recent tokens with {SHARE:.0%} of |W|")
     figure.legend(loc="outside right upper")
     return save(figure, output)
 

@@ -21,11 +21,12 @@ from mixer.files import run_locked
 from mixer.guard import Guard, require_finite, where_not_finite
 from mixer.hardware import check_precision, peak_tflops
 from mixer.metrics import Metrics
+from mixer.objective import Objective, compile_objective, set_recompute
 from mixer.optim import build_optimizer, learning_rate, set_learning_rate
 from mixer.parallel import Hosts, build_accelerator, leave_with_error, settle_buckets, whole
 from mixer.signals import Stop
 from mixer.telemetry import Profiler, Timer
-from mixer.validation import token_nats, validation_loss
+from mixer.validation import validation_loss
 from mixer.writer import CheckpointWriter
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
@@ -80,10 +81,13 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     config = model_config(run.model, manifest.vocab_size, manifest.eos_token_id)
     state = checkpoint.load_trainer(resumed, manifest, run.checkpoint.allow_other_data, console.say) if resumed else {}
     model = checkpoint.load_model(resumed, config) if resumed else model_class(config)(config)
-    model.to(device)
-    parallel, prepared = accelerator.prepare(model, build_optimizer(model, run.optim))  # DDP or FSDP, and autocast
+    set_recompute(model, run.train.recompute)
+    objective = Objective(model).to(device).train()
+    shape = (run.train.batch_size, context)
+    compile_objective(objective, run.train.compile, shape, accelerator, hosts, console.say)
+    parallel, prepared = accelerator.prepare(objective, build_optimizer(model, run.optim))  # DDP or FSDP, and autocast
     optimizer = prepared.optimizer  # torch's own, inside accelerate's
-    settle_buckets(parallel, accelerator, context)
+    settle_buckets(parallel, accelerator, shape)
     progress = Progress(**{name: state[name] for name in asdict(Progress())}) if resumed else Progress()
     scaler = accelerator.scaler
     if resumed:
@@ -109,8 +113,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
 
     def backward(batch, step_targets) -> torch.Tensor:
         """Forward and backward pass of a micro-batch; returns its loss, the nats of all its targets."""
-        inputs, targets = batch
-        nats = token_nats(parallel(inputs, use_cache=False).logits, targets).sum()
+        nats = parallel(*batch).sum()
         # The engine takes the mean over processes; times their number it is the mean over all target tokens.
         accelerator.backward(nats * (hosts.processes / step_targets))
         return nats.detach()

@@ -1,14 +1,13 @@
 """Scores of a text by all processes of a launch together, with the time and the memory that they took."""
 
 import os
-import resource
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
 from mixer.errors import UserError
+from mixer.hardware import peak_memory_gb
 from mixer.scoring import TokenScores, add_processes, evaluate_streams, token_nats, window_batches
 
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -100,7 +99,7 @@ def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict
             f"{plan.batch_size} windows of {plan.window} tokens do not fit into the memory of {place.device}: give a smaller "
             "--batch-size, a smaller --window, or --dtype bf16"
         ) from None
-    memory = peak_memory_gb(place)
+    memory = peak_memory_gb(place.device)
     if place.count > 1:
         scores = add_processes(scores, place.device)
         memory = largest(memory, place.device)
@@ -114,13 +113,6 @@ def warm_up(model, streams, plan: Plan, place: Place) -> None:
     """The first call builds kernels and fills caches, which is not what throughput means."""
     inputs, targets = next(window_batches(streams, plan.window, plan.stride, plan.batch_size, plan.last_window))
     token_nats(model, inputs.to(place.device), targets.to(place.device), DTYPES[plan.dtype]).sum().item()
-
-
-def peak_memory_gb(place: Place) -> float:
-    if place.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(place.device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def largest(value: float, device: torch.device) -> float:

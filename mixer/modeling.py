@@ -7,9 +7,11 @@ No position embedding (the mixing weight knows every position), no final norm un
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -17,10 +19,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 # Relative, as transformers asks of code that goes with a checkpoint: there, these files stand beside this one.
 from .cache import MixingCache, MixingMemory, Places
 from .configuration import MaskedMixerConfig
-from .plain import dense, mix_rows, products_per_triangle
+from .plain import dense, mix_row, mix_rows, products_per_triangle
 
 try:
-    from mixer.ops import triangular_conv
+    from mixer.ops import mix_row, triangular_conv  # with the kernels, where they can run
 except ImportError:  # loaded with trust_remote_code where this package is not installed
 
     def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str) -> Tensor:
@@ -61,6 +63,8 @@ class TriangularConv(nn.Module):
     ) -> Tensor:
         """With a memory x follows what it holds: the first tokens by the whole operation, later ones by their rows alone."""
         first = memory is None or memory.get_seq_length() == 0
+        if not first and x.shape[1] == 1:
+            return mix_row(memory.extend(1), x, self.weight, self.bias, residual, positions, self.backend)
         if memory is not None:
             parts = x.unflatten(-1, (self.weight.shape[0], -1)).transpose(1, 2)  # (batch, heads, new, channels of a head)
             earlier, _ = memory.update(parts, positions=positions)
@@ -94,8 +98,8 @@ class TokenMixing(nn.Module):
         memories: Sequence[MixingMemory | None] = (None, None),  # one for each convolution
         positions: Tensor | None = None,
     ) -> Tensor:
-        # The range makes the time spent here countable in any profile, whichever backend runs.
-        with torch.profiler.record_function("token_mixing"):
+        # The range makes the time spent here countable in any profile, whichever backend runs; the compiler has no ranges.
+        with nullcontext() if torch.compiler.is_compiling() else torch.profiler.record_function("token_mixing"):
             if self.in_proj is not None:
                 x = self.in_proj(x)
             last = self.conv
@@ -108,13 +112,21 @@ class TokenMixing(nn.Module):
 
 
 class MLP(nn.Module):
+    recompute_activation = False  # set by training: the backward pass computes the GELU again, its output is not kept
+
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.gelu(self.up_proj(x)))
+        x = self.up_proj(x)
+        if self.recompute_activation and torch.is_grad_enabled():
+            return checkpoint(self._down, x, use_reentrant=False)
+        return self._down(x)
+
+    def _down(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.gelu(x))
 
 
 class Block(GradientCheckpointingLayer):
@@ -185,19 +197,24 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         places = Places(attention_mask, new) if attention_mask is not None else None
         if places is not None:
             input_ids = places.gather(input_ids)
-        x = self.embed_tokens(input_ids)  # (batch, new, channels)
         if past_key_values is None:
-            for layer in self.layers:
-                x = layer(x)
+            x = self._blocks(input_ids)
         else:
             start = past if places is None or past == 0 else places.starts
             positions = torch.arange(new, device=input_ids.device)[None] + start  # (batch or 1, new)
-            for number, layer in enumerate(self.layers):
-                x = layer(x, past_key_values.of_block(number), positions.to(x.device))
-        x = self.norm(x)
+            if past > 0 and new == 1:
+                x = past_key_values.step(self._blocks, input_ids, positions)
+            else:
+                x = self._blocks(input_ids, past_key_values, positions)
         if places is not None:
             x = places.restore(x)
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+
+    def _blocks(self, input_ids: Tensor, cache: MixingCache | None = None, positions: Tensor | None = None) -> Tensor:
+        x = self.embed_tokens(input_ids)  # (batch, new, channels)
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if cache is None else layer(x, cache.of_block(number), positions.to(x.device))
+        return self.norm(x)
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, past: int) -> None:
         (batch, new), context = input_ids.shape, self.config.max_position_embeddings
@@ -265,12 +282,19 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
         return False  # it keeps keys and values of attention
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = MixingCache(self.config)
+        given = model_kwargs.get("past_key_values") is not None
+        static = generation_config.cache_implementation == "static"
+        if given or not static:  # what transformers has to say of these
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if generation_config.use_cache is not False and not given:
+            # A graph is of one device, and nothing may move a parameter in or out between two steps.
+            in_place = len(set(getattr(self, "hf_device_map", {"": 0}).values())) == 1
+            model_kwargs["past_key_values"] = MixingCache(self.config, static and in_place)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args, attention_mask: Tensor | None = None, **kwargs) -> dict:
-        if attention_mask is not None:  # generate gives none where nothing is padded
+        cache = kwargs.get("past_key_values")
+        # Before the first step alone: to look into the mask waits for the GPU. generate gives none where nothing is padded.
+        if attention_mask is not None and (cache is None or cache.get_seq_length() == 0):
             empty = attention_mask.sum(1).eq(0).nonzero().flatten().tolist()
             if empty:
                 raise ValueError(f"the prompts of samples {empty} are empty, all padding; {GIVE_A_TOKEN}")

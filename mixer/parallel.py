@@ -44,7 +44,7 @@ def build_accelerator(precision: str) -> Accelerator:
     return accelerator
 
 
-def settle_buckets(parallel: nn.Module, accelerator: Accelerator, context: int) -> None:
+def settle_buckets(parallel: nn.Module, accelerator: Accelerator, shape: tuple[int, int]) -> None:
     """Makes DDP lay out its buckets of gradients for good, by a backward pass whose gradients are thrown away.
 
     DDP sums gradients bucket by bucket and lays these out anew after its first backward pass. With three processes or more,
@@ -52,7 +52,8 @@ def settle_buckets(parallel: nn.Module, accelerator: Accelerator, context: int) 
     step of a run that nobody disturbed.
     """
     if isinstance(parallel, nn.parallel.DistributedDataParallel):
-        parallel(torch.zeros(1, context, dtype=torch.int64, device=accelerator.device)).logits.sum().backward()
+        tokens = torch.zeros(shape, dtype=torch.int64, device=accelerator.device)
+        parallel(tokens, tokens).sum().backward()
         parallel.zero_grad(set_to_none=True)
 
 

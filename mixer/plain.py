@@ -83,6 +83,24 @@ def mix_rows(memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) ->
     return y.transpose(1, 2).flatten(2)
 
 
+def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
+    """Writes rows (batch, heads, new, channels of a head) into the memory at positions (batch or 1, new)."""
+    if positions.shape[0] == 1:
+        memory.index_copy_(2, positions[0], rows)
+    else:
+        samples = torch.arange(len(positions), device=positions.device)[:, None]
+        memory[samples, :, positions] = rows.transpose(1, 2)
+
+
+def mix_row(
+    memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, positions: Tensor, backend: str = "auto"
+) -> Tensor:
+    """One new token of each sample, x (batch, 1, channels): written into the memory and mixed; see `mixer.ops.mix_row`."""
+    write_rows(memory, split_heads(x, weight.shape[0]).transpose(0, 1), positions)
+    y = mix_rows(memory, weight, bias, positions)
+    return y if residual is None else y + residual.to(y.dtype)  # under autocast the stream has its dtype
+
+
 def panel_bounds(tokens: int) -> list[tuple[int, int]]:
     """Rows (start, end) of each panel. They start at multiples of 8, where a 16-bit weight lies on 16 bytes."""
     half = (tokens + 15) // 16 * 8

@@ -164,6 +164,7 @@ def draw_losses(axes, lines, steps, loss):
             ha="center",
             color=COLOURS[1],
             fontweight="bold",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
     limit_loss_axis(axes, [loss])
     axes.set_ylabel("loss (nats per token)")
@@ -188,26 +189,39 @@ def draw_panel(axes, lines, key, title):
 def plot_loss_by_position(curves: dict, output, title="Loss by position in the window") -> Path:
     """`curves`: name -> mean nats per position, (context,), None where no target was scored. Positions start at 1."""
     import numpy as np
+    from matplotlib.ticker import LogLocator
 
     figure = new_figure(figsize=(8, 4.6))
     axes = figure.add_subplot()
     for colour, (name, values) in zip(itertools.cycle(COLOURS), curves.items(), strict=False):
         values = np.array([np.nan if value is None else value for value in values], dtype=float)
         positions = np.arange(1, len(values) + 1)
-        bins = log_bins(len(values))
-        known = [~np.isnan(values[low:high]) for low, high in bins]
-        means = [np.mean(values[low:high][k]) if k.any() else np.nan for (low, high), k in zip(bins, known, strict=True)]
-        places = [positions[low:high][k] for (low, high), k in zip(bins, known, strict=True)]
-        centres = [np.sqrt(place[0] * place[-1]) if len(place) else np.nan for place in places]
         axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
-        axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=name)
+        axes.plot(*log_means(positions, values), color=colour, marker="o", markersize=3.5, label=name)
     axes.set_xscale("log", base=2)
+    low, high = axes.get_xlim()
+    if high < 8 * low:  # powers of 2 alone would be too few marks
+        axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("tokens that the prediction can see")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
     axes.legend(loc="upper right")
     return save(figure, output)
+
+
+def log_means(places, values) -> tuple[list[float], list[float]]:
+    """Centres and means over ranges that widen in proportion to where they are, NaN left out; both arrays are (count,)."""
+    import numpy as np
+
+    centres, means = [], []
+    for low, high in log_bins(len(values)):
+        known = ~np.isnan(values[low:high])
+        if known.any():
+            place = places[low:high][known]
+            centres.append(float(np.sqrt(float(place[0]) * float(place[-1]))))
+            means.append(float(values[low:high][known].mean()))
+    return centres, means
 
 
 def log_bins(count: int) -> list[tuple[int, int]]:

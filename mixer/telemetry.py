@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from mixer.hardware import peak_tflops
+from mixer.hardware import peak_memory_gb, peak_tflops
 
 
 class Timer:
@@ -45,8 +45,7 @@ class Timer:
         seconds = time.perf_counter() - self.started - self.left_out
         line = throughput(self.tokens / seconds, flops_per_token, accelerator.num_processes, accelerator.device, precision)
         line |= {"seconds": seconds, "data_wait_share": self.waited / seconds}
-        if accelerator.device.type == "cuda":
-            line["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        line["peak_memory_gb"] = peak_memory_gb(accelerator.device)
         self._begin()
         return line
 

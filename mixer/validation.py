@@ -27,10 +27,10 @@ def validation_loss(parallel, validation: TokenFile, samples: int, batch_size: i
         # Every process makes as many forward passes, as sharded ones meet in each: one without samples scores nothing.
         own = range(start, min(start + batch_size * accelerator.num_processes, samples))
         own = own[accelerator.process_index :: accelerator.num_processes]
-        inputs, targets = to_device(validation.batch(own or [0]), accelerator.device)
-        nats = token_nats(model(inputs).logits, targets)
-        if own:
-            totals += torch.stack([nats.sum(dtype=torch.float64), (targets != -100).sum()])
+        filled = [*own, *[0] * (batch_size - len(own))]  # one shape for all: another would be compiled anew
+        inputs, targets = to_device(validation.batch(filled), accelerator.device)
+        nats, targets = model(inputs, targets)[: len(own)], targets[: len(own)]
+        totals += torch.stack([nats.sum(dtype=torch.float64), (targets != -100).sum()])
     model.train()
     nats, count = accelerator.reduce(totals, "sum").tolist()
     split = validation.manifest.splits["validation"]

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", ACCELERATE_USE_CPU="true")
 
 # With several workers (make test): files whose tests share something costly, a kernel build or the one GPU, stay together.
-ON_ONE_WORKER = {"test_build", "test_ops_cuda", "test_hopper_protocol", "test_ladder", "test_kernel_choice"}
+ON_ONE_WORKER = {
+    *("test_build", "test_hopper_protocol", "test_ladder", "test_kernel_choice"),
+    *("test_ops_cuda", "test_mix_row_cuda", "test_train_cuda"),
+}
 LONGEST_FIRST = ("test_resume", "test_build", "test_hopper_protocol", "test_train")
 
 

@@ -102,8 +102,8 @@ class Launch:
             rank.join()
         return [rank.exitcode for rank in self.ranks]
 
-    def succeed(self) -> str:
-        codes = self.wait()
+    def succeed(self, patience: float = 120) -> str:
+        codes = self.wait(patience)
         assert set(codes) == {0}, f"exit codes {codes}: {self.output}"
         return self.output
 

@@ -103,15 +103,19 @@ def result(library: ctypes.CDLL, name: str, program: ctypes.c_void_p) -> bytes:
     return buffer.raw
 
 
-def main() -> None:
-    if len(sys.argv) != 2:
-        raise UserError("give the directory to write the PTX to: `python tests/nvrtc.py build/ptx`")
-    directory = Path(sys.argv[1])
+def write_ptx(paths: list[Path], directory: Path) -> None:
+    """X.ptx for compute_70 of each X.cu."""
     directory.mkdir(parents=True, exist_ok=True)
-    for path in sources():
+    for path in paths:
         ptx, _ = compile_source(path, "compute_70")
         (directory / path.with_suffix(".ptx").name).write_bytes(ptx.rstrip(b"\0"))
     print(f"PTX for compute_70 by NVRTC {build.dotted(version())}: {directory}")
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise UserError("give the directory to write the PTX to: `python tests/nvrtc.py build/ptx`")
+    write_ptx(sources(), Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

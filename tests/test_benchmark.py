@@ -1,10 +1,12 @@
 """The benchmark of token mixing: run as a user runs it, at toy size on a CPU, and told apart from a wrong backend."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import nvrtc
 import pytest
 import torch
 
@@ -159,3 +161,72 @@ def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message
     monkeypatch.setattr(sys, "argv", ["token_mixing.py", "--device", "cpu", *arguments])
     with pytest.raises(UserError, match=message):
         benchmark.main()
+
+
+# ------------------------------------------------------------------------------------------------ kernels for older GPUs
+
+
+@nvrtc.needs_nvrtc
+@pytest.mark.parametrize(("name", "architecture"), [("volta_forward", "compute_70"), ("ampere_grad_input", "compute_80")])
+def test_ceiling_of_older_kernels_is_their_source_without_the_triangle(benchmark, tmp_path, name, architecture):
+    """What takes the triangle out finds it in the source as it now is, and what is left compiles."""
+    from portable_dense import write_sources
+
+    source = write_sources(tmp_path / "dense") / f"{name}.cu"
+    assert b"mma.sync" in nvrtc.compile_source(source, architecture)[0]
+
+
+def test_share_of_the_ceiling_is_of_useful_operations_and_of_right_results(benchmark):
+    import portable_kernels
+
+    def case(failure: str | None) -> dict:
+        ours = {"name": "cuda", "family": "ours", "failure": failure, **({} if failure else {"ms": 2.0})}
+        dense = {"name": "matmul", "family": "dense", "failure": None, "ms": 1.0}
+        numbers = {"capability": 80, "dtype": "float16", "tokens": 64, "batch": 2, "channels": 8, "ceiling_tflops": 200.0}
+        return numbers | {"operation": "forward", "useful_flops": 3e11, "variants": [ours, dense]}
+
+    right, wrong = portable_kernels.rows_of([case(None), case("wrong: relative RMSE 1")]).splitlines()[2:]
+    assert [cell.strip() for cell in right.split("|")[2:-1]] == ["64", "2.000", "150", "75", "1.000", "300", "0.50"]
+    assert [cell.strip() for cell in wrong.split("|")[2:-1]] == ["64", "-", "-", "-", "1.000", "300", "-"]
+
+
+def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
+    sizes = "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4 --batches 1,2 --repeats 1"
+    command = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), *sizes.split(), "--output", str(tmp_path / "toy")]
+    done = subprocess.run([*command, "--commit", "abc123"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result, text = json.loads((tmp_path / "toy.json").read_text()), (tmp_path / "toy.md").read_text()
+    kinds = {("mixer", "cached"), ("mixer", "cached, static"), ("mixer", "uncached"), ("Llama", "cached")}
+    assert {(row["model"], row["cache"], row["batch"]) for row in result["generate"]} == {(*k, b) for k in kinds for b in (1, 2)}
+    assert all(row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0 for row in result["step"])
+    assert "Batch 2, mixer cached" in text and "commit abc123" in text
+    done = subprocess.run([*command, "--new", "30"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stderr
+
+
+def test_a_training_step_is_timed_and_profiled(tmp_path):
+    small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 --batch-ms 1 --commit abc123"
+    forms = "eager,eager_activation,reference"
+    output = tmp_path / "results" / "step"
+    script = str(ROOT / "benchmarks" / "training_step.py")
+    command = [
+        sys.executable,
+        script,
+        *small.split(),
+        "--tokens",
+        "32,48",
+        "--forms",
+        forms,
+        "--profile",
+        "--output",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    result, text = json.loads(output.with_suffix(".json").read_text()), output.with_suffix(".md").read_text()
+    assert [(case["tokens"], case["batch"]) for case in result["cases"]] == [(32, 3), (48, 2)]
+    for case in result["cases"]:
+        assert list(case["forms"]) == forms.split(",")
+        for row in case["forms"].values():
+            assert row["ms"] > 0 and row["losses"][2] < row["losses"][0] and row["profile"]["kinds"]["optimizer"] > 0
+    assert "| eager: ours, eager |" in text and "## Where the time goes, 2 x 48 tokens" in text

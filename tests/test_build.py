@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -250,6 +251,18 @@ def test_cuda_home_comes_before_path(tmp_path, monkeypatch):
     assert build.architecture_flags(compiler, (7, 0)) == ["-gencode=arch=compute_70,code=sm_70"]
     assert build.architecture_flags(compiler, (9, 0)) == ["-DMIXER_HOPPER", "-gencode=arch=compute_90a,code=sm_90a"]
     assert build.architecture_flags(compiler, (8, 6)) == ["-gencode=arch=compute_70,code=compute_70"]
+
+
+@pytest.mark.parametrize("folder", ["cu13", "cuda_nvcc"])
+def test_nvcc_of_a_wheel_is_found(folder, tmp_path, monkeypatch):
+    """Where no variable names another and none is in PATH; CUDA 13's wheels have one folder for all, those before one each."""
+    home = fake_nvcc(tmp_path / folder)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: wheels if name == "nvidia" else None)
+    assert build.find_compiler().path == home / "bin" / "nvcc"
 
 
 def test_volta_under_cuda_13_names_cuda_12(tmp_path, monkeypatch):

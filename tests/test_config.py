@@ -62,8 +62,11 @@ def test_every_problem_is_reported_at_once(tmp_path):
 def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("optim: {lr: 5e-4}\nmodel: {intermediate_size: null}\ntrain:\n")
-    run = load_config(str(path), ["optim.lr=1e-3", "--train.steps=700"])
-    assert (run.optim.lr, run.train.steps) == (1e-3, 700)
+    run = load_config(
+        str(path), ["optim.lr=1e-3", "--train.steps=700", "train.mixed_precision=no", "train.tf32=false", "data.path="]
+    )
+    assert (run.optim.lr, run.train.steps, run.train.mixed_precision, run.train.tf32) == (1e-3, 700, "no", False)
+    assert run.data.path == ""
     save_config(run, tmp_path / "resolved.yaml")
     assert load_config(str(tmp_path / "resolved.yaml"), []) == run
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["steps"] == 700

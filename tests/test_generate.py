@@ -107,6 +107,22 @@ def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():
     assert torch.equal(generate(model, ids, past_key_values=cache), expected)
 
 
+@every_variant
+@pytest.mark.parametrize("how", ["greedy", "several"])
+def test_a_static_cache_writes_the_same(variant, how):
+    model, (ids, mask), settings = lively_model(**variant), padded("left"), SETTINGS[how]
+    expected = generate(model, ids, attention_mask=mask, **settings)
+    assert torch.equal(generate(model, ids, attention_mask=mask, cache_implementation="static", **settings), expected)
+
+
+def test_a_static_cache_serves_again_after_a_reset():
+    model, cache = lively_model(), MixingCache(lively_model().config, static=True)
+    for length in (6, 3):
+        ids = tokens(batch=2, length=length)
+        assert torch.equal(generate(model, ids, past_key_values=cache), generate(model, ids))
+        cache.reset()
+
+
 def test_the_dead_half_of_the_weight_is_never_read():
     model, (ids, mask) = lively_model(), padded("left")
     expected = generate(model, ids, attention_mask=mask)

@@ -16,7 +16,7 @@ LONG = {"steps": 200, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
 
 def bad_loss_at() -> None:
     """The loss of process BAD_RANK is NaN at the steps BAD_STEPS, of data that makes it so each time it is used."""
-    from mixer import loop
+    from mixer import loop, objective
 
     real = loop.Batches.at
     steps = {int(step) for step in os.environ["BAD_STEPS"].split(",")}
@@ -30,7 +30,7 @@ def bad_loss_at() -> None:
     def token_nats(logits, targets):
         return real_nats(logits, targets)
 
-    real_nats, real_device = loop.token_nats, loop.to_device
+    real_nats, real_device = objective.token_nats, loop.to_device
     marked = [False]
 
     def to_device(batch, device):
@@ -39,7 +39,7 @@ def bad_loss_at() -> None:
         return inputs.clamp(max=1), targets
 
     loop.Batches.at, loop.to_device = at, to_device
-    loop.token_nats = lambda logits, targets: token_nats(logits * (math.nan if marked[0] else 1.0), targets)
+    objective.token_nats = lambda logits, targets: token_nats(logits * (math.nan if marked[0] else 1.0), targets)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -83,7 +83,7 @@ def test_weights_that_blow_up_are_named(write_config, launch):
 
 def scaled_in_fp32() -> None:
     """fp16's dynamic loss scale around fp32 arithmetic, from a scale that overflows even that: a CPU has no fp16 autocast."""
-    from mixer import loop
+    from mixer import loop, objective
 
     real = loop.build_accelerator
 
@@ -94,8 +94,8 @@ def scaled_in_fp32() -> None:
         accelerator.unscale_gradients = lambda: [accelerator.scaler.unscale_(o.optimizer) for o in accelerator._optimizers]
         return accelerator
 
-    real_nats = loop.token_nats
-    loop.build_accelerator, loop.token_nats = build, lambda *arguments: 256 * real_nats(*arguments)
+    real_nats = objective.token_nats
+    loop.build_accelerator, objective.token_nats = build, lambda *arguments: 256 * real_nats(*arguments)
 
 
 def scaled_and_always_bad() -> None:

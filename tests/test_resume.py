@@ -43,7 +43,7 @@ def test_a_run_killed_at_random_ends_as_an_undisturbed_one(write_config, launch,
     steps = 100 * KILLS
     train_section = {"steps": steps, "batch_size": 8 // processes, "eval_every": 50, "eval_samples": 16}
     config = write_config(train=train_section, checkpoint={"save_every": 5})
-    launch("--config", config, "name=undisturbed", processes=processes).succeed()
+    launch("--config", config, "name=undisturbed", processes=processes).succeed(patience=120 * KILLS)
     generator = random.Random(processes)
     for kill in range(KILLS):
         ranks = launch("--config", config, "name=killed", processes=processes)
@@ -51,7 +51,7 @@ def test_a_run_killed_at_random_ends_as_an_undisturbed_one(write_config, launch,
         time.sleep(generator.uniform(0, 0.3))
         assert ranks.running(), f"the run ended before kill {kill + 1}: {ranks.output}"
         ranks.kill()
-    launch("--config", config, "name=killed", processes=processes).succeed()
+    launch("--config", config, "name=killed", processes=processes).succeed(patience=120 * KILLS)
     assert_same(tmp_path / "runs/killed", tmp_path / "runs/undisturbed", steps)
 
 

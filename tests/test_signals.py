@@ -52,10 +52,10 @@ def test_the_step_of_the_signal_is_the_last_whatever_log_every_is(write_config, 
 
 
 def slow_steps() -> None:
-    from mixer import loop
+    from mixer import objective
 
-    real = loop.token_nats
-    loop.token_nats = lambda *arguments: time.sleep(0.1) or real(*arguments)
+    real = objective.token_nats
+    objective.token_nats = lambda *arguments: time.sleep(0.1) or real(*arguments)
 
 
 def test_a_second_signal_leaves_at_once_but_not_one_passed_on_by_a_launcher(write_config, launch, tmp_path):
@@ -101,13 +101,13 @@ def test_a_process_that_fails_ends_the_others_and_its_error_is_the_one_shown(wri
     script = tmp_path / "failing.py"
     script.write_text(
         "import os, sys; sys.path.insert(0, '.')\n"
-        "import train; from mixer import loop; from mixer.errors import run_command\n"
-        "real, calls = loop.token_nats, []\n"
+        "import train; from mixer import objective; from mixer.errors import run_command\n"
+        "real, calls = objective.token_nats, []\n"
         "def token_nats(*arguments):\n"
         "    calls.append(1)\n"
         "    if os.environ['RANK'] == '1' and len(calls) > 5: raise RuntimeError('a fault of process one alone')\n"
         "    return real(*arguments)\n"
-        "loop.token_nats = token_nats\n"
+        "objective.token_nats = token_nats\n"
         "run_command(train.main)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]

@@ -31,10 +31,12 @@ def test_each_line_holds_what_it_should(write_config, launch, tmp_path):
             "useful_tflops",
             "seconds",
             "data_wait_share",
+            "peak_memory_gb",
         }
         assert line["tokens"] == line["step"] * 8 * 32
         assert line["tokens_per_second"] == pytest.approx(4 * 8 * 32 / line["seconds"])
         assert 0 <= line["data_wait_share"] <= 1
+        assert 0.1 < line["peak_memory_gb"] < 8  # torch alone takes some hundred megabytes
 
 
 def test_useful_flops_of_the_papers_model_by_hand_and_the_share_of_each_known_peak(monkeypatch):

@@ -64,10 +64,10 @@ def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes,
 
 def overflowing() -> None:
     """Losses so large that fp16's gradients overflow at its first scale, and always where LOSS_FACTOR is infinite."""
-    from mixer import loop
+    from mixer import objective
 
-    real = loop.token_nats
-    loop.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
+    real = objective.token_nats
+    objective.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
 
 
 def test_fp16_overflows_are_skipped_counted_and_end_the_run_where_they_do_not_end(write_config, launch, tmp_path):

@@ -456,12 +456,15 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
   }
 
   // A consumer. Its 64 rows begin at the diagonal: the steps before that are zeros for it, and it gives their stages
-  // back unread. (Rows beyond the last token have no step of their own; the last step then serves them, with zeros.)
+  // back unread, but waits for them like everyone: copies arrive in any order, and if a later one came first, the wait
+  // for this stage's next copy would take the phase before it, still open, for the one it waits for. (Rows beyond the
+  // last token have no step of their own; the last step then serves them, with zeros.)
   const int consumer = warp / 4;
   const int first = min(consumer, steps - 1);
   float sum[kChannels / 2];  // written by the first wgmma, which does not add: a zero written here would have to wait
-  if (threadIdx.x % 128 == 0) {
-    for (int step = 0; step < first; ++step) barrier_arrive(&empty[step]);
+  for (int step = 0; step < first; ++step) {
+    barrier_wait(&full[step], 0);
+    if (threadIdx.x % 128 == 0) barrier_arrive(&empty[step]);
   }
   for (int step = first; step < steps; ++step) {
     const int stage = step % kStages;

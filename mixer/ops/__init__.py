@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from mixer.ops import operator
+from mixer.ops.rows import mix_row
 from mixer.plain import BACKENDS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-__all__ = ["BACKENDS", "triangular_conv"]
+__all__ = ["BACKENDS", "mix_row", "triangular_conv"]
 
 
 def triangular_conv(

@@ -20,11 +20,12 @@ from mixer.ops import tuned
 
 # mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself imported already.
 
-ABI_VERSION = 3  # MIXER_ABI_VERSION in csrc/params.h
+ABI_VERSION = 4  # MIXER_ABI_VERSION in csrc/params.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
-POINTERS = "x weight packed bias residual y dy dx dweight dbias workspace schedule stream".split()
+POINTERS = "x weight packed bias residual y dy dx dweight dbias workspace schedule memory positions stream".split()
 STRIDES = [f"{name}_{dimension}_stride" for name in ("x", "residual", "dy") for dimension in ("batch", "token")]
+STRIDES += ["memory_batch_stride", "memory_head_stride", "positions_stride"]
 SIZES = "batch tokens channels context heads taps columns".split()
 CODES = "dtype weight_dtype bias_dtype gradient_dtype device capability processors allow_tf32".split()
 
@@ -274,6 +275,7 @@ def load(path: str) -> ctypes.CDLL:
             "mixer_forward",
             "mixer_grad_input",
             "mixer_grad_weight",
+            "mixer_mix_row",
             "mixer_product_workspace",
             "mixer_grad_weight_workspace",
             "mixer_schedule_size",

@@ -128,6 +128,13 @@ MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
   return status == cudaSuccess && params->dbias != nullptr && !kernels.with_bias ? grad_bias(*params) : status;
 }
 
+// One new token of each sample: writes x into the memory and y = bias + residual + W[position] memory; see mix_row.cu.
+MIXER_EXPORT int mixer_mix_row(const TriangularConvParams* params) {
+  const cudaError_t status = enter(*params);
+  if (status != cudaSuccess || has_no_outputs(*params)) return status;
+  return params->taps == 1 ? mix_row(*params) : cudaErrorInvalidValue;
+}
+
 // Bytes of the schedule that mixer_forward and mixer_grad_input need for these sizes; 0 for none.
 MIXER_EXPORT int64_t mixer_schedule_size(const TriangularConvParams* params) {
 #ifdef MIXER_HOPPER

@@ -8,6 +8,7 @@
 // Any architecture.
 cudaError_t pack(const TriangularConvParams& params);
 cudaError_t grad_bias(const TriangularConvParams& params);
+cudaError_t mix_row(const TriangularConvParams& params);  // one tap
 
 namespace portable {  // sm_70 and newer: fp32 arithmetic, any shape, any stride between rows
 cudaError_t forward(const TriangularConvParams& params);

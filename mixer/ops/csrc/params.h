@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MIXER_ABI_VERSION 3
+#define MIXER_ABI_VERSION 4
 
 enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
@@ -26,11 +26,15 @@ typedef struct TriangularConvParams {
   void* dbias;           // gradient_dtype, contiguous, or null
   void* workspace;       // mixer_product_workspace() or mixer_grad_weight_workspace() bytes, 16-byte aligned; null for none
   const void* schedule;  // mixer_schedule() on the device, or null where mixer_schedule_size() is 0
+  void* memory;          // dtype, (batch, heads, tokens, channels of a head), the last two dense; of mix_row alone
+  const void* positions;  // int64, where in the memory each sample's new token stands
   void* stream;          // a cudaStream_t
 
   int64_t x_batch_stride, x_token_stride;  // in elements, like all strides; 0 is a broadcast
   int64_t residual_batch_stride, residual_token_stride;
   int64_t dy_batch_stride, dy_token_stride;
+  int64_t memory_batch_stride, memory_head_stride;
+  int64_t positions_stride;
 
   int32_t batch, tokens, channels, context, heads, taps, columns;
   int32_t dtype, weight_dtype, bias_dtype, gradient_dtype;

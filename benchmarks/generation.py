@@ -1,0 +1,309 @@
+"""Generation, measured: a mixer's tokens per second with its cache and without, and those of a Llama with its KV cache.
+
+    python benchmarks/generation.py --output PATH [--commit NAME]
+    python benchmarks/generation.py --output PATH --device cpu --hidden 32 --layers 2 --context 64 --prompt 40 --new 4
+
+Writes PATH.json (hardware, commit, every time) and PATH.md (tables). Weights are random, all three go through generate(),
+greedily, without an end token. A new token's time is what all but the first add to a call: the prompt is not in it, the capture
+of a static cache's step is. Beside these: the captured step itself against the time of reading the weights once, and the
+kernel of the one-row product against a copy.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import timing
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.cache import MixingCache
+from mixer.errors import UserError, run_command
+from mixer.files import write_text
+from mixer.ops import cuda, mix_row, rows
+from mixer.provenance import commit, hardware
+
+ALLOWED_ERROR = 0.05  # of a captured step's logits against the whole forward's, relative to their size: bf16 gives 0.01
+
+
+def main() -> None:
+    options = arguments()
+    result = measure(options)
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
+    write_text(output.with_name(output.name + ".md"), table(result))
+    print(table(result))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, help="path of the results without ending")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--prompt", type=int, default=1468, help="tokens of the prompt")
+    parser.add_argument("--new", type=int, default=64, help="new tokens; the uncached loop writes a quarter of them")
+    parser.add_argument("--batches", type=lambda text: [int(number) for number in text.split(",")], default=[1, 64])
+    parser.add_argument("--repeats", type=int, default=3, help="calls of generate, of which the median counts")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further measurement after this long")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
+    options = parser.parse_args()
+    if options.new < 4 or options.prompt + options.new > options.context:
+        raise UserError(
+            f"--prompt {options.prompt} and --new {options.new} do not fit --context {options.context}; "
+            "give at least 4 new tokens, and together at most the context"
+        )
+    return options
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+def mixer_model(options: argparse.Namespace) -> MaskedMixerForCausalLM:
+    config = MaskedMixerConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        max_position_embeddings=options.context,
+    )
+    return ready(MaskedMixerForCausalLM(config), options)
+
+
+def llama_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    """Of the same width, depth and vocabulary; heads of 64 channels, and an MLP with as many parameters as the mixer's."""
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        max_position_embeddings=options.context,
+        intermediate_size=options.hidden * 8 // 3 // 64 * 64 or 64,
+        num_attention_heads=max(options.hidden // 64, 1),
+    )
+    return ready(LlamaForCausalLM(config), options)
+
+
+def ready(model, options: argparse.Namespace):
+    model.generation_config.eos_token_id = None  # every call writes as many tokens as it is asked for
+    model.generation_config.pad_token_id = 0
+    return model.to(options.device, torch.bfloat16).eval()
+
+
+# --------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure(options: argparse.Namespace) -> dict:
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    if options.device == "cuda" and (reason := cuda.unavailable_reason()):
+        raise UserError(f"nothing to measure: {reason}")
+    result = {"hardware": hardware() if options.device == "cuda" else {"device": "cpu", "torch": torch.__version__}}
+    result |= {"commit": options.commit or commit(), "command": " ".join(sys.argv), "settings": settings(options)}
+    result |= {"copy_bytes_per_ms": timing.copy_bytes_per_ms(options.device), "left_out": []}
+    result |= {"generate": [], "step": [], "kernel": []}
+
+    def wanted(what: str) -> bool:
+        if time.perf_counter() - started > options.seconds:
+            result["left_out"].append(what)
+            return False
+        print(f"{time.perf_counter() - started:7.1f} s  {what}", flush=True)
+        return True
+
+    for batch in options.batches:
+        if wanted(f"kernel, batch {batch}"):
+            result["kernel"].append(time_kernel(batch, result["copy_bytes_per_ms"], options))
+    model = mixer_model(options)
+    result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    result["weight_bytes"] = weight_bytes(model)
+    for batch in options.batches:
+        if wanted(f"step, batch {batch}"):
+            result["step"].append(time_step(model, batch, result, options))
+    quarter = options.new // 4
+    for batch in options.batches:
+        calls = {"cached": ({}, options.new), "cached, static": ({"cache_implementation": "static"}, options.new)}
+        calls["uncached"] = ({"use_cache": False}, max(quarter, 2))
+        for name, (how, new) in calls.items():
+            if wanted(f"mixer {name}, batch {batch}"):
+                result["generate"].append(time_generate("mixer", name, model, batch, new, how, options))
+    del model
+    model = llama_model(options)
+    result["llama_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    for batch in options.batches:
+        if wanted(f"Llama, batch {batch}"):
+            result["generate"].append(time_generate("Llama", "cached", model, batch, options.new, {}, options))
+    return result | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def settings(options: argparse.Namespace) -> dict:
+    names = ("hidden", "layers", "vocabulary", "context", "prompt", "new", "repeats")
+    return {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"}
+
+
+def prompts(batch: int, options: argparse.Namespace) -> Tensor:
+    return torch.randint(1, options.vocabulary, (batch, options.prompt), device=options.device)
+
+
+def time_generate(model_name: str, cache: str, model, batch: int, new: int, how: dict, options: argparse.Namespace) -> dict:
+    """Seconds of whole calls, and milliseconds of a token after the first."""
+    ids = prompts(batch, options)
+
+    def seconds(tokens: int) -> float:
+        synchronize(options.device)
+        start = time.perf_counter()
+        written = model.generate(ids, max_new_tokens=tokens, do_sample=False, **how)
+        synchronize(options.device)
+        assert written.shape == (batch, options.prompt + tokens), "generate stopped early"
+        return time.perf_counter() - start
+
+    seconds(min(new, 4))  # kernels, libraries and the allocator's memory
+    first = statistics.median(seconds(1) for _ in range(options.repeats))
+    whole = statistics.median(seconds(new) for _ in range(options.repeats))
+    ms = 1e3 * (whole - first) / (new - 1)
+    return {
+        "model": model_name, "cache": cache, "batch": batch, "new": new, "first_token_s": first, "whole_s": whole,
+        "ms_per_token": ms, "tokens_per_second": 1e3 * batch / ms,
+    }  # fmt: skip
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def weight_bytes(model: MaskedMixerForCausalLM) -> int:
+    """Bytes of the weights that one token needs: all, but of each mixing weight and of the embedding one row."""
+    rows_alone = {model.model.embed_tokens.weight, *(block.mixing.conv.weight for block in model.model.layers)}
+    values = (weight.shape[-1] if weight in rows_alone else weight.numel() for weight in model.parameters())
+    return 2 * sum(values)
+
+
+@torch.no_grad()
+def time_step(model: MaskedMixerForCausalLM, batch: int, result: dict, options: argparse.Namespace) -> dict:
+    """Milliseconds of a call of the model for one new token, queued one after another: as it is, and captured."""
+    ids, row = prompts(batch, options), {"batch": batch}
+    last = torch.randint(1, options.vocabulary, (batch, options.new), device=options.device)
+    expected = model(torch.cat([ids, last], 1), logits_to_keep=1).logits.float()
+    for name, static in (("eager", False), ("static", True)):
+        cache = MixingCache(model.config, static)
+        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for place in range(options.new):
+            if place == 3:  # by now a static cache's step is captured
+                synchronize(options.device)
+                start = time.perf_counter()
+            logits = model(last[:, place : place + 1], past_key_values=cache, use_cache=True).logits.float()
+        synchronize(options.device)
+        row[f"{name}_ms"] = 1e3 * (time.perf_counter() - start) / (options.new - 3)
+        row[f"{name}_error"] = ((logits - expected).norm() / expected.norm()).item()
+        if not row[f"{name}_error"] < ALLOWED_ERROR:
+            raise RuntimeError(f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to their size")
+    row["captured"] = cache.captured is not None
+    if row["captured"]:
+        row["replay_ms"] = timing.interleaved({"": lambda _: cache.captured.graph.replay()}, "cuda", 1, 9, 10.0)[""]["ms"]
+    return row | {"floor_ms": result["weight_bytes"] / result["copy_bytes_per_ms"]}
+
+
+def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespace) -> dict:
+    """Milliseconds of one row's product, by the kernel (on a CPU by PyTorch), with a weight in bf16; no cache holds its data."""
+    position, hidden, device = options.prompt + options.new // 2, options.hidden, options.device
+    size = batch * position * hidden * 2  # bytes of the inputs that are read
+    slots = max(2, -(-2 * 3 * 60 * 2**20 // size)) if device == "cuda" else 2  # well beyond the L2 cache
+    weight = torch.randn(1, 1, options.context, options.context, device=device).to(torch.bfloat16)
+    bias = torch.randn(1, options.context, device=device).to(torch.bfloat16)
+    x, residual = (torch.randn(batch, 1, hidden, device=device).to(torch.bfloat16) for _ in range(2))
+    memories = [torch.randn(batch, 1, position + 1, hidden, device=device, dtype=torch.bfloat16) for _ in range(slots)]
+    positions = torch.full((1, 1), position, device=device)
+
+    def call(slot: int) -> Tensor:
+        return mix_row(memories[slot], x, weight, bias, residual, positions)
+
+    with torch.no_grad():
+        served = rows.serves(memories[0], x, weight, residual, "auto")
+        if device == "cuda":
+            ms = timing.replayed({"": call}, slots, 9, 10.0)[""]  # a graph, as the steps are: launches take no time of the host
+        else:
+            ms = timing.interleaved({"": call}, device, slots, 3, 5.0)[""]["ms"]
+    moved = size + 2 * position + 2 * batch * hidden * 4  # the row of the weight; x twice, residual and y
+    return {
+        "batch": batch, "position": position, "kernel": served, "ms": ms, "bytes": moved,
+        "tb_per_s": moved / ms / 1e9, "share_of_copy": moved / ms / copy_bytes_per_ms,
+    }  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def table(result: dict) -> str:
+    """Everything as Markdown."""
+    steps = "The call of the model for one new token of each sample, and the floor: reading the weights that a token needs, "
+    steps += f"{result['weight_bytes'] / 1e6:.0f} MB, once, at the rate of a copy, {result['copy_bytes_per_ms'] / 1e9:.2f} TB/s."
+    parts = [
+        f"# Generation on {result['hardware'].get('device')}",
+        introduction(result),
+        "## Through generate()",
+        "A token after the first, greedy; the median of the calls.",
+        lines(
+            "model | cache | batch | new tokens | ms a token | tokens/s",
+            result["generate"],
+            "{model} | {cache} | {batch} | {new} | {ms_per_token:.3f} | {tokens_per_second:,.0f}",
+        ),
+        ratios(result),
+        "## A decoding step",
+        steps,
+        lines(
+            "batch | eager, ms | static, ms | captured | floor, ms | static / floor",
+            [row | {"ratio": row["static_ms"] / row["floor_ms"]} for row in result["step"]],
+            "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {captured} | {floor_ms:.3f} | {ratio:.2f}",
+        ),
+        "## The one-row product",
+        lines(
+            "batch | position | by the kernel | ms | TB/s | of a copy",
+            result["kernel"],
+            "{batch} | {position} | {kernel} | {ms:.4f} | {tb_per_s:.3f} | {share_of_copy:.0%}",
+        ),
+        f"Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else "",
+        f"Measured on {', '.join(f'{key} {value}' for key, value in result['hardware'].items())}; "
+        f"commit {result['commit'][:10]}; `{result['command']}`; {result['seconds']} s.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def introduction(result: dict) -> str:
+    sizes = result["settings"]
+    return (
+        f"Hidden {sizes['hidden']}, {sizes['layers']} layers, vocabulary {sizes['vocabulary']}, context {sizes['context']}, "
+        f"{sizes['dtype']}, random weights; prompts of {sizes['prompt']} tokens. Mixer: {result['parameters'] / 1e6:.1f}M "
+        f"parameters; Llama: {result['llama_parameters'] / 1e6:.1f}M."
+    )
+
+
+def lines(heading: str, rows: list[dict], form: str) -> str:
+    """A Markdown table: a row for each of `rows`, its cells as `form` has them."""
+    rule = "|".join("---:" for _ in heading.split("|"))
+    return "\n".join([f"| {heading} |", f"|{rule}|", *(f"| {form.format(**row)} |" for row in rows)])
+
+
+def ratios(result: dict) -> str:
+    """What the times say of each other, a sentence for each batch."""
+    ms = {(row["batch"], row["model"], row["cache"]): row["ms_per_token"] for row in result["generate"]}
+    sentences = []
+    for batch in sorted({key[0] for key in ms}):
+        for cache in ("cached", "cached, static"):
+            mine = ms.get((batch, "mixer", cache))
+            others = {"the uncached loop": ("mixer", "uncached"), "the Llama": ("Llama", "cached")}
+            said = [
+                f"{ms[batch, *key] / mine:.1f} times as fast as {name}" for name, key in others.items() if (batch, *key) in ms
+            ]
+            if mine and said:
+                sentences.append(f"Batch {batch}, mixer {cache}: {' and '.join(said)}.")
+    return "\n".join(sentences)
+
+
+if __name__ == "__main__":
+    run_command(main)

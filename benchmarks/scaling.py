@@ -1,0 +1,111 @@
+"""How training scales over GPUs: tokens/s on several against so many times one, by real runs of train.py.
+
+    python benchmarks/scaling.py --config configs/v100.yaml --processes 1,2,4 --output PATH [section.key=value ...]
+
+Each GPU gets `train.batch_size` samples a step, whatever their number. Runs of DDP and FSDP, in fp16 and bf16, take turns for
+`--repeats` rounds; the tokens/s of a round is the median of its windows of logged steps after the first, which holds the
+start. Writes PATH.json (rows, hardware, commit) and PATH.md.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from mixer.errors import UserError, run_command
+from mixer.provenance import commit, hardware
+from mixer.report import read_metrics
+
+ROOT = Path(__file__).parent.parent
+ENGINES = {"ddp": "configs/accelerate/1x8.yaml", "fsdp": "configs/accelerate/1x8_fsdp.yaml"}
+WINDOWS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--output", required=True, help="path of the results without ending")
+    parser.add_argument("--processes", default="1,2", help="numbers of GPUs; 1 among them, for the others are compared with it")
+    parser.add_argument("--engines", default="ddp,fsdp")
+    parser.add_argument("--precisions", default="bf16,fp16")
+    parser.add_argument("--window", type=int, default=20, help="steps between two logged ones")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
+    options, overrides = parser.parse_known_args()
+    counts = sorted(map(int, options.processes.split(",")))
+    devices = torch.cuda.device_count()
+    if counts[0] != 1 or (devices and counts[-1] > devices):
+        raise UserError(f"--processes {options.processes}: must hold 1, and at most the {devices} GPUs that are here")
+    unknown = set(options.engines.split(",")) - ENGINES.keys()
+    if unknown:
+        raise UserError(f"--engines has {', '.join(unknown)}; allowed: {', '.join(ENGINES)}")
+
+    # One process needs no engine: its run is what all engines are compared with.
+    cases = [(precision, 1, "") for precision in options.precisions.split(",")]
+    for precision in options.precisions.split(","):
+        cases += [(precision, count, engine) for count in counts[1:] for engine in options.engines.split(",")]
+    rounds = {case: [] for case in cases}
+    for _ in range(options.repeats):
+        for case in cases:
+            rounds[case].append(tokens_per_second(options.config, overrides, *case, options.window))
+            print(*case, f"{rounds[case][-1]:,.0f} tokens/s", flush=True)
+
+    result = {"hardware": hardware(), "commit": options.commit or commit(), "command": " ".join(sys.argv)}
+    result["rows"] = [row(case, rounds) for case in cases]
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    output.with_suffix(".md").write_text(table(result))
+    print(table(result))
+
+
+def tokens_per_second(config: str, overrides: list[str], precision: str, count: int, engine: str, window: int) -> float:
+    """Of all processes together, by one run."""
+    launch = [sys.executable]
+    if count > 1:
+        accelerate = str(Path(sys.executable).with_name("accelerate"))
+        launch = [accelerate, "launch", "--config_file", ENGINES[engine], "--num_processes", str(count)]
+        launch += [] if torch.cuda.is_available() else ["--cpu"]
+    with tempfile.TemporaryDirectory() as directory:
+        settings = [f"train.mixed_precision={precision}", f"train.steps={window * (WINDOWS + 1)}", "train.eval_every=0"]
+        settings += [f"logging.log_every={window}", "logging.wandb=disabled", "checkpoint.save_every=0"]
+        settings += [f"output_dir={directory}", "name=scaling", "train.eval_samples=8", "optim.warmup_steps=1"]
+        command = [*launch, "train.py", "--config", config, *overrides, *settings]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise UserError(f"a run failed: {' '.join(command)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+        lines = [line for line in read_metrics(Path(directory) / "scaling" / "metrics.jsonl") if "loss" in line]
+    return statistics.median(line["tokens_per_second"] for line in lines[1:])
+
+
+def row(case: tuple, rounds: dict[tuple, list[float]]) -> dict:
+    """A case's speeds, and its share of perfect scaling: the median over the rounds of the share in each."""
+    precision, count, engine = case
+    alone = rounds[precision, 1, ""]
+    shares = [speed / (count * one) for speed, one in zip(rounds[case], alone, strict=True)]
+    found = {"precision": precision, "gpus": count, "engine": engine, "tokens_per_second": rounds[case]}
+    return found | {"shares": shares, "share": statistics.median(shares)}
+
+
+def table(result: dict) -> str:
+    lines = [
+        "| precision | GPUs | engine | tokens/s | share of perfect scaling | over the rounds |",
+        "|---|---:|---|---:|---:|---|",
+    ]
+    for row in result["rows"]:
+        speed, spread = statistics.median(row["tokens_per_second"]), f"{min(row['shares']):.3f} to {max(row['shares']):.3f}"
+        lines.append(
+            f"| {row['precision']} | {row['gpus']} | {row['engine'] or '-'} | {speed:,.0f} | {row['share']:.3f} | {spread} |"
+        )
+    device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
+    return "\n".join(lines) + f"\n\n`{result['command']}` on {device}; commit {result['commit'][:10]}.\n"
+
+
+if __name__ == "__main__":
+    run_command(main)

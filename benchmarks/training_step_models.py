@@ -1,0 +1,236 @@
+"""What is trained in benchmarks/training_step.py: our model in its forms, clean masked mixers, and the reference's form.
+
+Each form is a module that takes tokens (batch, tokens) and returns the mean loss. All have the same parameters in the same
+order, which share one piece of memory, so that many forms fit beside each other on a GPU and their rounds can interleave.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.guard import Guard
+from mixer.objective import Objective, compiled_parts, set_recompute
+from mixer.optim import OptimConfig, build_optimizer
+
+
+@dataclass(frozen=True)
+class Size:
+    tokens: int
+    batch: int
+    hidden: int
+    layers: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """`model`: ours, without (ours, mixing removed), matmul, conv1d, limit (clean ones) or reference."""
+
+    what: str
+    model: str = "ours"
+    backend: str = ""  # empty: the kernels on a GPU, or it is an error; on a CPU the panels
+    compile: str = "no"  # ours: no, blocks, model; others: no, model
+    mode: str | None = None  # torch.compile's
+    options: dict = field(default_factory=dict)  # torch.compile's
+    recompute: str = "none"
+    clip: str = "gradients"  # scale the gradients, or let the optimizer scale them as it reads them ("optimizer")
+
+
+FORMS = {
+    "blocks": Form("ours, each block and the loss compiled", compile="blocks"),
+    "model": Form("ours, compiled whole", compile="model"),
+    "eager": Form("ours, eager"),
+    "dense": Form("our model with `dense`, each block and the loss compiled", backend="dense", compile="blocks"),
+    "dense_model": Form("our model with `dense`, compiled whole", backend="dense", compile="model"),
+    "without": Form("our model with mixing removed, each block compiled", "without", compile="blocks"),
+    "matmul": Form("clean dense matmul, compiled", "matmul", compile="model"),
+    "conv1d": Form("clean dense Conv1d, compiled", "conv1d", compile="model"),
+    "limit": Form("clean model with mixing removed, compiled", "limit", compile="model"),
+    "reference": Form("the reference implementation's form, eager", "reference"),
+    # Candidates: each is one of the above with one thing changed.
+    "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),
+    "block": Form("blocks, each block computed again", compile="blocks", recompute="block"),
+    "eager_activation": Form("eager, the GELU computed again", recompute="activation"),
+    "clip": Form("blocks, gradients clipped inside of AdamW", compile="blocks", clip="optimizer"),
+    "graphs": Form("model, as CUDA graphs", compile="model", mode="reduce-overhead"),
+    "autotune": Form("blocks, products and pointwise kernels tuned", compile="blocks", mode="max-autotune-no-cudagraphs"),
+    "deterministic": Form("blocks, no kernel chosen by its time", compile="blocks", options={"deterministic": True}),
+    "mixed_order": Form(
+        "blocks, sums over rows and columns in one kernel", compile="blocks", options={"triton.mix_order_reduction": True}
+    ),
+    "coordinate": Form("blocks, pointwise kernels tuned", compile="blocks", options={"coordinate_descent_tuning": True}),
+}
+DEFAULT_FORMS = ("blocks", "model", "eager", "dense", "without", "matmul", "conv1d", "limit", "reference")
+
+
+class Step:
+    """One form with its optimizer: a call is a whole training step on one batch of random tokens."""
+
+    def __init__(self, form: Form, size: Size, device: str, memory: "SharedMemory"):
+        self.form, self.device = form, device
+        self.module = build(form, size, device)
+        self.optimizer = build_optimizer(self.module, OptimConfig(lr=1e-4))
+        self.guard = Guard(self.optimizer, False, True, torch.device(device))
+        memory.share(self.module, self.optimizer)
+        self.ours = isinstance(self.module, Ours)
+        for owner, name in self.module.parts(form.compile):
+            how = {"fullgraph": True, "dynamic": False, "mode": form.mode, "options": form.options or None}
+            setattr(owner, name, torch.compile(getattr(owner, name), **how))
+        tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + self.ours), device=device)
+        self.inputs = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) if self.ours else (tokens,)
+
+    def __call__(self, _slot: int = 0) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = self.module(*self.inputs)
+        loss.backward()
+        if self.form.clip == "gradients":
+            norm = nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        if self.ours:
+            self.guard.before_step(norm, 1)
+        if self.form.clip == "optimizer":
+            self.optimizer.grad_scale = norm.clamp(min=1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+class SharedMemory:
+    """Weights and AdamW's moments of the first module given, of which the others take what has the size of theirs."""
+
+    def __init__(self):
+        self.weights: list[Tensor] = []
+        self.moments: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def bytes(self) -> int:
+        return 3 * sum(weight.nbytes for weight in self.weights)
+
+    def share(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        parameters = list(module.parameters())
+        if not self.weights:
+            self.weights = [parameter.data for parameter in parameters]
+            self.moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in self.weights]
+        place = 0
+        for parameter in parameters:
+            while self.weights[place].numel() != parameter.numel():
+                place += 1  # a form without mixing lacks a few
+            view = [tensor.view(parameter.shape) for tensor in (self.weights[place], *self.moments[place])]
+            parameter.data = view[0]
+            step = torch.zeros((), device=parameter.device)
+            optimizer.state[parameter] = {"step": step, "exp_avg": view[1], "exp_avg_sq": view[2]}
+            place += 1
+
+
+def build(form: Form, size: Size, device: str) -> nn.Module:
+    if form.model in CLEAN:
+        with torch.device(device):
+            return Clean(size, CLEAN[form.model])
+    backend = form.backend or ("cuda" if device == "cuda" else "panels")
+    config = MaskedMixerConfig(
+        vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
+        max_position_embeddings=size.tokens, mixing_backend=backend,
+    )  # fmt: skip
+    with torch.device(device):
+        model = MaskedMixerForCausalLM(config)
+    if form.model == "without":
+        for block in model.model.layers:
+            block.mixing = NoMixing()
+    set_recompute(model, form.recompute)
+    return Ours(model)
+
+
+class Ours(nn.Module):
+    """The mean loss as the loop takes it."""
+
+    def __init__(self, model: MaskedMixerForCausalLM):
+        super().__init__()
+        self.objective = Objective(model).train()
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.objective(inputs, targets).sum() * (1.0 / targets.numel())
+
+    def parts(self, how: str) -> list[tuple[nn.Module, str]]:
+        return compiled_parts(self.objective, how)
+
+
+class NoMixing(nn.Module):
+    def forward(self, x: Tensor, residual: Tensor, memories=None, positions=None) -> Tensor:
+        return residual.to(torch.bfloat16) + x.to(torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------------ the clean models
+
+
+class MatmulMixing(nn.Module):
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(tokens, tokens) / tokens**0.5)
+        self.bias = nn.Parameter(torch.zeros(tokens, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.weight.tril(), x) + self.bias.to(x.dtype)
+
+
+class Conv1dMixing(MatmulMixing):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv1d(x, self.weight.tril()[..., None], self.bias[:, 0])
+
+
+class ReferenceMixing(nn.Module):
+    """The reference overwrites its weight with the masked one in each forward: it cannot be compiled."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.conv = nn.Conv1d(tokens, tokens, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.conv.weight.data = torch.tril(self.conv.weight[..., 0])[..., None]
+        return self.conv(x)
+
+
+CLEAN: dict[str, Callable[[int], nn.Module]] = {
+    "matmul": MatmulMixing,
+    "conv1d": Conv1dMixing,
+    "limit": lambda tokens: nn.Identity(),
+    "reference": ReferenceMixing,
+}
+
+
+class CleanBlock(nn.Module):
+    def __init__(self, size: Size, mixing: Callable[[int], nn.Module]):
+        super().__init__()
+        self.mixing_norm = nn.LayerNorm(size.hidden)
+        self.mixing = mixing(size.tokens)
+        self.mlp_norm = nn.LayerNorm(size.hidden)
+        self.mlp = nn.Sequential(
+            nn.Linear(size.hidden, 4 * size.hidden), nn.GELU(), nn.Linear(4 * size.hidden, size.hidden)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixing(self.mixing_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Clean(nn.Module):
+    """A masked mixer as one writes it in a page of PyTorch; under autocast its residual stream stays fp32."""
+
+    def __init__(self, size: Size, mixing: Callable[[int], nn.Module]):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.hidden)
+        self.blocks = nn.ModuleList(CleanBlock(size, mixing) for _ in range(size.layers))
+        self.head = nn.Linear(size.hidden, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def parts(self, how: str) -> list[tuple[nn.Module, str]]:
+        return [(self, "forward")] if how == "model" else []

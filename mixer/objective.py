@@ -1,0 +1,109 @@
+"""The model with its loss as one forward pass: what DDP and FSDP wrap, what torch.compile compiles, what is evaluated."""
+
+import time
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from mixer.parallel import Hosts
+from mixer.validation import token_nats
+
+
+class Objective(nn.Module):
+    """Inputs and targets, (batch, tokens) int64, -> nats of each target, (batch, tokens) fp32, 0 where the target is -100.
+
+    Logits stay inside: compiled, they are kept in the autocast type and the loss is taken in fp32 where it is summed.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.score(self.model(inputs, use_cache=False).logits, targets)
+
+    def score(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return token_nats(logits, targets).view_as(targets)
+
+    def get_input_embeddings(self) -> nn.Module:  # accelerate asks: FSDP shards these two apart from the blocks
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+
+def set_recompute(model: PreTrainedModel, what: str) -> None:
+    """What the backward pass computes again instead of keeping it (selective activation recomputation, arXiv 2205.05198).
+
+    With A = batch x tokens x hidden_size numbers of the autocast type, a compiled block keeps for its backward pass
+
+        A    its input, for both residual and norm               A    what the first norm gives, an operand of the mixing's
+                                                                      weight gradient
+        A    the stream after mixing, the second norm's input    A    what the second norm gives, an operand of up_proj's
+        4 A  what up_proj gives, the GELU's input                4 A  what the GELU gives, an operand of down_proj's
+
+    and small things: the norms' statistics, the packed and cast weights. `none` keeps all 12 A; `activation` computes the
+    GELU again (8 A); `block` keeps a block's input alone (A) and computes the block again. Without the compiler autocast
+    adds what the norms read, in fp32.
+    """
+    if what == "activation":
+        for module in model.modules():
+            if hasattr(module, "recompute_activation"):
+                module.recompute_activation = True
+    if what == "block":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def compile_objective(
+    objective: Objective, how: str, shape: tuple[int, int], accelerator: Accelerator, hosts: Hosts, say
+) -> None:
+    """torch.compile of every block and of the loss (`blocks`) or of everything at once (`model`), by a first pass of `shape`.
+
+    To be called before DDP or FSDP wrap the objective. `blocks` compiles one block for all of them, and each hands its
+    gradients to DDP when its own backward pass ends. Compiled forwards are attributes of the modules: the names of parameters
+    stay. Shapes are fixed: another shape is another compilation. Where compiling fails on any process, all go on without.
+    """
+    parts = compiled_parts(objective, how)
+    if not parts:
+        return
+    began = time.perf_counter()
+    for module, name in parts:
+        setattr(module, name, torch.compile(getattr(module, name), fullgraph=True, dynamic=False))
+    failure = ""
+    try:
+        first_pass(objective, shape, accelerator)
+    except Exception as error:  # whatever it is: if it was not the compiler's, the run without it meets it again
+        failure = f"{type(error).__name__}: {_first_line(error)}"
+    failures = [text for text in hosts.gather(failure) if text]
+    if not failures:
+        say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s")
+        return
+    for module, name in parts:
+        delattr(module, name)
+    say(
+        f"train.compile={how} failed, the run goes on without: {failures[0]}. Nothing else changes; train.compile=no spares the "
+        "attempt, and torch.compile needs a C++ compiler on a CPU, Triton and a C compiler on a GPU"
+    )
+
+
+def first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accelerator) -> None:
+    """A forward and backward pass whose gradients are thrown away, as `shape` (batch, tokens) will run."""
+    inputs, targets = (torch.zeros(shape, dtype=torch.int64, device=accelerator.device) for _ in range(2))
+    with accelerator.autocast():
+        nats = objective(inputs, targets)
+    nats.sum().backward()
+    objective.zero_grad(set_to_none=True)
+
+
+def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:
+    """The methods that are compiled, each with its module."""
+    blocks = [(module, "forward") for module in objective.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return {"no": [], "blocks": [*blocks, (objective, "score")], "model": [(objective, "forward")]}[how]
+
+
+def _first_line(error: Exception) -> str:
+    """What went wrong, without dynamo's advice and traces."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -1,0 +1,128 @@
+"""Generation's kernel without a GPU: its source runs on the CPU, called as the operator calls it."""
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from test_generate import generate, lively_model, padded
+from toolchain import needs_nvcc
+
+from mixer import plain
+from mixer.ops import build, cuda, mix_row, rows
+
+HERE = Path(__file__).parent
+PROCESSORS = 4
+# (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, rows that start off 16 bytes, part of a block
+SHAPES = [(1, 1, 64), (3, 2, 20), (2, 3, 5), (20, 1, 136)]
+TYPES = [
+    (torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> ctypes.CDLL:
+    """The kernel's source, with launches that the emulator knows, compiled for the CPU."""
+    directory = tmp_path_factory.mktemp("emulator")
+    launch = r"(\w+<[^<>;]*>)<<<(\w+), (\w+), 0, \w+>>>\(([^;]*?)\);"
+    text, count = re.subn(launch, r"emulator::launch(\2, \3, [&] { \1(\4); });", (build.SOURCES / "mix_row.cu").read_text())
+    assert count == 1 and "<<<" not in text, "the emulator knows the kernel no longer"
+    (directory / "mix_row.inc").write_text(text)
+    nvcc = str(build.find_compiler().path)  # it knows where its headers are
+    flags = ["-shared", "-Xcompiler=-fPIC,-fno-strict-aliasing", "-std=c++17", "-O2", "-w", "-cudart=none"]
+    folders = [f"-I{build.SOURCES}", f"-I{directory}"]
+    subprocess.run([nvcc, *flags, *folders, str(HERE / "mix_row_emulator.cpp"), "-o", str(directory / "mix_row.so")], check=True)
+    return ctypes.CDLL(str(directory / "mix_row.so"))
+
+
+@pytest.fixture
+def kernel(library, monkeypatch) -> list[str]:
+    """Calls of the kernel go to the emulator; returns the list of those made."""
+    calls = []
+
+    def call(name: str, params: cuda.Params) -> None:
+        calls.append(name)
+        assert getattr(library, name)(ctypes.byref(params)) == 0
+
+    monkeypatch.setattr(cuda, "call", call)
+    monkeypatch.setattr(cuda, "add_device", lambda params, index: setattr(params, "processors", PROCESSORS))
+    yield calls
+    rows.template.cache_clear()
+
+
+def case(batch, heads, width, length, dtype, weight_dtype, ragged=True):
+    """Arguments of mix_row, with NaN wherever nothing may be read."""
+    generator = torch.Generator().manual_seed(length)
+    context = length + 3
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    positions = torch.randint(0, length, (batch if ragged else 1, 1), generator=generator)
+    positions[0] = length - 1
+    everywhere = positions.expand(batch, 1)
+    memory = draw(batch, heads, context, width).to(dtype)
+    memory.masked_fill_(torch.arange(context)[:, None] >= everywhere[:, None, None], torch.nan)
+    weight = (draw(heads, 1, context, context) / length**0.5).to(weight_dtype)
+    weight[..., *torch.triu_indices(context, context, 1)] = torch.nan
+    x, residual = (draw(batch, 1, heads * width).to(dtype) for _ in range(2))
+    return memory[:, :, :length], x, weight, draw(heads, context).to(weight_dtype), residual, positions
+
+
+def exact(memory, x, weight, bias, residual, positions):
+    memory = memory.double().nan_to_num(0)  # an exact zero of the weight stands before what is not read
+    return plain.mix_row(memory, *(t.double() for t in (x, weight, bias, residual)), positions), memory
+
+
+@needs_nvcc
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype, weight_dtype", TYPES, ids=str)
+def test_the_kernels_source_is_right_on_the_cpu(shape, dtype, weight_dtype, kernel):
+    for length in (1, 7, 129):
+        arguments = case(*shape, length, dtype, weight_dtype, ragged=length != 7)
+        expected, written = exact(*arguments)
+        memory, residual = arguments[0], arguments[4] if length != 1 else None
+        y = rows.launch(*arguments[:4], residual, arguments[5])
+        expected = expected if residual is not None else expected - arguments[4].double()
+        torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
+        assert torch.equal(memory.double().nan_to_num(0), written)
+
+
+@needs_nvcc
+def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
+    memory, *inputs, _ = case(2, 1, 16, 7, torch.float32, torch.float32)
+    before = memory.clone()
+    for outside in (7, -1):
+        y = rows.launch(memory, *inputs, torch.tensor([[outside], [0]]))
+        assert y[0].isnan().all() and y[1].isfinite().all()
+        assert torch.equal(memory[0].nan_to_num(0), before[0].nan_to_num(0))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
+def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
+    model, (ids, mask) = lively_model(num_mixer_heads=4, mixer_expansion=True), padded("left")
+    settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
+    expected = generate(model, ids, **settings)
+    assert not kernel
+    monkeypatch.setattr(rows, "serves", lambda *arguments: True)
+    assert torch.equal(generate(model, ids, **settings), expected)
+    assert len(kernel) == 3 * 2 * len(model.model.layers)  # the first of the 4 tokens comes from the prompt
+
+
+@pytest.mark.parametrize("taps", [1, 3])
+def test_the_operator_keeps_the_contract_of_torch(taps):
+    memory, x, weight, bias, residual, positions = case(3, 2, 20, 7, torch.float32, torch.float32)
+    weight = weight.nan_to_num(0).expand(-1, taps, -1, -1).contiguous()
+    for last in (residual, None):
+        arguments = (memory.nan_to_num(0).clone(), x, weight, bias, last, positions, "auto")
+        torch.library.opcheck(torch.ops.mixer.mix_row, arguments)
+    compiled = torch.compile(
+        lambda memory: mix_row(memory, x, weight, bias, residual, positions), backend="aot_eager", fullgraph=True
+    )
+    memories = [memory.nan_to_num(0).clone() for _ in range(2)]
+    torch.testing.assert_close(compiled(memories[0]), mix_row(memories[1], x, weight, bias, residual, positions))
+    assert torch.equal(*memories)
