@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_backends import commit, hardware
-
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.provenance import commit, hardware
 
 ROUNDS = 20
 COLUMNS = ["context", "parameters", "dead share", "whole, ms", "packed, ms", "packed / whole"]

@@ -19,7 +19,6 @@ from pathlib import Path
 import timing
 import torch
 from torch import Tensor
-from training_backends import commit, hardware
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
@@ -27,6 +26,7 @@ from mixer.cache import MixingCache
 from mixer.errors import UserError, run_command
 from mixer.files import write_text
 from mixer.ops import cuda, mix_row, rows
+from mixer.provenance import commit, hardware
 
 ALLOWED_ERROR = 0.05  # of a captured step's logits against the whole forward's, relative to their size: bf16 gives 0.01
 

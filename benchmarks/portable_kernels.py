@@ -26,11 +26,11 @@ from token_mixing_check import MAX_ERROR, Expected, check, rmse
 from token_mixing_report import describe, markdown, number, of_family, speedup
 from token_mixing_variants import VARIANTS, Data
 from token_mixing_work import OPERATIONS, Shape, useful_flops
-from training_backends import commit, hardware
 
 from mixer.errors import UserError, run_command
 from mixer.files import write_text
 from mixer.ops import build, cuda
+from mixer.provenance import commit, hardware
 
 ROOT = Path(__file__).parent.parent
 TOKENS = (1024, 2048, 4096, 8192)

@@ -1,6 +1,6 @@
 """How late a step is after a checkpoint: wall time from step to step, saves included, of a run that saves every so often.
 
-    python benchmarks/save_stall.py --config configs/h200.yaml --output PATH.json data.source=builtin data.directory=data/stall
+    python benchmarks/save_stall.py --config configs/comparison.yaml --output PATH.json
     torchrun --standalone --nproc_per_node 2 benchmarks/save_stall.py --config ...
 
 Prints, and writes with hardware and commit, the median step, and the steps that save and those after them as multiples of it.
@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_backends import commit, hardware
-
 from mixer import loop
 from mixer.config import load_config
+from mixer.provenance import commit, hardware
 
 
 def main() -> None:

@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_backends import commit, hardware
-
 from mixer.errors import UserError, run_command
+from mixer.provenance import commit, hardware
 from mixer.report import read_metrics
 
 ROOT = Path(__file__).parent.parent

@@ -24,11 +24,11 @@ from token_mixing_check import Expected, check
 from token_mixing_report import table, write_plots
 from token_mixing_variants import VARIANTS, Data
 from token_mixing_work import OPERATIONS, Shape, floor_ms, least_bytes, useful_flops
-from training_backends import commit, hardware
 
 from mixer.errors import UserError, run_command
 from mixer.files import write_text
 from mixer.ops import cuda
+from mixer.provenance import commit, hardware
 
 MAIN_TOKENS = (512, 1024, 2048, 4096, 8192)
 SWEEP_OPERATIONS = ("forward", "grad_input", "grad_weight", "autograd")

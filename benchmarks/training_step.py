@@ -15,13 +15,13 @@ from pathlib import Path
 
 import timing
 import torch
-from training_backends import commit, hardware
 from training_step_models import DEFAULT_FORMS, FORMS, Form, SharedMemory, Size, Step
 from training_step_report import profiled, table
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.errors import UserError, run_command
 from mixer.files import write_text
+from mixer.provenance import commit, hardware
 
 
 def main() -> None:

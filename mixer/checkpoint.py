@@ -29,12 +29,12 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from mixer.configuration import MaskedMixerConfig
+from mixer.architecture import model_class
 from mixer.errors import UserError
 from mixer.files import UMASK, flush, flush_tree
 from mixer.manifest import Manifest
-from mixer.modeling import MaskedMixerForCausalLM
 from mixer.parallel import as_held
 
 FORMAT = 2
@@ -43,6 +43,7 @@ FORMAT = 2
 @dataclass
 class CheckpointConfig:
     save_every: int = field(default=1000, metadata={"help": "steps between checkpoints; 0 for one at the end alone"})
+    save_last: bool = field(default=True, metadata={"help": "a checkpoint at the end; false for a run that is only timed"})
     keep: int = field(default=2, metadata={"help": "newest checkpoints to keep, 2 or more; the best one is kept too"})
     keep_every: int = field(default=0, metadata={"help": "keep each checkpoint whose step this divides; 0 for none"})
     resume: str = field(
@@ -149,10 +150,12 @@ def sha256(path: Path) -> str:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load_model(path: Path, config: MaskedMixerConfig) -> MaskedMixerForCausalLM:
+def load_model(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model with `config`'s backend; raises UserError where its shape is another one, naming each field."""
-    saved = MaskedMixerConfig.from_pretrained(path)
-    fields = [name for name in MaskedMixerConfig().to_dict() if hasattr(config, name)]
+    saved = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    fields = [name for name in type(config)().to_dict() if hasattr(config, name)]
+    if type(saved) is not type(config):
+        fields = ["model_type"]
     ignored = {"mixing_backend", "architectures", "dtype", "transformers_version", "_name_or_path"}
     differing = [
         f"{name} is {getattr(saved, name, None)} in the checkpoint and {getattr(config, name)} in the configuration"
@@ -161,10 +164,11 @@ def load_model(path: Path, config: MaskedMixerConfig) -> MaskedMixerForCausalLM:
     ]
     if differing:
         raise UserError(
-            f"checkpoint {path} is of another model: {'; '.join(differing)}; set these keys (model.*; vocab_size and "
-            "eos_token_id come from data.*) to the checkpoint's values, or choose another name to start afresh"
+            f"checkpoint {path} is of another model: {'; '.join(differing)}; set these keys (model.*; model_type is "
+            "model.architecture; vocab_size and eos_token_id come from data.*) to the checkpoint's values, or "
+            "choose another name to start afresh"
         )
-    return MaskedMixerForCausalLM.from_pretrained(path, dtype=torch.float32, mixing_backend=config.mixing_backend)
+    return model_class(config).from_pretrained(path, config=config, dtype=torch.float32)
 
 
 def load_trainer(path: Path, manifest: Manifest, allow_other_data: bool, say=print) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mixer.architecture import ModelConfig, model_problems
 from mixer.checkpoint import CheckpointConfig
-from mixer.configuration import shape_problems
 from mixer.data import DataConfig
 from mixer.errors import UserError
 from mixer.files import write_text
@@ -25,23 +25,6 @@ from mixer.optim import OptimConfig
 
 def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
-
-
-@dataclass
-class ModelConfig:
-    """Fields of MaskedMixerConfig; the vocabulary's size comes from the tokenizer."""
-
-    hidden_size: int = option(1024, "channels of the residual stream")
-    num_hidden_layers: int = option(16, "number of blocks")
-    max_position_embeddings: int = option(512, "the context, in tokens")
-    intermediate_size: int | None = option(None, "width of the MLP; null for 4 x hidden_size")
-    num_mixer_heads: int = option(1, "groups of channels with a mixing weight each")
-    mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens")
-    mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
-    layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm")
-    tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
-    final_norm: bool = option(False, "a LayerNorm before lm_head")
-    mixing_backend: str = option("auto", "the switch: auto, cuda (our kernels), panels or dense (masked-weight matmul)")
 
 
 @dataclass
@@ -255,7 +238,7 @@ def _value_problems(run: RunConfig) -> list[str]:
         if value[key] not in allowed
     ]
     problems += [f"{key} = {value[key]}; allowed: {low} or more" for key, low in AT_LEAST.items() if value[key] < low]
-    problems += [f"model.{problem}" for problem in shape_problems(run.model)]
+    problems += [f"model.{problem}" for problem in model_problems(run.model)]
     if not run.name or "/" in run.name or run.name in (".", ".."):
         problems.append(f"name = {run.name!r}; allowed: a directory name without slashes")
     if not 0 < run.data.validation_fraction < 1:

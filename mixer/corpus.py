@@ -17,6 +17,7 @@ from mixer.errors import UserError
 SOURCES = ("builtin", "text", "jsonl", "parquet", "hub")
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
 SUFFIXES = {"jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"), "parquet": (".parquet",)}
+BUILTIN_SUBSETS = ("", "packages")
 LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -30,7 +31,9 @@ class DataConfig:
 
     source: str = _setting("builtin", "builtin (Python's standard library), text, jsonl, parquet or hub")
     path: str = _setting("", "text, jsonl, parquet: a file, directory or glob; hub: the dataset's name")
-    subset: str = _setting("", "hub: the dataset's configuration, such as sample-10BT")
+    subset: str = _setting(
+        "", "hub: the dataset's configuration, such as sample-10BT; builtin: packages adds the source of the installed packages"
+    )
     split: str = _setting("train", "hub: the split to read; train and validation are both cut from it")
     text_field: str = _setting("text", "jsonl, parquet, hub: the field that holds a document's text")
     tokenizer: str = _setting("train", "train (a byte-level BPE on the source), a local directory, or a hub name")
@@ -49,6 +52,11 @@ def check(config: DataConfig) -> None:
     if config.source != "builtin" and not config.path:
         wanted = "a dataset's name" if config.source == "hub" else "a file, directory or glob"
         raise UserError(f"data.path is empty; source {config.source!r} needs {wanted} there")
+    if config.source == "builtin" and config.subset not in BUILTIN_SUBSETS:
+        raise UserError(
+            f"data.subset is {config.subset!r}; source builtin allows packages (the source of the installed packages too), or "
+            "nothing for the standard library alone: set data.subset=packages or data.subset="
+        )
     if not config.directory:
         raise UserError("data.directory is empty; set it to where the prepared files should go")
     if not 0 <= config.validation_fraction < 1:
@@ -92,42 +100,62 @@ def split_of(index: int, text: str, validation_fraction: float) -> str:
         return "train"
     if index < 2:
         return "validation" if index else "train"
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return "validation" if int.from_bytes(digest, "big") < validation_fraction * 2**64 else "train"
+    return "validation" if _hash(text) < validation_fraction * 2**64 else "train"
+
+
+def _hash(text: str) -> int:
+    """64 bits, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def known_bytes(config: DataConfig) -> int | None:
     """Size of the whole source in bytes where that is cheap to know, else None; for the progress bar only."""
     if config.max_documents or config.source not in ("builtin", "text"):
         return None
-    files = _builtin_files() if config.source == "builtin" else _local_files(config)
+    files = _builtin_files(config.subset) if config.source == "builtin" else _local_files(config)
     return sum(file.stat().st_size for file in files)
 
 
 def _texts(config: DataConfig) -> Iterator[str]:
     if config.source == "builtin":
-        return _builtin_texts()
+        return _builtin_texts(config.subset)
     if config.source == "text":
         return map(_read_text, _local_files(config))
     return _row_texts(config)
 
 
-# --- the standard library ---------------------------------------------------------------------------------------------
+# --- the standard library, and the installed packages -----------------------------------------------------------------
 
 
-def _builtin_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = (file.relative_to(root) for file in root.rglob("*.py"))
-    # posix order: the same documents in the same order on every machine with this Python
-    return [root / file for file in sorted(files, key=Path.as_posix) if not LEFT_OUT_OF_BUILTIN.intersection(file.parts)]
+def _builtin_files(subset: str) -> list[Path]:
+    """The same files in the same order on every machine with this Python (and these packages)."""
+    paths = sysconfig.get_paths()
+    library = _python_files(Path(paths["stdlib"]))
+    files = [(name, file) for name, file in library if not LEFT_OUT_OF_BUILTIN.intersection(Path(name).parts)]
+    if not subset:
+        return [file for _, file in sorted(files)]
+    for folder in {Path(paths[kind]).resolve() for kind in ("purelib", "platlib")}:
+        files += _python_files(folder)
+    # By a hash of the name, which mixes the packages: the first data.max_documents are of all of them.
+    return [file for _, file in sorted((_hash(name), file) for name, file in files)]
 
 
-def _builtin_texts() -> Iterator[str]:
-    for file in _builtin_files():
+def _python_files(folder: Path) -> list[tuple[str, Path]]:
+    """Each Python file below a folder, after its name from there: posix, so that it sorts alike everywhere."""
+    return [(file.relative_to(folder).as_posix(), file) for file in folder.rglob("*.py") if file.is_file()]
+
+
+def _builtin_texts(subset: str) -> Iterator[str]:
+    seen: set[int] = set()
+    for file in _builtin_files(subset):
         try:
-            yield file.read_bytes().decode("utf-8")
+            text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             continue  # the standard library's tests hold a few files in other encodings, on purpose
+        if subset and _hash(text) in seen:
+            continue  # packages hold copies of each other's files
+        seen.add(_hash(text))
+        yield text
 
 
 # --- local files ------------------------------------------------------------------------------------------------------

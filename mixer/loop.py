@@ -11,9 +11,9 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 
 from mixer import checkpoint
+from mixer.architecture import model_class, model_config
 from mixer.batches import Batches, Share, to_device
 from mixer.config import RunConfig, save_config
-from mixer.configuration import MaskedMixerConfig
 from mixer.console import Console
 from mixer.data import SampleOrder, TokenFile, load_tokenizer, prepare
 from mixer.errors import UserError
@@ -21,7 +21,6 @@ from mixer.files import run_locked
 from mixer.guard import Guard, require_finite, where_not_finite
 from mixer.hardware import check_precision, peak_tflops
 from mixer.metrics import Metrics
-from mixer.modeling import MaskedMixerForCausalLM
 from mixer.objective import Objective, compile_objective, set_recompute
 from mixer.optim import build_optimizer, learning_rate, set_learning_rate
 from mixer.parallel import Hosts, build_accelerator, leave_with_error, settle_buckets, whole
@@ -79,9 +78,9 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         checkpoint.remove_partial(run.directory)
     resumed = hosts.of_main(checkpoint.find_resume(run.directory, run.checkpoint.resume, console.say) if main else None)
     set_seed(run.seed)
-    config = model_config(run, manifest.vocab_size, manifest.eos_token_id)
+    config = model_config(run.model, manifest.vocab_size, manifest.eos_token_id)
     state = checkpoint.load_trainer(resumed, manifest, run.checkpoint.allow_other_data, console.say) if resumed else {}
-    model = checkpoint.load_model(resumed, config) if resumed else MaskedMixerForCausalLM(config)
+    model = checkpoint.load_model(resumed, config) if resumed else model_class(config)(config)
     set_recompute(model, run.train.recompute)
     objective = Objective(model).to(device).train()
     shape = (run.train.batch_size, context)
@@ -202,7 +201,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
                     metrics.write(line)
                 console.line(line)
             stopping = stop.agreed()
-            saving = done or stopping or (run.checkpoint.save_every and progress.step % run.checkpoint.save_every == 0)
+            save_every = run.checkpoint.save_every
+            saving = stopping or (done and run.checkpoint.save_last) or (save_every and progress.step % save_every == 0)
             evaluating = evaluation_due(run, progress.step)
             if saving or evaluating:
                 settle()  # waits: steps still queued on a GPU are training time
@@ -226,11 +226,6 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         metrics.close()
 
 
-def model_config(run: RunConfig, vocab_size: int, eos_token_id: int | None) -> MaskedMixerConfig:
-    """The model of a run, for a tokenizer's vocabulary."""
-    return MaskedMixerConfig(vocab_size=vocab_size, eos_token_id=eos_token_id, **asdict(run.model))
-
-
 def evaluation_due(run: RunConfig, step: int) -> bool:
     every = run.train.eval_every
     return step == run.train.steps or (every > 0 and step % every == 0)
@@ -242,9 +237,10 @@ def _banner(run: RunConfig, accelerator: Accelerator, model, training: TokenFile
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     peak = "" if peak_tflops(device, run.train.mixed_precision) else "; its peak is not known, so no share of it is reported"
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
+    mixing = "attention" if run.model.architecture == "llama" else run.model.mixing_backend
     engine = {DistributedType.FSDP: ", FSDP"}.get(accelerator.distributed_type, "")
     return (
-        f"{run.directory}: {parameters / 1e6:.1f}M parameters, token mixing {run.model.mixing_backend}, "
+        f"{run.directory}: {parameters / 1e6:.1f}M parameters, token mixing {mixing}, "
         f"{accelerator.num_processes} process(es){engine} on {name}{peak}\n"
         f"{len(training):,} samples of {run.model.max_position_embeddings} tokens, {batch} a step; "
         f"{'resuming ' + str(resumed) if resumed else 'a fresh start'}"

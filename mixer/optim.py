@@ -21,12 +21,7 @@ class OptimConfig:
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW in two groups: matrices decay; biases and norms do not. (A mixing bias (heads, context) is no matrix.)"""
-    vectors = {
-        id(parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if name == "bias" or isinstance(module, nn.LayerNorm)
-    }
+    vectors = {id(parameter) for name, parameter in model.named_parameters() if name.endswith("bias") or parameter.ndim == 1}
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if id(p) not in vectors], "weight_decay": config.weight_decay},

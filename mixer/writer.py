@@ -15,13 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mixer import checkpoint
 from mixer.carried import AUTO_MAP, write_code
 from mixer.checkpoint import CheckpointConfig
+from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError
 from mixer.files import flush
-from mixer.modeling import MaskedMixerForCausalLM
 from mixer.parallel import Hosts, local_part, whole
 
 OTHERS_SECONDS = 1800.0  # to wait for the files of other processes
@@ -75,7 +76,7 @@ class CheckpointWriter:
 
     def __init__(self, directory: Path, config: CheckpointConfig, accelerator: Accelerator, hosts: Hosts, model, tokenizer, say):
         self.directory, self.config, self.accelerator, self.hosts = directory, config, accelerator, hosts
-        self.model: MaskedMixerForCausalLM = model
+        self.model: PreTrainedModel = model
         self.tokenizer, self.say = tokenizer, say
         self.main = accelerator.is_main_process
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -217,14 +218,15 @@ def _after_training(device: int | None) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _write_model(directory: Path, model: MaskedMixerForCausalLM, weights: dict[str, Tensor], tokenizer) -> None:
+def _write_model(directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], tokenizer) -> None:
     """What from_pretrained loads; not by save_pretrained, which would read the weights that training changes meanwhile."""
     config = type(model.config).from_dict(model.config.to_dict())
-    config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
-    config.architectures, config.dtype = [MaskedMixerForCausalLM.__name__], torch.float32
-    config.auto_map = AUTO_MAP
+    config.architectures, config.dtype = [AutoModelForCausalLM._model_mapping[type(config)].__name__], torch.float32
+    if isinstance(config, MaskedMixerConfig):
+        config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
+        config.auto_map = AUTO_MAP
+        write_code(directory)
     config.save_pretrained(directory)
-    write_code(directory)
     model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

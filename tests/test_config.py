@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
+from mixer.architecture import model_config
 from mixer.config import describe_options, load_config, save_config
 from mixer.errors import UserError
-from mixer.loop import model_config
 from mixer.modeling import MaskedMixerForCausalLM
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +21,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 def test_each_shipped_configuration_builds_its_model(path):
     run = load_config(str(path), [])
     with torch.device("meta"):
-        model = MaskedMixerForCausalLM(model_config(run, run.data.vocab_size, 0))
+        model = MaskedMixerForCausalLM(model_config(run.model, run.data.vocab_size, 0))
     assert model.config.max_position_embeddings == run.model.max_position_embeddings
     assert run.name == path.stem
 
@@ -75,7 +75,7 @@ def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_pa
 def test_a_missing_file_names_those_that_exist_and_exits_with_2():
     done = subprocess.run([sys.executable, "train.py", "--config", "configs/v10.yaml"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no configuration file configs/v10.yaml; there are: configs/demo.yaml" in done.stderr
+    assert "no configuration file configs/v10.yaml; there are: configs/comparison.yaml, configs/demo.yaml" in done.stderr
     assert "Traceback" not in done.stderr
 
 

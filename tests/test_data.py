@@ -5,7 +5,9 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import sysconfig
 import time
 from pathlib import Path
 
@@ -72,6 +74,31 @@ def test_builtin_corpus_is_prepared_from_the_running_python(tmp_path):
     assert Path(pytest.__file__).read_text() not in everything  # of the standard library alone
 
 
+def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp_path, monkeypatch):
+    folders = {name: tmp_path / name for name in ("stdlib", "purelib")}
+    files = {
+        "stdlib/os.py": "system",
+        "stdlib/site-packages/seen_twice.py": "of another environment",
+        "purelib/first/a.py": "first a",
+        "purelib/second/vendor/a.py": "first a",
+        "purelib/second/latin.py": "caf\xe9".encode("latin1"),
+        "purelib/second/data.txt": "no source",
+        "purelib/third.py": "third",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    paths = {name: str(folder) for name, folder in folders.items()} | {"platlib": str(folders["purelib"])}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    everything = list(documents(DataConfig(subset="packages")))
+    assert sorted(everything) == ["first a", "system", "third"]
+    assert list(documents(DataConfig(subset="packages", max_documents=2))) == everything[:2]
+    assert list(documents(DataConfig())) == ["system"]
+    shutil.move(folders["purelib"], tmp_path / "elsewhere")  # the order is that of the names below the folder
+    paths["purelib"] = paths["platlib"] = str(tmp_path / "elsewhere")
+    assert list(documents(DataConfig(subset="packages"))) == everything
+
+
 @pytest.mark.parametrize("form", ["file", "directory", "glob"])
 def test_text_is_one_document_a_file(tmp_path, form):
     folder = corpus(tmp_path / "texts", ["first\r\n", "second"])
@@ -124,6 +151,7 @@ def test_source_errors_say_what_to_do(tmp_path):
     refused("holds int, not text", source="jsonl", path=str(tmp_path / "rows.jsonl"), text_field="id")
     refused("cannot read jsonl .*broken", source="jsonl", path=str(tmp_path / "broken.jsonl"))
     refused("corpus is empty", source="jsonl", path=str(tmp_path / "none.jsonl"))
+    refused("data.subset is 'sample-10BT'; source builtin allows packages", subset="sample-10BT")
     refused("vocab_size is 256", vocab_size=256)
     refused("validation_fraction is 1", validation_fraction=1.0)
 

@@ -14,9 +14,9 @@ import torch
 from conftest import ROOT, read_lines
 
 from mixer import telemetry
+from mixer.architecture import model_config
 from mixer.config import load_config
 from mixer.hardware import peak_tflops
-from mixer.loop import model_config
 from mixer.modeling import MaskedMixerForCausalLM
 from mixer.telemetry import Timer, throughput
 
@@ -42,7 +42,7 @@ def test_each_line_holds_what_it_should(write_config, launch, tmp_path):
 def test_useful_flops_of_the_papers_model_by_hand_and_the_share_of_each_known_peak(monkeypatch):
     run = load_config(str(ROOT / "configs/v100.yaml"), [])
     with torch.device("meta"):
-        flops = MaskedMixerForCausalLM(model_config(run, 8000, 0)).flops_per_token()["useful"]
+        flops = MaskedMixerForCausalLM(model_config(run.model, 8000, 0)).flops_per_token()["useful"]
     mlp = 16 * 2 * (2 * 1024 * 4096)  # 16 blocks, 2 Linears, a multiplication and an addition for each weight
     mixing = 16 * 2 * 1024 * 513 / 2  # token i of 512 mixes i + 1 tokens: 513 / 2 on average, for each channel
     head = 2 * 1024 * 8000

@@ -7,11 +7,12 @@ import pytest
 import torch
 from conftest import read_lines, read_losses, run, start
 
+from mixer.architecture import model_config
 from mixer.config import load_config
 from mixer.data import prepare
 from mixer.errors import UserError
 from mixer.hardware import check_precision
-from mixer.loop import model_config, train
+from mixer.loop import train
 from mixer.modeling import MaskedMixerForCausalLM
 from mixer.optim import OptimConfig, build_optimizer, learning_rate
 
@@ -73,7 +74,7 @@ def test_a_second_launch_beside_a_misspelt_key_starts_nothing(write_config, tmp_
 
 def test_weight_decay_is_for_matrices_alone():
     run_config = load_config(None, ["model.hidden_size=16", "model.num_hidden_layers=1", "model.max_position_embeddings=8"])
-    model = MaskedMixerForCausalLM(model_config(run_config, 20, 0))
+    model = MaskedMixerForCausalLM(model_config(run_config.model, 20, 0))
     decayed, kept = (
         {n for n, p in model.named_parameters() if any(p is q for q in group["params"])}
         for group in build_optimizer(model, OptimConfig()).param_groups
