@@ -40,6 +40,7 @@ struct ProductArguments {
   const void* bias;  // or null
   const int32_t* schedule;
   int32_t batch, tokens, context, taps;
+  int32_t height;  // row blocks of a tile, at most Shape::kRowBlocks
   int32_t chunks;  // of 64 channels in one head of one sample
   int32_t bias_dtype;
 };
@@ -147,8 +148,8 @@ struct Tile {
     blocks = (arguments.tokens + kBox - 1) / kBox;
     head = entry.y;
     chunk = entry.z;
-    first_block = entry.x * Shape::kRowBlocks;
-    row_blocks = min(Shape::kRowBlocks, blocks - first_block);
+    first_block = entry.x * arguments.height;
+    row_blocks = min(arguments.height, blocks - first_block);
   }
   // Steps that a thread block goes through: all of the tile's, or, where it works alone, up to its own last one.
   __device__ __forceinline__ int steps(int rank) const {
@@ -678,6 +679,7 @@ inline cudaError_t make_arguments(const TriangularConvParams& params, void* outp
   arguments->taps = params.taps;
   arguments->tokens = params.tokens;
   arguments->context = params.context;
+  arguments->height = schedule::choose_height(params);
   arguments->chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
   const cudaError_t status = encode_weight(&arguments->weight, params);
   return status == cudaSuccess ? encode_output(&arguments->output, output, params) : status;
