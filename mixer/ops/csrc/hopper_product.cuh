@@ -27,12 +27,20 @@
 
 namespace hopper {
 
+constexpr int kClusterSize = 2;                            // thread blocks
+constexpr int kMultipliers = 4;                            // warpgroups that multiply, 64 rows by 128 columns each
+constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;  // the last warpgroup loads
+constexpr int kColumns = 128;
+constexpr int kLoaderRegisters = 64;
+constexpr int kMultiplierRegisters = 104;
+
 struct ProductArguments {
   CUtensorMap weight, input, residual, output;
   CUtensorMap shifted;  // copies of the input for all taps but the middle one, as further samples
   const void* bias;  // or null
   const int32_t* schedule;
   int32_t batch, tokens, context, taps;
+  int32_t height;  // row blocks of a tile, at most Shape::kRowBlocks
   int32_t chunks;  // of 64 channels in one head of one sample
   int32_t bias_dtype;
 };
@@ -78,7 +86,7 @@ struct ProductShape {
 
 template <typename Shape>
 struct ProductBarriers {
-  Ring<Shape::kStages, Shape::kShared, Shape::kFullBarriers> ring;
+  Ring<Shape::kStages, Shape::kShared ? kClusterSize : 1, kMultipliers, Shape::kFullBarriers> ring;
   uint64_t residual[kMultipliers];          // the output box, or both boxes of the last stage, hold the residual
   uint64_t turn[2];                         // the shared output box is free for the first, for the third multiplier
   uint64_t weight_full[Shape::kRowBlocks];  // resident: W's boxes of a step have landed
@@ -140,8 +148,8 @@ struct Tile {
     blocks = (arguments.tokens + kBox - 1) / kBox;
     head = entry.y;
     chunk = entry.z;
-    first_block = entry.x * Shape::kRowBlocks;
-    row_blocks = min(Shape::kRowBlocks, blocks - first_block);
+    first_block = entry.x * arguments.height;
+    row_blocks = min(arguments.height, blocks - first_block);
   }
   // Steps that a thread block goes through: all of the tile's, or, where it works alone, up to its own last one.
   __device__ __forceinline__ int steps(int rank) const {
@@ -276,8 +284,8 @@ struct Loader {
 #pragma unroll
     for (int pair = 0; pair < Shape::kColumnBoxes; pair += kClusterSize) {
       const Chunk &first = columns.chunks[pair], &second = columns.chunks[pair + 1];
-      load_box_for_all(column_box(pair + rank), columns.map, full(), rank == 0 ? first.channel : second.channel, tile.head,
-                       tile.token(step), rank == 0 ? first.sample : second.sample);
+      load_box_for(column_box(pair + rank), columns.map, full(), rank == 0 ? first.channel : second.channel, tile.head,
+                   tile.token(step), rank == 0 ? first.sample : second.sample, (1 << kClusterSize) - 1);
     }
   }
 
@@ -441,7 +449,7 @@ struct Multiplier {
         const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
         const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
         wgmma_fence();
-        multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box, right + stage, tap + step > 0);
+        multiply_box<Element, kColumns, Shape::kTransposed, true>(sum, left + row_box, right + stage, tap + step > 0);
         wgmma_commit();
         wgmma_wait<0>();
         slot = at.slot;
@@ -671,6 +679,7 @@ inline cudaError_t make_arguments(const TriangularConvParams& params, void* outp
   arguments->taps = params.taps;
   arguments->tokens = params.tokens;
   arguments->context = params.context;
+  arguments->height = schedule::choose_height(params);
   arguments->chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
   const cudaError_t status = encode_weight(&arguments->weight, params);
   return status == cudaSuccess ? encode_output(&arguments->output, output, params) : status;

@@ -25,7 +25,7 @@ int64_t column_tiles(const TriangularConvParams& params, int row_blocks) {
 
 int64_t Shape::cost(int row_tile) const {
   int64_t steps = 0;
-  const int first = row_tile * row_blocks, last = std::min(first + row_blocks, blocks());
+  const int first = row_tile * height, last = std::min(first + height, blocks());
   for (int block = first; block < last; ++block) steps += block + 1;
   return steps + (last - first);
 }
@@ -34,10 +34,16 @@ int choose_row_blocks(const TriangularConvParams& params) {
   return params.tokens <= 4 * kBlock && params.taps == 1 ? 4 : 8;
 }
 
+int choose_height(const TriangularConvParams& params) {
+  const int tiles = Shape{params.tokens, choose_row_blocks(params)}.row_tiles();
+  const int height = (Shape{params.tokens, 1}.blocks() + tiles - 1) / tiles;
+  return height + height % 2;
+}
+
 std::vector<std::vector<Tile>> assign(const TriangularConvParams& params) {
-  const Shape shape = {params.tokens, choose_row_blocks(params)};
-  const int chunks = column_chunks(shape.row_blocks);
-  const int64_t columns = column_tiles(params, shape.row_blocks);
+  const Shape shape = {params.tokens, choose_height(params)};
+  const int row_blocks = choose_row_blocks(params), chunks = column_chunks(row_blocks);
+  const int64_t columns = column_tiles(params, row_blocks);
   std::vector<int> row_tiles;  // longest first
   for (int row_tile = 0; row_tile < shape.row_tiles(); ++row_tile) row_tiles.push_back(row_tile);
   std::stable_sort(row_tiles.begin(), row_tiles.end(), [&](int a, int b) { return shape.cost(a) > shape.cost(b); });
