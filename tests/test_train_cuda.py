@@ -61,11 +61,11 @@ def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes,
         environment = options["environment"] | cache
         return launch("--config", config, *arguments, *changes, **(options | {"environment": environment}))
 
-    begin("name=whole").succeed()
+    begin("name=whole").succeed(patience=200)
     for stop_at in (7, 12):
         ranks = begin("name=parts", f"checkpoint.save_every={stop_at}")
-        ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists).kill()
-    begin("name=parts").succeed()
+        ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists, patience=150).kill()  # the compiler may take a minute
+    begin("name=parts").succeed(patience=200)
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 24)
 
 
