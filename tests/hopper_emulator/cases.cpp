@@ -369,7 +369,7 @@ Case choose(std::mt19937_64& random, int operation) {
     c.batch *= times[plan_of(c.tokens, c.taps)];
   }
   c.dtype = random() % 2 ? MIXER_BFLOAT16 : MIXER_FLOAT16;
-  c.processors = one_of(processors, random) * (c.operation == kGradWeight ? 2 : 1);  // in its clusters are twice as many blocks
+  c.processors = one_of(processors, random);
   c.extra = random() % 3 ? 0 : random() % 300;
   c.with_bias = random() % 2;
   c.with_residual = random() % 2;

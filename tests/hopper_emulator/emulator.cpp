@@ -23,10 +23,10 @@ Counters counters;
 
 namespace {
 
-constexpr int kMostBlocks = 4;               // of a cluster
+constexpr int kBlocks = 2;                   // of a cluster
 constexpr int kMemoryBytes = 256 << 10;      // of a block: the space of its shared addresses
 constexpr int kFirstShared = 1024;           // address of the dynamic shared memory, and up to 1008 bytes more
-constexpr int kMostFibers = kMostBlocks * 640;
+constexpr int kMostFibers = kBlocks * 640;
 constexpr size_t kStackBytes = 48 << 10;
 constexpr int kBoxRows = 64, kRowBytes = 128, kBoxBytes = kBoxRows * kRowBytes, kChunk = 16;
 constexpr uint64_t kMagic = 0xfeedfacecafebeefull;  // lies where an mbarrier does, and at the beginning of a tensor map
@@ -136,10 +136,10 @@ struct Event {
 
 bool is_later(const Event& a, const Event& b) { return a.due != b.due ? a.due > b.due : a.key > b.key; }
 
-Block blocks[kMostBlocks];
+Block blocks[kBlocks];
 Fiber* fibers;
 std::vector<Warp> warps;
-int fiber_count, cluster_blocks, block_threads, shared_begin, shared_bytes;
+int fiber_count, block_threads, shared_begin, shared_bytes;
 Meeting cluster_meeting;
 std::vector<Map> maps;
 
@@ -192,7 +192,7 @@ void report() {
   }
   printf("  loads in flight %d, events %zu, turn %ld, treatment %d, delays %d %d %d %d\n", loads_in_flight, events.size(),
          long(turn), treatment, load_delay, store_delay, product_delay, arrival_delay);
-  for (int block = 0; block < cluster_blocks; ++block) {
+  for (int block = 0; block < kBlocks; ++block) {
     for (size_t place = 0; place < blocks[block].barriers.size(); ++place) {
       const Barrier& barrier = blocks[block].barriers[place];
       if (!barrier.is_initialised) continue;
@@ -334,7 +334,7 @@ void named_barrier(int id, int threads) {
 
 void cluster_sync() {
   wait_for(Wait::kRemote, "remote arrivals, at cluster_sync");  // it releases what came before
-  meet(cluster_meeting, block_threads * cluster_blocks, "cluster_sync");
+  meet(cluster_meeting, block_threads * kBlocks, "cluster_sync");
 }
 
 // ---------------------------------------------------------------------------------------------- shared memory, barriers
@@ -439,7 +439,7 @@ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
 
 void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   const uint32_t offset = own_barrier(barrier);
-  if (rank >= cluster_blocks) fail("no block %u in the cluster", rank);
+  if (rank >= kBlocks) fail("no block %u in the cluster", rank);
   if (int(rank) == current->block) return arrive(rank, offset, 1);
   Event event = {};
   event.type = EventType::kArrival;
@@ -549,13 +549,12 @@ Event box_event(EventType type, int block, uint32_t box, const Map* map, int c0,
 
 }  // namespace
 
-void load_box(uint32_t box, const CUtensorMap* map, uint32_t barrier, int for_blocks, int rank, int c0, int c1, int c2, int c3) {
+void load_box(uint32_t box, const CUtensorMap* map, uint32_t barrier, bool for_all, int rank, int c0, int c1, int c2, int c3) {
   maybe_yield(2);
-  if (for_blocks >> cluster_blocks) fail("multicast to blocks that the cluster does not have: %x", for_blocks);
   const Map* source = map_of(map, rank);
   const uint32_t offset = own_offset(box, kBoxBytes, 1024), barrier_offset = own_barrier(barrier);
-  for (int block = 0; block < cluster_blocks; ++block) {
-    if (for_blocks == 0 ? block != current->block : !(for_blocks >> block & 1)) continue;
+  for (int block = 0; block < kBlocks; ++block) {
+    if (!for_all && block != current->block) continue;
     memset(blocks[block].memory + offset, 0xff, kBoxBytes);  // from now on the hardware may write at any time
     check_fenced(blocks[block], offset, "TMA load over");
     const int cut = random_below(4) ? kBoxRows / 2 : 8 * random_below(9);  // it comes in two parts
@@ -690,7 +689,7 @@ void fetch(int block, uint32_t descriptor, bool is_transposed, int first, int co
 int sum_row(int lane, int i) { return lane / 4 + i % 4 / 2 * 8; }
 int sum_column(int lane, int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
 
-void multiply(const float (&left)[16][16], const float (&right)[16][256], float (&sum)[16][256], int columns) {
+void multiply(const float (&left)[16][16], const float (&right)[16][128], float (&sum)[16][128], int columns) {
   for (int row = 0; row < 16; ++row) {
     for (int depth = 0; depth < 16; ++depth) {
       const float factor = left[row][depth];
@@ -700,12 +699,12 @@ void multiply(const float (&left)[16][16], const float (&right)[16][256], float 
 }
 
 void execute(int warp, const Product& product) {
-  static float left[16][16], right[16][256], sum[16][256];
+  static float left[16][16], right[16][128], sum[16][128];
   ++counters.products;
   const int block = warp / warps_of_block();
   const int sums = product.columns / 2;  // of a lane
   fetch(block, product.left, product.left_transposed, 16 * (warp % 4), 16, product.is_half, &left[0][0], 1, 16);
-  fetch(block, product.right, product.right_transposed, 0, product.columns, product.is_half, &right[0][0], 256, 1);
+  fetch(block, product.right, product.right_transposed, 0, product.columns, product.is_half, &right[0][0], 128, 1);
   for (int lane = 0; lane < 32; ++lane) {
     for (int i = 0; i < sums; ++i) {
       sum[sum_row(lane, i)][sum_column(lane, i)] = product.accumulate ? product.sum[lane][i] : 0.0f;
@@ -878,7 +877,7 @@ void prepare_cluster() {
     fibers = new Fiber[kMostFibers];
     for (Block& block : blocks) block.memory = static_cast<char*>(aligned_alloc(4096, kMemoryBytes));
   }
-  fiber_count = block_threads * cluster_blocks;
+  fiber_count = block_threads * kBlocks;
   EMULATOR_CHECK(fiber_count <= kMostFibers);
   cluster_meeting.arrived = 0;
   events.clear();
@@ -998,7 +997,7 @@ struct Scheduler {
       has_run = true;
       current = &fiber;
       current_thread = fiber.thread;
-      current_block = cluster * cluster_blocks + fiber.block;
+      current_block = cluster * kBlocks + fiber.block;
       emulator_switch(&scheduler_stack, fiber.stack);
       ended += fiber.is_done;
     }
@@ -1047,17 +1046,15 @@ void run_one_by_one(int threads) {
 
 }  // namespace
 
-void launch(int blocks_of_grid, int blocks_of_cluster, int threads, int bytes, const std::function<void()>& kernel) {
+void launch(int blocks_of_grid, int threads, int bytes, const std::function<void()>& kernel) {
   kernel_body = &kernel;
   grid_blocks = blocks_of_grid;
   if (bytes == 0) return run_one_by_one(threads);
-  EMULATOR_CHECK(bytes <= kMostSharedBytes && grid_blocks > 0);
-  cluster_blocks = blocks_of_cluster;
-  EMULATOR_CHECK(cluster_blocks <= kMostBlocks && grid_blocks % cluster_blocks == 0);
+  EMULATOR_CHECK(bytes <= kMostSharedBytes && grid_blocks > 0 && grid_blocks % kBlocks == 0);
   block_threads = threads;
   shared_begin = kFirstShared + (random_below(2) ? 0 : 16 * random_below(64));  // kernels align it themselves
   shared_bytes = bytes;
-  for (int cluster = 0; cluster < grid_blocks / cluster_blocks; ++cluster) run_cluster(cluster);
+  for (int cluster = 0; cluster < grid_blocks / kBlocks; ++cluster) run_cluster(cluster);
   maps.clear();
   fiber_count = 0;
 }

@@ -5,7 +5,7 @@
 // This header, which comes first in every emulated file, takes care of the rest: CUDA's keywords, threadIdx, __syncthreads ...
 //
 // What is emulated
-//   - A cluster of two or four thread blocks, one after the other through the grid. Each CUDA thread is a fiber with a stack of its own,
+//   - A cluster of two thread blocks, one after the other through the grid. Each CUDA thread is a fiber with a stack of its own,
 //     and the scheduler decides at random who goes on. It also starves warps, warpgroups, loaders and blocks for a long time, or
 //     runs one of them only when nothing else can run: a kernel has to be right for all of these orders.
 //   - mbarriers, exactly: arrivals, announced bytes, phases, waiting by parity (which cannot tell a phase from the second next).
@@ -77,7 +77,7 @@ struct Counters {
 extern Counters counters;
 
 // Runs all blocks of a kernel. A kernel without shared memory has no clusters: its threads run one after the other.
-void launch(int blocks, int cluster_blocks, int threads, int shared_bytes, const std::function<void()>& kernel);
+void launch(int blocks, int threads, int shared_bytes, const std::function<void()>& kernel);
 
 // ---------------------------------------------------------------------------------------------- what PTX does
 
@@ -94,8 +94,8 @@ void barrier_arrive_at(uint32_t barrier, uint32_t rank);
 void barrier_wait(uint32_t barrier, uint32_t parity);
 
 void check_map(const CUtensorMap* map);
-// `rank` dimensions; into the blocks of the cluster that have a bit in `for_blocks`, or, with 0, into the own one.
-void load_box(uint32_t box, const CUtensorMap* map, uint32_t barrier, int for_blocks, int rank, int c0, int c1, int c2, int c3);
+// `rank` dimensions; `for_all`: into every block of the cluster.
+void load_box(uint32_t box, const CUtensorMap* map, uint32_t barrier, bool for_all, int rank, int c0, int c1, int c2, int c3);
 void store_box(const CUtensorMap* map, uint32_t box, int c0, int c1, int c2, int c3);
 void commit_stores();
 void wait_stores_read(int pending);
@@ -155,5 +155,4 @@ inline cudaError_t find_encode_tiled(void** function, cudaDriverEntryPointQueryR
 #define cudaGetDriverEntryPoint(name, function, flags, found) emulator::find_encode_tiled(function, found)
 #define cudaFuncSetAttribute(kernel, attribute, bytes) \
   ((bytes) <= emulator::kMostSharedBytes ? cudaSuccess : cudaErrorInvalidValue)
-#define cudaOccupancyMaxActiveClusters(count, kernel, config) (*(count) = 1 << 20, cudaSuccess)
 #define cudaGetLastError() cudaSuccess

@@ -10,8 +10,7 @@ from pathlib import Path
 FILES = [
     "params.h", "numeric.cuh", "triangle.cuh", "kernels.h", "schedule.h", "schedule.cu", "hopper_maps.h", "hopper_ptx.cuh",
     "hopper_shift.cuh", "hopper_shift.cu",
-    "hopper_tile.cuh", "hopper_product.cuh", "hopper_weight_plan.h", "hopper_weight_tile.cuh", "hopper_weight_store.cuh",
-    "hopper.cu", "hopper_forward.cu", "hopper_grad_input.cu", "hopper_grad_weight.cu",
+    "hopper_tile.cuh", "hopper_product.cuh", "hopper.cu", "hopper_forward.cu", "hopper_grad_input.cu", "hopper_grad_weight.cu",
 ]  # fmt: skip
 LAUNCHES = 4  # the product's, grad_weight's, that of the sum over its splits and that of the shifted copies
 
@@ -30,9 +29,9 @@ BODIES = {
     "barrier_arrive_at": "emulator::barrier_arrive_at(barrier, rank);",
     "barrier_wait": "emulator::barrier_wait(barrier, parity);",
     "prefetch_map": "emulator::check_map(map);",
-    "load_box": f"{BOX}, 0, 4, channel, head, token, sample);",
-    "load_box_for": f"{BOX}, blocks, 4, channel, head, token, sample);",
-    "load_weight": f"{BOX}, 0, 3, column, row, matrix, 0);",
+    "load_box": f"{BOX}, false, 4, channel, head, token, sample);",
+    "load_box_for_all": f"{BOX}, true, 4, channel, head, token, sample);",
+    "load_weight": f"{BOX}, false, 3, column, row, matrix, 0);",
     "store_box": "emulator::store_box(map, shared_address(box), channel, head, token, sample);",
     "commit_stores": "emulator::commit_stores();",
     "wait_stores_read": "emulator::wait_stores_read(kPending);",
@@ -43,7 +42,8 @@ BODIES = {
     "wgmma_commit": "emulator::wgmma_commit();",
     "wgmma_wait": "emulator::wgmma_wait(kPending);",
     "pin": "",
-    "wgmma": f"emulator::wgmma(sum, kColumns, {IS_HALF}, kLeftTransposed, kRightTransposed, left_operand, right_operand, keeps);",
+    "wgmma_n128": f"emulator::wgmma(sum, 128, {IS_HALF}, kLeftTransposed, kRightTransposed, left, right, accumulate);",
+    "wgmma_n8": f"emulator::wgmma(sum, 8, {IS_HALF}, false, false, left, right, accumulate);",
     "store_fragments": "emulator::stmatrix(address, value);",
     "load_fragments": "emulator::ldmatrix(address, value);",
 }
@@ -78,18 +78,9 @@ def make(sources: Path, directory: Path) -> list[Path]:
 
 
 def replace_launches(text: str) -> tuple[str, int]:
-    """kernel<<<blocks, threads, bytes, stream>>>(arguments); calls the emulator. Also says how many there were.
-
-    A kernel with dynamic shared memory runs in clusters of the size that the file names.
-    """
-    cluster = re.search(r"__cluster_dims__\((\w+)\)", text)
-
-    def call(found: re.Match) -> str:
-        kernel, blocks, threads, bytes_, _, arguments = found.groups()
-        size = "1" if bytes_ == "0" else cluster[1]
-        return f"emulator::launch({blocks}, {size}, {threads}, {bytes_}, [&] {{ {kernel}({arguments}); }});"
-
-    return re.subn(r"(\w+)<<<(.*?), (\w+), (\w+), (.*?)>>>\((\w+)\);", call, text)
+    """kernel<<<blocks, threads, bytes, stream>>>(arguments); calls the emulator. Also says how many there were."""
+    launch = r"(\w+)<<<(.*?), (\w+), (\w+), (.*?)>>>\((\w+)\);"
+    return re.subn(launch, r"emulator::launch(\2, \3, \4, [&] { \1(\6); });", text)
 
 
 def replace_ptx(text: str) -> str:

@@ -1,259 +1,431 @@
 // dweight[h,k,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + k - middle] for j <= i < tokens, exact zeros elsewhere,
 // and dbias[h,i] = sum over batch and channels of dy[b,i,c], on Hopper's tensor cores.
 //
-// A cluster of four thread blocks computes a job of the plan (hopper_weight_plan.h). What several of its blocks need is
-// loaded once, by one of them, and multicast; of a triangle of 512 rows each box of dy and x comes once. A thread block has
-// 256 rows (dy, the left operand) and 128 columns (x), or a tile on the diagonal. Two of its warpgroups multiply, with two
-// row blocks each, and a thread of the third one loads.
+// A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast), 128 columns (x) for each of its two
+// blocks. The depth runs over chunks of 64 channels of each sample. Only tiles that touch the lower triangle are computed, and
+// inside those on the diagonal only the row blocks that do.
 //
-// Two runs agree bit for bit: where the sums of a job are cut into pieces, these go to the workspace, and a second kernel adds
-// them in a fixed order.
+// Work. Tiles are dealt to the clusters in whole waves; all clusters then walk through the depth together, and what one
+// reads of x and dy the others find in the L2 cache. The tiles that are left over are cut along the depth into equal splits,
+// whose partial sums go to the workspace and are added in a fixed order by a second kernel: two runs agree bit for bit.
 //
-// The bias gradient comes from the same products: in a stage, eight rows of ones follow the boxes of x, which lie there from the
-// last to the first. The columns up to the diagonal, and with them the ones, are so next to each other for each row block of a
-// tile on the diagonal. The zeros above the diagonal are written by warps that have nothing else to do.
+// The bias gradient comes from the same pass over dy: in tiles on the diagonal the second block of the cluster, which has only
+// half of its row blocks to do, also multiplies all row blocks by a box of ones, 8 columns wide. The zeros above the tiles are
+// written by warps that have nothing else to do.
 #include <algorithm>
 
 #include "hopper_maps.h"
 #include "hopper_shift.cuh"
-#include "hopper_weight_store.cuh"
+#include "hopper_tile.cuh"
 #include "kernels.h"
+#include "triangle.cuh"
 
 namespace hopper {
 namespace {
 
-constexpr int kWeightThreads = (kWeightMultipliers + 1) * kWarpgroup;
-constexpr int kWeightLoaderRegisters = 40;
-constexpr int kWeightMultiplierRegisters = 232;
-constexpr int kStages = 3;
-constexpr int kOnesBytes = 8 * kBox * 2;
-constexpr int kOnes = 2 * kTileBoxes;                    // box of a stage at which the ones lie: behind 4 of dy and 4 of x
-constexpr int kStageBytes = kOnes * kBoxBytes + kOnesBytes;
+constexpr int kRowBlocks = 4;
+constexpr int kTileRows = kRowBlocks * kBox;             // 256; the columns of a cluster's tile, too
+constexpr int kStages = 4;
+constexpr int kColumnBoxes = kColumns / kBox;
+constexpr int kStageBytes = (kRowBlocks + kColumnBoxes) * kBoxBytes;
+constexpr int kGroups = kColumns / 8;                    // groups of four sums of a multiplying thread
+static_assert(kRowBlocks == kMultipliers, "each multiplier has one row block");
+constexpr int kMultiplyingThreads = kMultipliers * kWarpgroup;
+constexpr int kPartialFloats = kTileRows * kColumns;     // of one block
+constexpr int kSplitOverhead = 4;                        // what a split costs beside its products, in steps of the depth
+constexpr int kMaxSplits = 128;
 
-using WeightRing = Ring<kStages, kJobBlocks, kWeightMultipliers>;
+// How the work is cut: `whole` tiles in full, `rest` tiles in `splits` parts of the depth each. Items are numbered whole
+// tiles first, then split by split; cluster c takes the items c, c + clusters, ...
+struct Plan {
+  int32_t row_tiles;   // tiles along the tokens
+  int32_t triangle;    // lower tiles of one matrix
+  int32_t matrices;    // heads * taps
+  int32_t taps;
+  int32_t batch;
+  int32_t depth;       // chunks of 64 channels over all samples
+  int32_t chunks;      // of one sample
+  int32_t whole, rest, splits;
+
+  __host__ __device__ int items() const { return whole + rest * splits; }
+};
+
+struct WeightArguments {
+  CUtensorMap dy, x;
+  CUtensorMap shifted;   // copies of x for all taps but the middle one, as further samples
+  void* dweight;
+  void* dbias;
+  float* partials;       // (rest * splits, 2 blocks, kGroups, 512 threads, 4)
+  float* bias_partials;  // (rest * splits, 256 rows)
+  int32_t tokens, context, gradient_dtype;
+  Plan plan;
+};
+
+// Tile `index` counts along the rows of the triangle, matrix by matrix.
+struct WeightTile {
+  int matrix, row_tile, column_tile;
+  int head, tap;
+
+  __device__ __forceinline__ WeightTile(const Plan& plan, int index) {
+    matrix = index / plan.triangle;
+    head = matrix / plan.taps;
+    tap = matrix % plan.taps;
+    const LowerTile lower = locate_lower_tile(index % plan.triangle);
+    row_tile = lower.row;
+    column_tile = lower.column;
+  }
+  // dy's sums go with the first tap's tiles on the diagonal.
+  __device__ __forceinline__ bool brings_bias() const { return tap == 0 && column_tile == row_tile; }
+};
+
+struct Item {
+  WeightTile tile;
+  int begin, end;  // depth
+  int partial;     // its place in the workspace, or -1: the sums are complete
+
+  __device__ __forceinline__ Item(const Plan& plan, int index)
+      : tile(plan, index < plan.whole ? index : plan.whole + (index - plan.whole) % plan.rest) {
+    const bool whole = index < plan.whole;
+    const int split = whole ? 0 : (index - plan.whole) / plan.rest;
+    const int splits = whole ? 1 : plan.splits;
+    begin = static_cast<int>(static_cast<int64_t>(plan.depth) * split / splits);
+    end = static_cast<int>(static_cast<int64_t>(plan.depth) * (split + 1) / splits);
+    partial = splits == 1 ? -1 : index - plan.whole;
+  }
+};
+
+// What one block computes of a tile.
+struct BlockTile {
+  int first_row, first_column;
+  int row_blocks;  // that hold tokens
+
+  __device__ __forceinline__ BlockTile(const WeightTile& tile, int tokens, int rank)
+      : first_row(tile.row_tile * kTileRows), first_column(tile.column_tile * kTileRows + rank * kColumns) {
+    row_blocks = min(kRowBlocks, (tokens - first_row + kBox - 1) / kBox);
+  }
+  // Whether a row block holds anything on or below the diagonal.
+  __device__ __forceinline__ bool needs(int row_block) const {
+    return row_block < row_blocks && first_row + row_block * kBox + kBox - 1 >= first_column;
+  }
+  __device__ __forceinline__ bool is_idle() const { return !needs(row_blocks - 1); }
+};
+
+// Writes sums (rows r and r + 8, two columns each) of the thread at (row, column); zeros above the diagonal and beyond the
+// tokens, whatever the sum: it may be zero times something infinite.
+template <typename Gradient>
+__device__ __forceinline__ void store_sums(Gradient* matrix, int context, int tokens, int row, int column,
+                                           const float (&sum)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = row + half * 8;
+    if (i >= context) continue;
+    Gradient* place = matrix + static_cast<int64_t>(i) * context + column;
+    const Gradient first = from_float<Gradient>(column <= i && i < tokens ? sum[half * 2] : 0.0f);
+    const Gradient second = from_float<Gradient>(column + 1 <= i && i < tokens ? sum[half * 2 + 1] : 0.0f);
+    if (context % 2 == 0 && column < context) {
+      struct alignas(2 * sizeof(Gradient)) Pair { Gradient first, second; };
+      *reinterpret_cast<Pair*>(place) = {first, second};
+    } else {
+      if (column < context) place[0] = first;
+      if (column + 1 < context) place[1] = second;
+    }
+  }
+}
+
+__device__ __forceinline__ void store_gradient(const WeightArguments& arguments, int matrix, int row, int column,
+                                               const float (&sum)[4]) {
+  const int context = arguments.context, tokens = arguments.tokens;
+  const int64_t offset = static_cast<int64_t>(matrix) * context * context;
+  if (arguments.gradient_dtype == MIXER_FLOAT32) {
+    store_sums(static_cast<float*>(arguments.dweight) + offset, context, tokens, row, column, sum);
+  } else if (arguments.gradient_dtype == MIXER_FLOAT16) {
+    store_sums(static_cast<__half*>(arguments.dweight) + offset, context, tokens, row, column, sum);
+  } else {
+    store_sums(static_cast<__nv_bfloat16*>(arguments.dweight) + offset, context, tokens, row, column, sum);
+  }
+}
+
+__device__ __forceinline__ void store_float(void* values, int dtype, int64_t index, float value) {
+  if (dtype == MIXER_FLOAT16) {
+    static_cast<__half*>(values)[index] = from_float<__half>(value);
+  } else if (dtype == MIXER_BFLOAT16) {
+    static_cast<__nv_bfloat16*>(values)[index] = from_float<__nv_bfloat16>(value);
+  } else {
+    static_cast<float*>(values)[index] = value;
+  }
+}
+
+// The place, in a block's tile, of the four sums of group `group` of multiplying thread `thread`.
+struct Place {
+  int row, column;
+  __device__ __forceinline__ Place(int thread, int group)
+      : row(thread / kWarpgroup * kBox + thread % kWarpgroup / 32 * 16 + thread % 32 / 4), column(group * 8 + thread % 4 * 2) {}
+};
+
+struct WeightBarriers {
+  Ring<kStages, true> ring;
+};
 
 // One thread.
-__device__ __forceinline__ void load_operands(const WeightArguments& arguments, char* stages, WeightRing& ring) {
-  const WeightPlan& plan = arguments.plan;
-  const int rank = cluster_rank(), cluster = blockIdx.x / kJobBlocks;
-  const auto load = [&](char* box, const CUtensorMap* map, uint64_t* full, int chunk, int head, int token, int sample,
-                        uint16_t blocks) {
-    if (blocks == 1 << rank) {
-      load_box(box, map, full, chunk * kBox, head, token, sample);
-    } else {
-      load_box_for(box, map, full, chunk * kBox, head, token, sample, blocks);
-    }
-  };
+__device__ __forceinline__ void load_operands(const WeightArguments& arguments, char* stages, Ring<kStages, true>& ring) {
+  const Plan& plan = arguments.plan;
+  const int rank = cluster_rank();
   RingPosition<kStages> at;
-  for (int index = 0; index < Item::count(plan, cluster); ++index) {
-    const Item item(plan, cluster, index);
-    const BlockTile tile(plan, item.job, rank);
-    const Loads loads(item.job, tile, rank);
-    const int head = item.job.matrix / plan.taps, tap = item.job.matrix % plan.taps;
-    const bool shifted = tap != middle_tap(plan.taps);
+  for (int index = blockIdx.x / kClusterSize; index < plan.items(); index += gridDim.x / kClusterSize) {
+    const Item item(plan, index);
+    const BlockTile tile(item.tile, arguments.tokens, rank);
+    const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
+    const bool shifted = item.tile.tap != middle_tap(plan.taps);
     const CUtensorMap* columns = shifted ? &arguments.shifted : &arguments.x;
-    const int first_sample = shifted ? copy_of_tap(tap, plan.taps) * plan.batch : 0;
-#pragma unroll 1
-    for (int step = item.begin; step < item.end; step += item.stride, at.advance()) {
-      const int depth = item.job.kind == kLone ? step * kJobBlocks + rank : step;
-      const int sample = depth / plan.chunks, chunk = depth % plan.chunks;
-      // Steps of a lone tile beyond the depth: outside of all tensors, which reads as zero.
-      const int column_sample = depth < plan.depth() ? first_sample + sample : plan.batch * plan.taps;
+    const int first_sample = shifted ? copy_of_tap(item.tile.tap, plan.taps) * plan.batch : 0;
+    int sample = item.begin / plan.chunks, chunk = item.begin % plan.chunks;
+    for (int depth = item.begin; depth < item.end; ++depth, at.advance()) {
       char* stage = stages + at.slot * kStageBytes;
       uint64_t* full = &ring.full[at.slot];
       barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
-      barrier_arrive_expect(full, tile.boxes() * kBoxBytes);
-#pragma unroll 1
-      for (int slot = loads.first_slot; slot < loads.end_slot; ++slot) {
-        load(stage + (kTileBoxes + slot) * kBoxBytes, columns, full, chunk, head,
-             tile.first_column + (kTileBoxes - 1 - slot) * kBox, column_sample, loads.columns_for);
+      barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
+      for (int box = 0; box < column_boxes; ++box) {
+        load_box(stage + (kRowBlocks + box) * kBoxBytes, columns, full, chunk * kBox, item.tile.head,
+                 tile.first_column + box * kBox, first_sample + sample);
       }
-#pragma unroll 1
-      for (int row_block = loads.first_row_block; row_block < tile.row_blocks; row_block += loads.row_step) {
-        load(stage + row_block * kBoxBytes, &arguments.dy, full, chunk, head, tile.first_row + row_block * kBox, sample,
-             loads.rows_for);
+      for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
+        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, chunk * kBox, item.tile.head,
+                         tile.first_row + row_block * kBox, sample);
+      }
+      if (++chunk == plan.chunks) {
+        chunk = 0;
+        ++sample;
       }
     }
   }
 }
 
+// One warpgroup's products: its row block times the columns (kMultiplies), and its row block summed over the depth (kWithBias).
+template <typename Element, bool kMultiplies, bool kWithBias>
+__device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t left, uint32_t right, uint32_t ones,
+                                    Ring<kStages, true>& ring, RingPosition<kStages>& at, int depths) {
+#pragma unroll 1
+  for (int depth = 0; depth < depths; ++depth, at.advance()) {
+    barrier_wait(&ring.full[at.slot], at.parity);
+    const uint32_t stage = at.slot * (kStageBytes / 16);
+    wgmma_fence();
+    if (kMultiplies) multiply_slices<Element, false, false, kBox / 16>(sum, left + stage, right + stage, depth > 0);
+    if (kWithBias) {
+#pragma unroll
+      for (int slice = 0; slice < kBox / 16; ++slice) {
+        wgmma_n8<Element>(bias, left + stage + slice * slice_step<false>(), ones, depth + slice > 0);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    ring.release(at.slot);
+  }
+  if (kMultiplies) pin(sum);
+  if (kWithBias) pin(bias);
+}
+
 // One warpgroup.
 template <typename Element>
-struct WeightMultiplier {
-  const WeightArguments& arguments;
-  uint32_t stages;
-  WeightRing& ring;
-  int warpgroup;
-  RingPosition<kStages> at = {};
-
-  // The products of an item: kHigh columns of the high row block and kLow of the low one, from the tile's slots on; none
-  // where kHigh or kLow is 0. With kCorner, the high row block has the 64 columns before them, too.
-  template <int kHigh, int kLow, bool kCorner>
-  __device__ __forceinline__ void run(const Item& item, const BlockTile& tile) {
-    const int high_row_block = kTileBoxes - 1 - warpgroup;
-    const uint32_t high_left = operand(stages + high_row_block * kBoxBytes);
-    const uint32_t low_left = operand(stages + warpgroup * kBoxBytes);
-    const uint32_t corner_right = operand(stages + kTileBoxes * kBoxBytes);
-    const uint32_t high_right = operand(stages + (kTileBoxes + tile.slot_of(high_row_block) + kCorner) * kBoxBytes);
-    const uint32_t low_right = operand(stages + (kTileBoxes + tile.slot_of(warpgroup)) * kBoxBytes);
-    // Zeros, although the first products need none: what nothing had written would be kept from one item to the next, for each
-    // instance of this function in registers of its own.
-    float corner[32] = {}, high[kHigh > 0 ? kHigh / 2 : 1] = {}, low[kLow > 0 ? kLow / 2 : 1] = {};
-    const int steps = item.steps();
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step, at.advance()) {
-      barrier_wait(&ring.full[at.slot], at.parity);
-      const uint32_t stage = at.slot * (kStageBytes / 16);
-      wgmma_fence();
-      if constexpr (kCorner) multiply_box<Element, 64, false, false>(corner, high_left + stage, corner_right + stage, true);
-      if constexpr (kHigh > 0) multiply_box<Element, kHigh, false, false>(high, high_left + stage, high_right + stage, true);
-      if constexpr (kLow > 0) multiply_box<Element, kLow, false, false>(low, low_left + stage, low_right + stage, true);
-      wgmma_commit();
-      wgmma_wait<0>();
-      ring.release(at.slot);
-    }
-    const int high_groups = tile.is_diagonal ? 8 * (high_row_block + 1) + 1 : 16;
-    if constexpr (kHigh == 128 || kLow == 128) {
-      if (item.slot < 0) {
-        if constexpr (kHigh > 0) write_complete(item, tile, high_row_block, high);
-        write_complete(item, tile, warpgroup, low);
-        return;
-      }
-    }
-    if constexpr (kCorner) write(item, 0, corner);
-    if constexpr (kHigh > 0) write(item, kCorner ? 8 : 0, high);
-    if constexpr (kLow > 0) write(item, high_groups, low);
-  }
-
-  // The sums of a row block of a rectangle to dweight.
-  __device__ __forceinline__ void write_complete(const Item& item, const BlockTile& tile, int row_block, float (&sum)[64]) {
-    if (arguments.gradient_dtype == MIXER_FLOAT32) {
-      write_complete<float>(item, tile, row_block, sum);
-    } else if (arguments.gradient_dtype == MIXER_FLOAT16) {
-      write_complete<__half>(item, tile, row_block, sum);
+__device__ __forceinline__ void multiply(const WeightArguments& arguments, int multiplier, uint32_t stages, uint32_t ones_box,
+                                         Ring<kStages, true>& ring) {
+  const Plan& plan = arguments.plan;
+  const int rank = cluster_rank();
+  const int thread = multiplier * kWarpgroup + threadIdx.x % kWarpgroup;
+  const uint32_t left = operand(stages + multiplier * kBoxBytes);
+  const uint32_t right = operand(stages + kRowBlocks * kBoxBytes);
+  const uint32_t ones = operand(ones_box);
+  RingPosition<kStages> at;
+  for (int index = blockIdx.x / kClusterSize; index < plan.items(); index += gridDim.x / kClusterSize) {
+    const Item item(plan, index);
+    const BlockTile tile(item.tile, arguments.tokens, rank);
+    const bool multiplies = tile.needs(multiplier);
+    const bool with_bias = arguments.dbias != nullptr && rank == 1 && item.tile.brings_bias();
+    const int depths = item.end - item.begin;
+    float sum[64], bias[4];
+    if (multiplies && with_bias) {
+      run<Element, true, true>(sum, bias, left, right, ones, ring, at, depths);
+    } else if (multiplies) {
+      run<Element, true, false>(sum, bias, left, right, ones, ring, at, depths);
+    } else if (with_bias) {
+      run<Element, false, true>(sum, bias, left, right, ones, ring, at, depths);
     } else {
-      write_complete<__nv_bfloat16>(item, tile, row_block, sum);
+      run<Element, false, false>(sum, bias, left, right, ones, ring, at, depths);
     }
-  }
 
-  template <typename Gradient>
-  __device__ __forceinline__ void write_complete(const Item& item, const BlockTile& tile, int row_block, float (&sum)[64]) {
-    pin(sum);
-    const int context = arguments.context;
-    const int row = tile.first_row + row_block * kBox + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
-    const int column = tile.first_column + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row + half * 8;
-      if (i >= context) continue;
-      const bool is_token = i < arguments.plan.tokens;  // else zero, whatever the sum
-      Gradient* place = static_cast<Gradient*>(arguments.dweight) +
-                        (static_cast<int64_t>(item.job.matrix) * context + i) * context + column;
-#pragma unroll
-      for (int group = 0; group < 16; ++group) {
-        const float* value = sum + group * 4 + half * 2;
-        const int offset = (1 - group / 8) * kBox + group % 8 * 8;  // the second column box comes first
-        store_two(place + offset, context % 2 == 0, is_token ? value[0] : 0.0f, is_token ? value[1] : 0.0f);
-      }
-    }
-  }
-
-  // Sums of this thread to the workspace, as groups from `first_group` on.
-  template <int kCount>
-  __device__ __forceinline__ void write(const Item& item, int first_group, float (&sum)[kCount]) {
-    pin(sum);
     float4* partial = reinterpret_cast<float4*>(arguments.partials) +
-                      (static_cast<int64_t>(item.slot) * kJobBlocks + cluster_rank()) * (kSlotFloats / 4) +
-                      first_group * kMultiplyingThreads + threadIdx.x;
+                      (static_cast<int64_t>(item.partial) * kClusterSize + rank) * (kPartialFloats / 4) + thread;
 #pragma unroll
-    for (int i = 0; i < kCount / 4; ++i) {
-      partial[i * kMultiplyingThreads] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+    for (int group = 0; group < kGroups; ++group) {
+      float value[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i] = multiplies ? sum[group * 4 + i] : 0.0f;
+      if (item.partial < 0) {
+        const Place place(thread, group);
+        store_gradient(arguments, item.tile.matrix, tile.first_row + place.row, tile.first_column + place.column, value);
+      } else if (multiplies) {
+        partial[group * kMultiplyingThreads] = make_float4(value[0], value[1], value[2], value[3]);
+      }
     }
-  }
-
-  __device__ __forceinline__ void run_all() {
-    const WeightPlan& plan = arguments.plan;
-    const int cluster = blockIdx.x / kJobBlocks;
-    for (int index = 0; index < Item::count(plan, cluster); ++index) {
-      const Item item(plan, cluster, index);
-      const BlockTile tile(plan, item.job, cluster_rank());
-      const bool has_high = kTileBoxes - 1 - warpgroup < tile.row_blocks, has_low = warpgroup < tile.row_blocks;
-      if (!has_low) {
-        run<0, 0, false>(item, tile);
-      } else if (!tile.is_diagonal) {
-        has_high ? run<128, 128, false>(item, tile) : run<0, 128, false>(item, tile);
-      } else if (warpgroup == 0) {
-        has_high ? run<200, 72, true>(item, tile) : run<0, 72, false>(item, tile);
-      } else {
-        has_high ? run<200, 136, false>(item, tile) : run<0, 136, false>(item, tile);
+    if (with_bias && thread % 4 == 0) {  // all columns of the product with ones are the same
+      const Place place(thread, 0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = place.row + half * 8;
+        if (item.partial >= 0) {
+          arguments.bias_partials[static_cast<int64_t>(item.partial) * kTileRows + row] = bias[half * 2];
+        } else if (tile.first_row + row < arguments.tokens) {
+          const int64_t first = static_cast<int64_t>(item.tile.head) * arguments.context + tile.first_row;
+          store_float(arguments.dbias, arguments.gradient_dtype, first + row, bias[half * 2]);
+        }
       }
     }
   }
-};
+}
 
-constexpr int kWeightSharedBytes = 1024 + kStages * kStageBytes + static_cast<int>(sizeof(WeightRing));
+// What no tile covers: columns beyond the diagonal tile of each row, rows beyond the tiles. `warp` of `warps` in the grid.
+template <typename Gradient>
+__device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
+  const int lane = threadIdx.x % 32;
+  const int context = arguments.context;
+  const int64_t rows = static_cast<int64_t>(arguments.plan.matrices) * context;
+  const bool wide = context * sizeof(Gradient) % 16 == 0;
+  constexpr int kWide = 16 / sizeof(Gradient);
+  for (int64_t matrix_row = warp; matrix_row < rows; matrix_row += warps) {
+    const int row = static_cast<int>(matrix_row % context);
+    const int first = row / kTileRows < arguments.plan.row_tiles ? (row / kTileRows + 1) * kTileRows : 0;
+    Gradient* values = static_cast<Gradient*>(arguments.dweight) + matrix_row * context;
+    if (wide) {
+      for (int column = first + lane * kWide; column < context; column += 32 * kWide) {
+        *reinterpret_cast<uint4*>(values + column) = make_uint4(0, 0, 0, 0);
+      }
+    } else {
+      for (int column = first + lane; column < context; column += 32) values[column] = from_float<Gradient>(0.0f);
+    }
+    const int64_t matrix = matrix_row / context;
+    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens && matrix % arguments.plan.taps == 0) {
+      store_float(arguments.dbias, arguments.gradient_dtype, matrix / arguments.plan.taps * context + row, 0.0f);
+    }
+  }
+}
+
+__device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
+  if (arguments.gradient_dtype == MIXER_FLOAT32) {
+    write_zeros<float>(arguments, warp, warps);
+  } else {
+    write_zeros<__half>(arguments, warp, warps);  // a zero is a zero in both 16-bit types
+  }
+}
+
+constexpr int kWeightSharedBytes =
+    1024 + kStages * kStageBytes + 1024 + 2 * kStages * static_cast<int>(sizeof(uint64_t));
 
 template <typename Element>
-__global__ void __cluster_dims__(kJobBlocks) __launch_bounds__(kWeightThreads, 1)
+__global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     grad_weight_kernel(const __grid_constant__ WeightArguments arguments) {
   extern __shared__ char shared[];
   char* stages = shared + (1024 - shared_address(shared) % 1024) % 1024;
-  auto& ring = *reinterpret_cast<WeightRing*>(stages + kStages * kStageBytes);
-  for (int i = threadIdx.x; i < kStages * kOnesBytes / 2; i += kWeightThreads) {
-    char* ones = stages + i / (kOnesBytes / 2) * kStageBytes + kOnes * kBoxBytes;
-    reinterpret_cast<Element*>(ones)[i % (kOnesBytes / 2)] = from_float<Element>(1.0f);
-  }
+  char* ones = stages + kStages * kStageBytes;  // 8 rows of 64 ones
+  auto& barriers = *reinterpret_cast<WeightBarriers*>(ones + 1024);
+  for (int i = threadIdx.x; i < 8 * kBox; i += kThreads) reinterpret_cast<Element*>(ones)[i] = from_float<Element>(1.0f);
   fence_async_proxy();
   if (threadIdx.x == 0) {
     prefetch_map(&arguments.dy);
     prefetch_map(&arguments.x);
-    ring.init(1);
+    barriers.ring.init(1);
     barrier_init_fence();
   }
   __syncthreads();
   cluster_sync();
 
   const int warpgroup = threadIdx.x / kWarpgroup;
-  if (warpgroup == kWeightMultipliers) {
-    give_registers<kWeightLoaderRegisters>();
+  if (warpgroup == kMultipliers) {
+    give_registers<kLoaderRegisters>();
     const int warp = threadIdx.x % kWarpgroup / 32;
     if (warp == 0) {
-      if (threadIdx.x % 32 == 0) load_operands(arguments, stages, ring);
+      if (threadIdx.x % 32 == 0) load_operands(arguments, stages, barriers.ring);
     } else {
       write_zeros(arguments, blockIdx.x * 3 + warp - 1, gridDim.x * 3);
     }
     __syncwarp();
   } else {
-    take_registers<kWeightMultiplierRegisters>();
-    WeightMultiplier<Element>{arguments, shared_address(stages), ring, warpgroup}.run_all();
+    take_registers<kMultiplierRegisters>();
+    multiply<Element>(arguments, warpgroup, shared_address(stages), shared_address(ones), barriers.ring);
   }
-  cluster_sync();  // the other blocks may still write into our shared memory
+  cluster_sync();  // the other block may still write into our shared memory
 }
 
-// Clusters that the device runs at a time: its processors come in groups, of which a cluster must not span two.
-template <typename Element>
-int clusters(const TriangularConvParams& params) {
-  const int most = std::max(1, params.processors / kJobBlocks);
-  thread_local int device = -1, found = 0;
-  if (device != params.device) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {kJobBlocks, 1, 1};
-    const cudaLaunchConfig_t config = {dim3(most * kJobBlocks), dim3(kWeightThreads), kWeightSharedBytes, nullptr, &attribute, 1};
-    const auto kernel = grad_weight_kernel<Element>;
-    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWeightSharedBytes);
-    if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&found, kernel, &config);
-    if (status != cudaSuccess || found == 0) {
-      cudaGetLastError();
-      return most;
+// Adds the partial sums of the split tiles. Blocks: (rest * 2 blocks of the cluster, kGroups).
+__global__ void __launch_bounds__(kMultiplyingThreads) finish_kernel(const WeightArguments arguments) {
+  const Plan& plan = arguments.plan;
+  const int group = blockIdx.x % kGroups;
+  const int rank = blockIdx.x / kGroups % kClusterSize;
+  const int rest = blockIdx.x / kGroups / kClusterSize;
+  const WeightTile weight_tile(plan, plan.whole + rest);
+  const BlockTile tile(weight_tile, arguments.tokens, rank);
+  const Place place(threadIdx.x, group);
+
+  float sum[4] = {};
+  if (tile.needs(place.row / kBox)) {
+    const float4* partial = reinterpret_cast<const float4*>(arguments.partials) + group * kMultiplyingThreads + threadIdx.x;
+#pragma unroll 8
+    for (int split = 0; split < plan.splits; ++split) {
+      const int64_t block = static_cast<int64_t>(split * plan.rest + rest) * kClusterSize + rank;
+      const float4 value = partial[block * (kPartialFloats / 4)];
+      sum[0] += value.x;
+      sum[1] += value.y;
+      sum[2] += value.z;
+      sum[3] += value.w;
     }
-    device = params.device;
   }
-  return std::min(most, found);
+  store_gradient(arguments, weight_tile.matrix, tile.first_row + place.row, tile.first_column + place.column, sum);
+
+  const int row = tile.first_row + threadIdx.x;
+  const bool has_bias = group == 0 && rank == 0 && weight_tile.brings_bias();
+  if (arguments.dbias != nullptr && has_bias && threadIdx.x < kTileRows && row < arguments.tokens) {
+    float bias = 0.0f;
+    for (int split = 0; split < plan.splits; ++split) {
+      bias += arguments.bias_partials[static_cast<int64_t>(split * plan.rest + rest) * kTileRows + threadIdx.x];
+    }
+    store_float(arguments.dbias, arguments.gradient_dtype,
+                static_cast<int64_t>(weight_tile.head) * arguments.context + row, bias);
+  }
 }
 
-WeightPlan make_plan(const TriangularConvParams& params) {
-  return make_weight_plan(params, clusters<__nv_bfloat16>(params));
+int clusters(const TriangularConvParams& params) { return std::max(1, params.processors / kClusterSize); }
+
+// Splits that end first: whole rounds of all clusters, each of a split's depth and its overhead.
+int choose_splits(int rest, int depth, int clusters) {
+  int best = 1;
+  int64_t best_time = INT64_MAX;
+  for (int splits = 1; splits <= std::min(depth, kMaxSplits); ++splits) {
+    const int64_t rounds = ceil_div(int64_t(rest) * splits, clusters);
+    const int64_t time = rounds * (ceil_div(depth, splits) + (splits > 1 ? kSplitOverhead : 1));
+    if (time < best_time) {
+      best = splits;
+      best_time = time;
+    }
+  }
+  return best;
+}
+
+Plan make_plan(const TriangularConvParams& params) {
+  Plan plan = {};
+  plan.row_tiles = static_cast<int32_t>(ceil_div(params.tokens, kTileRows));
+  plan.triangle = static_cast<int32_t>(lower_tiles(params.tokens, kTileRows));
+  plan.matrices = params.heads * params.taps;
+  plan.taps = params.taps;
+  plan.batch = params.batch;
+  plan.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
+  plan.depth = params.batch * plan.chunks;
+  const int tiles = plan.triangle * plan.matrices;
+  plan.rest = tiles % clusters(params);
+  plan.whole = tiles - plan.rest;
+  plan.splits = plan.rest > 0 ? choose_splits(plan.rest, plan.depth, clusters(params)) : 1;
+  return plan;
+}
+
+int64_t partial_bytes(const Plan& plan) {
+  return plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kClusterSize * kPartialFloats * sizeof(float);
 }
 
 template <typename Element>
@@ -262,18 +434,18 @@ cudaError_t launch_grad_weight(const TriangularConvParams& params, const WeightA
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWeightSharedBytes);
   if (status != cudaSuccess) return status;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  kernel<<<arguments.plan.clusters * kJobBlocks, kWeightThreads, kWeightSharedBytes, stream>>>(arguments);
+  kernel<<<clusters(params) * kClusterSize, kThreads, kWeightSharedBytes, stream>>>(arguments);
   status = cudaGetLastError();
-  if (status != cudaSuccess || arguments.plan.slots == 0) return status;
-  const int jobs = arguments.plan.whole_slots() + arguments.plan.rest_jobs();
-  finish_kernel<<<jobs * kJobBlocks * kFinishBlocks, kMultiplyingThreads, 0, stream>>>(arguments);
+  if (status != cudaSuccess || arguments.plan.splits == 1) return status;
+  finish_kernel<<<arguments.plan.rest * kClusterSize * kGroups, kMultiplyingThreads, 0, stream>>>(arguments);
   return cudaGetLastError();
 }
 
 }  // namespace
 
 int64_t grad_weight_workspace(const TriangularConvParams& params) {
-  return shifted_bytes(params) + int64_t(make_plan(params).slots) * kJobBlocks * kSlotFloats * sizeof(float);
+  const Plan plan = make_plan(params);
+  return shifted_bytes(params) + partial_bytes(plan) + (plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows * sizeof(float));
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
@@ -283,7 +455,8 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
   arguments.dbias = params.dbias;
   char* workspace = static_cast<char*>(params.workspace);
   arguments.partials = reinterpret_cast<float*>(workspace + shifted_bytes(params));
-  arguments.matrices = params.heads * params.taps;
+  arguments.bias_partials = reinterpret_cast<float*>(workspace + shifted_bytes(params) + partial_bytes(arguments.plan));
+  arguments.tokens = params.tokens;
   arguments.context = params.context;
   arguments.gradient_dtype = params.gradient_dtype;
   cudaError_t status = encode_activations(&arguments.dy, params.dy, params.dy_batch_stride, params.dy_token_stride, params);

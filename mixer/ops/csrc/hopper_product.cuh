@@ -27,13 +27,6 @@
 
 namespace hopper {
 
-constexpr int kClusterSize = 2;                            // thread blocks
-constexpr int kMultipliers = 4;                            // warpgroups that multiply, 64 rows by 128 columns each
-constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;  // the last warpgroup loads
-constexpr int kColumns = 128;
-constexpr int kLoaderRegisters = 64;
-constexpr int kMultiplierRegisters = 104;
-
 struct ProductArguments {
   CUtensorMap weight, input, residual, output;
   CUtensorMap shifted;  // copies of the input for all taps but the middle one, as further samples
@@ -86,7 +79,7 @@ struct ProductShape {
 
 template <typename Shape>
 struct ProductBarriers {
-  Ring<Shape::kStages, Shape::kShared ? kClusterSize : 1, kMultipliers, Shape::kFullBarriers> ring;
+  Ring<Shape::kStages, Shape::kShared, Shape::kFullBarriers> ring;
   uint64_t residual[kMultipliers];          // the output box, or both boxes of the last stage, hold the residual
   uint64_t turn[2];                         // the shared output box is free for the first, for the third multiplier
   uint64_t weight_full[Shape::kRowBlocks];  // resident: W's boxes of a step have landed
@@ -284,8 +277,8 @@ struct Loader {
 #pragma unroll
     for (int pair = 0; pair < Shape::kColumnBoxes; pair += kClusterSize) {
       const Chunk &first = columns.chunks[pair], &second = columns.chunks[pair + 1];
-      load_box_for(column_box(pair + rank), columns.map, full(), rank == 0 ? first.channel : second.channel, tile.head,
-                   tile.token(step), rank == 0 ? first.sample : second.sample, (1 << kClusterSize) - 1);
+      load_box_for_all(column_box(pair + rank), columns.map, full(), rank == 0 ? first.channel : second.channel, tile.head,
+                       tile.token(step), rank == 0 ? first.sample : second.sample);
     }
   }
 
@@ -449,7 +442,7 @@ struct Multiplier {
         const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
         const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
         wgmma_fence();
-        multiply_box<Element, kColumns, Shape::kTransposed, true>(sum, left + row_box, right + stage, tap + step > 0);
+        multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box, right + stage, tap + step > 0);
         wgmma_commit();
         wgmma_wait<0>();
         slot = at.slot;

@@ -18,6 +18,7 @@ namespace hopper {
 
 constexpr int kBox = 64;                       // rows of a box, and its columns
 constexpr int kBoxBytes = kBox * kBox * 2;     // of 16-bit values
+constexpr int kClusterSize = 2;                // blocks that share one operand by multicast
 constexpr int kWarpgroup = 128;                // threads
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -119,14 +120,14 @@ __device__ __forceinline__ void load_box(void* box, const CUtensorMap* map, uint
       : "memory");
 }
 
-// The same, written to the same place in several blocks of the cluster, a bit of `blocks` each; each block's own barrier is told
-// of the bytes.
-__device__ __forceinline__ void load_box_for(void* box, const CUtensorMap* map, uint64_t* barrier, int channel, int head,
-                                             int token, int sample, uint16_t blocks) {
+// The same, written to the same place in every block of the cluster; each block's own barrier is told of the bytes.
+__device__ __forceinline__ void load_box_for_all(void* box, const CUtensorMap* map, uint64_t* barrier, int channel, int head,
+                                                 int token, int sample) {
+  const uint16_t everyone = (1 << kClusterSize) - 1;
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(box)),
-      "l"(map), "r"(shared_address(barrier)), "r"(channel), "r"(head), "r"(token), "r"(sample), "h"(blocks)
+      "l"(map), "r"(shared_address(barrier)), "r"(channel), "r"(head), "r"(token), "r"(sample), "h"(everyone)
       : "memory");
 }
 
@@ -205,74 +206,53 @@ __device__ __forceinline__ void pin(float (&sum)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
-#define MIXER_4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
-#define MIXER_16(i) MIXER_4(i), MIXER_4(i + 4), MIXER_4(i + 8), MIXER_4(i + 12)
+#define MIXER_4(v, i) "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3])
+#define MIXER_16(v, i) MIXER_4(v, i), MIXER_4(v, i + 4), MIXER_4(v, i + 8), MIXER_4(v, i + 12)
+#define MIXER_WGMMA_N128(type)                                                                                         \
+  asm volatile(                                                                                                        \
+      "{\n.reg .pred keep;\n.reg .b64 left, right;\nsetp.ne.b32 keep, %66, 0;\n"                                      \
+      "mov.b64 left, {%64, " MIXER_OPERAND_UPPER "};\nmov.b64 right, {%65, " MIXER_OPERAND_UPPER "};\n"                 \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " "                                                 \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                        \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                               \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                               \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                              \
+      "left, right, keep, 1, 1, %67, %68;\n}"                                                                          \
+      : MIXER_16(sum, 0), MIXER_16(sum, 16), MIXER_16(sum, 32), MIXER_16(sum, 48)                                      \
+      : "r"(left), "r"(right), "r"(accumulate), "n"(kLeftTransposed), "n"(kRightTransposed))
 
-// The sums of a thread for 64, 72, 128, 136 and 200 columns: how the instruction names them, and what they are.
-#define MIXER_NAMES_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
-  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define MIXER_NAMES_36 MIXER_NAMES_32 ", %32, %33, %34, %35"
-#define MIXER_NAMES_64 MIXER_NAMES_36 \
-  ", %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51" \
-  ", %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MIXER_NAMES_68 MIXER_NAMES_64 ", %64, %65, %66, %67"
-#define MIXER_NAMES_100 MIXER_NAMES_68 \
-  ", %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83" \
-  ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99"
-#define MIXER_SUMS_32 MIXER_16(0), MIXER_16(16)
-#define MIXER_SUMS_36 MIXER_SUMS_32, MIXER_4(32)
-#define MIXER_SUMS_64 MIXER_SUMS_36, MIXER_4(36), MIXER_4(40), MIXER_4(44), MIXER_16(48)
-#define MIXER_SUMS_68 MIXER_SUMS_64, MIXER_4(64)
-#define MIXER_SUMS_100 MIXER_SUMS_68, MIXER_16(68), MIXER_16(84)
-
-// `left`, `right` ... are the numbers of the operands behind the sums.
-#define MIXER_WGMMA(columns, sums, left, right, accumulate, left_transposed, right_transposed, type)                           \
-  asm volatile(                                                                                                                \
-      "{\n.reg .pred keep;\n.reg .b64 left, right;\nsetp.ne.b32 keep, %" #accumulate ", 0;\n"                              \
-      "mov.b64 left, {%" #left ", " MIXER_OPERAND_UPPER "};\nmov.b64 right, {%" #right ", " MIXER_OPERAND_UPPER "};\n"         \
-      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" MIXER_NAMES_##sums "}, "                       \
-      "left, right, keep, 1, 1, %" #left_transposed ", %" #right_transposed ";\n}"                                            \
-      : MIXER_SUMS_##sums                                                                                                      \
-      : "r"(left_operand), "r"(right_operand), "r"(keeps), "n"(kLeftTransposed), "n"(kRightTransposed))
-#define MIXER_WGMMA_OF_TYPE(...)                                  \
-  if constexpr (std::is_same<Element, __half>::value) {           \
-    MIXER_WGMMA(__VA_ARGS__, "f16");                              \
-  } else {                                                        \
-    MIXER_WGMMA(__VA_ARGS__, "bf16");                             \
-  }
-
-// sum (64 x kColumns, fp32) = left (64 x 16) right (16 x kColumns), added to what is there if `keeps`. An operand is transposed
+// sum (64 x 128, fp32) = left (64 x 16) right (16 x 128), added to what is there if `accumulate`. An operand is transposed
 // where its rows in shared memory run along the depth. A thread holds, for each group g of 8 columns,
 // sum[4 g + 0, 1] at row 16 * warp + lane / 4, columns 8 g + 2 (lane % 4) + 0, 1, and sum[4 g + 2, 3] eight rows below.
-template <typename Element, int kColumns, int kLeftTransposed, int kRightTransposed>
-__device__ __forceinline__ void wgmma(float (&sum)[kColumns / 2], uint32_t left_operand, uint32_t right_operand, int keeps) {
-  if constexpr (kColumns == 64) {
-    MIXER_WGMMA_OF_TYPE(64, 32, 32, 33, 34, 35, 36)
-  } else if constexpr (kColumns == 72) {
-    MIXER_WGMMA_OF_TYPE(72, 36, 36, 37, 38, 39, 40)
-  } else if constexpr (kColumns == 128) {
-    MIXER_WGMMA_OF_TYPE(128, 64, 64, 65, 66, 67, 68)
-  } else if constexpr (kColumns == 136) {
-    MIXER_WGMMA_OF_TYPE(136, 68, 68, 69, 70, 71, 72)
+template <typename Element, int kLeftTransposed, int kRightTransposed>
+__device__ __forceinline__ void wgmma_n128(float (&sum)[64], uint32_t left, uint32_t right, int accumulate) {
+  if constexpr (std::is_same<Element, __half>::value) {
+    MIXER_WGMMA_N128("f16");
   } else {
-    static_assert(kColumns == 200, "the widths that the kernels use");
-    MIXER_WGMMA_OF_TYPE(200, 100, 100, 101, 102, 103, 104)
+    MIXER_WGMMA_N128("bf16");
   }
 }
 
-#undef MIXER_WGMMA_OF_TYPE
-#undef MIXER_WGMMA
-#undef MIXER_SUMS_100
-#undef MIXER_SUMS_68
-#undef MIXER_SUMS_64
-#undef MIXER_SUMS_36
-#undef MIXER_SUMS_32
-#undef MIXER_NAMES_100
-#undef MIXER_NAMES_68
-#undef MIXER_NAMES_64
-#undef MIXER_NAMES_36
-#undef MIXER_NAMES_32
+#define MIXER_WGMMA_N8(type)                                                                                           \
+  asm volatile(                                                                                                        \
+      "{\n.reg .pred keep;\n.reg .b64 left, right;\nsetp.ne.b32 keep, %6, 0;\n"                                       \
+      "mov.b64 left, {%4, " MIXER_OPERAND_UPPER "};\nmov.b64 right, {%5, " MIXER_OPERAND_UPPER "};\n"                   \
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type " {%0, %1, %2, %3}, left, right, keep, 1, 1, 0, 0;\n}" \
+      : MIXER_4(sum, 0)                                                                                                \
+      : "r"(left), "r"(right), "r"(accumulate))
+
+// The same with 8 columns.
+template <typename Element>
+__device__ __forceinline__ void wgmma_n8(float (&sum)[4], uint32_t left, uint32_t right, int accumulate) {
+  if constexpr (std::is_same<Element, __half>::value) {
+    MIXER_WGMMA_N8("f16");
+  } else {
+    MIXER_WGMMA_N8("bf16");
+  }
+}
+
+#undef MIXER_WGMMA_N8
+#undef MIXER_WGMMA_N128
 #undef MIXER_16
 #undef MIXER_4
 #undef MIXER_OPERAND_UPPER
