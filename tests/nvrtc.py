@@ -85,7 +85,11 @@ def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
     names, bodies = text_list(list(HEADERS)), text_list(list(HEADERS.values()))
     text, name = path.read_text().encode(), path.name.encode()
     library.nvrtcCreateProgram(ctypes.byref(program), text, name, len(HEADERS), bodies, names)
+    uselocale = ctypes.CDLL(None).uselocale
+    uselocale.argtypes, uselocale.restype = [ctypes.c_void_p], ctypes.c_void_p
+    before = uselocale(None)
     status = library.nvrtcCompileProgram(program, len(options), text_list(options))
+    uselocale(before)  # NVRTC leaves this thread with "C", in which Python would read every file as ASCII
     log = result(library, "ProgramLog", program).rstrip(b"\0").decode()
     if status != 0:
         raise UserError(f"NVRTC could not compile {path}: {library.nvrtcGetErrorString(status).decode()}\n{log}")
