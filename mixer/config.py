@@ -230,7 +230,7 @@ AT_LEAST = {
 
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
-    value = {key: OmegaConf.select(OmegaConf.structured(run), key) for key, _ in _options(RunConfig)}
+    value = dict(_flatten(dataclasses.asdict(run)))
     problems = [
         f"{key} = {value[key]!r}; allowed: {', '.join(allowed)}"
         + "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(str(value[key]), allowed, n=1))
