@@ -53,7 +53,6 @@ def model_problems(model: ModelConfig) -> list[str]:
         if getattr(model, name) != getattr(defaults, name)
     ]
     problems += shape_problems(model)
-    heads = model.num_attention_heads
     if model.architecture == "llama" and not problems:
         heads = attention_heads(model)
         if heads < 1 or model.hidden_size % (2 * heads):  # a rotary embedding turns pairs of channels

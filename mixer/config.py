@@ -239,6 +239,8 @@ def _value_problems(run: RunConfig) -> list[str]:
     ]
     problems += [f"{key} = {value[key]}; allowed: {low} or more" for key, low in AT_LEAST.items() if value[key] < low]
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
+    if run.train.recompute == "activation" and run.model.architecture == "llama":
+        problems.append("train.recompute = 'activation', which is for masked mixers; allowed for architecture llama: none, block")
     if not run.name or "/" in run.name or run.name in (".", ".."):
         problems.append(f"name = {run.name!r}; allowed: a directory name without slashes")
     if not 0 < run.data.validation_fraction < 1:

@@ -77,5 +77,7 @@ def test_keys_of_the_other_architecture_are_refused():
         load_config(None, ["model.num_attention_heads=4"])
     with pytest.raises(UserError, match="num_attention_heads is 3; allowed: 1 or more, that divide hidden_size 64 into heads"):
         load_config(None, [LLAMA, "model.hidden_size=64", "model.num_attention_heads=3"])
+    with pytest.raises(UserError, match="recompute = 'activation', which is for masked mixers; allowed for architecture llama"):
+        load_config(None, [LLAMA, "train.recompute=activation"])
     with pytest.raises(UserError, match="architecture is 'gpt'; allowed: masked_mixer, llama"):
         load_config(None, ["model.architecture=gpt"])
