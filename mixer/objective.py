@@ -92,10 +92,12 @@ def compile_objective(
 def first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accelerator) -> None:
     """A forward and backward pass whose gradients are thrown away, as `shape` (batch, tokens) will run."""
     inputs, targets = (torch.zeros(shape, dtype=torch.int64, device=accelerator.device) for _ in range(2))
-    with accelerator.autocast():
-        nats = objective(inputs, targets)
-    nats.sum().backward()
-    objective.zero_grad(set_to_none=True)
+    try:
+        with accelerator.autocast():
+            nats = objective(inputs, targets)
+        nats.sum().backward()
+    finally:  # a backward pass that fails half way leaves some, which the first step would add to its own
+        objective.zero_grad(set_to_none=True)
 
 
 def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:

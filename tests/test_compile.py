@@ -49,9 +49,25 @@ def with_backend(name: str):
     return lambda function, **options: real(function, **options, backend=name)
 
 
-def test_where_compiling_fails_the_run_says_why_and_goes_on_without(write_config, launch, finished, tmp_path):
-    environment = {"PATH": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # no compiler is found
-    output = launch("--config", write_config(), "name=fallen", "train.compile=blocks", environment=environment).succeed()
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise RuntimeError("a backward pass that was not compiled")
+
+
+def blocks_that_fail_backward() -> None:
+    """After the loss and lm_head have gone backward, and left a gradient."""
+    torch.compile = lambda part, **_: part if part.__name__ == "score" else lambda x: FailsBackward.apply(part(x))
+
+
+@pytest.mark.parametrize("before", [None, blocks_that_fail_backward], ids=["no compiler", "backward"])
+def test_where_compiling_fails_the_run_says_why_and_goes_on_without(write_config, launch, finished, tmp_path, before):
+    options = {"environment": {"PATH": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}, "before": before}
+    output = launch("--config", write_config(), "name=fallen", "train.compile=blocks", **options).succeed()
     assert output.count("train.compile=blocks failed, the run goes on without: ") == 1
     assert "needs a C++ compiler on a CPU" in output
     assert read_losses(tmp_path / "runs/fallen") == read_losses(finished)
