@@ -21,6 +21,7 @@ class Objective(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
+        self._no_split_modules = model._no_split_modules  # accelerate asks: the class of the blocks, which FSDP shards one by one
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.score(self.model(inputs, use_cache=False).logits, targets)
@@ -28,7 +29,7 @@ class Objective(nn.Module):
     def score(self, logits: Tensor, targets: Tensor) -> Tensor:
         return token_nats(logits, targets).view_as(targets)
 
-    def get_input_embeddings(self) -> nn.Module:  # accelerate asks: FSDP shards these two apart from the blocks
+    def get_input_embeddings(self) -> nn.Module:  # accelerate asks for these two: FSDP shards them apart from the blocks
         return self.model.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:

@@ -18,7 +18,6 @@ FSDP = {
     "FSDP_VERSION": "2",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
 CONFIGS = sorted((ROOT / "configs/accelerate").glob("*.yaml"))
@@ -39,9 +38,10 @@ def test_accelerate_reads_each_configuration_file_as_it_is_meant(path, monkeypat
     assert f"configs/accelerate/{path.name}" in path.read_text().split("compute_environment")[0]
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_sharded_training_has_the_losses_of_one_process(write_config, launch, tmp_path, precision):
-    config = write_config(train={"steps": 12, "batch_size": 8, "eval_every": 5, "eval_samples": 9, "mixed_precision": precision})
+@pytest.mark.parametrize(("precision", "architecture"), [("no", "masked_mixer"), ("bf16", "masked_mixer"), ("no", "llama")])
+def test_sharded_training_has_the_losses_of_one_process(write_config, small_run, launch, tmp_path, precision, architecture):
+    train = {"steps": 12, "batch_size": 8, "eval_every": 5, "eval_samples": 9, "mixed_precision": precision}
+    config = write_config(train=train, model=small_run["model"] | {"architecture": architecture})
     launch("--config", config, "name=one").succeed()
     options = ["train.batch_size=2", "train.gradient_accumulation_steps=2"]
     output = launch("--config", config, "name=sharded", *options, processes=2, environment=FSDP).succeed()
