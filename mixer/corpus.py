@@ -152,9 +152,11 @@ def _builtin_texts(subset: str) -> Iterator[str]:
             text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             continue  # the standard library's tests hold a few files in other encodings, on purpose
-        if subset and _hash(text) in seen:
-            continue  # packages hold copies of each other's files
-        seen.add(_hash(text))
+        if subset:  # packages hold copies of each other's files
+            key = _hash(text)
+            if key in seen:
+                continue
+            seen.add(key)
         yield text
 
 

@@ -1,6 +1,6 @@
 """Training without token mixing: python -m mixer.limit ARGUMENTS, as train.py. What a step would take if mixing were free.
 
-The model learns nothing of other tokens: it is there to be timed (`python -m mixer.compare` does), and is not saved.
+The model learns nothing of other tokens: it is there to be timed (`python -m mixer.compare` does), and has no checkpoints.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--config", help="YAML file, see configs/")
     options, overrides = parser.parse_known_args()
     modeling.TokenMixing = NoMixing
-    train(load_config(options.config, [*overrides, "checkpoint.save_last=false"]))
+    train(load_config(options.config, [*overrides, "checkpoint.save_every=0", "checkpoint.save_last=false"]))
 
 
 if __name__ == "__main__":
