@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     if options.device == "cuda" and (reason := cuda.unavailable_reason()):
         raise UserError(f"nothing to measure: {reason}")
-    result = {"hardware": hardware() if options.device == "cuda" else {"device": "cpu", "torch": torch.__version__}}
+    result = {"hardware": hardware(options.device)}
     result |= {"commit": options.commit or commit(), "command": " ".join(sys.argv), "settings": settings(options)}
     result |= {"copy_bytes_per_ms": timing.copy_bytes_per_ms(options.device), "left_out": []}
     result |= {"generate": [], "step": [], "kernel": []}

@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace) -> dict:
     planned = shapes(options)
     output = Path(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"hardware": hardware() if options.device == "cuda" else {"device": "cpu", "torch": torch.__version__}}
+    result = {"hardware": hardware(options.device)}
     result |= {"commit": options.commit or commit(), "command": " ".join(sys.argv), "ours": ours, "left_out": []}
     result |= {"rounds": options.rounds, "batch_ms": options.batch_ms}
     result["ceiling_size"] = 8192 if options.device == "cuda" else 256

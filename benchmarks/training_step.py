@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict:
     torch._dynamo.config.recompile_limit = 1000  # of one function, whose forms are all compiled here
     output = Path(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"hardware": hardware() if options.device == "cuda" else {"device": "cpu", "torch": torch.__version__}}
+    result = {"hardware": hardware(options.device)}
     result |= {"commit": options.commit or commit(), "command": " ".join(sys.argv)}
     result |= {name: getattr(options, name) for name in ("hidden", "layers", "vocabulary", "batch_tokens", "rounds")}
     result["ceiling_size"] = 8192 if options.device == "cuda" else 256

@@ -8,19 +8,26 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
-def hardware() -> dict:
-    if not torch.cuda.is_available():
+def hardware(device: str = "cuda") -> dict:
+    """What a measurement on `device` ran on; of a machine without a GPU, the CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
         return {"device": "cpu", "torch": torch.__version__}
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": driver,
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
     }
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    return done.stdout.strip() or "unknown"
+    return _first_line("git", "rev-parse", "HEAD")
+
+
+def _first_line(*command: str) -> str:
+    """What a program prints; "unknown" where it fails or is not installed, which is no reason to lose a measurement."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.partition("\n")[0]
