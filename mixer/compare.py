@@ -104,7 +104,7 @@ class Trainer:
         line = next(line for line in read_metrics(directory) if line["step"] == 2 * steps and "loss" in line)
         share = token_mixing_share(directory / f"profile-step-{2 * steps + 1}.json") if profiled else None
         print(f"timing {repeat}/{self.options.repeats}: {who.name}, {line['tokens_per_second']:,.0f} tokens/s", flush=True)
-        return Timing(line["tokens_per_second"], line.get("peak_memory_gb"), share)
+        return Timing(line["tokens_per_second"], line["peak_memory_gb"], share)
 
     def train(self, who: Entrant, steps: int) -> list[dict]:
         """A run in full; its metrics, also copied beside the report."""
@@ -138,10 +138,11 @@ class Trainer:
 
 def is_complete(run: RunConfig) -> bool:
     """Whether the run's directory holds all of it: these settings, up to the evaluation at the end."""
-    if not (run.directory / "metrics.jsonl").is_file() or load_config(str(run.directory / "config.yaml"), []) != run:
+    try:
+        found, last = load_config(str(run.directory / "config.yaml"), []), read_metrics(run.directory)[-1]
+    except UserError:  # nothing yet, or what a kill cut short
         return False
-    last = read_metrics(run.directory)[-1]
-    return last["step"] == run.train.steps and "validation_loss" in last
+    return found == run and last["step"] == run.train.steps and "validation_loss" in last
 
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> Path:
@@ -170,13 +171,10 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> Path:
         for who in timed:
             timings[who.name].append(trainer.time(who, repeat))
 
-    measured = []
-    for who, run in runs.items():
-        steps = run.train.steps
-        if options.seconds:
-            rate = median(timing.tokens_per_second for timing in timings[who.name])
-            steps = max(1, round(options.seconds * rate / step_tokens(run, options.processes)))
-        measured.append(Measured(who.name, who.is_mixer, run, timings[who.name], trainer.train(who, steps)))
+    steps = {who: steps_of(who.name, run, timings[who.name], options) for who, run in runs.items()}
+    measured = [
+        Measured(who.name, who.is_mixer, run, timings[who.name], trainer.train(who, steps[who])) for who, run in runs.items()
+    ]
     conditions = {"command": " ".join(sys.argv), "commit": options.commit or commit(), "processes": options.processes}
     conditions |= {"seconds": options.seconds or None, "timing_steps": options.timing_steps}
     result = result_of(measured, timings.get(LIMIT, []), conditions)
@@ -184,8 +182,20 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> Path:
     return write_report(result, {one.name: one.lines for one in measured}, output)
 
 
-def step_tokens(run: RunConfig, processes: int) -> int:
-    return run.train.batch_size * run.train.gradient_accumulation_steps * processes * run.model.max_position_embeddings
+def steps_of(name: str, run: RunConfig, timings: list[Timing], options: argparse.Namespace) -> int:
+    """train.steps, or the steps that take --seconds at the median speed of the short runs."""
+    if not options.seconds:
+        return run.train.steps
+    samples = run.train.batch_size * run.train.gradient_accumulation_steps * options.processes
+    rate = median(timing.tokens_per_second for timing in timings)
+    steps = max(1, round(options.seconds * rate / (samples * run.model.max_position_embeddings)))
+    warmup = run.optim.warmup_steps
+    if steps < warmup:
+        raise UserError(
+            f"--seconds {options.seconds:g} gives {name} {steps} steps; allowed: optim.warmup_steps = {warmup} or more; "
+            "give more seconds or fewer warm-up steps, and --resume, which keeps what was timed"
+        )
+    return steps
 
 
 def main(arguments: list[str] | None = None) -> None:

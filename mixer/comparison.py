@@ -22,7 +22,7 @@ class Timing:
     """A short run."""
 
     tokens_per_second: float
-    peak_memory_gb: float | None  # None on a CPU
+    peak_memory_gb: float  # on a CPU, of the process
     token_mixing_share: float | None  # of the step's time; None where it was not profiled or is not known
 
 
@@ -56,7 +56,6 @@ def model_result(one: Measured, processes: int) -> dict:
     speed, flops = spread(one.timings), model.flops_per_token()
     peak = peak_tflops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), one.run.train.mixed_precision)
     tflops = {kind: speed["median"] * flops[kind] / 1e12 for kind in ("useful", "executed")}
-    memory = [timing.peak_memory_gb for timing in one.timings if timing.peak_memory_gb]
     shares = [timing.token_mixing_share for timing in one.timings if timing.token_mixing_share is not None]
     times, losses = training_times(one.lines), losses_of(one.lines)
     validation = [line for line in one.lines if "validation_loss" in line]
@@ -69,7 +68,7 @@ def model_result(one: Measured, processes: int) -> dict:
         "useful_tflops": tflops["useful"],
         "executed_tflops": tflops["executed"],
         "useful_share_of_peak": tflops["useful"] / (peak * processes) if peak else None,
-        "peak_memory_gb": max(memory) if memory else None,
+        "peak_memory_gb": max(timing.peak_memory_gb for timing in one.timings),
         "token_mixing_share": shares[0] if shares else None,
         "steps": max(losses),
         "tokens": one.lines[-1]["tokens"],
@@ -87,8 +86,8 @@ def spread(timings: list[Timing]) -> dict:
 
 
 def losses_of(lines: list[dict]) -> dict[int, float]:
-    """Training loss by step."""
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    """Training loss by step, where it is finite."""
+    return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
 
 
 def bits_per_byte(lines: list[dict]) -> dict[float, float]:

@@ -34,18 +34,19 @@ def table(rows: list[dict[str, str]]) -> str:
 def speed_table(result: dict) -> str:
     limit, rows = result["limit"], []
     for name, model in result["models"].items():
-        speed, share, memory = model["tokens_per_second"], model["token_mixing_share"], model["peak_memory_gb"]
+        speed, share = model["tokens_per_second"], model["token_mixing_share"]
+        limited = limit and model["model"]["architecture"] == "masked_mixer"
         rows.append(
             {
                 "model": name,
                 "parameters, M": f"{model['parameters'] / 1e6:.1f}",
                 "tokens/s": f"{speed['median']:,.0f}",
                 "lowest to highest": f"{speed['lowest']:,.0f} to {speed['highest']:,.0f}",
-                "of the limit": f"{speed['median'] / limit['median']:.2f}" if limit else "-",
+                "of the limit": f"{speed['median'] / limit['median']:.2f}" if limited else "-",
                 "useful TFLOP/s": f"{model['useful_tflops']:.3g}",
                 "executed TFLOP/s": f"{model['executed_tflops']:.3g}",
                 "share of peak": f"{model['useful_share_of_peak']:.1%}" if model["useful_share_of_peak"] else "-",
-                "peak memory, GB": f"{memory:.1f}" if memory else "-",
+                "peak memory, GB": f"{model['peak_memory_gb']:.1f}",
                 "token mixing": f"{share:.1%}" if share is not None else "not measured",
             }
         )
@@ -87,8 +88,9 @@ def notes(result: dict) -> str:
     lines += [
         f"tokens/s: median of {repeats} runs in turn, {result['timing_steps']} steps each after as many. Limit: the masked mixer "
         "without its token mixing. Useful operations leave out the masked half. Token mixing: forward and backward, as a share "
-        "of the profiled steps' time (on a GPU, of its kernels'); a transformer's is attention without its projections. Training "
-        "time is without start-up, evaluation and saving.",
+        "of the profiled steps' time (on a GPU, of its kernels'); a transformer's is attention without its projections. Peak "
+        "memory: what PyTorch allocated on the GPU, on a CPU what the process held. Training time is without start-up, "
+        "evaluation and saving.",
         *(shape(name, model["model"]) for name, model in result["models"].items() if model["model"]["architecture"] == "llama"),
         f"{samples} x {context} tokens a step, precision {train['mixed_precision']}, seed {settings['seed']}, "
         f"{result['processes']} process(es). Measured on {hardware}; commit {result['commit'][:10]}: `{result['command']}`",

@@ -1,13 +1,15 @@
-"""Real processes of train.py that start at once: forked from one that has already imported everything.
+"""Real processes of Python programs that start at once: forked from one that has already imported everything.
 
-`accelerate launch` takes seconds to import what it needs, for each process of each test. Here a process is forked, given
-the environment that torchrun gives to a rank, and runs train.py's own `main`; signals, files and exits are as ever.
+A program takes seconds to import what it needs, for each process of each test. Here a process is forked and runs the program
+as `python` does, or, as a rank of train.py, with the environment that torchrun gives; signals, files and exits are as ever.
 """
 
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,12 +25,18 @@ def train_main(arguments: list[str]) -> None:
     train.main()
 
 
-def _rank(arguments: list[str], environment: dict[str, str], output: str, before: Callable | None) -> None:
-    """What a forked process does; its output goes to a file, and `before` may change what it is about to run."""
-    from mixer.errors import run_command
+def _fork(target: Callable, *arguments) -> multiprocessing.Process:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mixer.loop", "launching"])
+    process = context.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
 
+
+def _enter(directory: str, environment: dict[str, str], output: str) -> None:
+    """Gives a forked process a group, a directory and an environment of its own; what it prints goes to a file."""
     os.setpgid(0, 0)
-    os.chdir(ROOT)
+    os.chdir(directory)
     sys.path.insert(0, str(ROOT))
     os.environ.update(environment)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -36,9 +44,38 @@ def _rank(arguments: list[str], environment: dict[str, str], output: str, before
     os.dup2(file, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def _rank(arguments: list[str], environment: dict[str, str], output: str, before: Callable | None) -> None:
+    """What a forked rank does; `before` may change what it is about to run."""
+    from mixer.errors import run_command
+
+    _enter(str(ROOT), environment, output)
     if before:
         before()
     run_command(lambda: train_main(arguments))
+
+
+def _program(arguments: list[str], directory: str, output: str) -> None:
+    _enter(directory, {}, output)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_python(*arguments, output: Path, directory: Path = ROOT, patience: float = 120) -> subprocess.CompletedProcess:
+    """`python SCRIPT ...` or `python -m MODULE ...`, awaited; what it prints, errors too, goes to a file, and is its stdout."""
+    given = [str(argument) for argument in arguments]
+    process = _fork(_program, given, str(directory), str(output))
+    process.join(patience)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return subprocess.CompletedProcess(given, process.exitcode, output.read_text())
 
 
 def free_port() -> int:
@@ -51,8 +88,6 @@ class Launch:
     """Ranks of one training. `output` is what all of them have printed."""
 
     def __init__(self, output: Path, *arguments, processes: int = 1, environment: dict | None = None, before=None):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["mixer.loop", "launching"])
         self.file = output
         output.unlink(missing_ok=True)
         common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -60,9 +95,7 @@ class Launch:
         self.ranks = []
         for rank in range(processes):
             own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else dict(environment or {})
-            arguments_of_rank = ([str(argument) for argument in arguments], own, str(output), before)
-            self.ranks.append(context.Process(target=_rank, args=arguments_of_rank, daemon=True))
-            self.ranks[-1].start()
+            self.ranks.append(_fork(_rank, [str(argument) for argument in arguments], own, str(output), before))
 
     @property
     def output(self) -> str:

@@ -1,29 +1,42 @@
-"""The comparison as a person starts it, in real processes; and the share of token mixing, from real and made profiles."""
+"""The comparison, its runs in real processes; and the share of token mixing, from real and made profiles."""
 
 import json
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, read_losses
+from launching import run_python
 
-from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, compare
 from mixer.compare import main
 from mixer.errors import UserError
 from mixer.trace import token_mixing_share
 
 
-def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(write_config, tmp_path):
+@pytest.fixture
+def forked_runs(monkeypatch):
+    """The commands of the runs as they are, in processes that need not import first."""
+
+    def run(command, stdout, stderr):
+        assert command[0] == sys.executable
+        return run_python(*command[1:], output=Path(stdout.name))
+
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT))
+
+
+def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(write_config, tmp_path, forked_runs, capsys):
     output = tmp_path / "compared"
     common = ["--config", write_config(), "--output", output, "--repeats", 1, "--timing-steps", 4]
     common = [*map(str, common), "checkpoint.save_last=false", "checkpoint.save_every=0"]
-    command = [sys.executable, "-m", "mixer.compare", *common, "--backends", "dense", "panels"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    main([*common, "--backends", "dense", "panels"])
     text, result = (output / "report.md").read_text(), json.loads((output / "report.json").read_text())
-    assert "dense and panels agree: training losses apart by" in done.stdout and "dense and panels agree" in text
+    agree = "dense and panels agree: training losses apart by"
+    assert agree in capsys.readouterr().out and agree in text
     dense, panels = (read_losses(output / f"runs/{name}") for name in ("dense", "panels"))
     assert list(dense) == list(range(1, 13))
     largest = max(abs(panels[step] / loss - 1) for step, loss in dense.items())
@@ -45,9 +58,19 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(write_co
     assert model["steps"] == max(1, round(0.5 * model["tokens_per_second"]["median"] / (8 * 32))) and not result["gaps"]
     shape = "llama:32x2: transformers' LlamaForCausalLM, hidden 32, 2 heads of 16, 2 layers, gated MLP of 64."
     assert 0 < model["token_mixing_share"] < 1 and shape in (output / "report.md").read_text()
-    written = metrics.stat().st_mtime_ns
+    timing = output / "runs/llama-32x2-timing-1/metrics.jsonl"
+    timed = timing.stat().st_mtime_ns
+    metrics.write_text("")  # as a run leaves it that is killed before its first line
     main([*llama, "--resume"])
-    assert metrics.stat().st_mtime_ns == written  # what is complete is not repeated
+    assert len(read_losses(metrics.parent)) == model["steps"] and timing.stat().st_mtime_ns == timed
+    with pytest.raises(UserError, match=r"--seconds 1e-06 gives llama:32x2 1 steps; allowed: optim.warmup_steps = 3 or more"):
+        main([*llama, "--resume", "--seconds", "1e-6"])
+
+    written = metrics.stat().st_mtime_ns
+    command = [sys.executable, "-m", "mixer.compare", *llama, "--resume"]  # what is complete is not repeated
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and str(output / "report.md") in done.stdout, done.stderr
+    assert metrics.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize(
