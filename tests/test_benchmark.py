@@ -1,7 +1,6 @@
 """The benchmark of token mixing: run as a user runs it, at toy size on a CPU, and told apart from a wrong backend."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import nvrtc
 import pytest
 import torch
+from launching import run_python
 
 from mixer.errors import UserError
 from mixer.ops import reference
@@ -45,9 +45,9 @@ def forward_line(text: str) -> list[str]:
 
 def test_measures_and_draws(tmp_path):
     output = tmp_path / "results" / "toy"
-    command = [sys.executable, SCRIPT, *TOY, "--suite", "both", "--tokens", "48,128", "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    command = [SCRIPT, *TOY, "--suite", "both", "--tokens", "48,128", "--output", output]
+    done = run_python(*command, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
     result = json.loads(output.with_suffix(".json").read_text())
     assert result["hardware"]["device"] == "cpu" and result["commit"] == "abc123" and result["ours"] == "panels"
     cases = {(case["suite"], case["operation"], case["tokens"]): case for case in result["cases"]}
@@ -67,7 +67,7 @@ def test_measures_and_draws(tmp_path):
 def draws_from_json_alone(output: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere.json"
     output.with_suffix(".json").rename(moved)
-    subprocess.run([sys.executable, SCRIPT, "--plot", str(moved)], check=True, cwd=tmp_path)
+    assert run_python(SCRIPT, "--plot", moved, output=tmp_path / "drawn", directory=tmp_path).returncode == 0
     for name in ("elsewhere.png", "elsewhere_speedup.png", "elsewhere_sweep.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name
     assert (tmp_path / "elsewhere.md").read_text() == output.with_suffix(".md").read_text()
@@ -192,37 +192,25 @@ def test_share_of_the_ceiling_is_of_useful_operations_and_of_right_results(bench
 
 def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
     sizes = "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4 --batches 1,2 --repeats 1"
-    command = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), *sizes.split(), "--output", str(tmp_path / "toy")]
-    done = subprocess.run([*command, "--commit", "abc123"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    command = [ROOT / "benchmarks" / "generation.py", *sizes.split(), "--output", tmp_path / "toy"]
+    done = run_python(*command, "--commit", "abc123", output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
     result, text = json.loads((tmp_path / "toy.json").read_text()), (tmp_path / "toy.md").read_text()
     kinds = {("mixer", "cached"), ("mixer", "cached, static"), ("mixer", "uncached"), ("Llama", "cached")}
     assert {(row["model"], row["cache"], row["batch"]) for row in result["generate"]} == {(*k, b) for k in kinds for b in (1, 2)}
     assert all(row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0 for row in result["step"])
     assert "Batch 2, mixer cached" in text and "commit abc123" in text
-    done = subprocess.run([*command, "--new", "30"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stderr
+    done = run_python(*command, "--new", "30", output=tmp_path / "refused")
+    assert done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stdout
 
 
 def test_a_training_step_is_timed_and_profiled(tmp_path):
     small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 --batch-ms 1 --commit abc123"
     forms = "eager,eager_activation,reference"
     output = tmp_path / "results" / "step"
-    script = str(ROOT / "benchmarks" / "training_step.py")
-    command = [
-        sys.executable,
-        script,
-        *small.split(),
-        "--tokens",
-        "32,48",
-        "--forms",
-        forms,
-        "--profile",
-        "--output",
-        str(output),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr
+    options = [*small.split(), "--tokens", "32,48", "--forms", forms, "--profile", "--output", output]
+    done = run_python(ROOT / "benchmarks" / "training_step.py", *options, output=tmp_path / "printed", directory=tmp_path)
+    assert done.returncode == 0, done.stdout
     result, text = json.loads(output.with_suffix(".json").read_text()), output.with_suffix(".md").read_text()
     assert [(case["tokens"], case["batch"]) for case in result["cases"]] == [(32, 3), (48, 2)]
     for case in result["cases"]:
