@@ -5,7 +5,7 @@ order, which share one piece of memory, so that many forms fit beside each other
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.guard import Guard
+from mixer.limit import NoMixing
 from mixer.objective import Objective, compiled_parts, set_recompute
 from mixer.optim import OptimConfig, build_optimizer
 
@@ -34,10 +35,7 @@ class Form:
     model: str = "ours"
     backend: str = ""  # empty: the kernels on a GPU, or it is an error; on a CPU the panels
     compile: str = "no"  # ours: no, blocks, model; others: no, model
-    mode: str | None = None  # torch.compile's
-    options: dict = field(default_factory=dict)  # torch.compile's
     recompute: str = "none"
-    clip: str = "gradients"  # scale the gradients, or let the optimizer scale them as it reads them ("optimizer")
 
 
 FORMS = {
@@ -51,18 +49,9 @@ FORMS = {
     "conv1d": Form("clean dense Conv1d, compiled", "conv1d", compile="model"),
     "limit": Form("clean model with mixing removed, compiled", "limit", compile="model"),
     "reference": Form("the reference implementation's form, eager", "reference"),
-    # Candidates: each is one of the above with one thing changed.
     "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),
     "block": Form("blocks, each block computed again", compile="blocks", recompute="block"),
     "eager_activation": Form("eager, the GELU computed again", recompute="activation"),
-    "clip": Form("blocks, gradients clipped inside of AdamW", compile="blocks", clip="optimizer"),
-    "graphs": Form("model, as CUDA graphs", compile="model", mode="reduce-overhead"),
-    "autotune": Form("blocks, products and pointwise kernels tuned", compile="blocks", mode="max-autotune-no-cudagraphs"),
-    "deterministic": Form("blocks, no kernel chosen by its time", compile="blocks", options={"deterministic": True}),
-    "mixed_order": Form(
-        "blocks, sums over rows and columns in one kernel", compile="blocks", options={"triton.mix_order_reduction": True}
-    ),
-    "coordinate": Form("blocks, pointwise kernels tuned", compile="blocks", options={"coordinate_descent_tuning": True}),
 }
 DEFAULT_FORMS = ("blocks", "model", "eager", "dense", "without", "matmul", "conv1d", "limit", "reference")
 
@@ -71,15 +60,14 @@ class Step:
     """One form with its optimizer: a call is a whole training step on one batch of random tokens."""
 
     def __init__(self, form: Form, size: Size, device: str, memory: "SharedMemory"):
-        self.form, self.device = form, device
+        self.device = device
         self.module = build(form, size, device)
         self.optimizer = build_optimizer(self.module, OptimConfig(lr=1e-4))
         self.guard = Guard(self.optimizer, False, True, torch.device(device))
         memory.share(self.module, self.optimizer)
         self.ours = isinstance(self.module, Ours)
         for owner, name in self.module.parts(form.compile):
-            how = {"fullgraph": True, "dynamic": False, "mode": form.mode, "options": form.options or None}
-            setattr(owner, name, torch.compile(getattr(owner, name), **how))
+            setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True, dynamic=False))
         tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + self.ours), device=device)
         self.inputs = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) if self.ours else (tokens,)
 
@@ -87,14 +75,9 @@ class Step:
         with torch.autocast(self.device, torch.bfloat16):
             loss = self.module(*self.inputs)
         loss.backward()
-        if self.form.clip == "gradients":
-            norm = nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         if self.ours:
             self.guard.before_step(norm, 1)
-        if self.form.clip == "optimizer":
-            self.optimizer.grad_scale = norm.clamp(min=1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -140,7 +123,7 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
         model = MaskedMixerForCausalLM(config)
     if form.model == "without":
         for block in model.model.layers:
-            block.mixing = NoMixing()
+            block.mixing = NoMixing(config)
     set_recompute(model, form.recompute)
     return Ours(model)
 
@@ -157,11 +140,6 @@ class Ours(nn.Module):
 
     def parts(self, how: str) -> list[tuple[nn.Module, str]]:
         return compiled_parts(self.objective, how)
-
-
-class NoMixing(nn.Module):
-    def forward(self, x: Tensor, residual: Tensor, memories=None, positions=None) -> Tensor:
-        return residual.to(torch.bfloat16) + x.to(torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------------------ the clean models
