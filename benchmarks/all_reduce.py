@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.errors import UserError, run_command
 from mixer.provenance import commit, hardware
 
 ROUNDS = 20
@@ -99,6 +100,10 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        raise UserError("it measures between processes; start it by torchrun, as --help shows")
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
@@ -108,7 +113,6 @@ def main() -> None:
     result |= {"processes": dist.get_world_size(), "backend": dist.get_backend()}
     result["rows"] = [measure(context, device) for context in options.contexts]
     if dist.get_rank() == 0:
-        output = Path(options.output)
         output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         output.with_suffix(".md").write_text(table(result))
         print(table(result))
@@ -116,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer import loop
 from mixer.config import load_config
+from mixer.errors import UserError, run_command
 from mixer.provenance import commit, hardware
 
 
@@ -31,6 +32,14 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     options, overrides = parser.parse_known_args()
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))  # one directory for all processes
+    directory = Path(tempfile.gettempdir()) / f"save_stall-{launch}"
+    settings = [f"checkpoint.save_every={options.every}", "train.eval_every=0", "logging.log_every=1000000"]
+    run = load_config(options.config, [f"output_dir={directory}", *settings, *overrides])
+    if options.every < 5 or run.train.steps <= 2 * options.every:
+        raise UserError(f"--every {options.every}, train.steps = {run.train.steps}; allowed: 5 or more, and more than twice that")
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
     marks: list[float] = []
     real_ask = loop.Stop.ask
 
@@ -41,10 +50,7 @@ def main() -> None:
         real_ask(stop)
 
     loop.Stop.ask = ask
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))  # one directory for all processes
-    directory = Path(tempfile.gettempdir()) / f"save_stall-{launch}"
-    settings = [f"checkpoint.save_every={options.every}", "train.eval_every=0", "logging.log_every=1000000"]
-    loop.train(load_config(options.config, [f"output_dir={directory}", *settings, *overrides]))
+    loop.train(run)
     if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(directory)
         found = report(marks, options.every)
@@ -67,4 +73,4 @@ def report(marks: list[float], every: int) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -19,10 +19,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.errors import UserError, run_command
-from mixer.provenance import commit, hardware
+from mixer.provenance import ROOT, commit, hardware
 from mixer.report import read_metrics
 
-ROOT = Path(__file__).parent.parent
 ENGINES = {"ddp": "configs/accelerate/1x8.yaml", "fsdp": "configs/accelerate/1x8_fsdp.yaml"}
 WINDOWS = 5
 
@@ -41,7 +40,7 @@ def main() -> None:
     counts = sorted(map(int, options.processes.split(",")))
     devices = torch.cuda.device_count()
     if counts[0] != 1 or (devices and counts[-1] > devices):
-        raise UserError(f"--processes {options.processes}: must hold 1, and at most the {devices} GPUs that are here")
+        raise UserError(f"--processes {options.processes}; allowed: 1 and other numbers, up to the {devices} GPUs that are here")
     unknown = set(options.engines.split(",")) - ENGINES.keys()
     if unknown:
         raise UserError(f"--engines has {', '.join(unknown)}; allowed: {', '.join(ENGINES)}")
@@ -76,6 +75,7 @@ def tokens_per_second(config: str, overrides: list[str], precision: str, count: 
         settings = [f"train.mixed_precision={precision}", f"train.steps={window * (WINDOWS + 1)}", "train.eval_every=0"]
         settings += [f"logging.log_every={window}", "logging.wandb=disabled", "checkpoint.save_every=0"]
         settings += [f"output_dir={directory}", "name=scaling", "train.eval_samples=8", "optim.warmup_steps=1"]
+        settings += ["checkpoint.save_last=false"]
         command = [*launch, "train.py", "--config", config, *overrides, *settings]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
