@@ -15,13 +15,20 @@ from mixer.objective import Objective, compiled_parts, set_recompute
 TRAIN = {"steps": 12, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_every": 5, "eval_samples": 9}
 
 
+def compile_quickly() -> None:
+    """Code without vector instructions, and no compiling processes beside the ranks: less work for the C++ compiler."""
+    from torch._inductor import config
+
+    config.cpp.vec_isa_ok, config.compile_threads = False, 1
+
+
 def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resumes_exactly(write_config, launch, tmp_path):
     config = write_config(train=TRAIN | {"compile": "blocks"})
-    output = launch("--config", config, "name=whole", processes=2).succeed()
+    output = launch("--config", config, "name=whole", processes=2, before=compile_quickly).succeed()
     assert "train.compile=blocks: compiled in" in output
-    parts = launch("--config", config, "name=parts", "checkpoint.save_every=5", processes=2)
+    parts = launch("--config", config, "name=parts", "checkpoint.save_every=5", processes=2, before=compile_quickly)
     parts.until((tmp_path / "runs/parts/step-5").exists).kill()
-    launch("--config", config, "name=parts", processes=2).succeed()
+    launch("--config", config, "name=parts", processes=2, before=compile_quickly).succeed()
     whole, parts, eager = (tmp_path / "runs" / name for name in ("whole", "parts", "eager"))
     assert_same(parts, whole, 12)
 
