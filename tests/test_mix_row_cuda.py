@@ -33,7 +33,7 @@ def on_gpu(arguments):
 @pytest.mark.parametrize("dtype, weight_dtype", TYPES, ids=str)
 def test_as_near_to_fp64_as_the_type_allows(shape, dtype, weight_dtype, length):
     arguments = on_gpu(case(*shape, length, dtype, weight_dtype, ragged=length % 2 == 0 or shape[0] == 3))
-    assert rows.serves(*arguments[:3], arguments[4], "auto")
+    assert rows.serves(*arguments[:5], "auto")
     expected, written = exact(*arguments)
     y = mix_row(*arguments)
     torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
