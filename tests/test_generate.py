@@ -1,5 +1,7 @@
 """Generation: with its cache it writes what the full forward would, one text or a padded batch, however it is asked."""
 
+import copy
+
 import pytest
 import torch
 from test_model import small_model, tokens
@@ -115,11 +117,17 @@ def test_a_static_cache_writes_the_same(variant, how):
     assert torch.equal(generate(model, ids, attention_mask=mask, cache_implementation="static", **settings), expected)
 
 
-def test_a_static_cache_serves_again_after_a_reset():
-    model, cache = lively_model(), MixingCache(lively_model().config, static=True)
-    for length in (6, 3):
-        ids = tokens(batch=2, length=length)
-        assert torch.equal(generate(model, ids, past_key_values=cache), generate(model, ids))
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_cache_serves_other_texts_after_a_reset_and_a_copy_goes_on_alone(static):
+    model, cache = lively_model(), MixingCache(lively_model().config, static)
+    for batch, length in ((2, 6), (2, 3), (3, 4)):
+        ids = tokens(batch, length)
+        expected = generate(model, ids)
+        model(ids[:, :-1], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+        assert torch.equal(generate(model, ids, past_key_values=copied), expected)
         cache.reset()
 
 
