@@ -32,8 +32,8 @@ class CapturedStep:
         self.memories = [layer.keys for layer in cache.layers]  # held: the graph writes to where they are
         self.graph = torch.cuda.CUDAGraph()
         free = FREE_STREAMS[input_ids.device]
-        stream = free.pop() if free else torch.cuda.Stream(input_ids.device)
         with CAPTURING:
+            stream = free.pop() if free else torch.cuda.Stream(input_ids.device)
             self._capture(stream, cache)
         weakref.finalize(self, free.append, stream)
 
