@@ -8,7 +8,8 @@ a layer gives for it and for the text. The pseudo-inverse of the embedding then 
 tested with the checkpoint's weights and with random ones, and the distance is taken over all tokens' outputs or over the
 last token's alone, which is all that the next token is predicted from.
 
-Hamming score: the share of positions whose token is not the text's; 0 is best.
+Hamming score: the share of positions whose token is not the text's; 0 is best. The one best token counts, where the author's own
+script counts a token as found that is among the five best, so that its scores are no higher than ours.
 Bits of context: the tokens found x log2(vocabulary), a mean over texts; what naming them takes without a model of language.
 Both are of this search: it shows that so much is there to be read, not that no other way could read more.
 """
