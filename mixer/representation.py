@@ -101,9 +101,10 @@ def embedding_and_inverse(model) -> tuple[Tensor, Tensor]:
     return embedding, torch.linalg.pinv(embedding)
 
 
-def score_layer(model, layer: int, windows: list[Tensor], steps: int, lr: float, seed: int) -> list[dict]:
+def score_layer(
+    model, layer: int, embedding: Tensor, inverse: Tensor, windows: list[Tensor], steps: int, lr: float, seed: int
+) -> list[dict]:
     """A row for each of `windows` (texts, tokens) int64 and each of READ; model in fp32 and eval mode."""
-    embedding, inverse = embedding_and_inverse(model)
     run = first_layers(model, layer)
     rows = []
     for tokens in windows:
@@ -167,9 +168,10 @@ def representation(options: argparse.Namespace) -> dict:
     rows = []
     for weights, tested in (("trained", model), ("random", random_twin(model, options.seed))):
         tested.requires_grad_(False)
+        both = embedding_and_inverse(tested)
         for layer in layers:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
-            found = score_layer(tested, layer, windows, options.steps, options.lr, options.seed)
+            found = score_layer(tested, layer, *both, windows, options.steps, options.lr, options.seed)
             rows += [{"weights": weights, **row} for row in found]
     settings = {name: getattr(options, name) for name in ("texts", "steps", "lr", "seed")}
     return {**describe_model(Path(options.checkpoint), model, tokenizer), "text": text.name, **settings, "rows": rows}
