@@ -104,7 +104,7 @@ def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
 @needs_nvcc
 @pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
 def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
-    model, (ids, mask) = lively_model(num_mixer_heads=4, mixer_expansion=True), padded("left")
+    model, (ids, mask) = lively_model(num_mixer_heads=2, mixer_expansion=True), padded("left")
     settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
     expected = generate(model, ids, **settings)
     assert not kernel
