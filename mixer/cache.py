@@ -45,9 +45,9 @@ class MixingMemory(CacheLayerMixin):
             self.lazy_initialization(key_states)
         start, new = self.cumulative_length, key_states.shape[2]
         memory = self.extend(new)
-        if positions is None or positions.shape[0] == 1:
+        if positions is None or start == 0:
             memory[:, :, start : start + new] = key_states
-        else:
+        else:  # of padded texts behind the columns, of one alone, too
             write_rows(memory, key_states, positions)
         return memory, None
 

@@ -78,6 +78,20 @@ def test_a_padded_batch_has_the_logits_of_each_text_alone(variant, side):
 
 
 @every_variant
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
+    model, ids = lively_model(**variant), tokens(batch)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = mask[0, 7] = 0
+    cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+    for start, end in ((5, 9), (9, 12)):
+        logits = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+    alone = model(ids[:1, mask[0].bool()]).logits
+    torch.testing.assert_close(logits[:1], alone[:, -3:], rtol=1e-4, atol=1e-5)
+
+
+@every_variant
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("how", SETTINGS)
 def test_padded_batches_cached_and_uncached_write_what_each_prompt_gives_alone(variant, side, how):
