@@ -2,6 +2,7 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from test_model import small_model, tokens
@@ -129,6 +130,18 @@ def test_a_static_cache_writes_the_same(variant, how):
     model, (ids, mask), settings = lively_model(**variant), padded("left"), SETTINGS[how]
     expected = generate(model, ids, attention_mask=mask, **settings)
     assert torch.equal(generate(model, ids, attention_mask=mask, cache_implementation="static", **settings), expected)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_static_cache_is_made_where_all_parameters_stay_in_their_place(offloaded):
+    model, ids = lively_model(), tokens(batch=1, length=4)
+    expected = generate(model, ids)
+    if offloaded:
+        accelerate.cpu_offload(model, "cpu")
+    how = {"cache_implementation": "static", "return_dict_in_generate": True}
+    written = model.generate(ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **how)
+    assert torch.equal(written.sequences[:, -8:], expected)
+    assert written.past_key_values.static is not offloaded
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
