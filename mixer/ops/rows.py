@@ -32,7 +32,7 @@ def mix_row(
         backend: as of `triangular_conv`; the kernel serves "auto" and "cuda" alike.
 
     Returns:
-        y: (batch, 1, channels), in x's dtype from the kernel.
+        y: (batch, 1, channels), in x's dtype, under autocast in its dtype.
 
     Raises:
         ValueError: shapes, devices or the type of the positions do not fit.
