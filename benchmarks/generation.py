@@ -224,7 +224,7 @@ def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespac
         return mix_row(memories[slot], x, weight, bias, residual, positions)
 
     with torch.no_grad():
-        served = rows.serves(memories[0], x, weight, residual, "auto")
+        served = rows.serves(memories[0], x, weight, bias, residual, "auto")
         if device == "cuda":
             ms = timing.replayed({"": call}, slots, 9, 10.0)[""]  # a graph, as the steps are: launches take no time of the host
         else:

@@ -41,15 +41,20 @@ class MixingMemory(CacheLayerMixin):
         each text; returns (all up to now (batch, heads, length, channels of a head), None). Raises ValueError beyond the
         context.
         """
-        if not self.is_initialized:
+        if not self.is_initialized or (self.cumulative_length == 0 and not self._is_for(key_states)):
             self.lazy_initialization(key_states)
         start, new = self.cumulative_length, key_states.shape[2]
         memory = self.extend(new)
-        if positions is None or positions.shape[0] == 1:
+        if positions is None or start == 0:
             memory[:, :, start : start + new] = key_states
-        else:
+        else:  # of padded texts behind the columns, of one alone, too
             write_rows(memory, key_states, positions)
         return memory, None
+
+    def _is_for(self, key_states: Tensor) -> bool:
+        """Whether these fit what was allocated, perhaps for an earlier text, before a reset."""
+        mine = (self.batch_size, self.dtype, self.device)
+        return mine == (len(key_states), key_states.dtype, key_states.device)
 
     def extend(self, new: int) -> Tensor:
         """Counts `new` tokens more, whose inputs the caller writes into what this returns: all up to them, of a static memory
@@ -100,7 +105,8 @@ class MixingCache(Cache):
 
     With `static` the shapes of a decoding step never change, and on one GPU the second such step is captured as a CUDA graph,
     which serves all later ones; `generate(..., cache_implementation="static")` makes one. The graph lasts as long as the
-    cache, through `reset()` too. It is for models whose parameters stay in their place, and hooks on modules do not run in it.
+    cache, through `reset()` too; where parameters have moved or the batch is another, it is captured anew. Hooks on modules do
+    not run in it, and adapters that are put on or merged later need a new cache.
     """
 
     def __init__(self, config, static: bool = False):
@@ -114,10 +120,12 @@ class MixingCache(Cache):
             layer.cumulative_length = length
 
     def step(self, blocks: Callable[..., Tensor], input_ids: Tensor, positions: Tensor) -> Tensor:
-        """blocks(input_ids, self, positions) for one new token of each sample, from a captured graph where there may be one."""
+        """blocks(input_ids, self, positions) for one new token of each sample, from a captured graph where there may be one;
+        `blocks` is a method of the model.
+        """
         if not self.static or not can_capture(input_ids):
             return blocks(input_ids, self, positions)
-        if self.captured is None or not self.captured.fits(self, input_ids, positions):
+        if self.captured is None or not self.captured.fits(blocks, self, input_ids, positions):
             if not self.stepped:  # the first builds and loads what it needs; a text of two tokens needs no graph
                 self.stepped = True
                 return blocks(input_ids, self, positions)

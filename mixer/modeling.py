@@ -287,8 +287,9 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
         if given or not static:  # what transformers has to say of these
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if generation_config.use_cache is not False and not given:
-            # A graph is of one device, and nothing may move a parameter in or out between two steps.
-            in_place = len(set(getattr(self, "hf_device_map", {"": 0}).values())) == 1
+            # A graph is of one device, and nothing may bring a parameter there during a step: until then it is on "meta".
+            devices = {parameter.device for parameter in self.parameters()}
+            in_place = len(devices) == 1 and torch.device("meta") not in devices
             model_kwargs["past_key_values"] = MixingCache(self.config, static and in_place)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args, attention_mask: Tensor | None = None, **kwargs) -> dict:

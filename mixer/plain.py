@@ -95,7 +95,9 @@ def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
 def mix_row(
     memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, positions: Tensor, backend: str = "auto"
 ) -> Tensor:
-    """One new token of each sample, x (batch, 1, channels): written into the memory and mixed; see `mixer.ops.mix_row`."""
+    """One new token of each sample, x (batch, 1, channels): written into the memory and mixed. `mixer.ops.mix_row` in plain
+    PyTorch, whose arguments it takes: `backend` makes no difference here.
+    """
     write_rows(memory, split_heads(x, weight.shape[0]).transpose(0, 1), positions)
     y = mix_rows(memory, weight, bias, positions)
     return y if residual is None else y + residual.to(y.dtype)  # under autocast the stream has its dtype

@@ -3,37 +3,61 @@
 It goes with every saved model (mixer/carried.py), so it imports nothing of the package.
 """
 
+import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+CAPTURING = threading.Lock()  # torch allows one capture at a time in a process
+# By device, streams whose graph is gone. torch keeps a workspace of cuBLAS for each stream that has multiplied, so streams are
+# used again; newer versions drop it with any graph captured there, so no two graphs that live share one.
+FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class CapturedStep:
     """The work of a model's blocks on one new token of each sample, on memories that stay where they are.
 
     What changes from token to token, input_ids (batch, 1) and positions (batch or 1, 1), both int64, is copied into the
-    graph's own tensors. The graph reads the model's parameters in place: they may change, but not move.
+    graph's own tensors. The graph reads the model's parameters in place: training may change them.
     """
 
     def __init__(self, blocks: Callable[[Tensor, object, Tensor], Tensor], cache, input_ids: Tensor, positions: Tensor):
+        """`blocks` is a method of the model."""
+        self.blocks = blocks
+        self.addresses = [(parameter, parameter.data_ptr()) for parameter in blocks.__self__.parameters()]
         self.input_ids, self.positions = input_ids.clone(), positions.clone()
         self.memories = [layer.keys for layer in cache.layers]  # held: the graph writes to where they are
         self.graph = torch.cuda.CUDAGraph()
-        length, stream = cache.get_seq_length(), torch.cuda.Stream(input_ids.device)
-        stream.wait_stream(torch.cuda.current_stream(input_ids.device))
+        free = FREE_STREAMS[input_ids.device]
+        with CAPTURING:
+            stream = free.pop() if free else torch.cuda.Stream(input_ids.device)
+            self._capture(stream, cache)
+        weakref.finalize(self, free.append, stream)
+
+    def _capture(self, stream: torch.cuda.Stream, cache) -> None:
+        length, current = cache.get_seq_length(), torch.cuda.current_stream(stream.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            blocks(self.input_ids, cache, self.positions)  # what libraries set up on first use must not be in the graph
-        torch.cuda.current_stream(input_ids.device).wait_stream(stream)
+            self.blocks(self.input_ids, cache, self.positions)  # what libraries set up on first use must not be in the graph
+        current.wait_stream(stream)
         cache.set_length(length)  # the step writes the same rows each time it is done
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            self.x = blocks(self.input_ids, cache, self.positions)  # (batch, 1, channels)
+            self.x = self.blocks(self.input_ids, cache, self.positions)  # (batch, 1, channels)
         cache.set_length(length)
 
-    def fits(self, cache, input_ids: Tensor, positions: Tensor) -> bool:
-        """Whether this graph does the step that is asked for: the same memories and shapes."""
-        same = (layer.keys is memory for layer, memory in zip(cache.layers, self.memories, strict=True))
-        return input_ids.shape == self.input_ids.shape and positions.shape == self.positions.shape and all(same)
+    def fits(self, blocks: Callable, cache, input_ids: Tensor, positions: Tensor) -> bool:
+        """Whether this graph does the step that is asked for: the same model, memories and shapes, all where they were."""
+        if blocks != self.blocks or input_ids.shape != self.input_ids.shape or positions.shape != self.positions.shape:
+            return False
+        if any(layer.keys is not memory for layer, memory in zip(cache.layers, self.memories, strict=True)):
+            return False
+        return all(parameter.data_ptr() == address for parameter, address in self.addresses)
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copied cache has memories of its own, and captures a step on them."""
 
     def __call__(self, cache, input_ids: Tensor, positions: Tensor) -> Tensor:
         self.input_ids.copy_(input_ids)

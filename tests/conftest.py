@@ -119,7 +119,7 @@ def read_losses(run_directory: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(run_directory) if "loss" in line}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished_once(small_run, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("finished")
     (directory / "config.yaml").write_text(json.dumps(small_run | {"output_dir": str(directory)}))  # JSON is YAML

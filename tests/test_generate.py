@@ -1,5 +1,8 @@
 """Generation: with its cache it writes what the full forward would, one text or a padded batch, however it is asked."""
 
+import copy
+
+import accelerate
 import pytest
 import torch
 from test_model import small_model, tokens
@@ -76,6 +79,20 @@ def test_a_padded_batch_has_the_logits_of_each_text_alone(variant, side):
 
 
 @every_variant
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
+    model, ids = lively_model(**variant), tokens(batch)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = mask[0, 7] = 0
+    cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+    for start, end in ((5, 9), (9, 12)):
+        logits = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+    alone = model(ids[:1, mask[0].bool()]).logits
+    torch.testing.assert_close(logits[:1], alone[:, -3:], rtol=1e-4, atol=1e-5)
+
+
+@every_variant
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("how", SETTINGS)
 def test_padded_batches_cached_and_uncached_write_what_each_prompt_gives_alone(variant, side, how):
@@ -115,11 +132,29 @@ def test_a_static_cache_writes_the_same(variant, how):
     assert torch.equal(generate(model, ids, attention_mask=mask, cache_implementation="static", **settings), expected)
 
 
-def test_a_static_cache_serves_again_after_a_reset():
-    model, cache = lively_model(), MixingCache(lively_model().config, static=True)
-    for length in (6, 3):
-        ids = tokens(batch=2, length=length)
-        assert torch.equal(generate(model, ids, past_key_values=cache), generate(model, ids))
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_static_cache_is_made_where_all_parameters_stay_in_their_place(offloaded):
+    model, ids = lively_model(), tokens(batch=1, length=4)
+    expected = generate(model, ids)
+    if offloaded:
+        accelerate.cpu_offload(model, "cpu")
+    how = {"cache_implementation": "static", "return_dict_in_generate": True}
+    written = model.generate(ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **how)
+    assert torch.equal(written.sequences[:, -8:], expected)
+    assert written.past_key_values.static is not offloaded
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_cache_serves_other_texts_after_a_reset_and_a_copy_goes_on_alone(static):
+    model, cache = lively_model(), MixingCache(lively_model().config, static)
+    for batch, length in ((2, 6), (2, 3), (3, 4)):
+        ids = tokens(batch, length)
+        expected = generate(model, ids)
+        model(ids[:, :-1], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+        assert torch.equal(generate(model, ids, past_key_values=copied), expected)
         cache.reset()
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +88,16 @@ CHOICE = {
 }
 
 
+# The command `lm_eval`, which else reads the descriptions of all its own tasks first, for ten seconds.
+WITHOUT_DEFAULT_TASKS = """
+import functools
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.tasks import TaskManager
+TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+cli_evaluate()
+"""
+
+
 def choice_rows() -> list[dict]:
     generator = torch.Generator().manual_seed(4)
     rows = []
@@ -118,7 +127,7 @@ def test_the_harness_runs_a_multiple_choice_task_on_a_saved_checkpoint(tmp_path)
     (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kwargs = {"data_files": {"test": str(tmp_path / "choices.jsonl")}, "cache_dir": str(tmp_path / "cache")}
     (tmp_path / "local_choice.yaml").write_text(yaml.safe_dump(CHOICE | {"dataset_kwargs": kwargs}))
-    command = [str(Path(sys.executable).with_name("lm_eval")), "run", "--model", "hf", "--device", "cpu", "--batch_size", "4"]
+    command = [sys.executable, "-c", WITHOUT_DEFAULT_TASKS, "run", "--model", "hf", "--device", "cpu", "--batch_size", "4"]
     command += ["--model_args", f"pretrained={tmp_path / 'model'},trust_remote_code=True", "--tasks", "local_choice"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "results")]
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}

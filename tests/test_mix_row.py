@@ -104,7 +104,7 @@ def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
 @needs_nvcc
 @pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
 def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
-    model, (ids, mask) = lively_model(num_mixer_heads=4, mixer_expansion=True), padded("left")
+    model, (ids, mask) = lively_model(num_mixer_heads=2, mixer_expansion=True), padded("left")
     settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
     expected = generate(model, ids, **settings)
     assert not kernel
@@ -120,9 +120,33 @@ def test_the_operator_keeps_the_contract_of_torch(taps):
     for last in (residual, None):
         arguments = (memory.nan_to_num(0).clone(), x, weight, bias, last, positions, "auto")
         torch.library.opcheck(torch.ops.mixer.mix_row, arguments)
-    compiled = torch.compile(
-        lambda memory: mix_row(memory, x, weight, bias, residual, positions), backend="aot_eager", fullgraph=True
-    )
-    memories = [memory.nan_to_num(0).clone() for _ in range(2)]
-    torch.testing.assert_close(compiled(memories[0]), mix_row(memories[1], x, weight, bias, residual, positions))
-    assert torch.equal(*memories)
+
+
+@pytest.mark.parametrize("how", ["plain", "autocast", "gradient"])
+def test_compiled_and_eager_calls_agree(how):
+    memory, x, weight, bias, residual, positions = case(3, 2, 20, 7, torch.float32, torch.float32)
+    parameters = [weight.nan_to_num(0).requires_grad_(how == "gradient"), bias]
+
+    def step(memory):
+        return mix_row(memory, x, *parameters, residual, positions)
+
+    results = []
+    for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        written = memory.nan_to_num(0).clone()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            y = call(written)
+        results.append([y.detach(), written])
+        if how == "gradient":
+            results[-1] += torch.autograd.grad(y.sum(), parameters[:1])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("wrong", ["memory", "x", "weight", "bias", "residual", "positions"])
+def test_arguments_that_do_not_fit_are_named_before_anything_is_written(wrong):
+    names = ("memory", "x", "weight", "bias", "residual", "positions")
+    arguments = dict(zip(names, case(3, 2, 20, 7, torch.float32, torch.float32), strict=True))
+    before = arguments["memory"].clone()
+    arguments[wrong] = arguments[wrong].int() if wrong == "positions" else arguments[wrong][1:]
+    with pytest.raises(ValueError, match=rf"mix_row got .*{wrong} .*; they must be on one device: memory \(batch, heads"):
+        mix_row(**arguments)
+    assert wrong == "memory" or torch.equal(arguments["memory"].nan_to_num(0), before.nan_to_num(0))

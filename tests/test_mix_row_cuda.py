@@ -1,5 +1,8 @@
 """Generation's kernel and captured steps on a GPU: `pytest tests/test_mix_row_cuda.py`."""
 
+import copy
+import gc
+
 import pytest
 import torch
 from test_generate import SETTINGS, generate, lively_model, padded, tokens
@@ -33,7 +36,7 @@ def on_gpu(arguments):
 @pytest.mark.parametrize("dtype, weight_dtype", TYPES, ids=str)
 def test_as_near_to_fp64_as_the_type_allows(shape, dtype, weight_dtype, length):
     arguments = on_gpu(case(*shape, length, dtype, weight_dtype, ragged=length % 2 == 0 or shape[0] == 3))
-    assert rows.serves(*arguments[:3], arguments[4], "auto")
+    assert rows.serves(*arguments[:5], "auto")
     expected, written = exact(*arguments)
     y = mix_row(*arguments)
     torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
@@ -90,6 +93,39 @@ def test_steps_are_captured_once_and_last_through_a_reset():
         graphs.add(id(cache.captured.graph))
         cache.reset()
     assert len(graphs) == 1
+
+
+def test_a_step_is_captured_anew_for_moved_parameters_and_another_model():
+    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
+    other = lively_model(final_norm=True).cuda()
+    cache = MixingCache(model.config, static=True)
+    generate(model, ids, past_key_values=cache)
+    freed = model.cpu()  # what the graph read is memory for others now
+    others = [torch.full_like(parameter, torch.nan, device="cuda") for parameter in freed.parameters()]
+    for moved in (model.cuda(), other):
+        cache.reset()
+        assert torch.equal(generate(moved, ids, past_key_values=cache), generate(moved, ids))
+    del others
+
+
+def test_a_cache_is_copied_with_its_captured_step():
+    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
+    cache = MixingCache(model.config, static=True)
+    expected = generate(model, ids, past_key_values=cache)
+    assert cache.captured is not None
+    copied = copy.deepcopy(cache)
+    copied.reset()
+    assert torch.equal(generate(model, ids, past_key_values=copied), expected)
+    assert copied.captured is not cache.captured
+
+
+def test_captured_steps_leave_no_memory_behind():
+    model, ids, used = lively_model().cuda(), tokens(batch=2, length=5).cuda(), []
+    for _ in range(4):
+        generate(model, ids, cache_implementation="static")
+        gc.collect()
+        used.append(torch.cuda.memory_allocated())
+    assert used[1:] == used[1:2] * 3  # the first also leaves what libraries keep
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from mixer.errors import UserError
 from mixer.ops import triangular_conv
 from mixer.representation import first_layers, hamming_score, main, reconstruct
 
-ROOT = Path(__file__).parent.parent
 EVERYTHING = slice(None)
 
 
@@ -68,10 +65,7 @@ def options(checkpoint: Path, output: Path, *more) -> list[str]:
 
 
 def test_the_command_finds_a_text_in_all_outputs_and_its_last_token_alone_in_the_last(finished, tmp_path):
-    command = [sys.executable, "-m", "mixer.representation", *options(finished / "step-12", tmp_path / "pages")]
-    command += ["--layers", "0", "2", "--tokens", "12", "--texts", "8", "--steps", "300"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    main(options(finished / "step-12", tmp_path / "pages", "--layers", 0, 2, "--tokens", 12, "--texts", 8, "--steps", 300))
     rows = json.loads((tmp_path / "pages/representation.json").read_text())["rows"]
     assert {(row["weights"], row["layer"]) for row in rows} == {(w, n) for w in ("trained", "random") for n in (0, 2)}
     for row in rows:

@@ -5,7 +5,7 @@ Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, taps, c
 fp32, fp16 or bf16, all arithmetic is fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and every result is the same bit for
-bit each time. The caller (`mixer.ops.operator`) has checked shapes, dtypes and devices.
+bit each time. The callers (`mixer.ops`, `mixer.ops.rows`) have checked shapes, dtypes and devices.
 """
 
 import ctypes

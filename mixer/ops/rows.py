@@ -27,23 +27,53 @@ def mix_row(
         x: (batch, 1, channels) in the memory's dtype.
         weight: (heads, kernel_size, context, context), x's dtype or fp32; bias: (heads, context), in the weight's dtype.
         residual: as x, or None.
-        positions: (batch or 1, 1) int64 on x's device, below length; 1 where all samples agree. They are not checked, which
-            would wait for the GPU; the kernel answers one outside the memory with NaN and writes nothing.
+        positions: (batch or 1, 1) int64, below length; 1 where all samples agree. Their values are not checked, which would
+            wait for the GPU; the kernel answers one outside the memory with NaN and writes nothing.
         backend: as of `triangular_conv`; the kernel serves "auto" and "cuda" alike.
 
     Returns:
-        y: (batch, 1, channels), in x's dtype from the kernel.
+        y: (batch, 1, channels), in x's dtype, under autocast in its dtype.
+
+    Raises:
+        ValueError: shapes, devices or the type of the positions do not fit.
 
     The kernel has no derivative: where a gradient may be asked for, under autocast, and for kernel_size > 1, this is plain
     PyTorch.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.mixer.mix_row(memory, x, weight, bias, residual, positions, backend)
-    return _mix_row(memory, x, weight, bias, residual, positions, backend)
+    _check(memory, x, weight, bias, residual, positions)
+    if not torch.compiler.is_compiling():
+        return _mix_row(memory, x, weight, bias, residual, positions, backend)
+    if needs_pytorch(memory, x, weight, bias, residual):  # the compiler must see it: the operator is opaque, without a derivative
+        return plain.mix_row(memory, x, weight, bias, residual, positions)
+    return torch.ops.mixer.mix_row(memory, x, weight, bias, residual, positions, backend)
+
+
+def _check(memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, positions: Tensor) -> None:
+    """All at once, since it is done for each block and token; the kernel would read and write beyond what does not fit."""
+    batch, heads, length, width = memory.shape
+    context = weight.shape[-1]
+    fits = (
+        length <= context
+        and x.shape == (batch, 1, heads * width)
+        and weight.shape == (heads, weight.shape[1], context, context)
+        and bias.shape == (heads, context)
+        and (residual is None or (residual.shape == x.shape and residual.device == x.device))
+        and positions.shape in ((1, 1), (batch, 1))
+        and positions.dtype == torch.int64
+        and memory.device == x.device == weight.device == bias.device == positions.device
+    )
+    if not fits:
+        given = {"memory": memory, "x": x, "weight": weight, "bias": bias, "residual": residual, "positions": positions}
+        described = (f"{name} {tuple(t.shape)} {t.dtype} on {t.device}" for name, t in given.items() if t is not None)
+        raise ValueError(
+            f"mix_row got {', '.join(described)}; they must be on one device: memory (batch, heads, length, channels of a head), "
+            "x and residual (batch, 1, channels of all heads), weight (heads, kernel_size, context, context) with context >= "
+            "length, bias (heads, context), positions (batch or 1, 1) int64"
+        )
 
 
 def _mix_row(memory, x, weight, bias, residual, positions, backend) -> Tensor:
-    if serves(memory, x, weight, residual, backend):
+    if serves(memory, x, weight, bias, residual, backend):
         return launch(memory, x, weight, bias, residual, positions)
     return plain.mix_row(memory, x, weight, bias, residual, positions)
 
@@ -58,16 +88,21 @@ def _(memory, x, weight, bias, residual, positions, backend):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def serves(memory: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, backend: str) -> bool:
+def serves(memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str) -> bool:
     """Whether the kernel takes this call. The first time on a device it builds the kernels, which no graph capture may do."""
     if not x.is_cuda or backend not in ("auto", "cuda") or weight.shape[1] != 1:
         return False
-    if torch.is_autocast_enabled("cuda"):
-        return False
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (memory, x, weight, residual)):
+    if needs_pytorch(memory, x, weight, bias, residual):
         return False
     alike = memory.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
     return alike and weight.dtype in (x.dtype, torch.float32) and cuda.unavailable_reason(x) is None
+
+
+def needs_pytorch(*tensors: Tensor | None) -> bool:
+    """Whether something is asked for that the kernel does not have: a gradient of one of these, or autocast."""
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def launch(memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, positions: Tensor) -> Tensor:

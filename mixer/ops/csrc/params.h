@@ -2,7 +2,8 @@
 //
 // Shapes: x, y, residual, dy, dx (batch, tokens, channels), channels contiguous; weight, dweight (heads, taps, context, context),
 // out then in; bias, dbias (heads, context); packed (heads, taps, tokens, columns), the lower triangle of the weight's
-// top-left corner in x's type, exact zeros elsewhere, columns = tokens rounded up to 8.
+// top-left corner in x's type, exact zeros elsewhere, columns = tokens rounded up to 8. Of mix_row `tokens` is the length of the
+// memory, and x, residual and y have one token.
 //
 // A pointer that an operation does not use is null. A change of this struct is a change of MIXER_ABI_VERSION.
 #pragma once
@@ -15,7 +16,7 @@ enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
 typedef struct TriangularConvParams {
   const void* x;         // dtype
-  const void* weight;    // weight_dtype; read by pack alone
+  const void* weight;    // weight_dtype; read by pack and mix_row
   void* packed;          // dtype; written by pack, read by forward and grad_input
   const void* bias;      // bias_dtype, or null
   const void* residual;  // dtype, or null
