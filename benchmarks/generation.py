@@ -67,23 +67,23 @@ def arguments() -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------------------- models
 
 
+def shape_settings(options: argparse.Namespace) -> dict[str, int]:
+    return {
+        "vocab_size": options.vocabulary,
+        "hidden_size": options.hidden,
+        "num_hidden_layers": options.layers,
+        "max_position_embeddings": options.context,
+    }
+
+
 def mixer_model(options: argparse.Namespace) -> MaskedMixerForCausalLM:
-    config = MaskedMixerConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        num_hidden_layers=options.layers,
-        max_position_embeddings=options.context,
-    )
-    return ready(MaskedMixerForCausalLM(config), options)
+    return ready(MaskedMixerForCausalLM(MaskedMixerConfig(**shape_settings(options))), options)
 
 
 def llama_model(options: argparse.Namespace) -> LlamaForCausalLM:
     """Of the same width, depth and vocabulary; heads of 64 channels, and an MLP with as many parameters as the mixer's."""
     config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        num_hidden_layers=options.layers,
-        max_position_embeddings=options.context,
+        **shape_settings(options),
         intermediate_size=options.hidden * 8 // 3 // 64 * 64 or 64,
         num_attention_heads=max(options.hidden // 64, 1),
     )

@@ -6,6 +6,7 @@ from conftest import read_lines, read_losses
 from safetensors.torch import load_file
 from test_model import small_model, tokens
 from test_resume import assert_same
+from toolchain import needs_gxx
 
 from mixer.config import load_config
 from mixer.loop import train
@@ -22,6 +23,7 @@ def compile_quickly() -> None:
     config.cpp.vec_isa_ok, config.compile_threads = False, 1
 
 
+@needs_gxx
 def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resumes_exactly(write_config, launch, tmp_path):
     config = write_config(train=TRAIN | {"compile": "blocks"})
     output = launch("--config", config, "name=whole", processes=2, before=compile_quickly).succeed()

@@ -214,7 +214,10 @@ def test_each_bad_input_says_what_was_given_and_what_to_do(root, options, messag
     (root / "empty.txt").write_text(" \n")
     (root / "one.txt").write_text("t")
     options = {"text": [str(root / "0.txt")]} | options
-    fill = lambda value: value.format(root=root) if isinstance(value, str) else value  # noqa: E731
+
+    def fill(value):
+        return value.format(root=root) if isinstance(value, str) else value
+
     options = {key: [fill(v) for v in value] if isinstance(value, list) else fill(value) for key, value in options.items()}
     with pytest.raises(UserError, match=message):
         evaluate(root / "masked_mixer", **options)

@@ -224,7 +224,10 @@ def bad_texts(root):
 )
 def test_each_bad_input_has_its_message(run, options, message):
     bad_texts(run)
-    place = lambda value: value.format(root=run) if isinstance(value, str) else value  # noqa: E731
+
+    def place(value):
+        return value.format(root=run) if isinstance(value, str) else value
+
     options = {key: [place(v) for v in value] if isinstance(value, list) else place(value) for key, value in options.items()}
     with pytest.raises(UserError, match=message):
         evaluate(run, **options)

@@ -1,5 +1,7 @@
 """What tests that compile the CUDA kernels need to know of this machine."""
 
+import shutil
+
 import pytest
 
 from mixer.errors import UserError
@@ -13,4 +15,5 @@ def has_nvcc() -> bool:
         return False
 
 
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here, which torch.compile needs on a CPU")
 needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc here: the kernels cannot be compiled")
