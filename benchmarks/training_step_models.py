@@ -113,7 +113,7 @@ class SharedMemory:
 def build(form: Form, size: Size, device: str) -> nn.Module:
     if form.model in CLEAN:
         with torch.device(device):
-            return Clean(size, CLEAN[form.model])
+            return (Reference if form.model == "reference" else Clean)(size, CLEAN[form.model])
     backend = form.backend or ("cuda" if device == "cuda" else "panels")
     config = MaskedMixerConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
@@ -208,7 +208,18 @@ class Clean(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.loss(x, tokens)
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     def parts(self, how: str) -> list[tuple[nn.Module, str]]:
         return [(self, "forward")] if how == "model" else []
+
+
+class Reference(Clean):
+    """The reference takes its loss over the second of three dimensions, of logits that are turned over and copied for it."""
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        logits = self.head(x).transpose(1, 2)  # (batch, vocabulary, tokens)
+        return F.cross_entropy(logits[..., :-1].contiguous(), tokens[:, 1:].contiguous())

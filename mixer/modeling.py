@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 # Relative, as transformers asks of code that goes with a checkpoint: there, these files stand beside this one.
 from .cache import MixingCache, MixingMemory, Places
 from .configuration import MaskedMixerConfig
+from .gelu import gelu
 from .plain import dense, mix_row, mix_rows, products_per_triangle
 
 try:
@@ -104,7 +105,7 @@ class TokenMixing(nn.Module):
                 x = self.in_proj(x)
             last = self.conv
             if self.second_conv is not None:
-                x = nn.functional.gelu(self.conv(x, None, memories[0], positions))
+                x = gelu(self.conv(x, None, memories[0], positions))
                 last, memories = self.second_conv, memories[1:]
             if self.out_proj is not None:
                 return residual + self.out_proj(last(x, None, memories[0], positions))
@@ -126,7 +127,7 @@ class MLP(nn.Module):
         return self._down(x)
 
     def _down(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.gelu(x))
+        return self.down_proj(gelu(x))
 
 
 class Block(GradientCheckpointingLayer):
