@@ -106,13 +106,13 @@ class MixingCache(Cache):
     With `static` the shapes of a decoding step never change, and on one GPU the second such step is captured as a CUDA graph,
     which serves all later ones; `generate(..., cache_implementation="static")` makes one. The graph lasts as long as the
     cache, through `reset()` too; where parameters have moved or the batch is another, it is captured anew. Hooks on modules do
-    not run in it, and adapters that are put on or merged later need a new cache.
+    not run in it, and adapters that are put on or merged later need a new cache. With `compiled` (`generate` with a
+    compile_config beside it) the step goes through torch.compile first, which takes seconds.
     """
 
-    def __init__(self, config, static: bool = False):
-        self.convolutions = 2 if config.mixer_expansion else 1  # per block
-        self.static, self.stepped, self.captured = static, False, None
-        count = config.num_hidden_layers * self.convolutions
+    def __init__(self, config, static: bool = False, compiled: bool = False):
+        self.static, self.compiled, self.stepped, self.captured = static, compiled, False, None
+        count = config.num_hidden_layers * (2 if config.mixer_expansion else 1)
         super().__init__(layers=[MixingMemory(config.max_position_embeddings, static) for _ in range(count)])
 
     def set_length(self, length: int) -> None:
@@ -120,20 +120,17 @@ class MixingCache(Cache):
             layer.cumulative_length = length
 
     def step(self, blocks: Callable[..., Tensor], input_ids: Tensor, positions: Tensor) -> Tensor:
-        """blocks(input_ids, self, positions) for one new token of each sample, from a captured graph where there may be one;
-        `blocks` is a method of the model.
+        """blocks(input_ids, memories, positions) for one new token of each sample, from a captured graph where there may be
+        one; `blocks` is a method of the model.
         """
         if not self.static or not can_capture(input_ids):
-            return blocks(input_ids, self, positions)
+            return blocks(input_ids, self.layers, positions)
         if self.captured is None or not self.captured.fits(blocks, self, input_ids, positions):
             if not self.stepped:  # the first builds and loads what it needs; a text of two tokens needs no graph
                 self.stepped = True
-                return blocks(input_ids, self, positions)
+                return blocks(input_ids, self.layers, positions)
             self.captured = CapturedStep(blocks, self, input_ids, positions)
         return self.captured(self, input_ids, positions)
-
-    def of_block(self, block: int) -> list[MixingMemory]:
-        return self.layers[block * self.convolutions : (block + 1) * self.convolutions]
 
 
 class Places:

@@ -59,10 +59,15 @@ class TriangularConv(nn.Module):
         self,
         x: Tensor,
         residual: Tensor | None = None,
-        memory: MixingMemory | None = None,
+        memory: MixingMemory | Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """With a memory x follows what it holds: the first tokens by the whole operation, later ones by their rows alone."""
+        """With a memory x follows what it holds: the first tokens by the whole operation, later ones by their rows alone.
+
+        A tensor is all of a memory whose tokens are counted elsewhere, for one new token of each sample.
+        """
+        if isinstance(memory, Tensor):
+            return mix_row(memory, x, self.weight, self.bias, residual, positions, self.backend)
         first = memory is None or memory.get_seq_length() == 0
         if not first and x.shape[1] == 1:
             return mix_row(memory.extend(1), x, self.weight, self.bias, residual, positions, self.backend)
@@ -96,7 +101,7 @@ class TokenMixing(nn.Module):
         self,
         x: Tensor,  # (batch, tokens, channels), as residual
         residual: Tensor,
-        memories: Sequence[MixingMemory | None] = (None, None),  # one for each convolution
+        memories: Sequence[MixingMemory | Tensor | None] = (None, None),  # one for each convolution
         positions: Tensor | None = None,
     ) -> Tensor:
         # The range makes the time spent here countable in any profile, whichever backend runs; the compiler has no ranges.
@@ -141,7 +146,7 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,  # (batch, tokens, channels)
-        memories: Sequence[MixingMemory | None] = (None, None),
+        memories: Sequence[MixingMemory | Tensor | None] = (None, None),
         positions: Tensor | None = None,
     ) -> Tensor:
         x = self.mixing(self.mixing_norm(x), x, memories, positions)
@@ -206,15 +211,22 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             if past > 0 and new == 1:
                 x = past_key_values.step(self._blocks, input_ids, positions)
             else:
-                x = self._blocks(input_ids, past_key_values, positions)
+                x = self._blocks(input_ids, past_key_values.layers, positions)
         if places is not None:
             x = places.restore(x)
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
 
-    def _blocks(self, input_ids: Tensor, cache: MixingCache | None = None, positions: Tensor | None = None) -> Tensor:
+    def _blocks(
+        self,
+        input_ids: Tensor,
+        memories: Sequence[MixingMemory | Tensor] = (),  # of each convolution, block after block
+        positions: Tensor | None = None,
+    ) -> Tensor:
         x = self.embed_tokens(input_ids)  # (batch, new, channels)
+        each = len(memories) // len(self.layers)  # convolutions of a block
         for number, layer in enumerate(self.layers):
-            x = layer(x) if cache is None else layer(x, cache.of_block(number), positions.to(x.device))
+            own = memories[number * each : (number + 1) * each]
+            x = layer(x, own, positions.to(x.device)) if own else layer(x)
         return self.norm(x)
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, past: int) -> None:
@@ -291,7 +303,11 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
             # A graph is of one device, and nothing may bring a parameter there during a step: until then it is on "meta".
             devices = {parameter.device for parameter in self.parameters()}
             in_place = len(devices) == 1 and torch.device("meta") not in devices
-            model_kwargs["past_key_values"] = MixingCache(self.config, static and in_place)
+            compiled = generation_config.compile_config is not None
+            model_kwargs["past_key_values"] = MixingCache(self.config, static and in_place, compiled)
+
+    def _valid_auto_compile_criteria(self, *args) -> bool:
+        return False  # the cache compiles a step where that is asked for; transformers would compile the whole forward
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args, attention_mask: Tensor | None = None, **kwargs) -> dict:
         cache = kwargs.get("past_key_values")

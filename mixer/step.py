@@ -6,11 +6,16 @@ It goes with every saved model (mixer/carried.py), so it imports nothing of the 
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
+logger = logging.get_logger(__name__)
+
+# (input_ids, memories, positions) -> (batch, 1, channels); see MaskedMixerModel.
+Blocks = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
 CAPTURING = threading.Lock()  # torch allows one capture at a time in a process
 # By device, streams whose graph is gone. torch keeps a workspace of cuBLAS for each stream that has multiplied, so streams are
 # used again; newer versions drop it with any graph captured there, so no two graphs that live share one.
@@ -24,7 +29,7 @@ class CapturedStep:
     graph's own tensors. The graph reads the model's parameters in place: training may change them.
     """
 
-    def __init__(self, blocks: Callable[[Tensor, object, Tensor], Tensor], cache, input_ids: Tensor, positions: Tensor):
+    def __init__(self, blocks: Blocks, cache, input_ids: Tensor, positions: Tensor):
         """`blocks` is a method of the model."""
         self.blocks = blocks
         self.addresses = [(parameter, parameter.data_ptr()) for parameter in blocks.__self__.parameters()]
@@ -34,21 +39,35 @@ class CapturedStep:
         free = FREE_STREAMS[input_ids.device]
         with CAPTURING:
             stream = free.pop() if free else torch.cuda.Stream(input_ids.device)
-            self._capture(stream, cache)
+            self._capture(stream, cache.compiled)
         weakref.finalize(self, free.append, stream)
 
-    def _capture(self, stream: torch.cuda.Stream, cache) -> None:
-        length, current = cache.get_seq_length(), torch.cuda.current_stream(stream.device)
+    def _capture(self, stream: torch.cuda.Stream, compiled: bool) -> None:
+        step, current = self.blocks, torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self.blocks(self.input_ids, cache, self.positions)  # what libraries set up on first use must not be in the graph
+            if compiled:
+                step = self._compile()
+            step(self.input_ids, self.memories, self.positions)  # what libraries set up on first use must not be in the graph
         current.wait_stream(stream)
-        cache.set_length(length)  # the step writes the same rows each time it is done
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            self.x = self.blocks(self.input_ids, cache, self.positions)  # (batch, 1, channels)
-        cache.set_length(length)
+            self.x = step(self.input_ids, self.memories, self.positions)  # (batch, 1, channels)
 
-    def fits(self, blocks: Callable, cache, input_ids: Tensor, positions: Tensor) -> bool:
+    def _compile(self) -> Blocks:
+        """The blocks compiled, tuned for single tokens; as they are where the compiler fails, which it then says."""
+        compiled = torch.compile(self.blocks, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+        try:
+            compiled(self.input_ids, self.memories, self.positions)
+            return compiled
+        except Exception as error:  # whatever it is: if it is not the compiler's, the step without it meets it again
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            logger.warning_once(
+                f"compile_config: a decoding step could not be compiled, it runs without ({type(error).__name__}: {reason}); "
+                "torch.compile needs Triton and a C compiler"
+            )
+            return self.blocks
+
+    def fits(self, blocks: Blocks, cache, input_ids: Tensor, positions: Tensor) -> bool:
         """Whether this graph does the step that is asked for: the same model, memories and shapes, all where they were."""
         if blocks != self.blocks or input_ids.shape != self.input_ids.shape or positions.shape != self.positions.shape:
             return False

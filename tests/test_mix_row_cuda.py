@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_generate import SETTINGS, generate, lively_model, padded, tokens
 from test_mix_row import TYPES, case, exact
+from transformers import CompileConfig
 
 from mixer.cache import MixingCache
 from mixer.ops import cuda, mix_row, rows
@@ -83,6 +84,33 @@ def test_a_model_writes_what_it_writes_uncached(variant, how, cache):
     settings = {"attention_mask": mask.cuda(), **SETTINGS[how]}
     expected = generate(model, ids.cuda(), use_cache=False, **settings)
     assert torch.equal(generate(model, ids.cuda(), cache_implementation=cache, **settings), expected)
+
+
+COMPILED = {"cache_implementation": "static", "compile_config": CompileConfig(), "return_dict_in_generate": True}
+COMPILED |= {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["flat", "heads-taps", "expansion"])
+def test_a_compiled_step_writes_the_same(variant):
+    model, (ids, mask) = lively_model(**variant).cuda(), padded("left")
+    expected = generate(model, ids.cuda(), attention_mask=mask.cuda(), use_cache=False)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    written = model.generate(ids.cuda(), attention_mask=mask.cuda(), **COMPILED)
+    assert torch.equal(written.sequences[:, -8:], expected)
+    assert graphs["unique_graphs"] == 1 and written.past_key_values.captured is not None
+
+
+def test_a_step_that_cannot_be_compiled_is_captured_as_it_is(monkeypatch, caplog):
+    def no_compiler(*arguments, **options):
+        raise RuntimeError("no compiler")
+
+    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
+    monkeypatch.setattr(torch, "compile", lambda *arguments, **options: no_compiler)
+    written = model.generate(ids, **COMPILED)
+    assert torch.equal(written.sequences[:, -8:], generate(model, ids)) and written.past_key_values.captured is not None
+    assert "could not be compiled, it runs without (RuntimeError: no compiler)" in caplog.text
 
 
 def test_steps_are_captured_once_and_last_through_a_reset():
