@@ -8,7 +8,9 @@ from test_model import small_model, tokens
 from test_resume import assert_same
 from toolchain import needs_gxx
 
+from mixer import modeling
 from mixer.config import load_config
+from mixer.gelu import gelu, short_gelu
 from mixer.loop import train
 from mixer.objective import Objective, compiled_parts, set_recompute
 
@@ -85,8 +87,10 @@ def test_where_compiling_fails_the_run_says_why_and_goes_on_without(write_config
 KEPT = {"none": 12, "activation": 8, "block": 1}  # activations of (batch, tokens, channels), as set_recompute lists them
 
 
+@pytest.mark.parametrize("gelu", [gelu, short_gelu], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("what", KEPT)
-def test_a_compiled_block_keeps_for_backward_what_is_listed(what):
+def test_a_compiled_block_keeps_for_backward_what_is_listed(what, gelu, monkeypatch):
+    monkeypatch.setattr(modeling, "gelu", gelu)
     torch._dynamo.reset()
     model = small_model(num_hidden_layers=1, hidden_size=64).train()
     set_recompute(model, what)

