@@ -42,7 +42,7 @@ def parse(arguments=None) -> argparse.Namespace:
 def main(arguments=None) -> None:
     options = parse(arguments)
     from mixer.evaluate import EvalOptions, check_options, evaluate_checkpoint
-    from mixer.evaluation_report import evaluation_report, write_evaluation
+    from mixer.evaluation_report import directory_for, evaluation_report, write_evaluation
     from mixer.launch import start_asked_for_processes
     from mixer.measure import end_processes, is_first_process
 
@@ -52,8 +52,7 @@ def main(arguments=None) -> None:
     for evaluation in evaluations:
         check_options(evaluation)
     results = [evaluate_checkpoint(evaluation) for evaluation in evaluations]
-    first = Path(options.checkpoint[0])
-    output = Path(options.output) if options.output else first.parent / f"eval-{first.resolve().name}"
+    output = Path(options.output) if options.output else directory_for(Path(options.checkpoint[0]))
     if is_first_process():
         print(evaluation_report(results))
         print(f"\nreport.json, report.md and loss_by_position.png are in {write_evaluation(results, output)}")

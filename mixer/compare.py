@@ -8,7 +8,8 @@ and on the same data in the same order. First each model, and the masked mixer w
 --repeats times: short runs, of which the second half of the steps counts. Then each trains in full, for train.steps, or with
 --seconds for as many steps as it is measured to do in that time, so that its learning rate ends its schedule.
 
-The output directory gets report.md, report.json, pictures, metrics of each full run, and the runs themselves under runs/.
+The output directory gets report.md, report.json, pictures, metrics of each full run, the runs themselves under runs/, and under
+comparison-logs/ what each printed. Only a run that has its log there is ever replaced.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from mixer.trace import token_mixing_share
 
 LIMIT = "no mixing"
 PROFILED_STEPS = 2
+LOGS = "comparison-logs"  # in the output directory, which they tell from one that is not a comparison's
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,24 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.options, self.overrides = options, overrides
         self.directory = Path(options.output) / "runs"
+        self.logs = Path(options.output) / LOGS
 
     def settings(self, who: Entrant, *overrides: str) -> list[str]:
         return [*self.overrides, *who.overrides, f"output_dir={self.directory}", *overrides]
 
     def config(self, who: Entrant, *overrides: str) -> RunConfig:
-        return load_config(self.options.config, self.settings(who, *overrides))
+        """A run's configuration; raises UserError where its directory is someone else's."""
+        run = load_config(self.options.config, self.settings(who, *overrides))
+        if run.directory.exists() and not self.log(run).exists():
+            raise UserError(
+                f"{run.directory} is not a run of this comparison, which would have {self.log(run)}, and would be replaced; "
+                "move it, or choose another --output"
+            )
+        return run
+
+    def log(self, run: RunConfig) -> Path:
+        """What the run prints. It is there before the run's directory and stays when that is deleted."""
+        return self.logs / f"{run.name}.txt"
 
     def time(self, who: Entrant, repeat: int) -> Timing:
         """A short run; in the first repeat a few profiled steps follow those that are timed."""
@@ -119,14 +133,14 @@ class Trainer:
         run = self.config(who, *overrides)
         if is_complete(run):  # of a comparison that goes on
             return run.directory
-        shutil.rmtree(run.directory, ignore_errors=True)
-        run.directory.mkdir(parents=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
         processes = self.options.processes
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
         settings = self.settings(who, *overrides)
         command = [sys.executable, *launcher, *who.program, "--config", self.options.config, *settings]
-        log = run.directory / "output.txt"
+        log = self.log(run)
         with open(log, "w") as file:
+            shutil.rmtree(run.directory, ignore_errors=True)
             status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
         if status:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
@@ -156,10 +170,13 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> Path:
     if options.seconds < 0:
         raise UserError(f"--seconds is {options.seconds:g}; allowed: above 0, or left out for train.steps")
     output = Path(options.output)
-    if not options.resume and output.exists() and (not output.is_dir() or any(output.iterdir())):
+    filled = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    if filled and not options.resume:
         raise UserError(
             f"{output} exists already; choose another --output, delete it, or give --resume to go on with what was cut short"
         )
+    if filled and not (output / LOGS).is_dir():
+        raise UserError(f"--resume: {output} is not a comparison's, which has {LOGS} in it; choose another --output")
     trainer = Trainer(options, overrides)
     runs = {who: trainer.config(who, f"name={who.folder}") for who in entrants}  # mistakes show before anything runs
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError, run_command
 from mixer.modeling import MaskedMixerForCausalLM
+from mixer.pretrained import check_checkpoint, check_masked_mixer, load_config, load_model
 from mixer.tokenizer import existing_tokenizer, vocabulary_size
 
 LAYERS = {  # the reference's names of what every block has, and ours
@@ -180,10 +181,10 @@ def convert_back(source: Path, output: Path, heads_under: str) -> None:
     """Writes a file of the reference's weights."""
     if output.exists() or output.suffix != ".safetensors":
         raise UserError(f"--output is {output}; with --back give a .safetensors file that does not exist yet")
-    try:
-        model = MaskedMixerForCausalLM.from_pretrained(source)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"checkpoint {source} cannot be read ({error}); give a directory such as runs/demo/step-600") from None
+    check_checkpoint(source, tokenizer=False)
+    config = load_config(source)
+    check_masked_mixer(source, config, "which the reference implementation does not have")
+    model = load_model(source, config)
     output.parent.mkdir(parents=True, exist_ok=True)
     save_file(to_reference(model, heads_under), output, metadata={"format": "pt"})
     print(f"wrote {output}: {_describe(model)}")

@@ -217,13 +217,13 @@ def _row_texts(config: DataConfig) -> Iterator[str]:
         if name not in row:
             raise UserError(
                 f"{what}: row {index} has no field {name!r}; its fields: {', '.join(sorted(row))}. "
-                "Set data.text_field to one of them"
+                "Give one of them as data.text_field (eval.py: --text-field)"
             )
         text = row[name]
         if text is not None and not isinstance(text, str):
             raise UserError(
                 f"{what}: field {name!r} of row {index} holds {type(text).__name__}, not text; "
-                "set data.text_field to a field of text"
+                "give a field of text as data.text_field (eval.py: --text-field)"
             )
         yield text or ""
         index += 1
@@ -240,5 +240,6 @@ def _guarded(step, what: str, where: str):
     except Exception as error:
         raise UserError(
             f"cannot read {what} at {where}: {type(error).__name__}: {error}. "
-            "Check data.path, data.subset and data.split, and that the files are whole (or the network reachable)"
+            "Check data.path, data.subset and data.split (eval.py: --text or --hub, --subset, --split), and that the files are "
+            "whole (or the network reachable)"
         ) from error

@@ -11,7 +11,7 @@ from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError
 from mixer.measure import Plan, choose_device, join_processes, measure
 from mixer.ops import BACKENDS
-from mixer.pretrained import check_checkpoint, load_checkpoint
+from mixer.pretrained import check_checkpoint, load_checkpoint, weights_sha256
 from mixer.scoring import TokenScores, check_stride, evaluate_streams, evaluate_tokens
 from mixer.texts import Text, limit, put_eos_first, text_from_files, text_from_hub, validation_text
 
@@ -188,6 +188,7 @@ def describe_model(directory: Path, model, tokenizer) -> dict:
         "vocabulary": model.config.get_text_config().vocab_size,
         "tokenizer_ids": len(tokenizer),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
+        "weights_sha256": weights_sha256(directory),
     }
 
 

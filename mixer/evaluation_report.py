@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+from mixer.errors import UserError
+from mixer.files import write_text
+from mixer.pretrained import weights_sha256
 from mixer.report import plot_loss_by_position
 
 COLUMNS = {
@@ -98,13 +101,34 @@ def well_counted(losses: list, counts: list[int]) -> list:
     return [loss if 10 * count >= max(counts) else None for loss, count in zip(losses, counts, strict=True)]
 
 
+def directory_for(checkpoint: Path) -> Path:
+    """Where a checkpoint's report goes: beside it, because the checkpoint's own files stay as training listed them."""
+    checkpoint = checkpoint.resolve()
+    return checkpoint.with_name(f"eval-{checkpoint.name}")
+
+
+def evaluations_of(checkpoint: Path) -> list[dict]:
+    """The results, in all reports beside the checkpoint (eval-*), that are of its very weights.
+
+    Raises UserError for a report that cannot be read.
+    """
+    weights, found = weights_sha256(checkpoint), []
+    for file in sorted(checkpoint.resolve().parent.glob("eval-*/report.json")):
+        try:
+            results = json.loads(file.read_text(encoding="utf-8"))
+            found += [result for result in results if result.get("weights_sha256") == weights]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} is no report that eval.py wrote ({error!r}): evaluate again, or delete it") from None
+    return found
+
+
 def write_evaluation(results: list[dict], directory) -> Path:
     """report.json, report.md and loss_by_position.png in `directory`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_text(directory / "report.json", json.dumps(results, indent=2) + "\n")
     picture = "![Loss by position](loss_by_position.png)"
-    (directory / "report.md").write_text(f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n", encoding="utf-8")
+    write_text(directory / "report.md", f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n")
     curves = {r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results}
     plot_loss_by_position(curves, directory / "loss_by_position.png")
     return directory

@@ -1,11 +1,13 @@
 """A checkpoint made ready to be given away: python -m mixer.export runs/v100/best --output DIR --license apache-2.0
 
 The directory holds what `from_pretrained` needs, the code for where this package is not installed, and a model card written
-from the run, without the optimizer's state. `hf upload NAME DIR` puts it on the hub.
+from the run and from what eval.py reported of these weights, without the optimizer's state. `hf upload NAME DIR` puts it on the
+hub.
 """
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,15 @@ from omegaconf import OmegaConf
 
 from mixer.errors import UserError, run_command
 from mixer.evaluate import load_checkpoint, trainer_state
+from mixer.evaluation_report import COLUMNS, evaluation_notes, evaluations_of, table
 from mixer.modeling import MaskedMixerForCausalLM
+from mixer.pretrained import check_masked_mixer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS = ("seed", "model", "data", "train", "optim")  # of a run's configuration, what is of interest elsewhere
 OF_ONE_MACHINE = ("directory", "workers")  # of its data, what is not
+OF_ONE_EVALUATION = ("label", "tokens_per_second", "peak_memory_gb")  # of an evaluation's columns, what is not either
+EVALUATION_COLUMNS = {"text": "text"} | {title: key for title, key in COLUMNS.items() if key not in OF_ONE_EVALUATION}
 
 
 def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") -> None:
@@ -27,15 +33,20 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already; choose another --output, or delete it")
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
+    check_masked_mixer(checkpoint, model.config, "and the model card written here is a masked mixer's")
+    evaluations = evaluations_of(checkpoint)
     model.config.mixing_backend = "auto"
     model.to(DTYPES[dtype]).save_pretrained(output)
     tokenizer.save_pretrained(output)
-    (output / "README.md").write_text(card(model, checkpoint, output.name, license), encoding="utf-8")
+    text = card(model, checkpoint, output.name, license, evaluations)
+    (output / "README.md").write_text(text, encoding="utf-8")
+    if not evaluations:
+        print(f"its card has no evaluation; python eval.py --checkpoint {checkpoint} writes one beside it, for another export")
     print(f"wrote {output}; read its README.md, then: hf upload NAME {output}")
 
 
-def card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str) -> str:
-    """The model card: what the checkpoint and the run around it tell; what they do not is left out."""
+def card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str, evaluations: list[dict]) -> str:
+    """The model card: what the checkpoint, the run around it and its evaluations tell; what they do not is left out."""
     run = _run_configuration(checkpoint)
     data = run.get("data", {})
     dataset = data.get("path") if data.get("source") == "hub" else None
@@ -48,6 +59,7 @@ def card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: s
     ).to_yaml()
     rows = _facts(model, checkpoint)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    evaluation = f"\n## Evaluation\n\n{_evaluation(evaluations, title, model.dtype)}\n" if evaluations else ""
     configuration = f"\n## Configuration\n\n```yaml\n{OmegaConf.to_yaml(run)}```\n" if run else ""
     return f"""---
 {header}
@@ -65,12 +77,12 @@ learned lower-triangular convolution in place of attention. Prompt and new token
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{title}")
+tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)
 ```
 
 The code beside the weights is plain PyTorch. Where the masked-mixer package is installed, `import mixer` before makes
 `trust_remote_code` unnecessary, and its kernels are used.
-{configuration}"""
+{evaluation}{configuration}"""
 
 
 def _facts(model: MaskedMixerForCausalLM, checkpoint: Path) -> dict[str, str]:
@@ -88,6 +100,15 @@ def _facts(model: MaskedMixerForCausalLM, checkpoint: Path) -> dict[str, str]:
         last = _last_metrics(checkpoint, trainer["step"])
         facts |= {text: f"{last[key]:.4f}" for key, text in names.items() if isinstance(last.get(key), float)}
     return facts
+
+
+def _evaluation(results: list[dict], title: str, dtype: torch.dtype) -> str:
+    """A row for each evaluation, and its conventions below; texts lose the directories of the machine that they lay on."""
+    rows = [result | {"label": title, "text": re.sub(r"(?<!\S)/\S*/", "", result["text"])} for result in results]
+    notes = [evaluation_notes(row) for row in rows]
+    if dtype != torch.float32:
+        notes.append(f"- Evaluated before the weights were rounded to {str(dtype).removeprefix('torch.')}.")
+    return table(rows, EVALUATION_COLUMNS) + "\n\n" + "\n".join(notes)
 
 
 def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:

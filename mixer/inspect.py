@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError, run_command
 from mixer.evaluation_report import table
 from mixer.files import write_text
@@ -24,7 +23,7 @@ from mixer.matrices import (
     toeplitz_distance,
     weight_by_lag,
 )
-from mixer.pretrained import load_checkpoint
+from mixer.pretrained import check_masked_mixer, load_checkpoint
 from mixer.report import log_means, new_figure, save
 
 LAYERS = "viridis"  # colours of the layers, first to last
@@ -44,9 +43,7 @@ PAGES = {
 def read_matrices(checkpoint: str) -> Layers:
     """Raises UserError for a directory that is no checkpoint of a masked mixer."""
     model, _ = load_checkpoint(Path(checkpoint), torch.device("cpu"))
-    if not isinstance(model.config, MaskedMixerConfig):
-        kind = model.config.model_type
-        raise UserError(f"checkpoint {checkpoint} is a {kind}, which has no mixing matrices: give one of a masked mixer")
+    check_masked_mixer(Path(checkpoint), model.config, "which has no mixing matrices")
     return mixing_matrices(model)
 
 

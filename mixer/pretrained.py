@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from mixer.checkpoint import sha256
 from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError
 from mixer.tokenizer import vocabulary_size
@@ -23,11 +24,14 @@ REMEDIES = {
 }
 
 
-def check_checkpoint(directory: Path) -> None:
-    """Raises UserError naming what a checkpoint directory lacks, or which of its weight files is cut short."""
+def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:
+    """Raises UserError naming what a checkpoint directory lacks, or which of its weight files is cut short.
+
+    tokenizer: whether one is needed.
+    """
     if not directory.is_dir():
         raise UserError(f"checkpoint {directory} is not a directory: give one such as runs/demo/step-200")
-    missing = missing_files(directory)
+    missing = missing_files(directory, tokenizer)
     steps = sorted((path for path in directory.glob("step-*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
     if missing and steps:
         raise UserError(f"{directory} is a run, not a checkpoint: give one of its steps, e.g. {steps[-1]}")
@@ -38,10 +42,10 @@ def check_checkpoint(directory: Path) -> None:
         check_weights(file)
 
 
-def missing_files(directory: Path) -> list[str]:
+def missing_files(directory: Path, tokenizer: bool) -> list[str]:
     missing = [name for name in ("config.json",) if not (directory / name).is_file()]
     missing += [file.name for file in weight_files(directory) if not file.is_file()]
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         missing.append("tokenizer.json")
     return missing
 
@@ -56,6 +60,11 @@ def weight_files(directory: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{index} cannot be read ({error!r}): copy it again, or give another checkpoint") from None
     return [directory / name for name in sorted(shards)]
+
+
+def weights_sha256(directory: Path) -> list[str]:
+    """Of each weight file: what tells these weights from those that stood in the same place before."""
+    return [sha256(file) for file in weight_files(directory)]
 
 
 def check_weights(file: Path) -> None:
@@ -79,15 +88,20 @@ def load_checkpoint(directory: Path, device: torch.device, backend: str = ""):
     Raises UserError where the directory is incomplete or damaged, where the model is no causal language model that
     transformers knows, and where the tokenizer is another model's.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     check_checkpoint(directory)
-    disable_progress_bar()
     config = load_config(directory)
     if backend and isinstance(config, MaskedMixerConfig):
         config.mixing_backend = backend
     tokenizer = load_fast_tokenizer(directory)
     check_vocabulary(directory, tokenizer, config.get_text_config().vocab_size)
+    return load_model(directory, config).to(device).eval(), tokenizer
+
+
+def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The directory's model in fp32, on the CPU; raises UserError where its weights cannot be read or are not all there."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             str(directory),
@@ -102,7 +116,13 @@ def load_checkpoint(directory: Path, device: torch.device, backend: str = ""):
     absent = sorted(loading["missing_keys"])
     if absent:  # transformers would go on with random numbers in their place
         raise UserError(f"checkpoint {directory} lacks the weights {', '.join(absent[:3])}...: give a complete checkpoint")
-    return model.to(device).eval(), tokenizer
+    return model
+
+
+def check_masked_mixer(directory: Path, config: PreTrainedConfig, problem: str) -> None:
+    """Raises UserError for another architecture; `problem` says what such a model is or lacks."""
+    if not isinstance(config, MaskedMixerConfig):
+        raise UserError(f"checkpoint {directory} is a {config.model_type}, {problem}: give one of a masked mixer")
 
 
 def load_config(directory: Path) -> PreTrainedConfig:

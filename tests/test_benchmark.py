@@ -10,6 +10,7 @@ import pytest
 import torch
 from launching import run_python
 
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.errors import UserError
 from mixer.ops import reference
 
@@ -200,6 +201,10 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
     assert {(row["model"], row["cache"], row["batch"]) for row in result["generate"]} == {(*k, b) for k in kinds for b in (1, 2)}
     assert all(row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0 for row in result["step"])
     assert "Batch 2, mixer cached" in text and "commit abc123" in text
+    shape = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    cache = MaskedMixerForCausalLM(MaskedMixerConfig(**shape))(torch.zeros(1, 42, dtype=torch.int64), use_cache=True)
+    kept = 2 * sum(layer.keys[:, :, :42].numel() for layer in cache.past_key_values.layers) / 1e6
+    assert f"The floor counts the weights alone: {kept:.3g} MB of kept inputs a sample come on top." in text
     done = run_python(*command, "--new", "30", output=tmp_path / "refused")
     assert done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stdout
 

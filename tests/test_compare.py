@@ -89,6 +89,22 @@ def test_mistakes_show_before_anything_runs(write_config, tmp_path, backends, me
     assert not (tmp_path / "out").exists()
 
 
+def test_runs_that_a_comparison_did_not_make_are_never_replaced(write_config, tmp_path):
+    output = tmp_path / "mine"
+    weights = output / "runs" / "panels" / "step-9" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"weeks of training")
+    command = ["--config", str(write_config()), "--output", str(output), "--resume", "--backends", "dense", "panels"]
+    with pytest.raises(
+        UserError, match="--resume: .*mine is not a comparison's, which has comparison-logs in it; choose another"
+    ):
+        main(command)
+    (output / "comparison-logs").mkdir()  # it was begun, and a run of one's own came to have an entrant's name
+    with pytest.raises(UserError, match="runs/panels is not a run of this comparison, .*; move it, or choose another --output"):
+        main(command)
+    assert weights.read_bytes() == b"weeks of training" and not (output / "runs" / "dense-timing-1").exists()
+
+
 def test_a_run_that_fails_ends_the_comparison_with_its_own_words(write_config, tmp_path):
     keys = ["data.source=text", "data.path=none.txt", f"data.directory={tmp_path / 'data'}"]
     with pytest.raises(UserError, match=r"dense-timing-1 ended with status 2(.|\n)*data.path 'none.txt' is no file"):

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_model import small_model, tokens
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mixer.convert import from_reference, main, to_reference
 from mixer.errors import UserError
@@ -144,6 +144,27 @@ def test_what_does_not_fit_is_named(change, words):
     change(state)
     with pytest.raises(UserError, match=words):
         from_reference(state)
+
+
+def test_only_a_whole_masked_mixer_goes_back(tmp_path, monkeypatch):
+    def refused(checkpoint, words):
+        output = tmp_path / "back.safetensors"
+        monkeypatch.setattr("sys.argv", ["convert", str(checkpoint), "--output", str(output), "--back"])
+        with pytest.raises(UserError, match=words):
+            main()
+        assert not output.exists()
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
+    LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=64, num_attention_heads=2)).save_pretrained(tmp_path / "llama")
+    refused(tmp_path / "llama", "llama is a llama, which the reference implementation does not have: give one of a masked mixer")
+    refused(tmp_path / "none", "none is not a directory")
+    small_model().save_pretrained(tmp_path / "mixer")
+    file = tmp_path / "mixer" / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}, file, metadata={"format": "pt"})
+    refused(tmp_path / "mixer", "lacks the weights lm_head.weight")
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(tmp_path / "mixer", "model.safetensors .* is damaged or cut short")
 
 
 def test_models_that_the_reference_does_not_have_are_refused():

@@ -1,6 +1,9 @@
 """At home with transformers: saved code, other dtypes and devices, its Trainer, LoRA, and a directory for the hub."""
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +11,22 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import run
+from conftest import ROOT
 from huggingface_hub import ModelCard
+from launching import run_python
 from test_generate import lively_model, padded
 from test_model import small_model, tokens
-from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from mixer.carried import AUTO_MAP, CODE
+from mixer.checkpoint import damage
 from mixer.errors import UserError
 from mixer.export import export
 from mixer.tokenizer import train_tokenizer
@@ -165,17 +177,68 @@ def test_lora_on_the_linear_layers(tmp_path):
     torch.testing.assert_close(loaded(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_is_exported_with_a_card_of_its_run(write_config, tmp_path):
-    run("--config", write_config(), "train.steps=4", "checkpoint.keep=2")
-    checkpoint = tmp_path / "runs" / "small" / "step-4"
-    assert {path.name for path in checkpoint.iterdir()} >= set(CODE)
-    export(checkpoint, tmp_path / "given", "apache-2.0", "bf16")
-    text = (tmp_path / "given" / "README.md").read_text()
+def evaluate(directory: Path, *checkpoints: Path) -> list[dict]:
+    """What eval.py reports of the checkpoints on a text in `directory`, where it also writes what it prints."""
+    (directory / "book.txt").write_text("def read(self, size): return self.text[:size]\n" * 9)
+    how = ["--text", directory / "book.txt", "--stride", 8, "--device", "cpu"]
+    done = run_python(ROOT / "eval.py", "--checkpoint", *checkpoints, *how, output=directory / "printed.txt")
+    assert done.returncode == 0, done.stdout
+    return json.loads((checkpoints[0].parent / f"eval-{checkpoints[0].name}" / "report.json").read_text())
+
+
+def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path):
+    last, given = finished / "step-12", tmp_path / "given"
+    assert {path.name for path in last.iterdir()} >= set(CODE)
+    export(last, given, "apache-2.0", "bf16")
+    text = (given / "README.md").read_text()
     card = ModelCard(text)
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
-    assert "| tokens seen | 1,024 |" in text and "| validation bits per byte | " in text and "batch_size: 8" in text
-    assert str(tmp_path) not in text and "trainer_state" not in os.listdir(tmp_path / "given")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "given")
+    assert "| tokens seen | 3,072 |" in text and "| validation bits per byte | " in text and "batch_size: 8" in text
+    assert str(tmp_path.parent) not in text and "trainer_state" not in os.listdir(given)
+    model = AutoModelForCausalLM.from_pretrained(given)
     assert model.dtype == torch.bfloat16 and model.config.auto_map == AUTO_MAP
     with pytest.raises(UserError, match="exists already"):
-        export(checkpoint, tmp_path / "given", "apache-2.0")
+        export(last, given, "apache-2.0")
+    (example,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    code = f"import sys\nsys.modules['mixer'] = None  # as if it were not installed\n{example}assert len(tokenizer) == 400"
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
+    how = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **how)
+    assert done.returncode == 0, done.stderr
+    assert "[y/N]" not in done.stdout
+
+
+def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path, capsys):
+    last, earlier = finished / "step-12", finished / "step-8"
+
+    def card(checkpoint: Path, name: str) -> str:
+        export(checkpoint, tmp_path / name, "apache-2.0")
+        return (tmp_path / name / "README.md").read_text()
+
+    assert "## Evaluation" not in card(last, "unknown")
+    assert f"no evaluation; python eval.py --checkpoint {last}" in capsys.readouterr().out
+    results = evaluate(tmp_path, earlier, last)
+    rows = [f"| book.txt | {r['tokens_scored']} | {r['loss']:.4f} | {r['token_perplexity']:.4f} |" for r in results]
+    for checkpoint, (own, other) in ((earlier, rows), (last, rows[::-1])):
+        text = card(checkpoint, checkpoint.name)
+        assert own in text and other not in text
+        assert "windows of at most 32, stride 8" in text and str(tmp_path.parent) not in text
+        assert damage(checkpoint) is None
+    shutil.copy(last / "model.safetensors", earlier)  # as if another run had come in its place
+    text = card(earlier, "replaced")
+    assert rows[1] in text and rows[0] not in text
+    report = finished / "eval-step-8" / "report.json"
+    report.write_text(report.read_text()[:100])
+    with pytest.raises(UserError, match="report.json is no report that eval.py wrote .*: evaluate again, or delete it"):
+        card(last, "damaged")
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_a_transformer_gets_no_mixers_card(tmp_path):
+    tokenizer = train_tokenizer(["def read(self, size):"] * 4, 300)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    for part in (tokenizer, LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))):
+        part.save_pretrained(tmp_path / "llama")
+    with pytest.raises(UserError, match="is a llama, and the model card .* is a masked mixer's: give one of a masked mixer"):
+        export(tmp_path / "llama", tmp_path / "given", "apache-2.0")
+    assert not (tmp_path / "given").exists()

@@ -14,6 +14,7 @@ from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.errors import UserError
 from mixer.ops import triangular_conv
 from mixer.representation import first_layers, hamming_score, main, reconstruct
+from mixer.tokenizer import train_tokenizer
 
 EVERYTHING = slice(None)
 
@@ -75,6 +76,26 @@ def test_the_command_finds_a_text_in_all_outputs_and_its_last_token_alone_in_the
         assert row["distance_left"] < 0.05
     assert "| last | trained | 2 | 0.9" in (tmp_path / "pages/representation.md").read_text()
     assert_png(tmp_path / "pages/representation.png")
+
+
+def test_a_transformer_of_transformers_is_tested_as_a_mixer_is(tmp_path):
+    text = "def read(self, size): return self.text[:size]\n" * 9
+    (tmp_path / "book.txt").write_text(text)
+    tokenizer = train_tokenizer([text], 300)
+    size = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
+    size |= {"num_attention_heads": 2, "max_position_embeddings": 16, "initializer_range": 0.2}
+    torch.manual_seed(1)
+    for part in (tokenizer, LlamaForCausalLM(LlamaConfig(**size))):
+        part.save_pretrained(tmp_path / "llama")
+    how = ["--text", tmp_path / "book.txt", "--layers", 0, 1, "--tokens", 8, "--texts", 4, "--steps", 300]
+    main(options(tmp_path / "llama", tmp_path / "pages", *how))
+    result = json.loads((tmp_path / "pages/representation.json").read_text())
+    assert result["architecture"] == "llama" and len(result["rows"]) == 8
+    score = {(row["weights"], row["outputs"], row["layer"]): row["hamming"] for row in result["rows"]}
+    for weights in ("trained", "random"):
+        assert score[weights, "all", 0] == 0 and score[weights, "last", 0] > 0.8  # a guess among 280 tokens may be right
+        assert score[weights, "all", 1] < score[weights, "last", 1]
+    assert score["trained", "all", 1] != score["random", "all", 1]
 
 
 @pytest.mark.parametrize(
