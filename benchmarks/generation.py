@@ -19,7 +19,7 @@ from pathlib import Path
 import timing
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.cache import MixingCache
@@ -127,7 +127,9 @@ def measure(options: argparse.Namespace) -> dict:
             result["step"].append(time_step(model, batch, result, options))
     quarter = options.new // 4
     for batch in options.batches:
-        calls = {"cached": ({}, options.new), "cached, static": ({"cache_implementation": "static"}, options.new)}
+        static = {"cache_implementation": "static"}
+        calls = {"cached": ({}, options.new), "cached, static": (static, options.new)}
+        calls["cached, static, compiled"] = (static | {"compile_config": CompileConfig()}, options.new)
         calls["uncached"] = ({"use_cache": False}, max(quarter, 2))
         for name, (how, new) in calls.items():
             if wanted(f"mixer {name}, batch {batch}"):
@@ -186,27 +188,32 @@ def weight_bytes(model: MaskedMixerForCausalLM) -> int:
 
 @torch.no_grad()
 def time_step(model: MaskedMixerForCausalLM, batch: int, result: dict, options: argparse.Namespace) -> dict:
-    """Milliseconds of a call of the model for one new token, queued one after another: as it is, and captured."""
+    """Milliseconds of a call of the model for one new token, queued one after another: as it is, captured, compiled too."""
     ids, row = prompts(batch, options), {"batch": batch}
     last = torch.randint(1, options.vocabulary, (batch, options.new), device=options.device)
     expected = model(torch.cat([ids, last], 1), logits_to_keep=1).logits.float()
-    for name, static in (("eager", False), ("static", True)):
-        cache = MixingCache(model.config, static)
+    for name, how in (("eager", ()), ("static", (True,)), ("compiled", (True, True))):
+        cache, start = MixingCache(model.config, *how), 0.0
         model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         for place in range(options.new):
-            if place == 3:  # by now a static cache's step is captured
+            if place in (0, 3):  # the third step of a static cache is captured by now
                 synchronize(options.device)
-                start = time.perf_counter()
+                began, start = start, time.perf_counter()
             logits = model(last[:, place : place + 1], past_key_values=cache, use_cache=True).logits.float()
         synchronize(options.device)
         row[f"{name}_ms"] = 1e3 * (time.perf_counter() - start) / (options.new - 3)
+        row[f"{name}_first_s"] = start - began
         row[f"{name}_error"] = ((logits - expected).norm() / expected.norm()).item()
         if not row[f"{name}_error"] < ALLOWED_ERROR:
             raise RuntimeError(f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to their size")
+        if cache.captured is not None:
+            row[f"{name}_replay_ms"] = replay_ms(cache)
     row["captured"] = cache.captured is not None
-    if row["captured"]:
-        row["replay_ms"] = timing.interleaved({"": lambda _: cache.captured.graph.replay()}, "cuda", 1, 9, 10.0)[""]["ms"]
     return row | {"floor_ms": result["weight_bytes"] / result["copy_bytes_per_ms"]}
+
+
+def replay_ms(cache: MixingCache) -> float:
+    return timing.interleaved({"": lambda _: cache.captured.graph.replay()}, "cuda", 1, 9, 10.0)[""]["ms"]
 
 
 def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespace) -> dict:
@@ -260,9 +267,9 @@ def table(result: dict) -> str:
         "## A decoding step",
         steps,
         lines(
-            "batch | eager, ms | static, ms | captured | floor of the weights, ms | static / floor",
-            [row | {"ratio": row["static_ms"] / row["floor_ms"]} for row in result["step"]],
-            "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {captured} | {floor_ms:.3f} | {ratio:.2f}",
+            "batch | eager, ms | static, ms | compiled, ms | captured | compiling, s | floor of the weights, ms | compiled / floor",
+            [row | {"ratio": row["compiled_ms"] / row["floor_ms"]} for row in result["step"]],
+            "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {compiled_ms:.3f} | {captured} | {compiled_first_s:.1f} | {floor_ms:.3f} | {ratio:.2f}",
         ),
         "## The one-row product",
         lines(
