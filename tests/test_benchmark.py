@@ -197,7 +197,10 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
     done = run_python(*command, "--commit", "abc123", output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
     result, text = json.loads((tmp_path / "toy.json").read_text()), (tmp_path / "toy.md").read_text()
-    kinds = {("mixer", "cached"), ("mixer", "cached, static"), ("mixer", "uncached"), ("Llama", "cached")}
+    kinds = {
+        ("Llama", "cached"),
+        *(("mixer", kind) for kind in ("cached", "cached, static", "cached, static, compiled", "uncached")),
+    }
     assert {(row["model"], row["cache"], row["batch"]) for row in result["generate"]} == {(*k, b) for k in kinds for b in (1, 2)}
     assert all(row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0 for row in result["step"])
     assert "Batch 2, mixer cached" in text and "commit abc123" in text
