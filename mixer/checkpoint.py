@@ -246,7 +246,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 # --- completing and keeping -------------------------------------------------------------------------------------------
 
 
-def complete(partial: Path, final: Path) -> None:
+def complete(partial: Path, final: Path, say=print) -> None:
     """Lists, flushes and renames: from here on the checkpoint exists."""
     for file in partial.rglob("*.safetensors"):
         file.chmod(0o666 & ~UMASK)  # safetensors makes files for their owner alone
@@ -258,18 +258,18 @@ def complete(partial: Path, final: Path) -> None:
     (partial / "trainer_state" / "files.json").write_text(json.dumps(files, indent=1))
     flush_tree(partial)
     if final.exists():  # a damaged one of the same step, passed over when the run resumed
-        _remove(final)
+        _remove(final, say)
     os.rename(partial, final)
     flush(final.parent)
 
 
-def prune(directory: Path, keep: int, keep_every: int) -> None:
+def prune(directory: Path, keep: int, keep_every: int, say=print) -> None:
     """Deletes complete checkpoints but the newest `keep`, each `keep_every`-th step's, and the best one."""
     found = sorted((p for p in directory.glob("step-*") if step_of(p) >= 0 and not incomplete(p)), key=step_of)
     best = (directory / "best").resolve()
     for path in found[:-keep]:
         if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
-            _remove(path)
+            _remove(path, say)
 
 
 def link_best(directory: Path, validation_losses: dict[int, float]) -> None:
@@ -284,15 +284,26 @@ def link_best(directory: Path, validation_losses: dict[int, float]) -> None:
     os.replace(partial, directory / "best")
 
 
-def remove_partial(directory: Path) -> None:
-    """Deletes what a killed save left behind."""
+def remove_partial(directory: Path, say=print) -> None:
+    """Deletes what a killed save or deletion left behind."""
     for path in directory.glob("step-*.partial"):
-        shutil.rmtree(path)
+        _delete(path, say)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, say) -> None:
     """Renamed first, so that a killed deletion leaves no half checkpoint."""
     doomed = path.with_name(path.name + ".old.partial")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed, say)
+
+
+def _delete(path: Path, say) -> None:
+    """Where it cannot be done, as on NFS while another process reads a file of it, that is no reason to end a run."""
+    try:
+        if path.is_symlink():  # to where someone has moved a checkpoint, which stays there
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        say(f"{path} could not be deleted ({error}); the next start of the run tries again")

@@ -75,7 +75,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
 
     # Model and optimizer, new or from a checkpoint.
     if main:
-        checkpoint.remove_partial(run.directory)
+        checkpoint.remove_partial(run.directory, console.say)
     resumed = hosts.of_main(checkpoint.find_resume(run.directory, run.checkpoint.resume, console.say) if main else None)
     set_seed(run.seed)
     config = model_config(run.model, manifest.vocab_size, manifest.eos_token_id)
