@@ -95,11 +95,13 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         checkpoint.load_random_state(resumed, accelerator)
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
+    # A run killed between saving and evaluation owes the evaluation; made again, it gives the same numbers.
+    owes_evaluation = not resumed or evaluation_due(run, progress.step)
     metrics = None
     if main:
         save_config(run, run.directory / "config.yaml")
         metrics = Metrics(run.directory, run.logging, asdict(run), state.get("wandb_id"))
-        metrics.rewind(progress.step, again={"validation_loss"} if evaluation_due(run, progress.step) else set())
+        metrics.rewind(progress.step, again={"validation_loss"} if owes_evaluation else set())
     console.say(_banner(run, accelerator, model, training, resumed))
 
     # What works beside the loop.
@@ -154,8 +156,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         console.say(f"step {progress.step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
 
     try:
-        # A run killed between saving and evaluation owes the evaluation; made again, it gives the same numbers.
-        if not resumed or evaluation_due(run, progress.step):
+        if owes_evaluation:
             with timer.paused():
                 evaluate()
         console.begin(progress.step)
