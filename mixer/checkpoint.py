@@ -171,31 +171,31 @@ def load_model(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
     return model_class(config).from_pretrained(path, config=config, dtype=torch.float32)
 
 
-def load_trainer(path: Path, manifest: Manifest, allow_other_data: bool, say=print) -> dict[str, Any]:
-    """trainer.json of a checkpoint; raises UserError where it was trained on other data, naming what differs."""
+def load_trainer(path: Path, data: dict[str, Any], allow_other_data: bool, say=print) -> dict[str, Any]:
+    """trainer.json of a checkpoint; raises UserError where it was trained on other data than `data` (see `identity`)."""
     trainer = json.loads((path / "trainer_state" / "trainer.json").read_text())
     if trainer.get("format") != FORMAT:
         raise UserError(
             f"checkpoint {path} has format {trainer.get('format', 1)}, this code resumes {FORMAT}; it can be loaded "
             "and evaluated, but resume it with the version that wrote it, or choose another name to start afresh"
         )
-    differing = data_differences(trainer["data"], identity(manifest))
+    differing = data_differences(trainer["data"], data)
     if differing and not allow_other_data:
         raise UserError(
-            f"checkpoint {path} was trained on other data:\n"
+            f"checkpoint {path} was trained on other data or in another order:\n"
             + "".join(f"  {line}\n" for line in differing)
-            + "restore that data, choose another name to start afresh, or set checkpoint.allow_other_data=true to go on with this"
+            + "restore that, choose another name to start afresh, or set checkpoint.allow_other_data=true to go on with this"
         )
     if differing:
         say("going on with other data than the checkpoint's: " + "; ".join(differing))
     return trainer
 
 
-def identity(manifest: Manifest) -> dict[str, Any]:
-    """What tells one prepared data set from another, by the names that a person knows."""
+def identity(manifest: Manifest, seed: int) -> dict[str, Any]:
+    """What tells one prepared data set and order of its samples from another, by the names that a person knows."""
     hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
     settings = {f"data.{key}": value for key, value in manifest.settings.items()}
-    return settings | {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size} | hashes
+    return settings | {"seed": seed, "tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size} | hashes
 
 
 def data_differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -52,7 +52,8 @@ def train(run: RunConfig) -> None:
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             error = UserError(
-                f"{error}; make space or give access, then give the same command again: it goes on from the last save"
+                f"the run in {run.directory} has ended: {error}; make space or give access, then give the same command again: "
+                "it goes on from the last save"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)
@@ -79,7 +80,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     resumed = hosts.of_main(checkpoint.find_resume(run.directory, run.checkpoint.resume, console.say) if main else None)
     set_seed(run.seed)
     config = model_config(run.model, manifest.vocab_size, manifest.eos_token_id)
-    state = checkpoint.load_trainer(resumed, manifest, run.checkpoint.allow_other_data, console.say) if resumed else {}
+    data = checkpoint.identity(manifest, run.seed)
+    state = checkpoint.load_trainer(resumed, data, run.checkpoint.allow_other_data, console.say) if resumed else {}
     model = checkpoint.load_model(resumed, config) if resumed else model_class(config)(config)
     set_recompute(model, run.train.recompute)
     objective = Objective(model).to(device).train()
@@ -100,9 +102,10 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     metrics = None
     if main:
         save_config(run, run.directory / "config.yaml")
-        metrics = Metrics(run.directory, run.logging, asdict(run), state.get("wandb_id"))
+        goes_on = resumed is not None and resumed.resolve().parent == run.directory.resolve()  # or begins from another run's
+        metrics = Metrics(run.directory, run.logging, asdict(run), state["wandb_id"] if goes_on else None)
         metrics.rewind(progress.step, again={"validation_loss"} if owes_evaluation else set())
-    console.say(_banner(run, accelerator, model, training, resumed))
+    console.say(_banner(run, accelerator, model, training, resumed, progress))
 
     # What works beside the loop.
     share = Share(run.train.batch_size, run.train.gradient_accumulation_steps, hosts.processes, hosts.rank)
@@ -141,7 +144,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     def save() -> None:
         extra = {
             "data_directory": run.data.directory,
-            "data": checkpoint.identity(manifest),
+            "data": data,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "wandb_id": metrics.wandb_id if metrics else None,
         }
@@ -232,17 +235,19 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
     return step == run.train.steps or (every > 0 and step % every == 0)
 
 
-def _banner(run: RunConfig, accelerator: Accelerator, model, training: TokenFile, resumed) -> str:
+def _banner(run: RunConfig, accelerator: Accelerator, model, training: TokenFile, resumed, progress: Progress) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     peak = "" if peak_tflops(device, run.train.mixed_precision) else "; its peak is not known, so no share of it is reported"
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
     mixing = "attention" if run.model.architecture == "llama" else run.model.mixing_backend
+    done = progress.step >= run.train.steps
+    nothing_left = f", which has {progress.step} steps: train.steps = {run.train.steps} leaves none to train" if done else ""
     engine = {DistributedType.FSDP: ", FSDP"}.get(accelerator.distributed_type, "")
     return (
         f"{run.directory}: {parameters / 1e6:.1f}M parameters, token mixing {mixing}, "
         f"{accelerator.num_processes} process(es){engine} on {name}{peak}\n"
         f"{len(training):,} samples of {run.model.max_position_embeddings} tokens, {batch} a step; "
-        f"{'resuming ' + str(resumed) if resumed else 'a fresh start'}"
+        f"{'resuming ' + str(resumed) if resumed else 'a fresh start'}{nothing_left}"
     )

@@ -140,13 +140,23 @@ def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, 
 def test_changed_data_is_refused_naming_what_differs_unless_allowed(write_config, finished, launch, tmp_path):
     other = [f"data.directory={tmp_path / 'other'}", "data.vocab_size=400", "data.max_documents=20"]
     with pytest.raises(
-        UserError, match=r"(?s)other data:.*data.max_documents: 30 in the checkpoint, now 20.*tokenizer: SHA-256"
+        UserError, match=r"(?s)other data or in another.*data.max_documents: 30 in the checkpoint, now 20.*tokenizer: SHA-256"
     ) as error:
         train(load_config(str(write_config()), other))
     assert "train.bin: SHA-256" in str(error.value) and "checkpoint.allow_other_data=true" in str(error.value)
     options = [*other, "checkpoint.allow_other_data=true", "train.steps=14"]
     output = launch("--config", write_config(), *options).succeed()
     assert "going on with other data" in output and "step 14/14" in output
+
+
+def test_another_seed_is_refused_as_it_would_deal_out_other_samples(write_config, finished):
+    with pytest.raises(UserError, match=r"(?s)in another order:.*seed: 0 in the checkpoint, now 5.*allow_other_data=true"):
+        train(load_config(str(write_config()), ["seed=5", "train.steps=14"]))
+
+
+def test_a_run_that_has_its_steps_already_says_so(write_config, finished, launch):
+    output = launch("--config", write_config(), "train.steps=8").succeed()
+    assert f"resuming {finished / 'step-12'}, which has 12 steps: train.steps = 8 leaves none to train" in output
 
 
 def test_fresh_starts_over_old_checkpoints_and_going_back_below_newer_ones_are_refused(write_config, finished):
@@ -162,6 +172,10 @@ def test_the_wandb_run_goes_on_under_its_id_and_holds_every_line(write_config, l
     launch("--config", config, "checkpoint.save_every=5").until((tmp_path / "runs/small/step-5").exists).kill()
     launch("--config", config).succeed()
     assert_in_wandb(tmp_path / "runs/small")
+    origin = tmp_path / "runs/small/step-12"
+    launch("--config", config, "name=other", f"checkpoint.resume={origin}", "train.steps=13").succeed()
+    ids = {file.name for file in (tmp_path / "runs").glob("*/wandb/offline-run-*/run-*.wandb")}
+    assert len(ids) == 2  # a run that begins from a checkpoint of another one is not that one
 
 
 def test_a_run_goes_on_without_wandbs_own_process_which_gets_the_lines_when_it_is_resumed(write_config, launch, tmp_path):
