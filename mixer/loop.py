@@ -68,7 +68,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     hosts, console = Hosts(accelerator), Console(accelerator, run.train.steps)
 
     # Data. Every process asks; one per node prepares while the others wait at the file lock.
-    manifest = prepare(run.data, progress=accelerator.print)
+    manifest = prepare(run.data, progress=console.say)
+    hosts.require_shared(f"data.directory = {run.data.directory}", manifest.fingerprint)
     context = run.model.max_position_embeddings
     training = TokenFile(run.data.directory, "train", context)
     validation = TokenFile(run.data.directory, "validation", context)
@@ -78,6 +79,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     if main:
         checkpoint.remove_partial(run.directory, console.say)
     resumed = hosts.of_main(checkpoint.find_resume(run.directory, run.checkpoint.resume, console.say) if main else None)
+    begins_in = resumed or run.directory
+    hosts.require_shared(f"the directory {begins_in}", begins_in.is_dir())
     set_seed(run.seed)
     config = model_config(run.model, manifest.vocab_size, manifest.eos_token_id)
     data = checkpoint.identity(manifest, run.seed)

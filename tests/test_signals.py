@@ -40,6 +40,22 @@ def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(write_confi
     assert read_lines(tmp_path / "runs/small")[-1]["step"] == step >= before  # no step after the saved one
 
 
+def test_a_signal_saves_and_ends_with_success_where_the_reader_of_the_output_has_gone(write_config, launch, tmp_path):
+    """Ctrl-C reaches all of `train.py | tee log`, and tee is gone at once."""
+    config, metrics = write_config(train=LONG), tmp_path / "runs/small/metrics.jsonl"
+    ranks = launch("--config", config, "checkpoint.save_every=0", before=reader_has_gone)
+    ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
+    assert ranks.signal(signal.SIGINT).wait() == [0]
+    assert last_saved(tmp_path / "runs/small") >= 5
+
+
+def reader_has_gone() -> None:
+    reader, writer = os.pipe()
+    os.dup2(writer, sys.stdout.fileno())
+    os.close(reader)
+    os.close(writer)
+
+
 def test_the_step_of_the_signal_is_the_last_whatever_log_every_is(write_config, launch, tmp_path):
     """Agreement does not wait for a logging step: these steps take a tenth of a second, and only each 1000th logs."""
     config = write_config(train=LONG, logging={"log_every": 1000})
