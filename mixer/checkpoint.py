@@ -272,16 +272,19 @@ def prune(directory: Path, keep: int, keep_every: int, say=print) -> None:
             _remove(path, say)
 
 
-def link_best(directory: Path, validation_losses: dict[int, float]) -> None:
-    """Points `best` to the checkpoint with the lowest validation loss, of those there are."""
+def link_best(directory: Path, validation_losses: dict[int, float], say=print) -> None:
+    """Points `best` to the checkpoint with the lowest validation loss, of those there are, where the file system has links."""
     finite = {step: loss for step, loss in validation_losses.items() if loss is not None and math.isfinite(loss)}
     scored = [(loss, step) for step, loss in finite.items() if not incomplete(directory / f"step-{step}")]
     if not scored:
         return
-    partial = directory / "best.partial"
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(f"step-{min(scored)[1]}")
-    os.replace(partial, directory / "best")
+    best, partial = f"step-{min(scored)[1]}", directory / "best.partial"
+    try:
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(best)
+        os.replace(partial, directory / "best")
+    except OSError as error:
+        say(f"{directory / 'best'} could not be linked to {best} ({error}), which is kept no longer than the others")
 
 
 def remove_partial(directory: Path, say=print) -> None:

@@ -99,7 +99,7 @@ class CheckpointWriter:
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Points `best` to the best checkpoint there is, when those before are written."""
         if self.main:
-            self._submit(checkpoint.link_best, self.directory, validation_losses)
+            self._submit(checkpoint.link_best, self.directory, validation_losses, self.say)
 
     def check(self) -> None:
         """Raises UserError if writing has failed."""

@@ -1,5 +1,6 @@
 """Checkpoints that survive: kills in mid-save, full disks, directories without access, damage, and slow disks."""
 
+import errno
 import json
 import os
 import resource
@@ -216,6 +217,21 @@ def test_best_points_to_the_lowest_validation_loss(write_config, launch, tmp_pat
     best = min(losses, key=losses.get)
     assert os.readlink(run / "best") == f"step-{best}"
     assert sorted({best, 36, 40}) == good_steps(run)
+
+
+def no_links() -> None:
+    """As on exFAT, and on some network and object stores."""
+
+    def symlink(target, *_, **__):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), target)
+
+    os.symlink = symlink
+
+
+def test_a_file_system_without_links_ends_no_run(write_config, launch, tmp_path):
+    output = launch("--config", write_config(), before=no_links).succeed()
+    assert f"{tmp_path / 'runs/small/best'} could not be linked to step-12 (" in output
+    assert good_steps(tmp_path / "runs/small") == [8, 12]
 
 
 def slow_disk() -> None:

@@ -1,6 +1,7 @@
 """Ending early: signals, and processes that die."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,25 @@ def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, 
     launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=60)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
+
+
+def test_the_first_process_of_a_container_saves_at_a_signal(write_config, tmp_path):
+    """It has no parent, and gets no signal that it does not handle."""
+    own = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*own, "true"], capture_output=True).returncode:
+        pytest.skip("a namespace of processes can be made by root alone")
+    options = ["--config", str(write_config(train=LONG)), "checkpoint.save_every=0"]
+    command = [*own, "--kill-child", sys.executable, "train.py", *options]
+    container = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    while not (metrics.exists() and '"step": 5,' in metrics.read_text()):
+        assert container.poll() is None, container.communicate()[0]
+        time.sleep(0.05)
+    (first,) = psutil.Process(container.pid).children()
+    first.terminate()
+    output, _ = container.communicate(timeout=60)
+    assert container.returncode == 0
     assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
 
 
