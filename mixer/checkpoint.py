@@ -171,31 +171,31 @@ def load_model(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
     return model_class(config).from_pretrained(path, config=config, dtype=torch.float32)
 
 
-def load_trainer(path: Path, manifest: Manifest, allow_other_data: bool, say=print) -> dict[str, Any]:
-    """trainer.json of a checkpoint; raises UserError where it was trained on other data, naming what differs."""
+def load_trainer(path: Path, data: dict[str, Any], allow_other_data: bool, say=print) -> dict[str, Any]:
+    """trainer.json of a checkpoint; raises UserError where it was trained on other data than `data` (see `identity`)."""
     trainer = json.loads((path / "trainer_state" / "trainer.json").read_text())
     if trainer.get("format") != FORMAT:
         raise UserError(
             f"checkpoint {path} has format {trainer.get('format', 1)}, this code resumes {FORMAT}; it can be loaded "
             "and evaluated, but resume it with the version that wrote it, or choose another name to start afresh"
         )
-    differing = data_differences(trainer["data"], identity(manifest))
+    differing = data_differences(trainer["data"], data)
     if differing and not allow_other_data:
         raise UserError(
-            f"checkpoint {path} was trained on other data:\n"
+            f"checkpoint {path} was trained on other data or in another order:\n"
             + "".join(f"  {line}\n" for line in differing)
-            + "restore that data, choose another name to start afresh, or set checkpoint.allow_other_data=true to go on with this"
+            + "restore that, choose another name to start afresh, or set checkpoint.allow_other_data=true to go on with this"
         )
     if differing:
         say("going on with other data than the checkpoint's: " + "; ".join(differing))
     return trainer
 
 
-def identity(manifest: Manifest) -> dict[str, Any]:
-    """What tells one prepared data set from another, by the names that a person knows."""
+def identity(manifest: Manifest, seed: int) -> dict[str, Any]:
+    """What tells one prepared data set and order of its samples from another, by the names that a person knows."""
     hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
     settings = {f"data.{key}": value for key, value in manifest.settings.items()}
-    return settings | {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size} | hashes
+    return settings | {"seed": seed, "tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size} | hashes
 
 
 def data_differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -246,7 +246,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 # --- completing and keeping -------------------------------------------------------------------------------------------
 
 
-def complete(partial: Path, final: Path) -> None:
+def complete(partial: Path, final: Path, say=print) -> None:
     """Lists, flushes and renames: from here on the checkpoint exists."""
     for file in partial.rglob("*.safetensors"):
         file.chmod(0o666 & ~UMASK)  # safetensors makes files for their owner alone
@@ -258,41 +258,55 @@ def complete(partial: Path, final: Path) -> None:
     (partial / "trainer_state" / "files.json").write_text(json.dumps(files, indent=1))
     flush_tree(partial)
     if final.exists():  # a damaged one of the same step, passed over when the run resumed
-        _remove(final)
+        _remove(final, say)
     os.rename(partial, final)
     flush(final.parent)
 
 
-def prune(directory: Path, keep: int, keep_every: int) -> None:
+def prune(directory: Path, keep: int, keep_every: int, say=print) -> None:
     """Deletes complete checkpoints but the newest `keep`, each `keep_every`-th step's, and the best one."""
     found = sorted((p for p in directory.glob("step-*") if step_of(p) >= 0 and not incomplete(p)), key=step_of)
     best = (directory / "best").resolve()
     for path in found[:-keep]:
         if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
-            _remove(path)
+            _remove(path, say)
 
 
-def link_best(directory: Path, validation_losses: dict[int, float]) -> None:
-    """Points `best` to the checkpoint with the lowest validation loss, of those there are."""
+def link_best(directory: Path, validation_losses: dict[int, float], say=print) -> None:
+    """Points `best` to the checkpoint with the lowest validation loss, of those there are, where the file system has links."""
     finite = {step: loss for step, loss in validation_losses.items() if loss is not None and math.isfinite(loss)}
     scored = [(loss, step) for step, loss in finite.items() if not incomplete(directory / f"step-{step}")]
     if not scored:
         return
-    partial = directory / "best.partial"
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(f"step-{min(scored)[1]}")
-    os.replace(partial, directory / "best")
+    best, partial = f"step-{min(scored)[1]}", directory / "best.partial"
+    try:
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(best)
+        os.replace(partial, directory / "best")
+    except OSError as error:
+        say(f"{directory / 'best'} could not be linked to {best} ({error}), which is kept no longer than the others")
 
 
-def remove_partial(directory: Path) -> None:
-    """Deletes what a killed save left behind."""
+def remove_partial(directory: Path, say=print) -> None:
+    """Deletes what a killed save or deletion left behind."""
     for path in directory.glob("step-*.partial"):
-        shutil.rmtree(path)
+        _delete(path, say)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, say) -> None:
     """Renamed first, so that a killed deletion leaves no half checkpoint."""
     doomed = path.with_name(path.name + ".old.partial")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed, say)
+
+
+def _delete(path: Path, say) -> None:
+    """Where it cannot be done, as on NFS while another process reads a file of it, that is no reason to end a run."""
+    try:
+        if path.is_symlink():  # to where someone has moved a checkpoint, which stays there
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        say(f"{path} could not be deleted ({error}); the next start of the run tries again")

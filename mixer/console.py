@@ -1,5 +1,6 @@
 """What a person sees of a run: a progress bar on a terminal, plain lines in a file."""
 
+import os
 import sys
 
 from accelerate import Accelerator
@@ -15,7 +16,10 @@ class Console:
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False)
         elif not self.silent:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:  # the reader has gone, as `tee` does at Ctrl-C: the run goes on, and still saves
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail once more as it ends
 
     def begin(self, step: int) -> None:
         """The bar, where there is a terminal to draw it on."""

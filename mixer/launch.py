@@ -19,7 +19,8 @@ def start_asked_for_processes() -> None:
     """Replaces this process by a torchrun of the same command, where its launcher was asked for more than one on a CPU."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true" or "RANK" in os.environ:
         return
-    given = _launch_options(psutil.Process().parent().cmdline())
+    parent = psutil.Process().parent()  # none, where this is the first process of a container
+    given = _launch_options(parent.cmdline()) if parent else {}
     if int(given.get("num_processes", 1)) > 1:
         sys.stdout.flush()
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(signal.name for signal in SIGNALS))  # for torchrun to pass on

@@ -52,7 +52,8 @@ def train(run: RunConfig) -> None:
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             error = UserError(
-                f"{error}; make space or give access, then give the same command again: it goes on from the last save"
+                f"the run in {run.directory} has ended: {error}; make space or give access, then give the same command again: "
+                "it goes on from the last save"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)
@@ -67,7 +68,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     hosts, console = Hosts(accelerator), Console(accelerator, run.train.steps)
 
     # Data. Every process asks; one per node prepares while the others wait at the file lock.
-    manifest = prepare(run.data, progress=accelerator.print)
+    manifest = prepare(run.data, progress=console.say)
+    hosts.require_shared(f"data.directory = {run.data.directory}", manifest.fingerprint)
     context = run.model.max_position_embeddings
     training = TokenFile(run.data.directory, "train", context)
     validation = TokenFile(run.data.directory, "validation", context)
@@ -75,11 +77,14 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
 
     # Model and optimizer, new or from a checkpoint.
     if main:
-        checkpoint.remove_partial(run.directory)
+        checkpoint.remove_partial(run.directory, console.say)
     resumed = hosts.of_main(checkpoint.find_resume(run.directory, run.checkpoint.resume, console.say) if main else None)
+    begins_in = resumed or run.directory
+    hosts.require_shared(f"the directory {begins_in}", begins_in.is_dir())
     set_seed(run.seed)
     config = model_config(run.model, manifest.vocab_size, manifest.eos_token_id)
-    state = checkpoint.load_trainer(resumed, manifest, run.checkpoint.allow_other_data, console.say) if resumed else {}
+    data = checkpoint.identity(manifest, run.seed)
+    state = checkpoint.load_trainer(resumed, data, run.checkpoint.allow_other_data, console.say) if resumed else {}
     model = checkpoint.load_model(resumed, config) if resumed else model_class(config)(config)
     set_recompute(model, run.train.recompute)
     objective = Objective(model).to(device).train()
@@ -95,12 +100,15 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         checkpoint.load_random_state(resumed, accelerator)
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
+    # A run killed between saving and evaluation owes the evaluation; made again, it gives the same numbers.
+    owes_evaluation = not resumed or evaluation_due(run, progress.step)
     metrics = None
     if main:
         save_config(run, run.directory / "config.yaml")
-        metrics = Metrics(run.directory, run.logging, asdict(run), state.get("wandb_id"))
-        metrics.rewind(progress.step, again={"validation_loss"} if evaluation_due(run, progress.step) else set())
-    console.say(_banner(run, accelerator, model, training, resumed))
+        goes_on = resumed is not None and resumed.resolve().parent == run.directory.resolve()  # or begins from another run's
+        metrics = Metrics(run.directory, run.logging, asdict(run), state["wandb_id"] if goes_on else None)
+        metrics.rewind(progress.step, again={"validation_loss"} if owes_evaluation else set())
+    console.say(_banner(run, accelerator, model, training, resumed, progress))
 
     # What works beside the loop.
     share = Share(run.train.batch_size, run.train.gradient_accumulation_steps, hosts.processes, hosts.rank)
@@ -139,7 +147,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     def save() -> None:
         extra = {
             "data_directory": run.data.directory,
-            "data": checkpoint.identity(manifest),
+            "data": data,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "wandb_id": metrics.wandb_id if metrics else None,
         }
@@ -154,8 +162,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         console.say(f"step {progress.step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
 
     try:
-        # A run killed between saving and evaluation owes the evaluation; made again, it gives the same numbers.
-        if not resumed or evaluation_due(run, progress.step):
+        if owes_evaluation:
             with timer.paused():
                 evaluate()
         console.begin(progress.step)
@@ -231,17 +238,19 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
     return step == run.train.steps or (every > 0 and step % every == 0)
 
 
-def _banner(run: RunConfig, accelerator: Accelerator, model, training: TokenFile, resumed) -> str:
+def _banner(run: RunConfig, accelerator: Accelerator, model, training: TokenFile, resumed, progress: Progress) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     peak = "" if peak_tflops(device, run.train.mixed_precision) else "; its peak is not known, so no share of it is reported"
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
     mixing = "attention" if run.model.architecture == "llama" else run.model.mixing_backend
+    done = progress.step >= run.train.steps
+    nothing_left = f", which has {progress.step} steps: train.steps = {run.train.steps} leaves none to train" if done else ""
     engine = {DistributedType.FSDP: ", FSDP"}.get(accelerator.distributed_type, "")
     return (
         f"{run.directory}: {parameters / 1e6:.1f}M parameters, token mixing {mixing}, "
         f"{accelerator.num_processes} process(es){engine} on {name}{peak}\n"
         f"{len(training):,} samples of {run.model.max_position_embeddings} tokens, {batch} a step; "
-        f"{'resuming ' + str(resumed) if resumed else 'a fresh start'}"
+        f"{'resuming ' + str(resumed) if resumed else 'a fresh start'}{nothing_left}"
     )

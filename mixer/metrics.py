@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,21 @@ class Metrics:
             self._mirror(line)
 
     def _mirror(self, line: dict[str, Any]) -> None:
-        self.wandb.log({key: value for key, value in line.items() if key != "step"}, step=line["step"])
+        values = {key: value for key, value in line.items() if key != "step"}
+        self._try(lambda: self.wandb.log(values, step=line["step"]))
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        """wandb works in a process of its own, which dies when a whole job is sent a signal: the run must not end with it."""
+        try:
+            call()
+        except Exception as error:
+            self.wandb = None
+            _say_failed(error)
+            if isinstance(error, ConnectionError):  # or wandb would try once more when Python ends, with a traceback
+                import wandb
+
+                with suppress(ConnectionError):
+                    wandb.teardown()
 
     def _note_validation(self, line: dict[str, Any]) -> None:
         if "validation_loss" in line:
@@ -67,7 +83,7 @@ class Metrics:
     def close(self) -> None:
         self.file.close()
         if self.wandb:
-            self.wandb.finish()
+            self._try(self.wandb.finish)
 
 
 def _in_json(value: Any) -> Any:
@@ -82,12 +98,24 @@ def _start_wandb(config: LoggingConfig, directory: Path, run: dict, wandb_id: st
     except ImportError:
         print("wandb is not installed: metrics go to metrics.jsonl alone (pip install wandb)", flush=True)
         return None
-    return wandb.init(
-        project=config.wandb_project,
-        name=directory.name,
-        dir=directory,
-        mode=config.wandb,
-        config=run,
-        id=wandb_id,
-        resume="allow" if wandb_id else None,
+    try:
+        return wandb.init(
+            project=config.wandb_project,
+            name=directory.name,
+            dir=directory,
+            mode=config.wandb,
+            config=run,
+            id=wandb_id,
+            resume="allow" if wandb_id else None,
+        )
+    except Exception as error:  # no network, or nobody logged in
+        _say_failed(error)
+        return None
+
+
+def _say_failed(error: Exception) -> None:
+    print(
+        f"wandb has failed, the run goes on without: {type(error).__name__}: {error}; metrics.jsonl has every line, and wandb "
+        "gets those that it has not when the run is resumed (logging.wandb=offline needs no network)",
+        flush=True,
     )

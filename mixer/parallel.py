@@ -103,6 +103,16 @@ class Hosts:
         """The main process's value, for all of them."""
         return self.gather(value)[0]
 
+    def require_shared(self, what: str, seen: Any) -> None:
+        """Raises UserError unless all processes have seen the same of a directory that all hosts are to share."""
+        every = self.gather(seen)
+        other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
+        if other is not None:
+            raise UserError(
+                f"{what} is not for process {other} what it is for process 0; allowed: one directory for all hosts, on a file "
+                "system that they share; give its whole path where hosts start in different directories"
+            )
+
     def begin_any(self, flag: bool) -> "PendingFlag":
         """Begins to ask whether any process has the flag; `result` of what is returned waits for the answer."""
         return PendingFlag(flag, self.group)

@@ -99,7 +99,7 @@ class CheckpointWriter:
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Points `best` to the best checkpoint there is, when those before are written."""
         if self.main:
-            self._submit(checkpoint.link_best, self.directory, validation_losses)
+            self._submit(checkpoint.link_best, self.directory, validation_losses, self.say)
 
     def check(self) -> None:
         """Raises UserError if writing has failed."""
@@ -184,13 +184,13 @@ class CheckpointWriter:
             (partial / "trainer_state" / "trainer.json").write_text(json.dumps(trainer, indent=1))
             self._wait_for(lambda: len(checkpoint.optimizer_files(partial / "trainer_state")) == self._files())
             flush(self.directory / "metrics.jsonl")  # a checkpoint's lines are on the disk before it is
-            checkpoint.complete(partial, final)
+            checkpoint.complete(partial, final, self.say)
         except BaseException as error:
             if self.main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise _as_os_error(error) from error
         self.say(f"saved {final}")
-        checkpoint.prune(self.directory, self.config.keep, self.config.keep_every)
+        checkpoint.prune(self.directory, self.config.keep, self.config.keep_every, self.say)
 
     def _files(self) -> int:
         return self.hosts.processes if self.sharded else 1

@@ -1,5 +1,6 @@
 """Checkpoints that survive: kills in mid-save, full disks, directories without access, damage, and slow disks."""
 
+import errno
 import json
 import os
 import resource
@@ -182,6 +183,31 @@ def test_pruning_keeps_the_newest_the_best_every_nth_and_counts_complete_ones_al
     assert find_resume(tmp_path, "auto", lambda line: None) == tmp_path / "step-90"
 
 
+@pytest.fixture
+def busy(finished):
+    """In checkpoint 8, what cannot be deleted: a place where a file system is mounted, as on NFS a file that is being read."""
+    (finished / "step-8/held").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", finished / "step-8/held"], capture_output=True).returncode:
+        pytest.skip("a file system can be mounted by root alone")
+    yield finished
+    for held in finished.glob("step-8*/held"):
+        subprocess.run(["umount", "-l", held], check=True)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_ends_no_run_and_stops_no_start(write_config, busy, launch):
+    for steps in (20, 28):
+        output = launch("--config", write_config(), f"train.steps={steps}").succeed()
+        assert output.count(f"{busy / 'step-8.old.partial'} could not be deleted (") == 1
+    assert good_steps(busy)[-2:] == [24, 28]
+
+
+def test_a_checkpoint_moved_to_another_disk_stays_there_when_its_link_is_pruned(write_config, finished, launch, tmp_path):
+    moved = shutil.move(finished / "step-8", tmp_path / "moved")
+    (finished / "step-8").symlink_to(moved)
+    launch("--config", write_config(), "train.steps=20").succeed()
+    assert damage(moved) is None and not (finished / "step-8").is_symlink()
+
+
 def test_best_points_to_the_lowest_validation_loss(write_config, launch, tmp_path):
     launch(
         "--config", write_config(), "train.steps=40", "train.eval_every=4", "optim.lr=0.3", "optim.schedule=constant"
@@ -191,6 +217,21 @@ def test_best_points_to_the_lowest_validation_loss(write_config, launch, tmp_pat
     best = min(losses, key=losses.get)
     assert os.readlink(run / "best") == f"step-{best}"
     assert sorted({best, 36, 40}) == good_steps(run)
+
+
+def no_links() -> None:
+    """As on exFAT, and on some network and object stores."""
+
+    def symlink(target, *_, **__):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), target)
+
+    os.symlink = symlink
+
+
+def test_a_file_system_without_links_ends_no_run(write_config, launch, tmp_path):
+    output = launch("--config", write_config(), before=no_links).succeed()
+    assert f"{tmp_path / 'runs/small/best'} could not be linked to step-12 (" in output
+    assert good_steps(tmp_path / "runs/small") == [8, 12]
 
 
 def slow_disk() -> None:

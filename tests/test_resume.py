@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import read_losses, read_timeless
 from launching import Launch
@@ -96,6 +97,16 @@ def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
     assert read_losses(tmp_path / "runs/many") == pytest.approx(read_losses(tmp_path / "runs/one"), rel=1e-5)
 
 
+def test_a_run_killed_before_its_first_checkpoint_has_its_first_evaluation_once(write_config, launch, tmp_path):
+    config = write_config(train={"steps": 12, "batch_size": 8, "eval_every": 0, "eval_samples": 8})
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    ranks = launch("--config", config, "train.steps=100000", "checkpoint.save_every=0")
+    ranks.until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text()).kill()
+    launch("--config", config).succeed()
+    evaluated = [line["step"] for line in read_timeless(tmp_path / "runs/small") if "validation_loss" in line]
+    assert evaluated == [0, 12]
+
+
 def test_unpacked_rows_go_on_exactly_too(write_config, small_run, launch, tmp_path):
     config = write_config(data=small_run["data"] | {"directory": str(tmp_path / "rows"), "packed": False})
     launch("--config", config, "name=whole").succeed()
@@ -129,13 +140,23 @@ def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, 
 def test_changed_data_is_refused_naming_what_differs_unless_allowed(write_config, finished, launch, tmp_path):
     other = [f"data.directory={tmp_path / 'other'}", "data.vocab_size=400", "data.max_documents=20"]
     with pytest.raises(
-        UserError, match=r"(?s)other data:.*data.max_documents: 30 in the checkpoint, now 20.*tokenizer: SHA-256"
+        UserError, match=r"(?s)other data or in another.*data.max_documents: 30 in the checkpoint, now 20.*tokenizer: SHA-256"
     ) as error:
         train(load_config(str(write_config()), other))
     assert "train.bin: SHA-256" in str(error.value) and "checkpoint.allow_other_data=true" in str(error.value)
     options = [*other, "checkpoint.allow_other_data=true", "train.steps=14"]
     output = launch("--config", write_config(), *options).succeed()
     assert "going on with other data" in output and "step 14/14" in output
+
+
+def test_another_seed_is_refused_as_it_would_deal_out_other_samples(write_config, finished):
+    with pytest.raises(UserError, match=r"(?s)in another order:.*seed: 0 in the checkpoint, now 5.*allow_other_data=true"):
+        train(load_config(str(write_config()), ["seed=5", "train.steps=14"]))
+
+
+def test_a_run_that_has_its_steps_already_says_so(write_config, finished, launch):
+    output = launch("--config", write_config(), "train.steps=8").succeed()
+    assert f"resuming {finished / 'step-12'}, which has 12 steps: train.steps = 8 leaves none to train" in output
 
 
 def test_fresh_starts_over_old_checkpoints_and_going_back_below_newer_ones_are_refused(write_config, finished):
@@ -150,10 +171,34 @@ def test_the_wandb_run_goes_on_under_its_id_and_holds_every_line(write_config, l
     config = write_config(logging={"log_every": 1, "wandb": "offline"})
     launch("--config", config, "checkpoint.save_every=5").until((tmp_path / "runs/small/step-5").exists).kill()
     launch("--config", config).succeed()
-    files = sorted((tmp_path / "runs/small/wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(files) == 2 and len({file.name for file in files}) == 1  # one id
+    assert_in_wandb(tmp_path / "runs/small")
+    origin = tmp_path / "runs/small/step-12"
+    launch("--config", config, "name=other", f"checkpoint.resume={origin}", "train.steps=13").succeed()
+    ids = {file.name for file in (tmp_path / "runs").glob("*/wandb/offline-run-*/run-*.wandb")}
+    assert len(ids) == 2  # a run that begins from a checkpoint of another one is not that one
+
+
+def test_a_run_goes_on_without_wandbs_own_process_which_gets_the_lines_when_it_is_resumed(write_config, launch, tmp_path):
+    """A signal to all processes of a job ends that one too."""
+    config = write_config(train={"steps": 100_000, "batch_size": 8, "eval_every": 0, "eval_samples": 8})
+    options = ["checkpoint.save_every=0", "logging.wandb=offline"]
+    ranks, metrics = launch("--config", config, *options), tmp_path / "runs/small/metrics.jsonl"
+    ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
+    for child in psutil.Process(ranks.ranks[0].pid).children(recursive=True):
+        child.kill()
+    output = ranks.until(lambda: "wandb has failed, the run goes on without" in ranks.output).stop()
+    assert "stopped by a signal" in output and "Traceback" not in output
+    step = read_timeless(tmp_path / "runs/small")[-1]["step"]
+    launch("--config", config, *options, f"train.steps={step + 1}").succeed()
+    assert_in_wandb(tmp_path / "runs/small")
+
+
+def assert_in_wandb(run: Path) -> None:
+    """Every line of a run that was resumed once, under one id."""
+    files = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1
     history = {line["step"]: line for file in files for line in _wandb_history(file)}
-    for line in read_timeless(tmp_path / "runs/small"):
+    for line in read_timeless(run):
         assert {key: history[line["step"]][key] for key in line if key != "step"} == {
             k: v for k, v in line.items() if k != "step"
         }

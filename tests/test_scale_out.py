@@ -1,6 +1,7 @@
 """FSDP and several hosts, over gloo on a CPU; the configuration files for GPUs, as accelerate itself reads them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,23 @@ def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     assert read_losses(tmp_path / "runs/small") == pytest.approx(read_losses(tmp_path / "runs/one"), rel=1e-5)
     trainer = json.loads((tmp_path / "runs/small/step-12/trainer_state/trainer.json").read_text())
     assert trainer["samples"] == 96
+
+
+def on_its_own_disk() -> None:
+    """Each process starts in another directory, as on hosts that share nothing; its text is another one too."""
+    directory = Path(os.environ["DISKS"]) / os.environ["RANK"]
+    (directory / "text").mkdir(parents=True)
+    for number in range(20):
+        (directory / f"text/{number}.txt").write_text(f"{os.environ['TEXT'].format(**os.environ)} {number}\n" * 50)
+    os.chdir(directory)
+
+
+@pytest.mark.parametrize(("text", "named"), [("the same", "the directory runs/small"), ("{RANK}", "data.directory = data")])
+def test_hosts_that_do_not_share_their_directories_are_refused(write_config, small_run, launch, tmp_path, text, named):
+    data = small_run["data"] | {"source": "text", "path": "text", "directory": "data", "vocab_size": 260}
+    model = small_run["model"] | {"max_position_embeddings": 8}
+    environment = {"DISKS": str(tmp_path), "TEXT": text}
+    config = write_config(data=data, model=model)
+    ranks = launch("--config", config, "output_dir=runs", processes=2, environment=environment, before=on_its_own_disk)
+    assert 0 not in ranks.wait()
+    assert ranks.output.count(f"error: {named} is not for process 1 what it is for process 0; allowed: one directory") == 1

@@ -1,6 +1,7 @@
 """Ending early: signals, and processes that die."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,22 @@ def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(write_confi
     step = last_saved(tmp_path / "runs/small")
     assert f"stopped by a signal after step {step}" in output
     assert read_lines(tmp_path / "runs/small")[-1]["step"] == step >= before  # no step after the saved one
+
+
+def test_a_signal_saves_and_ends_with_success_where_the_reader_of_the_output_has_gone(write_config, launch, tmp_path):
+    """Ctrl-C reaches all of `train.py | tee log`, and tee is gone at once."""
+    config, metrics = write_config(train=LONG), tmp_path / "runs/small/metrics.jsonl"
+    ranks = launch("--config", config, "checkpoint.save_every=0", before=reader_has_gone)
+    ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
+    assert ranks.signal(signal.SIGINT).wait() == [0]
+    assert last_saved(tmp_path / "runs/small") >= 5
+
+
+def reader_has_gone() -> None:
+    reader, writer = os.pipe()
+    os.dup2(writer, sys.stdout.fileno())
+    os.close(reader)
+    os.close(writer)
 
 
 def test_the_step_of_the_signal_is_the_last_whatever_log_every_is(write_config, launch, tmp_path):
@@ -94,6 +111,25 @@ def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, 
     launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=60)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
+
+
+def test_the_first_process_of_a_container_saves_at_a_signal(write_config, tmp_path):
+    """It has no parent, and gets no signal that it does not handle."""
+    own = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*own, "true"], capture_output=True).returncode:
+        pytest.skip("a namespace of processes can be made by root alone")
+    options = ["--config", str(write_config(train=LONG)), "checkpoint.save_every=0"]
+    command = [*own, "--kill-child", sys.executable, "train.py", *options]
+    container = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    while not (metrics.exists() and '"step": 5,' in metrics.read_text()):
+        assert container.poll() is None, container.communicate()[0]
+        time.sleep(0.05)
+    (first,) = psutil.Process(container.pid).children()
+    first.terminate()
+    output, _ = container.communicate(timeout=60)
+    assert container.returncode == 0
     assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
 
 
