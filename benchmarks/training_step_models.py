@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.guard import Guard
 from mixer.limit import NoMixing
-from mixer.objective import Objective, compiled_parts, set_recompute
+from mixer.objective import Objective, compiled, compiled_parts, set_recompute
 from mixer.optim import OptimConfig, build_optimizer
 
 
@@ -67,7 +67,8 @@ class Step:
         memory.share(self.module, self.optimizer)
         self.ours = isinstance(self.module, Ours)
         for owner, name in self.module.parts(form.compile):
-            setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True, dynamic=False))
+            method = getattr(owner, name)
+            setattr(owner, name, compiled(method) if self.ours else torch.compile(method, fullgraph=True, dynamic=False))
         tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + self.ours), device=device)
         self.inputs = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) if self.ours else (tokens,)
 

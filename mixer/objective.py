@@ -1,6 +1,7 @@
 """The model with its loss as one forward pass: what DDP and FSDP wrap, what torch.compile compiles, what is evaluated."""
 
 import time
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -72,7 +73,7 @@ def compile_objective(
         return
     began = time.perf_counter()
     for module, name in parts:
-        setattr(module, name, torch.compile(getattr(module, name), fullgraph=True, dynamic=False))
+        setattr(module, name, compiled(getattr(module, name)))
     failure = ""
     try:
         first_pass(objective, shape, accelerator)
@@ -99,6 +100,19 @@ def first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accele
         nats.sum().backward()
     finally:  # a backward pass that fails half way leaves some, which the first step would add to its own
         objective.zero_grad(set_to_none=True)
+
+
+def compiled(function: Callable) -> Callable:
+    """torch.compile for shapes that stay, without graph breaks.
+
+    Left alone, the compiler takes of several kernels the one that was fastest just then; each sums in its own order, and a
+    resumed run that compiles anew would differ in its last bits. An older torch cannot be told to choose by rule: there a
+    resume is exact as long as the compiler's cache is kept.
+    """
+    from torch._inductor import config
+
+    by_rule = {"deterministic": True} if hasattr(config, "deterministic") else None
+    return torch.compile(function, fullgraph=True, dynamic=False, options=by_rule)
 
 
 def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:

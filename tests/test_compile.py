@@ -57,7 +57,7 @@ def test_a_run_compiles_four_graphs_whatever_its_layers_steps_and_last_batches(w
 def with_backend(name: str):
     """torch.compile without the code generation, which takes most of its time."""
     real = torch.compile
-    return lambda function, **options: real(function, **options, backend=name)
+    return lambda function, options=None, **how: real(function, **how, backend=name)
 
 
 class FailsBackward(torch.autograd.Function):
