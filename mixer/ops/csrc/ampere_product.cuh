@@ -85,10 +85,10 @@ __device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragme
 
 // ---------------------------------------------------------------------------------------------- kernel
 
-template <typename Element, bool kTransposed>
+template <typename Element, bool kTransposed, bool kOneTap>
 __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
 #if __CUDA_ARCH__ >= 800
-  using Loader = ProductLoader<Element, kTransposed>;
+  using Loader = ProductLoader<Element, kTransposed, kOneTap>;
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
 
@@ -133,8 +133,11 @@ cudaError_t launch_product(const TriangularConvParams& params) {
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   return dispatch_dtype(params.dtype, [&](auto element) {
-    product_kernel<decltype(element), kTransposed><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-    return cudaGetLastError();
+    return dispatch_taps(params, [&](auto one_tap) {
+      product_kernel<decltype(element), kTransposed, decltype(one_tap)::value>
+          <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+      return cudaGetLastError();
+    });
   });
 }
 

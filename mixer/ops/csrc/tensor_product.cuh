@@ -6,8 +6,6 @@
 // head wastes no part of a tile. A vector of 16 bytes never crosses from one sample into the next.
 #pragma once
 
-#include <type_traits>
-
 #include "tensor_tile.cuh"
 
 namespace tensor {
@@ -47,7 +45,7 @@ __host__ __device__ inline Tile locate(const TriangularConvParams& params, int b
 // ---------------------------------------------------------------------------------------------- loading
 
 // Loads the slices of W and of x (or dy), one pair a call: tap by tap, tokens ascending.
-template <typename Element, bool kTransposed>
+template <typename Element, bool kTransposed, bool kOneTap>
 struct ProductLoader {
   static constexpr int kVector = Sizes<Element>::kVector;
   static constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
@@ -108,7 +106,7 @@ struct ProductLoader {
       const int token = depth + vector_down<InputLayout>(i);
       const bool inside = token < params.tokens && channel < width;
       const Element* row = input + token * token_stride;
-      if (shift == 0) {
+      if (kOneTap || shift == 0) {
         copies.template copy<InputLayout>(kRight, i, row + channel, inside);
       } else {
         const uint4 vector = inside ? load_shifted(row, channel, shift, width) : make_uint4(0, 0, 0, 0);

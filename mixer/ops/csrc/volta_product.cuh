@@ -8,9 +8,9 @@
 
 namespace volta {
 
-template <bool kTransposed>
+template <bool kTransposed, bool kOneTap>
 __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
-  using Loader = ProductLoader<Element, kTransposed>;
+  using Loader = ProductLoader<Element, kTransposed, kOneTap>;
   using LeftLayout = typename Loader::WeightLayout;
   using RightLayout = typename Loader::InputLayout;
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
@@ -68,8 +68,11 @@ cudaError_t launch_product(const TriangularConvParams& params) {
   const int64_t blocks = product_blocks(params);
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  product_kernel<kTransposed><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return dispatch_taps(params, [&](auto one_tap) {
+    product_kernel<kTransposed, decltype(one_tap)::value>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace volta
