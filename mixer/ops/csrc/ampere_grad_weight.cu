@@ -15,13 +15,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
   GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile, tile.lower.column * kTile,
                                             tap_shift(tile.tap, params.taps), tile.first);
   Accumulator sum;
-  const auto multiply = [&](int, const Fragments& fragments) {
+  const auto multiply = [&](const Fragments& fragments) {
     multiply_lower_groups(tile.on_diagonal(), [&](int row_group, int column_group) {
       multiply_groups<Element>(sum, fragments, row_group, column_group);
     });
   };
-  run_pipeline<Element, KMajor<Element>, KMajor<Element>, kGroupColumnStep>(
-      shared_address(memory), static_cast<int>(tile.last - tile.first), first_group_column(), loader, multiply);
+  const int steps = static_cast<int>(tile.last - tile.first);
+  int unloaded = steps;
+  const auto load = [&](AsyncCopies& copies) {
+    if (--unloaded >= 0) loader(copies);
+  };
+  Pipeline<Element, KMajor<Element>, KMajor<Element>, kGroupColumnStep> pipeline(shared_address(memory),
+                                                                                 first_group_column(), load);
+  pipeline.run(steps, load, multiply);
   wait_copies<0>();
 
   float* partial = partial_tile(params);
