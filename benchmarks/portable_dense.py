@@ -11,22 +11,28 @@ from pathlib import Path
 from mixer.errors import UserError
 from mixer.ops import build
 
-PRODUCTS = ("ampere_product.cuh", "volta_product.cuh")
-REPLACEMENTS = [  # pattern, replacement: each is there once in each file
-    (r"const int first = kTransposed \? tile\.row0 : 0;", "const int first = 0;"),
-    (r"const int last = kTransposed \? params\.tokens : min\([^;]*\);", "const int last = params.tokens;"),
-    (r"const bool on_diagonal = kTransposed \? [^;]*;", "const bool on_diagonal = false;"),
-]
+REPLACEMENTS = {  # of each file: pattern, replacement; each pattern is there once
+    "tensor_product.cuh": [
+        (r"int first\(\) const \{ return kTransposed \? row0 : 0; \}", "int first() const { return 0; }"),
+        (r"int last\(\) const \{ return kTransposed \? [^}]*\}", "int last() const { return params.tokens; }"),
+    ],
+    "ampere_product.cuh": [
+        (r"const int before = [^;]*;", "const int before = slices(params.tokens);"),
+        (r"const int diagonal = [^;]*;", "const int diagonal = 0;"),
+        (r"const int after = [^;]*;", "const int after = 0;"),
+    ],
+    "volta_product.cuh": [(r"const bool on_diagonal = kTransposed \? [^;]*;", "const bool on_diagonal = false;")],
+}
 
 
 def write_sources(directory: Path) -> Path:
     """`directory`, made anew with all of csrc, forward and grad-input dense. Raises UserError where csrc has changed."""
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(build.SOURCES, directory)
-    for name in PRODUCTS:
+    for name, replacements in REPLACEMENTS.items():
         path = directory / name
         text = path.read_text()
-        for pattern, replacement in REPLACEMENTS:
+        for pattern, replacement in replacements:
             text, count = re.subn(pattern, replacement, text)
             if count != 1:
                 raise UserError(f"{name} has {count} times `{pattern}`, not once: REPLACEMENTS in {__file__} must follow it")

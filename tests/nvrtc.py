@@ -30,6 +30,7 @@ HEADERS = {
         template <typename A, typename B> struct conditional<false, A, B> { typedef B type; };
         template <bool condition, typename A, typename B>
         using conditional_t = typename conditional<condition, A, B>::type;
+        template <bool condition> struct bool_constant { static constexpr bool value = condition; };
         }""",
 }
 

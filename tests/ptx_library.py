@@ -74,14 +74,15 @@ class PtxLibrary:
         width = p.channels // p.heads
         if self.is_volta(reference):
             blocks = ceil_div(p.tokens, 128) * ceil_div(p.batch * width, 128) * p.heads
-            return self.run(f"volta_{operation}", f"product_kernelILb{transposed}E", blocks, 128, p)
+            return self.run(f"volta_{operation}", f"product_kernelILb{transposed}ELb{int(p.taps == 1)}E", blocks, 128, p)
         blocks = ceil_div(p.tokens, 64) * ceil_div(width, 64) * p.batch * p.heads
         return self.run(f"portable_{operation}", f"product_kernelI{mangled(p.dtype)}Lb{transposed}E", blocks, 128, p)
 
     def mixer_grad_weight(self, reference) -> int:
         p = reference._obj
         volta = self.is_volta(reference)
-        file, tile, part = ("volta", 128, "partial_kernelE") if volta else ("portable", 64, f"partial_kernelI{mangled(p.dtype)}E")
+        file, tile = ("volta", 128) if volta else ("portable", 64)
+        part = f"partial_kernelILb{int(p.taps == 1)}E" if volta else f"partial_kernelI{mangled(p.dtype)}E"
         file += "_grad_weight"
         tiles = ceil_div(p.tokens, tile) * (ceil_div(p.tokens, tile) + 1) // 2 * p.heads * p.taps
         splits = self.real.mixer_grad_weight_workspace(reference) // (tile * tile * 4) // tiles

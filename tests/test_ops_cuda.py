@@ -4,6 +4,7 @@ With MIXER_TEST_PTX=DIRECTORY the kernels are those of a V100, from PTX (see ptx
 """
 
 import itertools
+import math
 import os
 from pathlib import Path
 
@@ -142,10 +143,11 @@ def test_cases_cover_every_value():
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Lets the kernels of an older compute capability serve: they run on newer GPUs as well."""
+    """Lets the kernels of an older compute capability serve, as they would with so many multiprocessors."""
 
-    def choose(capability: int) -> None:
-        processors = cuda.device_facts(0)[1]
+    processors_here = cuda.device_facts(0)[1]
+
+    def choose(capability: int, processors: int = processors_here) -> None:
         monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, processors))
         cuda.template.cache_clear()
 
@@ -261,11 +263,16 @@ def test_gradient_of_a_sum():
 @pytest.mark.parametrize("taps", [1, 4])
 @pytest.mark.parametrize("cut", [1, 63, 64, 65, 130, 199])
 def test_causal_bit_for_bit(dtype, taps, cut):
-    x, weight, bias, residual, dy = make(200, 96, 2, 2, taps, dtype)
+    # Tensor cores multiply the zeros above the diagonal inside a block of 64 tokens, so there only what is finite stays apart.
+    strangers = (3.0, math.inf, math.nan) if dtype == torch.float32 else (3.0, -6e4)
+    check_causal(make(200, 96, 2, 2, taps, dtype), cut, strangers)
+
+
+def check_causal(inputs, cut, strangers):
+    x, weight, bias, residual, dy = inputs
+    dtype = x.dtype
     packed = cuda.pack(weight, 200, dtype)
     y, dx = cuda.forward(x, packed, bias, residual), cuda.grad_input(dy, packed)
-    # Tensor cores multiply the zeros above the diagonal inside a block of 64 tokens, so there only what is finite stays apart.
-    strangers = (3.0, float("inf"), float("nan")) if dtype == torch.float32 else (3.0, -6e4)
     for stranger in strangers:
         later, earlier = x.clone(), dy.clone()
         later[:, cut:] = stranger
@@ -310,6 +317,37 @@ def test_two_runs_agree_bit_for_bit(dtype, tokens):
 def test_volta_kernels_are_causal(taps, cut, pretend):
     pretend(70)
     test_causal_bit_for_bit(torch.float16, taps, cut)
+
+
+@not_from_ptx
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("taps", [1, 4])
+@pytest.mark.parametrize("processors", [1, 1000])  # few: blocks have two tiles each; many: one
+@pytest.mark.parametrize("cut", [1, 63, 65, 130, 199])
+def test_ampere_kernels_are_causal_whatever_comes_later(dtype, taps, processors, cut, pretend):
+    """Infinities and NaN, too, stay with their own and the later tokens."""
+    pretend(80, processors)
+    torch.set_float32_matmul_precision("high")
+    check_causal(make(200, 96, 16, 2, taps, dtype), cut, (3.0, math.inf, -math.inf, math.nan))
+
+
+@not_from_ptx
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [128, 129, 300, 600])
+def test_ampere_tiles_in_pairs_are_right(dtype, tokens, pretend):
+    """One block makes two tiles only where there are many, so the smaller tests have none; the bits are those of single tiles."""
+    torch.set_float32_matmul_precision("high")
+    inputs = make(tokens, 256, 8, 2, 1, dtype, integers=True)
+    pretend(80, processors=1)
+    pairs = gradients(kernel_conv, *inputs)
+    for name, value, truth in zip(NAMES, pairs, exact(*inputs), strict=True):
+        assert torch.equal(value, truth.to(value.dtype)), name
+    x, weight, bias, residual, dy = make(tokens, 256, 8, 2, 1, dtype)
+    packed = cuda.pack(weight, tokens, dtype)
+    pairs = cuda.forward(x, packed, bias, residual), cuda.grad_input(dy, packed)
+    pretend(80, processors=1000)
+    assert torch.equal(pairs[0], cuda.forward(x, packed, bias, residual))
+    assert torch.equal(pairs[1], cuda.grad_input(dy, packed))
 
 
 @not_from_ptx

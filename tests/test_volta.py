@@ -109,12 +109,12 @@ def test_all_kernels_compile_for_sm_70_without_spills(compiled_for_sm_70):
 @nvrtc.needs_nvrtc
 @needs_nvcc
 def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70):
-    """Each type of x with each type of weight and gradient finds its kernels, by the names that the driver knows them by."""
+    """Each type of x, of weight and gradient, for one tap and several, finds its kernels by the names that the driver knows."""
     names = {stem: [kernel.name for kernel in build.kernels_of(log)] for stem, (_, log) in compiled_for_sm_70.items()}
     library = PtxLibrary(cuda.load(str(build.library((9, 0)))), names, lambda *launch: 0)
-    for dtype, other in itertools.product(cuda.DTYPES.values(), repeat=2):
+    for dtype, other, taps in itertools.product(cuda.DTYPES.values(), cuda.DTYPES.values(), (1, 3)):
         params = cuda.Params(
-            batch=2, tokens=129, channels=64, context=140, heads=2, taps=3, columns=136, dtype=dtype, weight_dtype=other,
+            batch=2, tokens=129, channels=64, context=140, heads=2, taps=taps, columns=136, dtype=dtype, weight_dtype=other,
             gradient_dtype=other, dbias=16, capability=70, processors=80,
         )  # fmt: skip
         for function in ("pack", "forward", "grad_input", "grad_weight"):

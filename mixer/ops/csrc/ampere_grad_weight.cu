@@ -6,22 +6,28 @@
 namespace ampere {
 namespace {
 
-template <typename Element>
+template <typename Element, bool kOneTap>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     partial_kernel(const TriangularConvParams params, int splits) {
 #if __CUDA_ARCH__ >= 800
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
   const PartialTile tile(params, splits);
-  GradWeightLoader<Element> loader(params, tile.head, tile.lower.row * kTile, tile.lower.column * kTile,
-                                   tap_shift(tile.tap, params.taps), tile.first);
+  GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile, tile.lower.column * kTile,
+                                            tap_shift(tile.tap, params.taps), tile.first);
   Accumulator sum;
-  const auto multiply = [&](int, const Fragments& fragments) {
+  const auto multiply = [&](const Fragments& fragments) {
     multiply_lower_groups(tile.on_diagonal(), [&](int row_group, int column_group) {
       multiply_groups<Element>(sum, fragments, row_group, column_group);
     });
   };
-  run_pipeline<Element, KMajor<Element>, KMajor<Element>, kGroupColumnStep>(
-      shared_address(memory), static_cast<int>(tile.last - tile.first), first_group_column(), loader, multiply);
+  const int steps = static_cast<int>(tile.last - tile.first);
+  int unloaded = steps;
+  const auto load = [&](AsyncCopies& copies) {
+    if (--unloaded >= 0) loader(copies);
+  };
+  Pipeline<Element, KMajor<Element>, KMajor<Element>, kGroupColumnStep> pipeline(shared_address(memory),
+                                                                                 first_group_column(), load);
+  pipeline.run(steps, load, multiply);
   wait_copies<0>();
 
   float* partial = partial_tile(params);
@@ -46,9 +52,11 @@ int64_t grad_weight_workspace(const TriangularConvParams& params) { return works
 cudaError_t grad_weight(const TriangularConvParams& params) {
   return launch_grad_weight(params, [&](unsigned blocks, int splits) {
     return dispatch_dtype(params.dtype, [&](auto element) {
-      partial_kernel<decltype(element)>
-          <<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, splits);
-      return cudaGetLastError();
+      return dispatch_taps(params, [&](auto one_tap) {
+        partial_kernel<decltype(element), decltype(one_tap)::value>
+            <<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, splits);
+        return cudaGetLastError();
+      });
     });
   });
 }

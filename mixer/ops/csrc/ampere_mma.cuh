@@ -122,23 +122,4 @@ __device__ __forceinline__ uint32_t round_to_tf32(uint32_t value) {
   return rounded;
 }
 
-// 0 * values + sum for the one or two values in 4 bytes: stays zero until a value is infinite or NaN.
-template <typename Element>
-__device__ __forceinline__ uint32_t add_zero_times(uint32_t values, uint32_t sum);
-
-#define MIXER_ADD_ZERO_TIMES(Element, instruction)                                            \
-  template <>                                                                                 \
-  __device__ __forceinline__ uint32_t add_zero_times<Element>(uint32_t values, uint32_t sum) { \
-    asm(instruction " %0, %1, %2, %0;" : "+r"(sum) : "r"(values), "r"(0u));                   \
-    return sum;                                                                               \
-  }
-
-MIXER_ADD_ZERO_TIMES(__half, "fma.rn.f16x2")
-MIXER_ADD_ZERO_TIMES(__nv_bfloat16, "fma.rn.bf16x2")
-#undef MIXER_ADD_ZERO_TIMES
-template <>
-__device__ __forceinline__ uint32_t add_zero_times<float>(uint32_t values, uint32_t sum) {
-  return __float_as_uint(fmaf(__uint_as_float(values), 0.0f, __uint_as_float(sum)));
-}
-
 }  // namespace ampere

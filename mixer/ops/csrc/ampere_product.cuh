@@ -2,6 +2,7 @@
 // since the triangle only turns over.
 #pragma once
 
+#include "ampere_store.cuh"
 #include "ampere_tile.cuh"
 #include "kernels.h"
 #include "tensor_product.cuh"
@@ -10,21 +11,7 @@ namespace ampere {
 
 // ---------------------------------------------------------------------------------------------- the diagonal
 
-// True if one of the right factors is infinite or NaN: the same in all threads of the warp.
-template <typename Element>
-__device__ __forceinline__ bool has_nonfinite(const Fragments& fragments) {
-  uint32_t found = 0;
-#pragma unroll
-  for (int group = 0; group < kWarpGroups; ++group) {
-    uint32_t sum = 0;
-#pragma unroll
-    for (int part = 0; part < 4; ++part) sum = add_zero_times<Element>(fragments.right[group].part[part], sum);
-    found |= sum;
-  }
-  return __any_sync(0xffffffffu, found != 0);
-}
-
-// multiply_row_group where the diagonal cuts the group and the right factor has infinities or NaN. W's zeros beyond the
+// multiply_row_group where the diagonal cuts the group and the right factor may have infinities or NaN. W's zeros beyond the
 // diagonal would turn these into NaN, and a later token would show in an earlier one. So each of the 16 rows is
 // multiplied by itself, with the right factors that are not its own set to zero; the bits are those that any finite
 // values give.
@@ -65,9 +52,8 @@ __device__ __forceinline__ void multiply_row_by_row(Accumulator& sum, const Frag
 
 // One mma step of a tile on the diagonal: groups of 16 rows whose W is all zero here are skipped.
 // `lead` = first row of the tile - first token of the step.
-template <typename Element, bool kTransposed>
+template <typename Element, bool kTransposed, bool kCareful>
 __device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragments& fragments, int lead) {
-  const bool wary = has_nonfinite<Element>(fragments);
 #pragma unroll
   for (int group = 0; group < kWarpGroups; ++group) {
     const int group_lead = lead + group_row(group);
@@ -75,7 +61,7 @@ __device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragme
     const int most = kTransposed ? kMmaDepth<Element> - 1 - group_lead : group_lead + 15;
     const int least = most - 15 - (kMmaDepth<Element> - 1);
     if (most < 0) continue;
-    if (wary && least < 0) {
+    if (kCareful && least < 0) {
       multiply_row_by_row<Element, kTransposed>(sum, fragments, group, group_lead);
     } else {
       multiply_row_group<Element>(sum, fragments, group);
@@ -83,58 +69,105 @@ __device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragme
   }
 }
 
+// ---------------------------------------------------------------------------------------------- which tiles
+
+// Whether a block makes two row tiles of a column, one after the other: while the first is stored, slices of the second are on
+// their way. As many tiles as one is from the first token, the other is from the last, so all pairs take the same time. Where
+// sums are long anyway (several taps), or pairs too few for the GPU's places to be done together, each tile has a block.
+template <bool kOneTap>
+__host__ __device__ inline bool in_pairs(const TriangularConvParams& params) {
+  constexpr int kLeastRounds = 4;  // blocks for each place
+  const int64_t pairs = ceil_div(row_tiles(params), 2) * column_tiles(params) * params.heads;
+  return kOneTap && pairs >= static_cast<int64_t>(kLeastRounds) * kBlocksResident * params.processors;
+}
+
+template <bool kOneTap>
+__host__ __device__ inline int blocks_of_column(const TriangularConvParams& params) {
+  return in_pairs<kOneTap>(params) ? (row_tiles(params) + 1) / 2 : row_tiles(params);
+}
+
+// First row of the other tile of a pair.
+__device__ __forceinline__ int opposite(const TriangularConvParams& params, int row0) {
+  return (row_tiles(params) - 1) * kTile - row0;
+}
+
 // ---------------------------------------------------------------------------------------------- kernel
 
-template <typename Element, bool kTransposed>
-__global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
-#if __CUDA_ARCH__ >= 800
-  using Loader = ProductLoader<Element, kTransposed>;
+// Makes this block's tiles. Returns whether one of this thread's sums is infinite or NaN.
+template <typename Element, bool kTransposed, bool kOneTap, bool kCareful>
+__device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, uint32_t stages) {
+  using Loader = ProductLoader<Element, kTransposed, kOneTap>;
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
-  alignas(128) __shared__ unsigned char memory[kSharedBytes];
+  const auto slices = [](int tokens) { return (max(tokens, 0) + kSliceDepth - 1) / kSliceDepth; };
 
-  const Tile tile = locate<kTransposed>(params, read_block());
-  const int first = kTransposed ? tile.row0 : 0;
-  const int last = kTransposed ? params.tokens : min(tile.row0 + kTile, params.tokens);
-  const int steps_per_tap = (last - first + kSliceDepth - 1) / kSliceDepth;
+  Tile tile = locate<kTransposed>(params, read_block(), blocks_of_column<kOneTap>(params));
+  const bool is_pair = in_pairs<kOneTap>(params) && opposite(params, tile.row0) != tile.row0;
+  Loader loader(params, tile);
+  bool has_more = is_pair;
+  const auto load = [&](AsyncCopies& copies) {
+    if (loader.done()) {
+      if (!has_more) return;
+      has_more = false;
+      loader.start(opposite(params, loader.row0));
+    }
+    loader(copies);
+  };
+  using Fast = Pipeline<Element, typename Loader::WeightLayout, typename Loader::InputLayout, 16>;
+  using Slow = SerialPipeline<Element, typename Loader::WeightLayout, typename Loader::InputLayout, 16>;
+  std::conditional_t<kCareful, Slow, Fast> pipeline(stages, warp_column() * kWarpTile, load);
 
-  Loader loader(params, tile, first, last);
-  Accumulator sum;
-  int depth = first;
-  const auto multiply = [&](int mma_step, const Fragments& fragments) {
-    const int token = depth + mma_step * kMmaDepth<Element>;
-    const bool on_diagonal = kTransposed ? token < tile.row0 + kTile : token + kMmaDepth<Element> > tile.row0;
-    if (on_diagonal) {
-      multiply_triangle<Element, kTransposed>(sum, fragments, tile.row0 - token);
-    } else {
+  bool nonfinite = false;
+#pragma unroll 1
+  for (int tiles = is_pair ? 2 : 1; tiles > 0; --tiles) {
+    Accumulator sum;
+    const int before = kTransposed ? 0 : slices(tile.row0);
+    const int diagonal = slices(min(params.tokens - tile.row0, kTile));
+    const int after = kTransposed ? slices(params.tokens - tile.row0 - kTile) : 0;
+    const auto multiply_all = [&](const Fragments& fragments) {
 #pragma unroll
       for (int group = 0; group < kWarpGroups; ++group) multiply_row_group<Element>(sum, fragments, group);
+    };
+#pragma unroll 1
+    for (int tap = 0; tap < (kOneTap ? 1 : params.taps); ++tap) {
+      pipeline.run(before, load, multiply_all);
+      int lead = 0;  // first row of the tile - first token of the step
+      pipeline.run(diagonal, load, [&](const Fragments& fragments) {
+        multiply_triangle<Element, kTransposed, kCareful>(sum, fragments, lead);
+        lead -= kMmaDepth<Element>;
+      });
+      pipeline.run(after, load, multiply_all);
     }
-    if (mma_step == kMmaSteps - 1) depth = depth + kSliceDepth < last ? depth + kSliceDepth : first;
-  };
-  run_pipeline<Element, typename Loader::WeightLayout, typename Loader::InputLayout, 16>(
-      shared_address(memory), params.taps * steps_per_tap, warp_column() * kWarpTile, loader, multiply);
+    nonfinite |= store_result<Element, kTransposed>(sum, params, tile);
+    tile.row0 = opposite(params, tile.row0);
+  }
   wait_copies<0>();
-  const auto write_group = [&](int group, float* values) {
-#pragma unroll
-    for (int c = 0; c < 2 * kWarpGroups; ++c) {
-      const float(&value)[4] = sum.value[group][c];
-      float* place = values + lane() / 4 * kGroupPitch + c * 8 + lane() % 4 * 2;
-      *reinterpret_cast<float2*>(place) = make_float2(value[0], value[1]);
-      *reinterpret_cast<float2*>(place + 8 * kGroupPitch) = make_float2(value[2], value[3]);
-    }
-  };
-  store_result<Element, kTransposed>(write_group, memory, params, locate<kTransposed>(params, read_block()));
+  return nonfinite;
+}
+
+// W's zeros beyond the diagonal times what is infinite or NaN show as NaN in the sums. Only then are these made once more, without
+// such products: finite values are not searched for others.
+template <typename Element, bool kTransposed, bool kOneTap>
+__global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
+#if __CUDA_ARCH__ >= 800
+  alignas(128) __shared__ unsigned char memory[kSharedBytes];
+  const uint32_t stages = shared_address(memory);
+  const bool nonfinite = make_tiles<Element, kTransposed, kOneTap, false>(params, stages);
+  if (__syncthreads_or(nonfinite)) make_tiles<Element, kTransposed, kOneTap, true>(params, stages);
 #endif
 }
 
 template <bool kTransposed>
 cudaError_t launch_product(const TriangularConvParams& params) {
-  const int64_t blocks = product_blocks(params);
-  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.dtype, [&](auto element) {
-    product_kernel<decltype(element), kTransposed><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-    return cudaGetLastError();
+  return dispatch_taps(params, [&](auto one_tap) {
+    constexpr bool kOneTap = decltype(one_tap)::value;
+    const int64_t blocks = blocks_of_column<kOneTap>(params) * column_tiles(params) * params.heads;
+    if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
+    const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+    return dispatch_dtype(params.dtype, [&](auto element) {
+      product_kernel<decltype(element), kTransposed, kOneTap>
+          <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+      return cudaGetLastError();
+    });
   });
 }
 

@@ -112,63 +112,109 @@ __device__ __forceinline__ void multiply_row_group(Accumulator& sum, const Fragm
   }
 }
 
-// Runs through `steps` slices. load(copies) starts to copy the next slices; multiply(mma_step, fragments) uses them. While
-// one step is multiplied, the fragments of the next are on their way from shared memory and the slices of the next but one
-// from global memory. A warp's column group g starts at column first_column + g * kColumnStep.
-template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep, typename Load,
-          typename Multiply>
-__device__ __forceinline__ void run_pipeline(uint32_t stages, int steps, int first_column, Load&& load,
-                                             Multiply&& multiply) {
-  const auto load_fragments = [&](Fragments& fragments, uint32_t stage, int mma_step) {
+// The fragments of a warp at one mma's depth of a stage, its column group g from column first_column + g * kColumnStep on.
+template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
+__device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t stage, int first_column, int mma_step) {
 #pragma unroll
-    for (int g = 0; g < kWarpGroups; ++g) {
-      fragments.left[g] = load_fragment<kLeft>(LeftLayout(), stage, group_row(g), mma_step);
-    }
-#pragma unroll
-    for (int g = 0; g < kWarpGroups; ++g) {
-      const int column = first_column + g * kColumnStep;
-      fragments.right[g] = load_fragment<kRight>(RightLayout(), stage + kSliceBytes, column, mma_step);
-    }
-  };
-  const auto next_stage = [&](uint32_t stage) {
-    return stage == stages + (kStages - 1) * kStageBytes ? stages : stage + kStageBytes;
-  };
-
-  static_assert(kMmaSteps == 2, "fragments alternate between two buffers");
-
-  // A group of copies is committed for each step, though it be empty, so that "all but the newest" is always the same.
-  uint32_t filling = stages;
-#pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) {
-    AsyncCopies copies = {filling};
-    if (step < steps) load(copies);
-    commit_copies();
-    filling = next_stage(filling);
+  for (int g = 0; g < kWarpGroups; ++g) {
+    fragments.left[g] = load_fragment<kLeft>(LeftLayout(), stage, group_row(g), mma_step);
   }
-  Fragments fragments[2];
-  uint32_t reading = stages;
-  wait_copies<kStages - 2>();
-  __syncthreads();
-  load_fragments(fragments[0], reading, 0);
-
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    // This stage was last read in the step before, and the barrier there came after those reads.
-    AsyncCopies copies = {filling};
-    if (step + kStages - 1 < steps) load(copies);
-    commit_copies();
-    filling = next_stage(filling);
-    load_fragments(fragments[1], reading, 1);
-    round_factors<Element>(fragments[0]);
-    multiply(0, fragments[0]);
-
-    reading = next_stage(reading);
-    wait_copies<kStages - 2>();
-    __syncthreads();  // every thread's copies for the next step have arrived
-    load_fragments(fragments[0], reading, 0);  // after the last step it reads what nobody uses
-    round_factors<Element>(fragments[1]);
-    multiply(1, fragments[1]);
+#pragma unroll
+  for (int g = 0; g < kWarpGroups; ++g) {
+    const int column = first_column + g * kColumnStep;
+    fragments.right[g] = load_fragment<kRight>(RightLayout(), stage + kSliceBytes, column, mma_step);
   }
 }
+
+// Multiplies slices, in order, while later ones are copied: load(copies) starts to copy the next slices, or nothing where none
+// is left; multiply(fragments) uses those of the next mma's depth. While one is multiplied, the fragments of the next are on
+// their way from shared memory and the slices of the next but one from global memory.
+template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
+struct Pipeline {
+  static_assert(kMmaSteps == 2, "fragments alternate between two buffers");
+
+  uint32_t stages;
+  int first_column;
+  uint32_t filling, reading;
+  Fragments fragments[2];
+
+  template <typename Load>
+  __device__ __forceinline__ Pipeline(uint32_t stages, int first_column, Load&& load)
+      : stages(stages), first_column(first_column), filling(stages), reading(stages) {
+#pragma unroll
+    for (int step = 0; step < kStages - 1; ++step) start_copies(load);
+    wait_copies<kStages - 2>();
+    __syncthreads();
+    load_fragments(0);
+  }
+
+  // Goes on with the next `steps` slices.
+  template <typename Load, typename Multiply>
+  __device__ __forceinline__ void run(int steps, Load&& load, Multiply&& multiply) {
+#pragma unroll 1
+    for (; steps > 0; --steps) {
+      // The stage that is filled was last read in the step before, and the barrier there came after those reads.
+      start_copies(load);
+      load_fragments(1);
+      round_factors<Element>(fragments[0]);
+      multiply(fragments[0]);
+
+      reading = next_stage(reading);
+      wait_copies<kStages - 2>();
+      __syncthreads();  // every thread's copies for the next step have arrived
+      load_fragments(0);  // after the last step it reads what nobody uses
+      round_factors<Element>(fragments[1]);
+      multiply(fragments[1]);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t next_stage(uint32_t stage) const {
+    return stage == stages + (kStages - 1) * kStageBytes ? stages : stage + kStageBytes;
+  }
+
+  // A group of copies is committed for each step, though it be empty, so that "all but the newest" is always the same.
+  template <typename Load>
+  __device__ __forceinline__ void start_copies(Load&& load) {
+    AsyncCopies copies = {filling};
+    load(copies);
+    commit_copies();
+    filling = next_stage(filling);
+  }
+
+  __device__ __forceinline__ void load_fragments(int mma_step) {
+    ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step], reading, first_column, mma_step);
+  }
+};
+
+// The same, one thing after the other: slow, but it leaves registers to what it multiplies with.
+template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
+struct SerialPipeline {
+  uint32_t stage;
+  int first_column;
+
+  template <typename Load>
+  __device__ __forceinline__ SerialPipeline(uint32_t stages, int first_column, Load&&)
+      : stage(stages), first_column(first_column) {}
+
+  template <typename Load, typename Multiply>
+  __device__ __forceinline__ void run(int steps, Load&& load, Multiply&& multiply) {
+#pragma unroll 1
+    for (; steps > 0; --steps) {
+      AsyncCopies copies = {stage};
+      load(copies);
+      commit_copies();
+      wait_copies<0>();
+      __syncthreads();  // every thread's copies have arrived
+#pragma unroll 1
+      for (int mma_step = 0; mma_step < kMmaSteps; ++mma_step) {
+        Fragments fragments;
+        load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments, stage, first_column, mma_step);
+        round_factors<Element>(fragments);
+        multiply(fragments);
+      }
+      __syncthreads();  // and are read
+    }
+  }
+};
 
 }  // namespace ampere

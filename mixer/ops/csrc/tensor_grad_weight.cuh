@@ -43,7 +43,7 @@ inline int choose_splits(const TriangularConvParams& params) {
 }
 
 // Loads the slices of dy and of x, one pair a call.
-template <typename Element>
+template <typename Element, bool kOneTap>
 struct GradWeightLoader {
   static constexpr int kVector = Sizes<Element>::kVector;
   using Layout = KMajor<Element>;
@@ -87,7 +87,7 @@ struct GradWeightLoader {
       const int down = vector_down<Layout>(i);
       const bool inside = first_row + down < params.tokens && samples_left > 0;
       const Element* row = values + (first_row + down) * token_stride;
-      if (shift == 0) {
+      if (kOneTap || shift == 0) {
         copies.template copy<Layout>(side, i, row + channel, inside);
       } else {
         copies.template store<Layout>(side, i, inside ? load_shifted(row, channel, shift, width) : make_uint4(0, 0, 0, 0));

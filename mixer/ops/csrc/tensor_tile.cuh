@@ -11,6 +11,8 @@
 // for the i-th vector of this thread in the slice of the left or the right factor.
 #pragma once
 
+#include <type_traits>
+
 #include "triangle.cuh"
 
 namespace tensor {
@@ -104,6 +106,15 @@ __device__ __forceinline__ int vector_down(int i) {
 template <typename Layout>
 __device__ __forceinline__ int vector_offset(Side side, int i) {
   return side * kSliceBytes + Layout::offset(vector_down<Layout>(i), vector_across<Layout>());
+}
+
+// ---------------------------------------------------------------------------------------------- taps
+
+// Calls `function` with true where there is one tap, as a constant: all vectors are then copied as they lie, and a kernel that
+// knows it decides nothing for each of them.
+template <typename Function>
+cudaError_t dispatch_taps(const TriangularConvParams& params, Function&& function) {
+  return params.taps == 1 ? function(std::bool_constant<true>()) : function(std::bool_constant<false>());
 }
 
 // ---------------------------------------------------------------------------------------------- shifted vectors

@@ -6,13 +6,14 @@
 namespace volta {
 namespace {
 
+template <bool kOneTap>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     partial_kernel(const TriangularConvParams params, int splits) {
   using Layout = KMajor<Element>;
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
   const PartialTile tile(params, splits);
-  GradWeightLoader<Element> loader(params, tile.head, tile.lower.row * kTile, tile.lower.column * kTile,
-                                   tap_shift(tile.tap, params.taps), tile.first);
+  GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile, tile.lower.column * kTile,
+                                            tap_shift(tile.tap, params.taps), tile.first);
   Accumulator sum;
   const auto multiply = [&](int, const Fragments& fragments) {
     multiply_lower_groups(tile.on_diagonal(), [&](int row_group, int column_group) {
@@ -44,8 +45,11 @@ int64_t grad_weight_workspace(const TriangularConvParams& params) { return works
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
   return launch_grad_weight(params, [&](unsigned blocks, int splits) {
-    partial_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, splits);
-    return cudaGetLastError();
+    return dispatch_taps(params, [&](auto one_tap) {
+      partial_kernel<decltype(one_tap)::value>
+          <<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, splits);
+      return cudaGetLastError();
+    });
   });
 }
 

@@ -8,20 +8,89 @@
 
 namespace volta {
 
-template <bool kTransposed>
+// ---------------------------------------------------------------------------------------------- storing
+
+// 16 bytes, moved as a whole and computed value by value.
+union Vector {
+  uint4 bits = {};
+  Element value[Sizes<Element>::kVector];
+};
+
+// Floats from one row of a group to the next in shared memory; the 8 keep rows that are written at once in different banks.
+constexpr int kGroupPitch = kWarpTile + 8;
+
+// A warp's groups of 16 rows go through shared memory one by one, in fp32: its threads then hold whole vectors, to
+// which bias and residual are added before the only rounding. write_group(group, values) writes this thread's part of a
+// group, kGroupPitch floats from row to row.
+template <bool kTransposed, typename WriteGroup>
+__device__ __forceinline__ void store_result(WriteGroup&& write_group, unsigned char* memory,
+                                             const TriangularConvParams& params, const Tile& tile) {
+  constexpr int kVector = Sizes<Element>::kVector;
+  constexpr int kLanesAcross = kWarpTile / kVector;
+  static_assert(kThreads / 32 * 16 * kGroupPitch * sizeof(float) <= 2 * kStageBytes, "the groups fit where the stages were");
+  float* group_values = reinterpret_cast<float*>(memory) + threadIdx.x / 32 * 16 * kGroupPitch;
+
+  const int width = params.channels / params.heads;
+  const int across = lane() % kLanesAcross * kVector;
+  const int64_t column = tile.column0 + warp_column() * kWarpTile + across;
+  const int64_t sample = column / width;
+  const int64_t position = static_cast<int64_t>(tile.head) * width + (column - sample * width);  // among all channels
+  const bool has_bias = !kTransposed && params.bias != nullptr;
+  const bool has_residual = !kTransposed && params.residual != nullptr;
+  Element* output = static_cast<Element*>(kTransposed ? params.dx : params.y) +
+                    sample * params.tokens * params.channels + position;
+  const Element* residual =
+      static_cast<const Element*>(params.residual) + sample * params.residual_batch_stride + position;
+
+  __syncthreads();  // no stage is read any more
+#pragma unroll
+  for (int group = 0; group < kWarpGroups; ++group) {
+    write_group(group, group_values);
+    __syncwarp();
+#pragma unroll
+    for (int r = lane() / kLanesAcross; r < 16; r += 32 / kLanesAcross) {
+      const int row = tile.row0 + group_row(group) + r;
+      if (row >= params.tokens || sample >= params.batch) continue;
+      const int64_t bias_index = static_cast<int64_t>(tile.head) * params.context + row;
+      const float bias = has_bias ? load_float(params.bias, params.bias_dtype, bias_index) : 0.0f;
+      Vector added;
+      if (has_residual) {
+        added.bits = *reinterpret_cast<const uint4*>(residual + row * params.residual_token_stride);
+      }
+      Vector result;
+#pragma unroll
+      for (int i = 0; i < kVector; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(group_values + r * kGroupPitch + across + i);
+        const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float value = values[j] + bias;
+          if (has_residual) value += to_float(added.value[i + j]);
+          result.value[i + j] = from_float<Element>(value);
+        }
+      }
+      // A plain store would be cut into the parts that `result` was made of.
+      __stcg(reinterpret_cast<uint4*>(output + static_cast<int64_t>(row) * params.channels), result.bits);
+    }
+    __syncwarp();  // the values have been read before the next group's overwrite them
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- kernel
+
+template <bool kTransposed, bool kOneTap>
 __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
-  using Loader = ProductLoader<Element, kTransposed>;
+  using Loader = ProductLoader<Element, kTransposed, kOneTap>;
   using LeftLayout = typename Loader::WeightLayout;
   using RightLayout = typename Loader::InputLayout;
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
 
-  const Tile tile = locate<kTransposed>(params, blockIdx.x);
-  const int first = kTransposed ? tile.row0 : 0;
-  const int last = kTransposed ? params.tokens : min(tile.row0 + kTile, params.tokens);
+  const Tile tile = locate<kTransposed>(params, blockIdx.x, row_tiles(params));
+  Loader loader(params, tile);
+  const int first = loader.first(), last = loader.last();
   const int steps_per_tap = (last - first + kSliceDepth - 1) / kSliceDepth;
 
-  Loader loader(params, tile, first, last);
   Accumulator sum;
   int depth = first;
   const auto multiply = [&](int mma_step, const Fragments& fragments) {
@@ -60,16 +129,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(cons
       }
     }
   };
-  store_result<Element, kTransposed>(write_group, memory, params, locate<kTransposed>(params, blockIdx.x));
+  store_result<kTransposed>(write_group, memory, params, locate<kTransposed>(params, blockIdx.x, row_tiles(params)));
 }
 
 template <bool kTransposed>
 cudaError_t launch_product(const TriangularConvParams& params) {
-  const int64_t blocks = product_blocks(params);
+  const int64_t blocks = row_tiles(params) * column_tiles(params) * params.heads;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  product_kernel<kTransposed><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return dispatch_taps(params, [&](auto one_tap) {
+    product_kernel<kTransposed, decltype(one_tap)::value>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace volta
