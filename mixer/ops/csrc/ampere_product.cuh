@@ -144,8 +144,8 @@ __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, u
   return nonfinite;
 }
 
-// W's zeros beyond the diagonal times what is infinite or NaN show as NaN in the sums. Only then are these made once more, without
-// such products: finite values are not searched for others.
+// W's zeros beyond the diagonal times what is infinite or NaN show as NaN in the sums. Only then does the block make its tiles
+// once more, without such products.
 template <typename Element, bool kTransposed, bool kOneTap>
 __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
 #if __CUDA_ARCH__ >= 800

@@ -1,6 +1,6 @@
 // What forward (kTransposed = false) and grad-input (kTransposed = true) have in common on tensor cores of sm_70 and
-// sm_80: which block makes which tile, and what it loads. Row tile [r, r + 128) of y reads tokens
-// [0, r + 128); of dx it reads tokens [r, tokens).
+// sm_80: which block makes which tile, and what it loads. Row tile [r, r + 128) of y reads tokens [0, r + 128); of dx it reads
+// tokens [r, tokens).
 //
 // Columns of the result run through batch and channels of a head as one dimension, (sample, channel), so that a narrow
 // head wastes no part of a tile. A vector of 16 bytes never crosses from one sample into the next.
