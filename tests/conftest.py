@@ -37,6 +37,16 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory):
+    """A cache of this test run's own, for all of its workers: what a test finds there, this run has built."""
+    directory = tmp_path_factory.getbasetemp()
+    directory = (directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory) / "kernel_cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIXER_CACHE", str(directory))
+        yield directory / "kernels"
+
+
+@pytest.fixture(scope="session")
 def small_run(tmp_path_factory) -> dict:
     """Settings of a run of 12 steps, whose data (30 files of the standard library) is prepared on first use."""
     directory = tmp_path_factory.mktemp("data")

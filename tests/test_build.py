@@ -25,13 +25,9 @@ TINY = (
 )
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """A cache of this test run's own: what a test finds there, this run has built."""
-    with pytest.MonkeyPatch.context() as patch:
-        directory = tmp_path_factory.mktemp("cache")
-        patch.setenv("MIXER_CACHE", str(directory))
-        yield directory / "kernels"
+@pytest.fixture(autouse=True)
+def cache(kernel_cache):
+    return kernel_cache
 
 
 @pytest.fixture
@@ -155,7 +151,7 @@ def test_compiler_error_is_quoted_and_its_log_kept(tmp_path, cache):
         build.library((8, 0), sources)
     log = str(failure.value).partition("The whole log: ")[2].splitlines()[0]
     assert "undeclared_thing" in Path(log).read_text()
-    assert list(cache.glob("*.tmp")) == []
+    assert list(cache.glob(f"{build.source_name((8, 0), sources)}*.tmp")) == []
 
 
 @needs_nvcc

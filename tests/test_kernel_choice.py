@@ -19,7 +19,7 @@ pytestmark = needs_nvcc
 
 
 @pytest.fixture(scope="module")
-def library():
+def library(kernel_cache):
     return cuda.load(str(build.library((9, 0))))
 
 

@@ -108,7 +108,7 @@ def test_all_kernels_compile_for_sm_70_without_spills(compiled_for_sm_70):
 
 @nvrtc.needs_nvrtc
 @needs_nvcc
-def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70):
+def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70, kernel_cache):
     """Each type of x, of weight and gradient, for one tap and several, finds its kernels by the names that the driver knows."""
     names = {stem: [kernel.name for kernel in build.kernels_of(log)] for stem, (_, log) in compiled_for_sm_70.items()}
     library = PtxLibrary(cuda.load(str(build.library((9, 0)))), names, lambda *launch: 0)
