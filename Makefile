@@ -19,7 +19,7 @@ demo: setup
 
 # Three workers for two cores: the tests that start, kill and await real processes wait half of their time.
 test: setup
-	$(BIN)/python -m pytest -n 4 --dist loadgroup --maxfail 10
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --maxfail 10
 
 # On a GPU: no access out of bounds, no race, no barrier that part of a block misses.
 .PHONY: sanitize
