@@ -192,45 +192,62 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         attention_mask: Tensor | None = None,
         past_key_values: MixingCache | None = None,
         use_cache: bool = False,
+        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """The hidden states of new tokens; see MaskedMixerForCausalLM.forward for arguments and errors."""
         new = input_ids.shape[1]
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
+        self._check(input_ids, attention_mask, past_key_values)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        self._check(input_ids, attention_mask, past)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states: list[Tensor] | None = [] if wanted else None
         places = Places(attention_mask, new) if attention_mask is not None else None
         if places is not None:
             input_ids = places.gather(input_ids)
         if past_key_values is None:
-            x = self._blocks(input_ids)
+            x = self._blocks(input_ids, states=states)
         else:
             start = past if places is None or past == 0 else places.starts
             positions = torch.arange(new, device=input_ids.device)[None] + start  # (batch or 1, new)
-            if past > 0 and new == 1:
+            if past > 0 and new == 1 and states is None:
                 x = past_key_values.step(self._blocks, input_ids, positions)
             else:
-                x = self._blocks(input_ids, past_key_values.layers, positions)
+                x = self._blocks(input_ids, past_key_values.layers, positions, states)
         if places is not None:
-            x = places.restore(x)
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+            x, states = places.restore(x), states and [places.restore(state) for state in states]
+        return BaseModelOutputWithPast(
+            last_hidden_state=x, past_key_values=past_key_values, hidden_states=states and tuple(states)
+        )
 
     def _blocks(
         self,
         input_ids: Tensor,
         memories: Sequence[MixingMemory | Tensor] = (),  # of each convolution, block after block
         positions: Tensor | None = None,
+        states: list[Tensor] | None = None,  # gets the embedding and each block's output, the last one after the norm
     ) -> Tensor:
         x = self.embed_tokens(input_ids)  # (batch, new, channels)
         each = len(memories) // len(self.layers)  # convolutions of a block
         for number, layer in enumerate(self.layers):
+            if states is not None:
+                states.append(x)
             own = memories[number * each : (number + 1) * each]
             x = layer(x, own, positions.to(x.device)) if own else layer(x)
-        return self.norm(x)
+        x = self.norm(x)
+        if states is not None:
+            states.append(x)
+        return x
 
-    def _check(self, input_ids: Tensor, attention_mask: Tensor | None, past: int) -> None:
+    def _check(self, input_ids: Tensor, attention_mask: Tensor | None, cache: MixingCache | None) -> None:
+        if cache is not None and not isinstance(cache, MixingCache):  # one of transformers' would stay empty, without a word
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: leave it out, or give the one "
+                "that an earlier call with use_cache=True returned"
+            )
         (batch, new), context = input_ids.shape, self.config.max_position_embeddings
+        past = cache.get_seq_length() if cache is not None else 0
         if past + new > context:
             before = f", {past} of them in the cache" if past else ""
             raise ValueError(f"the input has {past + new} tokens{before}, the model's context is {context}; shorten the input")
@@ -260,6 +277,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         past_key_values: MixingCache | None = None,
         use_cache: bool = False,
+        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the mean cross-entropy in nats where labels are given.
@@ -273,14 +291,16 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
             logits_to_keep: compute the logits of only the last so many tokens, or of these positions; 0 for all.
             past_key_values: what an earlier call returned, which these tokens follow; it is changed in place.
             use_cache: return a cache. Generation sets it.
+            output_hidden_states: return them too; None for what the configuration says.
 
         Returns:
-            CausalLMOutputWithPast with logits (batch, kept tokens, vocab_size), loss and past_key_values.
+            CausalLMOutputWithPast with logits (batch, kept tokens, vocab_size), loss, past_key_values and hidden_states: the
+            embedding and each block's output, the last one after the final norm, (batch, tokens, hidden_size) each.
 
         Raises:
-            ValueError: more tokens than the context, or an attention_mask of another shape.
+            ValueError: more tokens than the context, an attention_mask of another shape, or a cache of another kind.
         """
-        output = self.model(input_ids, attention_mask, past_key_values, use_cache)
+        output = self.model(input_ids, attention_mask, past_key_values, use_cache, output_hidden_states)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
@@ -288,7 +308,9 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
             if attention_mask is not None:
                 labels = labels.masked_fill(Places(attention_mask, labels.shape[1]).unpredicted(), -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -305,6 +327,19 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
             in_place = len(devices) == 1 and torch.device("meta") not in devices
             compiled = generation_config.compile_config is not None
             model_kwargs["past_key_values"] = MixingCache(self.config, static and in_place, compiled)
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        """Guesses end with the context: prompt lookup would go on behind max_length."""
+        generator = super()._get_candidate_generator(*args, **kwargs)
+        guess = generator.get_candidates
+
+        def get_candidates(input_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+            guessed, logits = guess(input_ids, *args, **kwargs)
+            context = self.config.max_position_embeddings
+            return guessed[:, :context], None if logits is None else logits[:, : context - input_ids.shape[1]]
+
+        generator.get_candidates = get_candidates
+        return generator
 
     def _valid_auto_compile_criteria(self, *args) -> bool:
         return False  # the cache compiles a step where that is asked for; transformers would compile the whole forward

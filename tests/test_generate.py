@@ -6,7 +6,7 @@ import accelerate
 import pytest
 import torch
 from test_model import small_model, tokens
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
+from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from mixer.cache import MixingCache
 from mixer.errors import UserError
@@ -78,6 +78,19 @@ def test_a_padded_batch_has_the_logits_of_each_text_alone(variant, side):
         torch.testing.assert_close(logits[row, -1], alone[-1], rtol=1e-4, atol=1e-5)
 
 
+def test_hidden_states_of_a_padded_batch_are_those_of_each_text_alone():
+    model, (ids, mask) = lively_model(final_norm=True), padded("left")
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert len(states) == 1 + len(model.model.layers)
+    torch.testing.assert_close(model.lm_head(states[-1]), model(ids, attention_mask=mask).logits)
+    for row, prompt in enumerate(prompts()):
+        alone = model(prompt[None], output_hidden_states=True).hidden_states
+        for state, of_alone in zip(states, alone, strict=True):
+            torch.testing.assert_close(state[row, -len(prompt) :], of_alone[0], rtol=1e-4, atol=1e-5)
+    written = model.generate(ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, output_hidden_states=True)
+    assert [state[0].shape[1] for state in written.hidden_states] == [ids.shape[1], 1, 1]
+
+
 @every_variant
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
@@ -118,6 +131,8 @@ def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():
     ids[0, 3:] = ids[0, :3]
     expected = generate(model, ids, use_cache=False)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3, eos_token_id=0), expected)
+    to_the_end = generate(model, ids, new=10, use_cache=False)  # of the context: no guess goes on behind it
+    assert torch.equal(generate(model, ids, new=10, prompt_lookup_num_tokens=9), to_the_end)
     cache = MixingCache(model.config)
     assert torch.equal(generate(model, ids, prefill_chunk_size=2, past_key_values=cache), expected)
     cache.reset()
@@ -229,6 +244,8 @@ def test_what_cannot_be_generated_from_is_refused():
     cache = model(tokens(), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="the input has 13 tokens, 12 of them in the cache, the model's context is 12"):
         model(tokens(length=1), past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache; a masked mixer needs a MixingCache: leave it out"):
+        model.generate(tokens(length=4), max_new_tokens=2, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 1\); it must be \(3, 2\)"):
         model(tokens(length=2), attention_mask=torch.ones(3, 1))
 
