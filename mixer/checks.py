@@ -21,12 +21,15 @@ def check_causality(model, tokens: np.ndarray, plan: Plan, place: Place) -> dict
 
     tokens: (tokens,) integers, 2 or more. Returns the window's length, the places, and how far logits moved at most
     before and at least from the place on. Raises UserError where they moved before: such a model sees what it is to
-    predict, and its perplexity means nothing.
+    predict, and its perplexity means nothing; and where they are not finite.
     """
-    inputs = torch.from_numpy(np.asarray(tokens[: plan.window], dtype=np.int64))[None].to(place.device)  # (1, tokens)
+    window = max(plan.window, 2)  # a single token has none before it
+    inputs = torch.from_numpy(np.asarray(tokens[:window], dtype=np.int64))[None].to(place.device)  # (1, tokens)
     length, vocab_size = inputs.shape[1], model.config.get_text_config().vocab_size
     places = np.unique(np.linspace(1, length - 1, CHANGED_PLACES).round().astype(int)).tolist()
     logits = window_logits(model, inputs, plan.dtype)
+    if not logits.isfinite().all():
+        raise UserError(f"the logits are not finite in {plan.dtype}: use --dtype fp32; if it stays, the checkpoint diverged")
     before, after = 0.0, float("inf")
     for first in places:
         changed = inputs.clone()

@@ -162,8 +162,12 @@ def test_one_token_of_leakage_is_found(root):
     tokens = np.array(tokenizer(documents()[0])["input_ids"])
     plan = Plan(CONTEXT, CONTEXT)
     assert check_causality(model, tokens, plan, CPU)["largest_move_before"] == 0
+    assert check_causality(model, tokens, Plan(1, 1), CPU)["window"] == 2  # of one token, none can see another
     model.model.embed_tokens.register_forward_hook(lambda _, __, x: x + 0.01 * x.roll(-1, dims=1))
     with pytest.raises(UserError, match="the model is not causal"):
+        check_causality(model, tokens, plan, CPU)
+    torch.nn.init.constant_(model.lm_head.weight, torch.inf)  # which is another fault
+    with pytest.raises(UserError, match="the logits are not finite in fp32: use --dtype fp32; if it stays, the checkpoint div"):
         check_causality(model, tokens, plan, CPU)
 
 
