@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStre
 
 from mixer.cache import MixingCache
 from mixer.errors import UserError
-from mixer.generate import main
+from mixer.generate import continuations, main
 from mixer.tokenizer import train_tokenizer
 
 VARIANTS = [
@@ -264,5 +264,7 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
     assert write("def read(self", "def") == "\n\n".join(alone) and alone[0].startswith("def read(self")
     with pytest.raises(UserError, match="prompt 2 of 2 is empty"):
         write("def", "")
+    with pytest.raises(UserError, match="--temperature is -1; allowed: 0 "):
+        continuations(str(tmp_path), ["def"], 4, -1.0, 0)
     with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):
         write("def read(self, size): " * 20)
