@@ -26,6 +26,7 @@ from mixer.comparison import Measured, Timing, losses_of, result_of
 from mixer.comparison_report import report, write_report
 from mixer.config import RunConfig, load_config
 from mixer.errors import UserError, run_command
+from mixer.files import check_writable
 from mixer.plain import BACKENDS
 from mixer.provenance import ROOT, commit
 from mixer.report import read_metrics
@@ -177,6 +178,7 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> Path:
         )
     if filled and not (output / LOGS).is_dir():
         raise UserError(f"--resume: {output} is not a comparison's, which has {LOGS} in it; choose another --output")
+    check_writable(output)
     trainer = Trainer(options, overrides)
     runs = {who: trainer.config(who, f"name={who.folder}") for who in entrants}  # mistakes show before anything runs
 

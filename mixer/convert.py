@@ -20,8 +20,9 @@ from torch import Tensor
 
 from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError, run_command
+from mixer.files import check_writable
 from mixer.modeling import MaskedMixerForCausalLM
-from mixer.pretrained import check_checkpoint, check_masked_mixer, load_config, load_model
+from mixer.pretrained import load_masked_mixer
 from mixer.tokenizer import existing_tokenizer, vocabulary_size
 
 LAYERS = {  # the reference's names of what every block has, and ours
@@ -163,6 +164,7 @@ def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
         raise UserError(f"{output} exists already; choose another --output, or delete it")
     if source.suffix != ".safetensors":
         raise UserError(f"{source} is not a .safetensors file; write the state dict with safetensors.torch.save_file first")
+    check_writable(output)
     model = from_reference(_read(source))
     if tokenizer_name:
         tokenizer = existing_tokenizer(tokenizer_name)
@@ -181,10 +183,8 @@ def convert_back(source: Path, output: Path, heads_under: str) -> None:
     """Writes a file of the reference's weights."""
     if output.exists() or output.suffix != ".safetensors":
         raise UserError(f"--output is {output}; with --back give a .safetensors file that does not exist yet")
-    check_checkpoint(source, tokenizer=False)
-    config = load_config(source)
-    check_masked_mixer(source, config, "which the reference implementation does not have")
-    model = load_model(source, config)
+    check_writable(output.parent)
+    model = load_masked_mixer(source, "which the reference implementation does not have")
     output.parent.mkdir(parents=True, exist_ok=True)
     save_file(to_reference(model, heads_under), output, metadata={"format": "pt"})
     print(f"wrote {output}: {_describe(model)}")

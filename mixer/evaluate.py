@@ -35,7 +35,7 @@ class EvalOptions:
     subset: str = field(default="", metadata={"help": "hub: the dataset's configuration"})
     split: str = field(default="test", metadata={"help": "hub: the split to read"})
     text_field: str = field(default="text", metadata={"help": "field of a row that holds its text"})
-    max_documents: int = field(default=0, metadata={"help": "score at most that many rows; 0: all"})
+    max_documents: int = field(default=0, metadata={"help": "score at most that many rows of a file or dataset; 0: all"})
     window: int | None = field(default=None, metadata={"help": "longest window in tokens; default: the model's context"})
     stride: int | None = field(
         default=None, metadata={"help": "tokens between windows, 1..window; default: the window (disjoint windows)"}

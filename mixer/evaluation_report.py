@@ -101,10 +101,17 @@ def well_counted(losses: list, counts: list[int]) -> list:
     return [loss if 10 * count >= max(counts) else None for loss, count in zip(losses, counts, strict=True)]
 
 
-def directory_for(checkpoint: Path) -> Path:
-    """Where a checkpoint's report goes: beside it, because the checkpoint's own files stay as training listed them."""
+def tell_apart(results: list[dict]) -> list[dict]:
+    """The same, but where two checkpoints have one label, runs of one name in two places, each is called by its path."""
+    places = {(result["label"], result["checkpoint"]) for result in results}
+    labels = [label for label, _ in places]
+    return [r | {"label": r["checkpoint"]} if labels.count(r["label"]) > 1 else r for r in results]
+
+
+def directory_for(checkpoint: Path, what: str = "eval") -> Path:
+    """Where what is told of a checkpoint goes: beside it, because the checkpoint's own files stay as training listed them."""
     checkpoint = checkpoint.resolve()
-    return checkpoint.with_name(f"eval-{checkpoint.name}")
+    return checkpoint.with_name(f"{what}-{checkpoint.name}")
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:

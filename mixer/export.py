@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from mixer.errors import UserError, run_command
 from mixer.evaluate import load_checkpoint, trainer_state
 from mixer.evaluation_report import COLUMNS, evaluation_notes, evaluations_of, table
+from mixer.files import check_writable
 from mixer.modeling import MaskedMixerForCausalLM
 from mixer.pretrained import check_masked_mixer
 
@@ -32,13 +33,14 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     """Writes `output`, a new directory; raises UserError where it is not new or `checkpoint` is none."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already; choose another --output, or delete it")
+    check_writable(output)
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
     check_masked_mixer(checkpoint, model.config, "and the model card written here is a masked mixer's")
     evaluations = evaluations_of(checkpoint)
     model.config.mixing_backend = "auto"
     model.to(DTYPES[dtype]).save_pretrained(output)
     tokenizer.save_pretrained(output)
-    text = card(model, checkpoint, output.name, license, evaluations)
+    text = card(model, checkpoint, output.resolve().name, license, evaluations)
     (output / "README.md").write_text(text, encoding="utf-8")
     if not evaluations:
         print(f"its card has no evaluation; python eval.py --checkpoint {checkpoint} writes one beside it, for another export")

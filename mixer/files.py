@@ -19,6 +19,14 @@ def write_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
+def check_writable(directory: Path) -> None:
+    """Raises UserError where results cannot go into `directory`, before hours are spent on them; makes nothing."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problem = "nothing can be written into it" if existing.is_dir() else "it is a file"
+        raise UserError(f"results cannot go to {directory}: of {existing}, {problem}; choose another --output")
+
+
 def flush(path: Path) -> None:
     """Waits until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

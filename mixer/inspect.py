@@ -10,11 +10,10 @@ import math
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from mixer.errors import UserError, run_command
-from mixer.evaluation_report import table
-from mixer.files import write_text
+from mixer.evaluation_report import directory_for, table
+from mixer.files import check_writable, write_text
 from mixer.matrices import (
     SHARE,
     effective_context,
@@ -23,7 +22,7 @@ from mixer.matrices import (
     toeplitz_distance,
     weight_by_lag,
 )
-from mixer.pretrained import check_masked_mixer, load_checkpoint
+from mixer.pretrained import load_masked_mixer
 from mixer.report import log_means, new_figure, save
 
 LAYERS = "viridis"  # colours of the layers, first to last
@@ -42,9 +41,7 @@ PAGES = {
 
 def read_matrices(checkpoint: str) -> Layers:
     """Raises UserError for a directory that is no checkpoint of a masked mixer."""
-    model, _ = load_checkpoint(Path(checkpoint), torch.device("cpu"))
-    check_masked_mixer(Path(checkpoint), model.config, "which has no mixing matrices")
-    return mixing_matrices(model)
+    return mixing_matrices(load_masked_mixer(Path(checkpoint), "which has no mixing matrices"))
 
 
 def check_same_shape(checkpoints: list[str], read: list[Layers]) -> None:
@@ -242,8 +239,8 @@ def main(arguments=None) -> None:
     parser.add_argument("--checkpoint", nargs="+", required=True, metavar="DIR", help="checkpoints, the last one is pictured")
     parser.add_argument("--output", metavar="DIR", help="where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)")
     options = parser.parse_args(arguments)
-    last = Path(options.checkpoint[-1])
-    output = Path(options.output) if options.output else last.parent / f"inspect-{last.resolve().name}"
+    output = Path(options.output or directory_for(Path(options.checkpoint[-1]), "inspect"))
+    check_writable(output)
     print(inspect(options.checkpoint, output))
 
 

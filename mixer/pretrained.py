@@ -116,7 +116,21 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
     absent = sorted(loading["missing_keys"])
     if absent:  # transformers would go on with random numbers in their place
         raise UserError(f"checkpoint {directory} lacks the weights {', '.join(absent[:3])}...: give a complete checkpoint")
+    unknown = sorted(loading["unexpected_keys"])
+    if unknown and isinstance(config, MaskedMixerConfig):  # of other models, old versions may have had what is not needed
+        raise UserError(
+            f"checkpoint {directory} has weights that its config.json has no place for, {', '.join(unknown[:3])}...: give the "
+            "config.json that was saved with them"
+        )
     return model
+
+
+def load_masked_mixer(directory: Path, problem: str) -> PreTrainedModel:
+    """`load_model`, of a masked mixer alone, with or without a tokenizer beside it; see `check_masked_mixer`."""
+    check_checkpoint(directory, tokenizer=False)
+    config = load_config(directory)
+    check_masked_mixer(directory, config, problem)
+    return load_model(directory, config)
 
 
 def check_masked_mixer(directory: Path, config: PreTrainedConfig, problem: str) -> None:

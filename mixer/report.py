@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from mixer.errors import UserError, run_command
+from mixer.files import check_writable
 
 # Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -279,15 +280,20 @@ def draw_gaps(axes, curves, first, shared):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m mixer.report", description=__doc__.split("\n")[0])
-    parser.add_argument("run", nargs="+", help="run directory; two or more are compared")
+    parser.add_argument("run", nargs="+", help="run directory, or its metrics.jsonl; two or more are compared")
     parser.add_argument("--output", help="picture to write (default: training.png or comparison.png in the first run)")
     options = parser.parse_args(arguments)
+    first = Path(options.run[0])
+    output = Path(options.output) if options.output else first if first.is_dir() else first.parent
+    if output.is_dir():
+        output /= "training.png" if len(options.run) == 1 else "comparison.png"
+    check_writable(output.parent)
     if len(options.run) == 1:
-        print(plot_training(options.run[0], options.output))
+        print(plot_training(first, output))
     else:
         names = {Path(run).resolve().name: run for run in options.run}
         names = names if len(names) == len(options.run) else {run: run for run in options.run}
-        print(plot_comparison(names, options.output or Path(options.run[0]) / "comparison.png"))
+        print(plot_comparison(names, output))
 
 
 if __name__ == "__main__":

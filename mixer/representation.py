@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from mixer.errors import UserError, run_command
 from mixer.evaluate import EvalOptions, check_options, check_tokens, choose_text, choose_window, describe_model
-from mixer.evaluation_report import table
-from mixer.files import write_text
+from mixer.evaluation_report import directory_for, table
+from mixer.files import check_writable, write_text
 from mixer.measure import choose_device
 from mixer.pretrained import load_checkpoint
 from mixer.report import COLOURS, new_figure, save
@@ -257,11 +257,11 @@ def main(arguments=None) -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--output", metavar="DIR", help="where it goes (default: CHECKPOINT/../representation-<checkpoint>)")
     options = parser.parse_args(arguments)
-    checkpoint = Path(options.checkpoint)
+    output = Path(options.output or directory_for(Path(options.checkpoint), "representation"))
+    check_writable(output)
     result = representation(options)
     print(report(result))
-    default = checkpoint.parent / f"representation-{checkpoint.resolve().name}"
-    print(f"\nrepresentation.json, .md and .png are in {write(result, Path(options.output or default))}")
+    print(f"\nrepresentation.json, .md and .png are in {write(result, output)}")
 
 
 if __name__ == "__main__":

@@ -2,19 +2,23 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 
 import numpy as np
 import pytest
 import torch
 
-from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, inspect, report, representation
+from mixer.convert import convert_back
 from mixer.data import DataConfig, prepare
 from mixer.errors import UserError
 from mixer.evaluate import EvalOptions, evaluate_checkpoint, evaluate_streams, evaluate_tokens
-from mixer.evaluation_report import well_counted
+from mixer.evaluation_report import tell_apart, well_counted
+from mixer.export import export
 from mixer.report import plot_comparison, plot_loss_by_position, plot_training, read_metrics
 from mixer.scoring import plan_windows
 from mixer.tokenizer import load_tokenizer
@@ -193,6 +197,28 @@ def test_eval_py_prints_a_table_and_writes_three_files(run):
     assert_png(output / "loss_by_position.png")
 
 
+def test_runs_of_one_name_in_two_places_are_called_by_their_paths(run, tmp_path):
+    shutil.copytree(run / "demo" / "step-7", tmp_path / "demo" / "step-7")
+    here, there = (str(place / "demo" / "step-7") for place in (run, tmp_path))
+    results = [evaluate_checkpoint(EvalOptions(path, device="cpu", max_tokens=50)) for path in (here, there)]
+    assert [result["label"] for result in tell_apart(results)] == [here, there]
+    assert tell_apart(results[:1] * 2) == results[:1] * 2
+
+
+def test_where_no_results_can_go_is_said_before_they_are_computed(run, tmp_path, capsys):
+    checkpoint, file = run / "demo" / "step-7", tmp_path / "file"
+    file.touch()
+    for main in (run_path(str(ROOT / "eval.py"))["main"], inspect.main, representation.main):
+        with pytest.raises(UserError, match=f"results cannot go to {file}: of {file}, it is a file; choose another --output"):
+            main(["--checkpoint", str(checkpoint), "--output", str(file)])
+    for write in (export, convert_back):
+        with pytest.raises(UserError, match=f"results cannot go to {file}.*it is a file"):
+            write(checkpoint, file / "new.safetensors", "mit")
+    with pytest.raises(UserError, match=f"results cannot go to {file}.*it is a file"):
+        report.main([str(write_metrics(tmp_path / "run", 0)), "--output", str(file / "new.png")])
+    assert capsys.readouterr().out == ""
+
+
 def test_eval_py_says_error_and_exits_2(run):
     done = command("eval.py", "--checkpoint", run / "nothing")
     assert done.returncode == 2
@@ -251,16 +277,23 @@ def test_a_truncated_checkpoint_and_a_run_directory_are_refused(run, tmp_path):
         evaluate_checkpoint(EvalOptions(checkpoint=str(run / "demo")))
 
 
-def test_a_checkpoint_without_some_weight_is_refused(run, tmp_path):
+def test_a_checkpoint_without_some_weight_or_with_another_is_refused(run, tmp_path):
     from safetensors.torch import load_file, save_file
 
     for path in (run / "demo" / "step-7").glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     weights = load_file(run / "demo" / "step-7" / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lacks the weights lm_head.weight"):
-        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path), text=[str(run / "book.txt")]))
+    norm = weights["model.layers.0.mlp_norm.weight"]
+    others = [key for key in weights if key != "lm_head.weight"]
+    faults = {
+        "lacks the weights lm_head.weight": {key: weights[key] for key in others},
+        "has weights that its config.json has no place for, model.layers.2.mlp_norm": weights
+        | {"model.layers.2.mlp_norm.weight": norm.clone()},
+    }
+    for message, found in faults.items():
+        save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path), text=[str(run / "book.txt")]))
 
 
 def test_data_of_another_tokenizer_is_refused(run, tmp_path):
@@ -298,6 +331,10 @@ def test_pictures_are_made_from_metrics(tmp_path):
     done = command("-m", "mixer.report", runs["cuda"], runs["dense"], "--output", tmp_path / "command.png")
     assert done.returncode == 0, done.stderr
     assert_png(tmp_path / "command.png", 20000)
+    report.main([str(runs["dense"] / "metrics.jsonl")])
+    assert_png(runs["dense"] / "training.png", 20000)
+    report.main([str(run / "metrics.jsonl") for run in runs.values()] + ["--output", str(tmp_path)])
+    assert_png(tmp_path / "comparison.png", 20000)
 
 
 def test_positions_that_few_windows_score_are_left_out_of_the_picture():

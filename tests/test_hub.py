@@ -208,6 +208,13 @@ def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path):
     assert "[y/N]" not in done.stdout
 
 
+def test_an_export_into_the_directory_one_stands_in_has_its_name(finished, tmp_path, monkeypatch):
+    (tmp_path / "my-mixer").mkdir()
+    monkeypatch.chdir(tmp_path / "my-mixer")
+    export(finished / "step-12", Path("."), "apache-2.0")
+    assert "# my-mixer\n" in Path("README.md").read_text()
+
+
 def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path, capsys):
     last, earlier = finished / "step-12", finished / "step-8"
 
