@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # Relative, as transformers asks of code that goes with a checkpoint: there, these files stand beside this one.
 from .cache import MixingCache, MixingMemory, Places
@@ -31,6 +32,8 @@ except ImportError:  # loaded with trust_remote_code where this package is not i
         return dense(x, weight, bias, residual)
 
 
+# transformers' Trainer shifts the labels of label smoothing for models in this table alone; others would learn to copy.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
 GIVE_A_TOKEN = "give at least one token, such as the tokenizer's end of text, which stands before every document"
 
 

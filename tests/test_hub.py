@@ -149,6 +149,14 @@ def test_transformers_trainer_trains_saves_and_resumes(side, tmp_path):
     torch.testing.assert_close(loaded(torch.tensor([[1, 2, 3]])).logits, model.eval()(torch.tensor([[1, 2, 3]])).logits)
 
 
+def test_label_smoothing_of_the_trainer_is_that_of_the_next_token(tmp_path):
+    model, ids = small_model(), tokens()
+    arguments = TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits, targets = model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1))
+
+
 def test_lora_on_the_linear_layers(tmp_path):
     model, (ids, mask) = lively_model(num_mixer_heads=2), padded("left")
     base = model(ids, attention_mask=mask).logits
