@@ -94,8 +94,12 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("more than one text was given: give --text FILE..., --data DIR or --hub NAME, not both or all")
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    if not (options.text or options.hub or data_directory(options)):
-        raise UserError(f"{directory} does not say which data it was trained on: give --data DIR, --text FILE... or --hub NAME")
+    if not (options.text or options.hub or options.data):
+        data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
+        if not data:
+            raise UserError(f"{directory} does not say which data it was trained on: {give}")
+        if not Path(data).is_dir():  # a relative one is of where training was started
+            raise UserError(f"{directory} was trained on the data in {data}, which is not here ({Path.cwd()}): {give}")
 
 
 def data_directory(options: EvalOptions) -> str | None:

@@ -296,6 +296,13 @@ def test_a_checkpoint_without_some_weight_or_with_another_is_refused(run, tmp_pa
             evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path), text=[str(run / "book.txt")]))
 
 
+def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
+    shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
+    (tmp_path / "step-7" / "trainer_state" / "trainer.json").write_text('{"step": 7, "data_directory": "data/of-a-run"}')
+    with pytest.raises(UserError, match="was trained on the data in data/of-a-run, which is not here .*: give --data DIR"):
+        evaluate_checkpoint(EvalOptions(str(tmp_path / "step-7"), device="cpu"))
+
+
 def test_data_of_another_tokenizer_is_refused(run, tmp_path):
     (tmp_path / "a.txt").write_text("quite other words " * 30)
     (tmp_path / "b.txt").write_text("zebra quagga xylophone " * 30)
