@@ -367,10 +367,11 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
         if input_ids_length == 0:
             raise ValueError(f"the prompt is empty; {GIVE_A_TOKEN}")
         if generation_config.max_length > context:
+            room = context - input_ids_length
             raise ValueError(
                 f"the prompt has {input_ids_length} tokens and {generation_config.max_length - input_ids_length} new ones were "
-                f"asked for, {generation_config.max_length} together; the model's context is {context}: shorten the prompt or "
-                f"give max_new_tokens={max(context - input_ids_length, 0)} or less"
+                f"asked for, {generation_config.max_length} together; the model's context is {context}: shorten the prompt"
+                + (f" or give max_new_tokens={room} or less" if room > 0 else "")
             )
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:

@@ -235,6 +235,8 @@ def test_what_cannot_be_generated_from_is_refused():
     model = small_model()
     with pytest.raises(ValueError, match="4 tokens and 9 new ones were asked for, 13 together; .* give max_new_tokens=8"):
         model.generate(tokens(length=4), max_new_tokens=9)
+    with pytest.raises(ValueError, match="the model's context is 12: shorten the prompt$"):
+        model.generate(tokens(length=12), max_new_tokens=1)
     with pytest.raises(ValueError, match="the prompt is empty; give at least one token"):
         model.generate(tokens(length=0), max_new_tokens=2)
     ids, mask = padded("left")
