@@ -33,7 +33,7 @@ def existing_tokenizer(name: str) -> PreTrainedTokenizerFast:
     except Exception as error:  # transformers, the hub client and the network each raise their own kinds
         raise UserError(
             f"cannot load tokenizer {name!r}: {type(error).__name__}: {error}. "
-            "data.tokenizer takes train, a directory with a tokenizer.json, or the name of a hub repository"
+            "give a directory with a tokenizer.json or the name of a hub repository (data.tokenizer=train makes a new one)"
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UserError(f"tokenizer {name!r} has no fast version (tokenizer.json); choose one that has, or data.tokenizer: train")
