@@ -143,21 +143,25 @@ class Trainer:
         with open(log, "w") as file:
             shutil.rmtree(run.directory, ignore_errors=True)
             status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-        if status:
+        if status or not reached_end(run):  # a signal stops a run with status 0
+            ended = f"ended with status {status}" if status else "was stopped before its last step (--resume does it again)"
             last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise UserError(
-                f"the run {run.name} ended with status {status}; all of its output is in {log}, the end of it:\n{last}"
-            )
+            raise UserError(f"the run {run.name} {ended}; all of its output is in {log}, the end of it:\n{last}")
         return run.directory
 
 
 def is_complete(run: RunConfig) -> bool:
     """Whether the run's directory holds all of it: these settings, up to the evaluation at the end."""
     try:
-        found, last = load_config(str(run.directory / "config.yaml"), []), read_metrics(run.directory)[-1]
+        return load_config(str(run.directory / "config.yaml"), []) == run and reached_end(run)
     except UserError:  # nothing yet, or what a kill cut short
         return False
-    return found == run and last["step"] == run.train.steps and "validation_loss" in last
+
+
+def reached_end(run: RunConfig) -> bool:
+    """Whether the last line of metrics is that of the evaluation at the end."""
+    last = read_metrics(run.directory)[-1]
+    return last["step"] == run.train.steps and "validation_loss" in last
 
 
 def compare(options: argparse.Namespace, overrides: list[str]) -> Path:

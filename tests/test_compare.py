@@ -111,6 +111,19 @@ def test_a_run_that_fails_ends_the_comparison_with_its_own_words(write_config, t
         main(["--config", str(write_config()), "--output", str(tmp_path / "out"), "--backends", "dense", *keys])
 
 
+def test_a_run_that_a_signal_stopped_is_not_taken_for_a_whole_one(write_config, tmp_path, launch, monkeypatch):
+    metrics = tmp_path / "out/runs/dense-timing-1/metrics.jsonl"
+
+    def run(command, stdout, stderr):  # stops it in the middle
+        launch(*command[2:]).until(lambda: metrics.exists() and '"step": 40,' in metrics.read_text()).stop()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT))
+    command = ["--config", str(write_config()), "--output", str(tmp_path / "out"), "--timing-steps", "40"]
+    with pytest.raises(UserError, match="dense-timing-1 was stopped before its last step .--resume does it again.; all of"):
+        main([*command, "--backends", "dense"])
+
+
 class Slow(torch.autograd.Function):
     """The identity, taking 20 ms forward and 40 ms backward."""
 
