@@ -55,7 +55,12 @@ class CapturedStep:
 
     def _compile(self) -> Blocks:
         """The blocks compiled, tuned for single tokens; as they are where the compiler fails, which it then says."""
-        compiled = torch.compile(self.blocks, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+        from torch._inductor import config
+
+        options = {"coordinate_descent_tuning": True}
+        if hasattr(config.triton, "enable_pdl"):  # on Hopper: a kernel is started while the one before it ends
+            options["triton.enable_pdl"] = True
+        compiled = torch.compile(self.blocks, fullgraph=True, dynamic=False, options=options)
         try:
             compiled(self.input_ids, self.memories, self.positions)
             return compiled
