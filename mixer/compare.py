@@ -198,7 +198,11 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> Path:
     measured = [
         Measured(who.name, who.is_mixer, run, timings[who.name], trainer.train(who, steps[who])) for who, run in runs.items()
     ]
-    conditions = {"command": " ".join(sys.argv), "commit": options.commit or commit(), "processes": options.processes}
+    conditions = {
+        "command": " ".join(["python -m mixer.compare", *sys.argv[1:]]),
+        "commit": options.commit or commit(),
+        "processes": options.processes,
+    }
     conditions |= {"seconds": options.seconds or None, "timing_steps": options.timing_steps}
     result = result_of(measured, timings.get(LIMIT, []), conditions)
     print("\n" + report(result))

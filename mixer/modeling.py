@@ -328,8 +328,9 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
             # A graph is of one device, and nothing may bring a parameter there during a step: until then it is on "meta".
             devices = {parameter.device for parameter in self.parameters()}
             in_place = len(devices) == 1 and torch.device("meta") not in devices
-            compiled = generation_config.compile_config is not None
-            model_kwargs["past_key_values"] = MixingCache(self.config, static and in_place, compiled)
+            static = static and in_place
+            compiled = static and self.device.type == "cuda" and generation_config.compile_config is not None
+            model_kwargs["past_key_values"] = MixingCache(self.config, static, compiled)
 
     def _get_candidate_generator(self, *args, **kwargs):
         """Guesses end with the context: prompt lookup would go on behind max_length."""
@@ -344,8 +345,10 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
         generator.get_candidates = get_candidates
         return generator
 
-    def _valid_auto_compile_criteria(self, *args) -> bool:
-        return False  # the cache compiles a step where that is asked for; transformers would compile the whole forward
+    def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
+        if getattr(model_kwargs.get("past_key_values"), "compiled", False):
+            return False  # the cache compiles its step itself; transformers would compile the whole forward
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # False, and says so if it was asked
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args, attention_mask: Tensor | None = None, **kwargs) -> dict:
         cache = kwargs.get("past_key_values")

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.parallel import Hosts
+from mixer.step import first_line
 from mixer.validation import token_nats
 
 
@@ -78,7 +79,7 @@ def compile_objective(
     try:
         first_pass(objective, shape, accelerator)
     except Exception as error:  # whatever it is: if it was not the compiler's, the run without it meets it again
-        failure = f"{type(error).__name__}: {_first_line(error)}"
+        failure = first_line(error)
     failures = [text for text in hosts.gather(failure) if text]
     if not failures:
         say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s")
@@ -119,8 +120,3 @@ def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]
     """The methods that are compiled, each with its module."""
     blocks = [(module, "forward") for module in objective.modules() if isinstance(module, GradientCheckpointingLayer)]
     return {"no": [], "blocks": [*blocks, (objective, "score")], "model": [(objective, "forward")]}[how]
-
-
-def _first_line(error: Exception) -> str:
-    """What went wrong, without dynamo's advice and traces."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

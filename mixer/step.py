@@ -55,15 +55,19 @@ class CapturedStep:
 
     def _compile(self) -> Blocks:
         """The blocks compiled, tuned for single tokens; as they are where the compiler fails, which it then says."""
-        compiled = torch.compile(self.blocks, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+        from torch._inductor import config
+
+        options = {"coordinate_descent_tuning": True}
+        if hasattr(config.triton, "enable_pdl"):  # on Hopper: a kernel is started while the one before it ends
+            options["triton.enable_pdl"] = True
+        compiled = torch.compile(self.blocks, fullgraph=True, dynamic=False, options=options)
         try:
             compiled(self.input_ids, self.memories, self.positions)
             return compiled
         except Exception as error:  # whatever it is: if it is not the compiler's, the step without it meets it again
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             logger.warning_once(
-                f"compile_config: a decoding step could not be compiled, it runs without ({type(error).__name__}: {reason}); "
-                "torch.compile needs Triton and a C compiler"
+                f"compile_config: a decoding step could not be compiled, it runs without ({first_line(error)}); torch.compile "
+                "needs Triton and a C compiler"
             )
             return self.blocks
 
@@ -95,3 +99,9 @@ def can_capture(input_ids: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.cuda.is_current_stream_capturing()
     )
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, without the compiler's advice and traces."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"

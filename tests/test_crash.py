@@ -118,13 +118,17 @@ def test_a_file_that_cannot_grow_ends_the_run_with_one_line_and_the_last_good_ch
     assert "step 20/20" in launch("--config", write_config(), "train.steps=20").succeed()
 
 
+def mount_memory(place: Path) -> None:
+    """A file system of 2 MB at `place`, a new directory; skips the test where none can be mounted."""
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2000k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here: that takes root's rights")
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2000k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("a small file system can be mounted by root alone")
+    mount_memory(disk)
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -186,9 +190,7 @@ def test_pruning_keeps_the_newest_the_best_every_nth_and_counts_complete_ones_al
 @pytest.fixture
 def busy(finished):
     """In checkpoint 8, what cannot be deleted: a place where a file system is mounted, as on NFS a file that is being read."""
-    (finished / "step-8/held").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", finished / "step-8/held"], capture_output=True).returncode:
-        pytest.skip("a file system can be mounted by root alone")
+    mount_memory(finished / "step-8/held")
     yield finished
     for held in finished.glob("step-8*/held"):
         subprocess.run(["umount", "-l", held], check=True)

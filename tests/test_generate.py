@@ -6,7 +6,8 @@ import accelerate
 import pytest
 import torch
 from test_model import small_model, tokens
-from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
+from transformers import CompileConfig, DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
+from transformers.generation.utils import logger
 
 from mixer.cache import MixingCache
 from mixer.errors import UserError
@@ -157,6 +158,15 @@ def test_a_static_cache_is_made_where_all_parameters_stay_in_their_place(offload
     written = model.generate(ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **how)
     assert torch.equal(written.sequences[:, -8:], expected)
     assert written.past_key_values.static is not offloaded
+
+
+def test_a_wish_to_compile_that_nothing_grants_is_said(monkeypatch):
+    model, ids = lively_model(), tokens(batch=2, length=5)
+    for how in ({}, {"cache_implementation": "static"}):  # a step is compiled with a static cache on a GPU
+        said = []
+        monkeypatch.setattr(logger, "warning_once", said.append)
+        assert torch.equal(generate(model, ids, compile_config=CompileConfig(), **how), generate(model, ids))
+        assert any("unable to meet the criteria for compilation" in line for line in said)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])

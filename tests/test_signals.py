@@ -118,7 +118,7 @@ def test_the_first_process_of_a_container_saves_at_a_signal(write_config, tmp_pa
     """It has no parent, and gets no signal that it does not handle."""
     own = ["unshare", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*own, "true"], capture_output=True).returncode:
-        pytest.skip("a namespace of processes can be made by root alone")
+        pytest.skip("here no namespace of processes can be made: that takes unshare and root's rights")
     options = ["--config", str(write_config(train=LONG)), "checkpoint.save_every=0"]
     command = [*own, "--kill-child", sys.executable, "train.py", *options]
     container = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

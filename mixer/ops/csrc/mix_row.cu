@@ -6,6 +6,10 @@
 // samples get narrow blocks, down to one 32-byte sector of a token, so that no two blocks share a sum: one launch, no
 // workspace, and the same bits each time.
 //
+// On Hopper the kernel may be started while the one before it in the stream ends (programmatic dependent launch), and lets the
+// next one do so: both wait, on the device, for what came before. In a captured step this saves 0.7 us a call
+// (dev/cuda/LOG.md).
+//
 // A position outside the memory gives NaN and writes nothing.
 #include <type_traits>
 
@@ -38,6 +42,11 @@ template <typename Element, typename Weight, int kVector>
 __global__ void __launch_bounds__(kMostThreads) mix_row_kernel(const TriangularConvParams params, int across, int slices) {
   using Read = Vector<Element, kVector>;
   __shared__ float sums[kMostSums];
+#ifdef MIXER_HOPPER
+  // The other way round, the next kernel could start before the one before this has ended.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   const int width = params.channels / params.heads;  // channels of a head
   const int slice = blockIdx.x % slices;
   const int head = blockIdx.x / slices % params.heads;
@@ -133,8 +142,21 @@ cudaError_t launch(const TriangularConvParams& params) {
   const unsigned grid = static_cast<unsigned>(blocks(across));
   const int slices = static_cast<int>(ceil_div(vectors, across));
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+#ifdef MIXER_HOPPER
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight, kVector>, params, across, slices);
+#else
   mix_row_kernel<Element, Weight, kVector><<<grid, threads, 0, stream>>>(params, across, slices);
   return cudaGetLastError();
+#endif
 }
 
 }  // namespace
