@@ -35,6 +35,7 @@
 #define threadIdx emulator::thread_index
 #define blockIdx emulator::block_index
 #define __syncthreads() emulator::meet(emulator::kBlock, __LINE__)
+#define __builtin_assume(condition)
 #define __syncwarp() emulator::meet(emulator::kWarp, __LINE__)
 
 using std::max;
