@@ -1,6 +1,7 @@
 """The kernels for Ampere without a GPU: their own source runs on the CPU."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 from tensor_emulator import sources
@@ -24,25 +25,20 @@ PTX = [  # what an asm statement begins with, what stands for it
 ]
 REPLACEMENTS = [(rf'asm(?: volatile)?\("{start}.*?\);', replacement) for start, replacement in PTX]
 REPLACEMENTS += [(r"__cvta_generic_to_shared\(pointer\)", "emulator::shared_address(pointer)")]
-SEEDS = [1, 2]
-CASES = 30  # of each seed
 
 
-def emulated() -> str:
-    return sources.emulated(build.SOURCES, KERNELS, REPLACEMENTS)
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    """The emulator with the kernels as they are."""
-    return sources.compiled("ampere", emulated(), tmp_path_factory.mktemp("emulator"))
+def emulator(element: str, directory: Path, mistake: tuple[str, str] = ("", "")) -> list[str]:
+    """The command that runs 30 random cases of the kernels for a type of x, with part of their source replaced."""
+    text = sources.emulated(build.SOURCES, KERNELS, REPLACEMENTS)
+    assert not mistake[0] or text.count(mistake[0]) == 1
+    return [str(sources.compiled("ampere", text.replace(*mistake), directory, f"-DELEMENT={element}")), "1", "30"]
 
 
 @needs_nvcc
-@pytest.mark.parametrize("seed", SEEDS)
-def test_kernels_are_right_on_the_cpu(emulator, seed):
+@pytest.mark.parametrize("element", ["__nv_bfloat16", "float"])
+def test_kernels_are_right_on_the_cpu(element, tmp_path):
     """Random shapes, heads, taps, strides, types of bias and gradient, GPUs of any size; infinite and NaN tokens."""
-    result = subprocess.run([str(emulator), str(seed), str(CASES)], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(emulator(element, tmp_path), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, "\n".join(result.stdout.splitlines()[-3:])
 
 
@@ -58,7 +54,5 @@ MISTAKES = {
 @needs_nvcc
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
-    text, (old, new) = emulated(), MISTAKES[mistake]
-    assert text.count(old) == 1
-    wrong = sources.compiled("ampere", text.replace(old, new), tmp_path)
-    assert subprocess.run([str(wrong), "1", "20"], capture_output=True, timeout=300).returncode == 1
+    wrong = emulator("__nv_bfloat16", tmp_path, MISTAKES[mistake])
+    assert subprocess.run(wrong, capture_output=True, timeout=300).returncode == 1

@@ -1,5 +1,6 @@
-// Runs the kernels for Ampere of mixer/ops/csrc on the CPU (cases.h): test_ampere.py makes `kernels.inc` of their own source, with
-// the functions of this file in place of PTX. They do what the PTX manual says; a copy arrives no sooner than it is waited for.
+// Runs the kernels for Ampere of mixer/ops/csrc on the CPU (cases.h), for the type ELEMENT: test_ampere.py makes `kernels.inc` of
+// their own source, with the functions of this file in place of PTX. They do what the PTX manual says; a copy arrives no sooner
+// than it is waited for.
 #include "threads.h"
 
 namespace emulator {
@@ -103,8 +104,8 @@ void mma(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t r
 #undef __CUDA_ARCH__
 
 namespace kernels = ampere;
-using Element = __nv_bfloat16;
-constexpr int kDtype = MIXER_BFLOAT16, kCapability = 80;
+using Element = ELEMENT;
+constexpr int kDtype = sizeof(Element) == 4 ? MIXER_FLOAT32 : MIXER_BFLOAT16, kCapability = 80;
 constexpr bool kIsCausal = true;
 
 #include "cases.h"

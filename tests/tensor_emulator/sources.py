@@ -42,10 +42,10 @@ def emulated(sources: Path, kernels: list[str], replacements: list[tuple[str, st
     return text
 
 
-def compiled(name: str, text: str, directory: Path) -> Path:
+def compiled(name: str, text: str, directory: Path, *more_flags: str) -> Path:
     """The program of NAME.cpp with these kernels."""
     (directory / "kernels.inc").write_text(text)
     nvcc = str(build.find_compiler().path)  # it knows where its headers are
-    flags = ["-std=c++17", "-O2", "-w", "-U_FORTIFY_SOURCE", "-cudart=none", f"-I{directory}"]
+    flags = ["-std=c++17", "-O2", "-w", "-U_FORTIFY_SOURCE", "-cudart=none", f"-I{directory}", *more_flags]
     subprocess.run([nvcc, *flags, str(HERE / f"{name}.cpp"), "-o", str(directory / "emulator")], check=True)
     return directory / "emulator"
