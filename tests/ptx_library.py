@@ -89,7 +89,7 @@ class PtxLibrary:
         tokens = p.tokens if splits else 0  # nothing to sum: all zeros
         status = self.run(file, part, tiles * splits, 128, p, ctypes.c_int32(splits))
         finish = f"finish_kernelILi{tile}E{mangled(p.gradient_dtype)}E"
-        blocks = p.heads * p.taps * p.context * ceil_div(p.context, 256)
+        blocks = p.heads * p.taps * ceil_div(p.context, tile) * ceil_div(p.context, 4096 // tile)
         status = status or self.run(file, finish, blocks, 256, p, ctypes.c_int32(tokens), ctypes.c_int32(splits))
         if status == 0 and p.dbias:
             part = f"grad_bias_kernelI{mangled(p.dtype, p.gradient_dtype)}E"

@@ -4,22 +4,16 @@ import ctypes
 import itertools
 import re
 import subprocess
-from pathlib import Path
 
 import nvrtc
 import pytest
 from ptx_library import PtxLibrary
+from tensor_emulator import sources
 from toolchain import needs_nvcc
 
 from mixer.ops import build, cuda
 
-HERE = Path(__file__).parent
 KERNELS = ["volta_forward.cu", "volta_grad_input.cu", "volta_grad_weight.cu"]
-REPLACEMENTS = [  # in the kernels' source, for the emulator: pattern, replacement, how often
-    (r"asm\(.*?\)\);", "emulator::mma(sum, left, right, layouts);", 1),
-    (r"__shared__ unsigned char memory\[\w+\];", "unsigned char* memory = emulator::shared;", 2),
-    (r"(\w+(?:<[^<>;]*>)?)\s*<<<([^;]*?), (\w+), 0, [^;]*?>>>\(([^;]*?)\);", r"emulator::launch(\2, \3, [&] { \1(\4); });", 3),
-]  # fmt: skip
 SEEDS = [1, 2]
 CASES = 20  # of each seed
 
@@ -27,42 +21,14 @@ CASES = 20  # of each seed
 # ------------------------------------------------------------------------------------------------ on the CPU
 
 
-def emulated(sources: Path) -> str:
-    """The Volta kernels as C++: one file, PTX and launches replaced. A form that is new here fails."""
-    seen, parts = set(), []
-
-    def add(name: str) -> None:
-        if name in seen:
-            return
-        seen.add(name)
-        for line in (sources / name).read_text().splitlines():
-            if found := re.match(r'#include "(.*)"', line):
-                add(found[1])
-            elif not line.startswith("#pragma once"):
-                parts.append(line)
-
-    for name in KERNELS:
-        add(name)
-    text = "\n".join(parts) + "\n"
-    for pattern, replacement, wanted in REPLACEMENTS:
-        text, count = re.subn(pattern, replacement, text, flags=re.DOTALL)
-        assert count == wanted, f"{pattern} is there {count} times, not {wanted}: the emulator knows the kernels no longer"
-    assert not re.search(r"\basm\b|<<<|__shared__", text)
-    return text
+def emulated() -> str:
+    return sources.emulated(build.SOURCES, KERNELS, [(r"asm\(.*?\)\);", "emulator::mma(sum, left, right, layouts);")])
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
     """The emulator with the kernels as they are."""
-    return compiled(emulated(build.SOURCES), tmp_path_factory.mktemp("emulator"))
-
-
-def compiled(text: str, directory: Path) -> Path:
-    (directory / "volta_kernels.inc").write_text(text)
-    nvcc = str(build.find_compiler().path)  # it knows where its headers are
-    flags = ["-std=c++17", "-O2", "-w", "-U_FORTIFY_SOURCE", "-cudart=none", f"-I{directory}"]
-    subprocess.run([nvcc, *flags, str(HERE / "volta_emulator.cpp"), "-o", str(directory / "emulator")], check=True)
-    return directory / "emulator"
+    return sources.compiled("volta", emulated(), tmp_path_factory.mktemp("emulator"))
 
 
 @needs_nvcc
@@ -83,9 +49,9 @@ MISTAKES = {
 @needs_nvcc
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
-    text, (old, new) = emulated(build.SOURCES), MISTAKES[mistake]
+    text, (old, new) = emulated(), MISTAKES[mistake]
     assert text.count(old) == 1
-    wrong = compiled(text.replace(old, new), tmp_path)
+    wrong = sources.compiled("volta", text.replace(old, new), tmp_path)
     assert subprocess.run([str(wrong), "1", "20"], capture_output=True, timeout=300).returncode == 1
 
 

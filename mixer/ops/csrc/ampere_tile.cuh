@@ -33,36 +33,48 @@ struct AsyncCopies {
 
 // ---------------------------------------------------------------------------------------------- fragments
 
-// Rows [row, row + 16) at one mma's depth, row a multiple of 16. Each matrix of the load is a part; lane l tells where row
-// l % 8 of part l / 8 lies.
+// A warp's fragments of a factor are groups of 16 rows of a slice, `row` (a multiple of 16) rows behind a first one. Each matrix of
+// the load is a part; lane l tells where row l % 8 of part l / 8 lies. What of this does not change from step to step is the
+// lane's `own` offset: that of a group that begins at `first_row`.
 template <Side kSide, typename Element>
-__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, uint32_t slice, int row, int step) {
+__device__ __forceinline__ int own_offset(KMajor<Element>, int first_row) {
   const int part = lane() / 8;
-  const int own = KMajor<Element>::offset(row_half(kSide, part) * 8 + lane() % 8, depth_half(kSide, part));
+  return KMajor<Element>::offset(first_row + row_half(kSide, part) * 8 + lane() % 8, depth_half(kSide, part));
+}
+
+template <Side kSide, typename Element>
+__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, uint32_t slice, int own, int row, int step) {
   return load_matrices(slice + row * kSliceDepthBytes + (own ^ step * kMmaDepthBytes));
 }
 
 // The same where rows lie side by side: 16-bit values are transposed by the matrix load.
 template <Side kSide, typename Element>
-__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, uint32_t slice, int row, int step) {
-  using Layout = MnMajor<Element>;
+__device__ __forceinline__ int own_offset(MnMajor<Element>, int first_row) {
   const int part = lane() / 8;
-  const int own = Layout::offset(depth_half(kSide, part) * 8 + lane() % 8, row_half(kSide, part));
+  const int offset = MnMajor<Element>::offset(depth_half(kSide, part) * 8 + lane() % 8, row_half(kSide, part));
+  return add_to_offset(offset, first_row * static_cast<int>(sizeof(Element)));
+}
+
+template <Side kSide, typename Element>
+__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, uint32_t slice, int own, int row, int step) {
   const int row_offset = add_to_offset(own, row * static_cast<int>(sizeof(Element)));
-  return load_matrices_transposed(slice + step * kMmaDepth<Element> * Layout::kRowBytes + row_offset);
+  return load_matrices_transposed(slice + step * kMmaDepth<Element> * MnMajor<Element>::kRowBytes + row_offset);
 }
 
 // 32-bit values are read one by one.
 template <Side kSide>
-__device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice, int row, int step) {
-  using Layout = MnMajor<float>;
-  const int own = Layout::offset(lane() % 4, lane() / 16) + lane() / 4 % 4 * 4;
+__device__ __forceinline__ int own_offset(MnMajor<float>, int first_row) {
+  return add_to_offset(MnMajor<float>::offset(lane() % 4, lane() / 16) + lane() / 4 % 4 * 4, first_row * 4);
+}
+
+template <Side kSide>
+__device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice, int own, int row, int step) {
   Fragment f;
 #pragma unroll
   for (int part = 0; part < 4; ++part) {
     const int depth = step * kMmaDepth<float> + depth_half(kSide, part) * 4;
     const int row_offset = add_to_offset(own, (row + row_half(kSide, part) * 8) * 4);
-    f.part[part] = load_shared(slice + depth * Layout::kRowBytes + row_offset);
+    f.part[part] = load_shared(slice + depth * MnMajor<float>::kRowBytes + row_offset);
   }
   return f;
 }
@@ -112,17 +124,26 @@ __device__ __forceinline__ void multiply_row_group(Accumulator& sum, const Fragm
   }
 }
 
-// The fragments of a warp at one mma's depth of a stage, its column group g from column first_column + g * kColumnStep on.
+// A lane's own offsets in both slices of a stage.
+struct OwnOffsets {
+  int left, right;
+};
+
+template <typename LeftLayout, typename RightLayout>
+__device__ __forceinline__ OwnOffsets own_offsets(int first_column) {
+  return {own_offset<kLeft>(LeftLayout(), group_row(0)), kSliceBytes + own_offset<kRight>(RightLayout(), first_column)};
+}
+
+// The fragments of a warp at one mma's depth of a stage, its column groups kColumnStep columns apart.
 template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
-__device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t stage, int first_column, int mma_step) {
+__device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t stage, OwnOffsets own, int mma_step) {
 #pragma unroll
   for (int g = 0; g < kWarpGroups; ++g) {
-    fragments.left[g] = load_fragment<kLeft>(LeftLayout(), stage, group_row(g), mma_step);
+    fragments.left[g] = load_fragment<kLeft>(LeftLayout(), stage, own.left, g * kRowStep, mma_step);
   }
 #pragma unroll
   for (int g = 0; g < kWarpGroups; ++g) {
-    const int column = first_column + g * kColumnStep;
-    fragments.right[g] = load_fragment<kRight>(RightLayout(), stage + kSliceBytes, column, mma_step);
+    fragments.right[g] = load_fragment<kRight>(RightLayout(), stage, own.right, g * kColumnStep, mma_step);
   }
 }
 
@@ -134,13 +155,16 @@ struct Pipeline {
   static_assert(kMmaSteps == 2, "fragments alternate between two buffers");
 
   uint32_t stages;
-  int first_column;
+  OwnOffsets own;
   uint32_t filling, reading;
   Fragments fragments[2];
 
   template <typename Load>
   __device__ __forceinline__ Pipeline(uint32_t stages, int first_column, Load&& load)
-      : stages(stages), first_column(first_column), filling(stages), reading(stages) {
+      : stages(stages), own(own_offsets<LeftLayout, RightLayout>(first_column)), filling(stages), reading(stages) {
+    // A shuffle is not done twice: the compiler keeps its result, where else it would work out the offsets in each step.
+    own.left = __shfl_sync(0xffffffffu, own.left, read_lane());
+    own.right = __shfl_sync(0xffffffffu, own.right, read_lane());
 #pragma unroll
     for (int step = 0; step < kStages - 1; ++step) start_copies(load);
     wait_copies<kStages - 2>();
@@ -182,7 +206,7 @@ struct Pipeline {
   }
 
   __device__ __forceinline__ void load_fragments(int mma_step) {
-    ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step], reading, first_column, mma_step);
+    ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step], reading, own, mma_step);
   }
 };
 
@@ -190,11 +214,11 @@ struct Pipeline {
 template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
 struct SerialPipeline {
   uint32_t stage;
-  int first_column;
+  OwnOffsets own;
 
   template <typename Load>
   __device__ __forceinline__ SerialPipeline(uint32_t stages, int first_column, Load&&)
-      : stage(stages), first_column(first_column) {}
+      : stage(stages), own(own_offsets<LeftLayout, RightLayout>(first_column)) {}
 
   template <typename Load, typename Multiply>
   __device__ __forceinline__ void run(int steps, Load&& load, Multiply&& multiply) {
@@ -208,7 +232,7 @@ struct SerialPipeline {
 #pragma unroll 1
       for (int mma_step = 0; mma_step < kMmaSteps; ++mma_step) {
         Fragments fragments;
-        load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments, stage, first_column, mma_step);
+        load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments, stage, own, mma_step);
         round_factors<Element>(fragments);
         multiply(fragments);
       }

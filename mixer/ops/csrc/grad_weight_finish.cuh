@@ -1,4 +1,5 @@
-// The second of the weight gradient's two kernels, for the portable and the Ampere set: adds the partial tiles in a fixed order (no atomics: two runs agree bit for bit), casts, and writes the zeros.
+// The second of the weight gradient's two kernels, for the portable, Volta and Ampere sets: adds the partial tiles in a fixed order
+// (no atomics: two runs agree bit for bit), casts, and writes the zeros.
 //
 // Workspace: (splits, heads, taps, lower tiles, kTile, kTile) fp32.
 #pragma once
@@ -9,35 +10,79 @@
 namespace grad_weight_finish {
 
 constexpr int kFinishThreads = 256;
+constexpr int kVector = 4;  // columns of a thread
+constexpr int kRows = 4;    // and rows, so that many reads are on their way at once
 
-// One block: 256 columns of one row of dweight. Blocks: (heads * taps * context, column blocks). tokens = 0: all zeros.
+// Writes what of the vector lies left of `context`.
+template <typename Gradient>
+__device__ __forceinline__ void store_vector(Gradient* row, int column, int context, const float (&value)[kVector]) {
+  struct alignas(kVector * sizeof(Gradient)) Vector { Gradient value[kVector]; };
+  Vector vector;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) vector.value[i] = from_float<Gradient>(value[i]);
+  if (context % kVector == 0) {
+    *reinterpret_cast<Vector*>(row + column) = vector;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (column + i < context) row[column + i] = vector.value[i];
+    }
+  }
+}
+
+// Rows of dweight that a block writes, all of one tile.
+template <int kTile>
+constexpr int kBlockRows = kRows * kFinishThreads * kVector / kTile;
+
+// Blocks, fastest first: columns of tiles of dweight, groups of kBlockRows rows, heads * taps. tokens = 0: all zeros.
 template <int kTile, typename Gradient>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const TriangularConvParams params, int tokens, int splits) {
-  const int column_blocks = static_cast<int>(ceil_div(params.context, kFinishThreads));
-  const int64_t gradient_row = blockIdx.x / column_blocks;
-  const int column = blockIdx.x % column_blocks * kFinishThreads + threadIdx.x;
-  if (column >= params.context) return;
+  constexpr int kAcross = kTile / kVector, kDown = kFinishThreads / kAcross;  // threads
+  static_assert(kTile % kBlockRows<kTile> == 0, "a block's rows are of one tile");
+  const int column_tiles = static_cast<int>(ceil_div(params.context, kTile));
+  const int row_groups = static_cast<int>(ceil_div(params.context, kBlockRows<kTile>));
+  const int row_group = blockIdx.x / column_tiles % row_groups;
+  const int64_t matrix = blockIdx.x / column_tiles / row_groups;  // head * taps + tap
+  const LowerTile tile = {row_group * kBlockRows<kTile> / kTile, static_cast<int>(blockIdx.x) % column_tiles};
+  const int row0 = row_group * kBlockRows<kTile> + threadIdx.x / kAcross;
+  const int across = threadIdx.x % kAcross * kVector, column = tile.column * kTile + across;
 
-  const int64_t matrix = gradient_row / params.context;  // head * taps + tap
-  const int row = static_cast<int>(gradient_row % params.context);
-  float value = 0.0f;
-  if (column <= row && row < tokens) {
+  float value[kRows][kVector] = {};
+  if (tile.column <= tile.row && tile.row * kTile < tokens) {
     const int64_t tiles = lower_tiles(tokens, kTile);
-    const int64_t row_tile = row / kTile;
-    const int64_t tile = row_tile * (row_tile + 1) / 2 + column / kTile;
-    const float* partial = static_cast<const float*>(params.workspace) + (matrix * tiles + tile) * kTile * kTile +
-                           row % kTile * kTile + column % kTile;
     const int64_t split_stride = tiles * params.heads * params.taps * kTile * kTile;
-    for (int split = 0; split < splits; ++split) value += partial[split * split_stride];
+    const float* partial = static_cast<const float*>(params.workspace) + across +
+                           (matrix * tiles + tile.row * (tile.row + 1) / 2 + tile.column) * kTile * kTile;
+    for (int split = 0; split < splits; ++split, partial += split_stride) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float4 added = __ldcs(reinterpret_cast<const float4*>(partial + (row0 + i * kDown) % kTile * kTile));
+        value[i][0] += added.x;
+        value[i][1] += added.y;
+        value[i][2] += added.z;
+        value[i][3] += added.w;
+      }
+    }
   }
-  static_cast<Gradient*>(params.dweight)[gradient_row * params.context + column] = from_float<Gradient>(value);
+  if (column >= params.context) return;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = row0 + i * kDown;
+    if (row >= params.context) continue;
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) {
+      if (column + c > row || row >= tokens) value[i][c] = 0.0f;
+    }
+    Gradient* const gradient = static_cast<Gradient*>(params.dweight) + (matrix * params.context + row) * params.context;
+    store_vector(gradient, column, params.context, value[i]);
+  }
 }
 
 template <int kTile>
 cudaError_t finish(const TriangularConvParams& params, int tokens, int splits) {
-  const int64_t blocks =
-      static_cast<int64_t>(params.heads) * params.taps * params.context * ceil_div(params.context, kFinishThreads);
+  const int64_t blocks = static_cast<int64_t>(params.heads) * params.taps * ceil_div(params.context, kTile) *
+                         ceil_div(params.context, kBlockRows<kTile>);
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);

@@ -49,49 +49,55 @@ struct GradWeightLoader {
   using Layout = KMajor<Element>;
 
   const TriangularConvParams& params;
-  const Element* dy;  // of this thread's sample and this head
-  const Element* x;
-  int row0, column0, shift, width;
-  int samples_left, channel;  // from this thread's sample on; its channel in the head
+  const int width, shift;
+  const Element *left, *right;  // this thread's first vectors of the next slices of dy and of x
+  int left_rows, right_rows;    // rows of the tensors from these on; 0 after the batch
+  int samples_left, channel;    // from this thread's sample on; its channel in the head
 
   __device__ __forceinline__ GradWeightLoader(const TriangularConvParams& params, int head, int row0, int column0,
                                               int shift, int64_t first_slice)
-      : params(params), row0(row0), column0(column0), shift(shift), width(params.channels / params.heads) {
+      : params(params), width(params.channels / params.heads), shift(shift) {
     const int64_t start = first_slice * Sizes<Element>::kSliceDepth + vector_across<Layout>() * kVector;
     const int64_t sample = start / width;
     channel = static_cast<int>(start - sample * width);
     samples_left = params.batch - static_cast<int>(sample);
-    const int64_t first_channel = static_cast<int64_t>(head) * width;
-    dy = static_cast<const Element*>(params.dy) + sample * params.dy_batch_stride + first_channel;
-    x = static_cast<const Element*>(params.x) + sample * params.x_batch_stride + first_channel;
+    const int row = row0 + vector_down<Layout>(0), column = column0 + vector_down<Layout>(0);
+    const int64_t place = static_cast<int64_t>(head) * width + channel;
+    left = static_cast<const Element*>(params.dy) + sample * params.dy_batch_stride + row * params.dy_token_stride + place;
+    right = static_cast<const Element*>(params.x) + sample * params.x_batch_stride + column * params.x_token_stride + place;
+    left_rows = samples_left > 0 ? params.tokens - row : 0;
+    right_rows = samples_left > 0 ? params.tokens - column : 0;
   }
 
   template <typename Copies>
   __device__ __forceinline__ void operator()(Copies& copies) {
-    load_rows(copies, kLeft, dy, params.dy_token_stride, row0, 0);
-    load_rows(copies, kRight, x, params.x_token_stride, column0, shift);
-    for (channel += Sizes<Element>::kSliceDepth; channel >= width; channel -= width) {
-      --samples_left;
-      dy += params.dy_batch_stride;
-      x += params.x_batch_stride;
+    load_rows(copies, kLeft, left, params.dy_token_stride, left_rows, 0);
+    load_rows(copies, kRight, right, params.x_token_stride, right_rows, shift);
+    constexpr int kDepth = Sizes<Element>::kSliceDepth;
+    left += kDepth;
+    right += kDepth;
+    for (channel += kDepth; channel >= width; channel -= width) {
+      left += params.dy_batch_stride - width;
+      right += params.x_batch_stride - width;
+      if (--samples_left <= 0) left_rows = right_rows = 0;
     }
   }
 
-  // slice(row, k) = values[first_row + row, channel of k + shift]; zero beyond `tokens`, outside the head and after the
-  // batch.
+  // slice(row, k) = the values of a row from channel k + shift on; zero beyond the tokens, outside the head and after the batch.
   template <typename Copies>
-  __device__ __forceinline__ void load_rows(Copies& copies, Side side, const Element* values, int64_t token_stride,
-                                            int first_row, int shift) const {
+  __device__ __forceinline__ void load_rows(Copies& copies, Side side, const Element* vector, int64_t token_stride, int rows,
+                                            int shift) const {
+    constexpr int kDown = kThreads / Layout::kVectorsAcross;  // from a thread's vector to its next
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
-      const int down = vector_down<Layout>(i);
-      const bool inside = first_row + down < params.tokens && samples_left > 0;
-      const Element* row = values + (first_row + down) * token_stride;
+      const bool inside = i * kDown < rows;
       if (kOneTap || shift == 0) {
-        copies.template copy<Layout>(side, i, row + channel, inside);
+        copies.template copy<Layout>(side, i, vector, inside);
       } else {
-        copies.template store<Layout>(side, i, inside ? load_shifted(row, channel, shift, width) : make_uint4(0, 0, 0, 0));
+        const Element* const head = vector - channel;
+        copies.template store<Layout>(side, i, inside ? load_shifted(head, channel, shift, width) : make_uint4(0, 0, 0, 0));
       }
+      vector += kDown * token_stride;
     }
   }
 };

@@ -29,6 +29,8 @@ constexpr int kVectorsPerThread = kSliceBytes / kVectorBytes / kThreads;  // of 
 constexpr int kWarpGroups = 4;              // a warp's part of the result: 4 x 4 groups of 16 x 16 values
 constexpr int kWarpTile = kWarpGroups * 16;
 
+constexpr int kRowStep = 32;  // rows from a warp's group to its next
+
 enum Side { kLeft, kRight };
 
 // Sizes in values instead of bytes.
@@ -44,7 +46,7 @@ __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2; }
 
 // First row of a warp's group. The two rows of warps take turns every 16 rows, so that in a tile on the diagonal, where
 // groups are skipped, all warps have the same work (and with them the four tensor cores, one for each warp of a block).
-__device__ __forceinline__ int group_row(int group) { return group * 32 + warp_row() * 16; }
+__device__ __forceinline__ int group_row(int group) { return group * kRowStep + warp_row() * 16; }
 
 // ---------------------------------------------------------------------------------------------- slices
 //
