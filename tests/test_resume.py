@@ -41,7 +41,7 @@ def assert_same(run: Path, reference: Path, step: int) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_killed_at_random_ends_as_an_undisturbed_one(write_config, launch, tmp_path, processes):
     # Steps are quick and saves frequent, so that kills fall into start-up, steps, saves and evaluations alike.
-    steps = 100 * KILLS
+    steps = 60 * KILLS
     train_section = {"steps": steps, "batch_size": 8 // processes, "eval_every": 50, "eval_samples": 16}
     config = write_config(train=train_section, checkpoint={"save_every": 5})
     launch("--config", config, "name=undisturbed", processes=processes).succeed(patience=120 * KILLS)
