@@ -172,7 +172,7 @@ def compare(options: argparse.Namespace, overrides: list[str]) -> Path:
     for name, low in (("repeats", 1), ("timing_steps", 1), ("processes", 1)):
         if getattr(options, name) < low:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; allowed: {low} or more")
-    if options.seconds < 0:
+    if not options.seconds >= 0:
         raise UserError(f"--seconds is {options.seconds:g}; allowed: above 0, or left out for train.steps")
     output = Path(options.output)
     filled = output.exists() and (not output.is_dir() or any(output.iterdir()))

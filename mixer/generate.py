@@ -17,6 +17,8 @@ def continuations(checkpoint: str, prompts: list[str], new_tokens: int, temperat
     model, tokenizer = load_checkpoint(Path(checkpoint), choose_device("auto", "fp32"))
     if not temperature >= 0:
         raise UserError(f"--temperature is {temperature:g}; allowed: 0 (the likeliest token each time) or more")
+    if not 0 <= seed < 2**32:
+        raise UserError(f"--seed is {seed}; allowed: 0 to {2**32 - 1}")
     if not all(prompts):
         raise UserError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty; give at least one token of text")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

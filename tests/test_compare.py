@@ -81,6 +81,7 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(write_co
         (["dense", "dense"], "one is named twice"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
         (["dense", "--seconds", "-1"], "--seconds is -1; allowed: above 0"),
+        (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0"),
     ],
 )
 def test_mistakes_show_before_anything_runs(write_config, tmp_path, backends, message):

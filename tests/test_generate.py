@@ -278,5 +278,7 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
         write("def", "")
     with pytest.raises(UserError, match="--temperature is -1; allowed: 0 "):
         continuations(str(tmp_path), ["def"], 4, -1.0, 0)
+    with pytest.raises(UserError, match="--seed is -1; allowed: 0 to 4294967295"):
+        continuations(str(tmp_path), ["def"], 4, 0.0, -1)
     with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):
         write("def read(self, size): " * 20)
