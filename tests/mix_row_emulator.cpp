@@ -3,28 +3,11 @@
 //
 // The threads of a block are fibers that take turns, and __syncthreads and shuffles are where they wait for each other; blocks
 // run one after another, in a random order. Not emulated: time, registers, races.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #include <ucontext.h>
 
-#include <algorithm>
-#include <cmath>
-#include <functional>
-#include <random>
-#include <vector>
+#include "emulated_cuda.h"
 
-#undef __device__
-#undef __host__
-#undef __global__
-#undef __forceinline__
-#undef __launch_bounds__
 #undef __shared__
-#define __device__
-#define __host__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
 #define __shared__ static
 #define threadIdx emulator::thread_index
 #define blockIdx emulator::block_index
@@ -33,8 +16,6 @@
 #define __shfl_xor_sync(mask, value, distance) emulator::exchange(value, distance)
 #define __ldcs(address) (*(address))
 #define cudaGetLastError() cudaSuccess
-
-using std::min;
 
 namespace emulator {
 

@@ -27,34 +27,15 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
 
-#include <algorithm>
-#include <cmath>
-#include <functional>
-#include <random>
 #include <string>
 
-#undef __device__
-#undef __host__
-#undef __global__
-#undef __forceinline__
-#undef __launch_bounds__
+#include "../emulated_cuda.h"
+
 #undef __cluster_dims__
 #undef __grid_constant__
-#define __device__
-#define __host__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __grid_constant__
-
-using std::max;
-using std::min;
 
 namespace emulator {
 

@@ -4,42 +4,22 @@
 // missing barrier shows; shared memory starts as NaN. Not emulated: time, registers, bank conflicts.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #include <setjmp.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
-#include <algorithm>
-#include <cmath>
 #include <deque>
-#include <functional>
 #include <memory>
-#include <random>
-#include <vector>
 
-#undef __device__
-#undef __host__
-#undef __global__
-#undef __forceinline__
-#undef __launch_bounds__
-#define __device__
-#define __host__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
+#include "../emulated_cuda.h"
+
 #define threadIdx emulator::thread_index
 #define blockIdx emulator::block_index
 #define __syncthreads() emulator::meet(emulator::kBlock, __LINE__)
 #define __builtin_assume(condition)
 #define __syncwarp() emulator::meet(emulator::kWarp, __LINE__)
-
-using std::max;
-using std::min;
 
 namespace emulator {
 

@@ -7,8 +7,8 @@
 // workspace, and the same bits each time.
 //
 // On Hopper the kernel may be started while the one before it in the stream ends (programmatic dependent launch), and lets the
-// next one do so: both wait, on the device, for what came before. In a captured step this saves 0.7 us a call
-// (dev/cuda/LOG.md).
+// next one do so: both wait, on the device, for what came before. In a compiled step, whose other kernels do so too, this saves
+// 0.7 us a call (dev/cuda/LOG.md).
 //
 // A position outside the memory gives NaN and writes nothing.
 #include <type_traits>
