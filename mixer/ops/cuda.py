@@ -11,6 +11,7 @@ bit each time. The callers (`mixer.ops`, `mixer.ops.rows`) have checked shapes, 
 import ctypes
 import functools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -184,9 +185,17 @@ def schedule(params: Params) -> Tensor | None:
         raise RuntimeError("the first triangular_conv of a shape cannot be inside a CUDA graph capture; run it once before")
     host = torch.empty(size, dtype=torch.uint8)
     library.mixer_schedule(ctypes.byref(params), host.data_ptr())
-    tiles = host.to(torch.device("cuda", params.device))
-    torch.cuda.current_stream(params.device).synchronize()  # other streams will read it, too
-    return tiles
+    # In a thread of its own: what this one allocates may go to a memory pool that torch.compile makes for a CUDA graph, and
+    # nothing there may outlive the graph's run.
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(on_device, host, params.device).result()
+
+
+def on_device(host: Tensor, index: int) -> Tensor:
+    """A copy in the memory of a device, complete for all its streams."""
+    copy = host.to(torch.device("cuda", index))
+    torch.cuda.current_stream(index).synchronize()
+    return copy
 
 
 def add_device(params: Params, index: int) -> None:
