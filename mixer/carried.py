@@ -8,10 +8,6 @@ import shutil
 from pathlib import Path
 
 CODE = ("cache.py", "configuration.py", "gelu.py", "modeling.py", "plain.py", "step.py")
-AUTO_MAP = {
-    "AutoConfig": "configuration.MaskedMixerConfig",
-    "AutoModelForCausalLM": "modeling.MaskedMixerForCausalLM",
-}
 
 
 def write_code(directory: Path) -> None:

@@ -4,6 +4,12 @@ from transformers import PreTrainedConfig
 
 from .plain import BACKENDS  # relative, as transformers asks of code that goes with a checkpoint
 
+AUTO_MAP = {  # the code beside a saved model that each of transformers' Auto classes finds with trust_remote_code
+    "AutoConfig": "configuration.MaskedMixerConfig",
+    "AutoModel": "modeling.MaskedMixerModel",
+    "AutoModelForCausalLM": "modeling.MaskedMixerForCausalLM",
+}
+
 
 class MaskedMixerConfig(PreTrainedConfig):
     """Configuration of a masked mixer (arXiv 2409.01482, section 2); the defaults are the paper's flat mixer.
@@ -59,6 +65,11 @@ class MaskedMixerConfig(PreTrainedConfig):
         if problems:
             raise ValueError("; ".join(problems))
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    def save_pretrained(self, save_directory, **kwargs) -> None:
+        """As transformers does, which by itself names no class but the one that is saved."""
+        self.auto_map = AUTO_MAP | (getattr(self, "auto_map", None) or {})
+        super().save_pretrained(save_directory, **kwargs)
 
 
 SIZES = (

@@ -174,6 +174,7 @@ def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
                 f"{model.config.vocab_size} embeddings; give the tokenizer that the model was trained with"
             )
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        tokenizer.model_max_length = model.config.max_position_embeddings
         tokenizer.save_pretrained(output)
     model.save_pretrained(output)
     print(f"wrote {output}: {_describe(model)}" + ("" if tokenizer_name else ", without a tokenizer (--tokenizer adds one)"))

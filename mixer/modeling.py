@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 # Relative, as transformers asks of code that goes with a checkpoint: there, these files stand beside this one.
 from .cache import MixingCache, MixingMemory, Places
@@ -32,6 +33,7 @@ except ImportError:  # loaded with trust_remote_code where this package is not i
         return dense(x, weight, bias, residual)
 
 
+logger = logging.get_logger(__name__)
 # transformers' Trainer shifts the labels of label smoothing for models in this table alone; others would learn to copy.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
 GIVE_A_TOKEN = "give at least one token, such as the tokenizer's end of text, which stands before every document"
@@ -191,7 +193,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: MixingCache | None = None,
         use_cache: bool = False,
@@ -199,10 +201,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """The hidden states of new tokens; see MaskedMixerForCausalLM.forward for arguments and errors."""
+        self._check(input_ids, attention_mask, past_key_values, kwargs)
         new = input_ids.shape[1]
+        if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
+            use_cache, past_key_values = self._without_cache(use_cache, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
-        self._check(input_ids, attention_mask, past_key_values)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if wanted else None
@@ -243,7 +247,24 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             states.append(x)
         return x
 
-    def _check(self, input_ids: Tensor, attention_mask: Tensor | None, cache: MixingCache | None) -> None:
+    def _without_cache(self, use_cache: bool, cache: MixingCache | None) -> tuple[bool, None]:
+        """Blocks that are computed again in the backward pass would write to it twice. As transformers' models do, says so."""
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ValueError(
+                "past_key_values holds tokens, which gradient checkpointing cannot follow; give all tokens without a cache, or "
+                "call gradient_checkpointing_disable() first"
+            )
+        if use_cache or cache is not None:
+            logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`.")
+        return False, None
+
+    def _check(self, input_ids: Tensor | None, attention_mask: Tensor | None, cache: MixingCache | None, others: dict) -> None:
+        given = [name for name in ("inputs_embeds", "position_ids") if others.get(name) is not None]
+        if input_ids is None or given:  # which other models take; without a word they would be left out
+            raise ValueError(
+                f"{' and '.join(given) or 'no input_ids'} given; a masked mixer reads input_ids alone, and attention_mask tells "
+                "each token's position: give input_ids, and mask padding"
+            )
         if cache is not None and not isinstance(cache, MixingCache):  # one of transformers' would stay empty, without a word
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: leave it out, or give the one "
@@ -274,7 +295,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -293,7 +314,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
                 token of a text, which nothing predicts, is not scored.
             logits_to_keep: compute the logits of only the last so many tokens, or of these positions; 0 for all.
             past_key_values: what an earlier call returned, which these tokens follow; it is changed in place.
-            use_cache: return a cache. Generation sets it.
+            use_cache: return a cache. Generation sets it. With gradient checkpointing there is none while training.
             output_hidden_states: return them too; None for what the configuration says.
 
         Returns:
@@ -301,9 +322,10 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
             embedding and each block's output, the last one after the final norm, (batch, tokens, hidden_size) each.
 
         Raises:
-            ValueError: more tokens than the context, an attention_mask of another shape, or a cache of another kind.
+            ValueError: more tokens than the context, an attention_mask of another shape, a cache of another kind or, with
+                gradient checkpointing, one that holds tokens; inputs_embeds or position_ids, which this model does not read.
         """
-        output = self.model(input_ids, attention_mask, past_key_values, use_cache, output_hidden_states)
+        output = self.model(input_ids, attention_mask, past_key_values, use_cache, output_hidden_states, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
