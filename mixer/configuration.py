@@ -87,9 +87,13 @@ def shape_problems(config) -> list[str]:
     """Everything wrong with the sizes of `config` (any object with some of a MaskedMixerConfig's fields), one line each."""
     problems = []
     for name in SIZES:
-        value = getattr(config, name, None)
-        if value is not None and value < 1:
-            problems.append(f"{name} is {value}; it must be at least 1")
+        value = getattr(config, name, 1)
+        if value is None and name == "intermediate_size":  # 4 x hidden_size
+            continue
+        if type(value) is not int or value < 1:
+            problems.append(f"{name} is {value!r}; it must be an integer of at least 1")
+    if problems:
+        return problems
     hidden, heads = config.hidden_size, config.num_mixer_heads
     if heads >= 1 and hidden % heads:
         allowed = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)

@@ -249,6 +249,7 @@ def bad_texts(root):
     "options, message",
     [
         ({"text": ["{root}/none.txt"]}, "none.txt does not exist"),
+        ({"text": ["{root}/data"]}, "data is not a file: give the path of a UTF-8 text file"),
         ({"text": ["{root}/empty.txt"]}, "empty.txt is empty"),
         ({"text": ["{root}/short.txt"]}, "short.txt is shorter than 2 tokens"),
         ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8 .byte 3"),

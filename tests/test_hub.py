@@ -287,6 +287,14 @@ def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path
     report.write_text(report.read_text()[:100])
     with pytest.raises(UserError, match="report.json is no report that eval.py wrote .*: evaluate again, or delete it"):
         card(last, "damaged")
+    report.unlink()
+    for name, message in (("config.yaml", "cannot be read as YAML"), ("metrics.jsonl", "line [0-9]+ is not JSON")):
+        file = finished / name
+        whole = file.read_text()
+        file.write_text(whole + "{")
+        with pytest.raises(UserError, match=f"{name} {message}"):
+            card(last, "damaged")
+        file.write_text(whole)
     assert not (tmp_path / "damaged").exists()
 
 
