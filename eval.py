@@ -35,14 +35,19 @@ def parse(arguments=None) -> argparse.Namespace:
             how |= {"choices": list(choices[option.name])} if option.name in choices else {"metavar": "NAME"}
             how |= {} if isinstance(option.default, str) else {"type": int, "metavar": "N"}
         parser.add_argument(flag, **how)
-    parser.add_argument("--output", metavar="DIR", help="where the report goes (default: CHECKPOINT/../eval-<checkpoint>)")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="where the report goes (default: CHECKPOINT/../eval-<checkpoint>, "
+        "or beside another evaluation's report there eval-<checkpoint>-2, -3, ...)",
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments=None) -> None:
     options = parse(arguments)
     from mixer.evaluate import EvalOptions, check_options, evaluate_checkpoint
-    from mixer.evaluation_report import directory_for, evaluation_report, tell_apart, write_evaluation
+    from mixer.evaluation_report import directory_for, evaluation_report, place_for, tell_apart, write_evaluation
     from mixer.files import check_writable
     from mixer.launch import start_asked_for_processes
     from mixer.measure import end_processes, is_first_process
@@ -52,11 +57,12 @@ def main(arguments=None) -> None:
     evaluations = [EvalOptions(checkpoint=path, **settings) for path in options.checkpoint]
     for evaluation in evaluations:
         check_options(evaluation)
-    output = Path(options.output) if options.output else directory_for(Path(options.checkpoint[0]))
+    output = Path(options.output or directory_for(Path(options.checkpoint[0])))
     if is_first_process():
         check_writable(output)
     results = tell_apart([evaluate_checkpoint(evaluation) for evaluation in evaluations])
     if is_first_process():
+        output = output if options.output else place_for(results, output)
         print(evaluation_report(results))
         print(f"\nreport.json, report.md and loss_by_position.png are in {write_evaluation(results, output)}")
     end_processes()

@@ -7,11 +7,7 @@ here.
 import shutil
 from pathlib import Path
 
-CODE = ("cache.py", "configuration.py", "gelu.py", "modeling.py", "plain.py", "step.py")
-AUTO_MAP = {
-    "AutoConfig": "configuration.MaskedMixerConfig",
-    "AutoModelForCausalLM": "modeling.MaskedMixerForCausalLM",
-}
+CODE = ("cache.py", "configuration.py", "gelu.py", "generation.py", "modeling.py", "plain.py", "step.py")
 
 
 def write_code(directory: Path) -> None:

@@ -38,6 +38,7 @@ from mixer.manifest import Manifest
 from mixer.parallel import as_held
 
 FORMAT = 2
+TRAINER_FIELDS = {"step": int, "tokens": int, "data_directory": str}  # of trainer.json, what more than a resume reads
 
 
 @dataclass
@@ -111,7 +112,7 @@ def incomplete(path: Path) -> str | None:
         return "it is incomplete: trainer_state/files.json is missing"
     try:
         files = json.loads(listing.read_text())
-        sizes = {name: known["size"] for name, known in files.items()}
+        sizes = {name: known["size"] for name, known in files.items() if known["sha256"]}
     except (ValueError, TypeError, KeyError, AttributeError):
         return "it is damaged, or of an older format: trainer_state/files.json cannot be read"
     for name, size in sizes.items():
@@ -171,9 +172,28 @@ def load_model(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
     return model_class(config).from_pretrained(path, config=config, dtype=torch.float32)
 
 
+def read_trainer(path: Path) -> dict[str, Any]:
+    """trainer.json of a checkpoint, empty where training has written none, as of a model from elsewhere.
+
+    Raises UserError where it cannot be read or is not what training writes.
+    """
+    file = path / "trainer_state" / "trainer.json"
+    if not file.is_file():
+        return {}
+    try:
+        trainer = json.loads(file.read_text(encoding="utf-8"))
+        wrong = [name for name, kind in TRAINER_FIELDS.items() if not isinstance(trainer[name], kind)]
+        problem = f"{', '.join(wrong)} of another type" if wrong else ""
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise UserError(f"{file} is damaged ({problem}): copy the checkpoint again, or give another one")
+    return trainer
+
+
 def load_trainer(path: Path, data: dict[str, Any], allow_other_data: bool, say=print) -> dict[str, Any]:
     """trainer.json of a checkpoint; raises UserError where it was trained on other data than `data` (see `identity`)."""
-    trainer = json.loads((path / "trainer_state" / "trainer.json").read_text())
+    trainer = read_trainer(path)
     if trainer.get("format") != FORMAT:
         raise UserError(
             f"checkpoint {path} has format {trainer.get('format', 1)}, this code resumes {FORMAT}; it can be loaded "

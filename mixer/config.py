@@ -70,7 +70,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     Raises UserError that lists every problem: unknown keys with the nearest valid one, wrong types, values not allowed.
     """
     problems: list[str] = []
-    given = _read_yaml(path) if path else {}
+    given = read_yaml(path) if path else {}
     entries = [(key, value, str(path)) for key, value in _flatten(given)]
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
@@ -105,7 +105,8 @@ def describe_options() -> str:
     return "keys (give them in the YAML file, or as section.key=value):\n" + "\n".join(lines)
 
 
-def _read_yaml(path: str) -> dict:
+def read_yaml(path: str | Path) -> dict:
+    """A file of sections with keys. Raises UserError where it cannot be read as that."""
     try:
         given = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:

@@ -4,6 +4,12 @@ from transformers import PreTrainedConfig
 
 from .plain import BACKENDS  # relative, as transformers asks of code that goes with a checkpoint
 
+AUTO_MAP = {  # the code beside a saved model that each of transformers' Auto classes finds with trust_remote_code
+    "AutoConfig": "configuration.MaskedMixerConfig",
+    "AutoModel": "modeling.MaskedMixerModel",
+    "AutoModelForCausalLM": "modeling.MaskedMixerForCausalLM",
+}
+
 
 class MaskedMixerConfig(PreTrainedConfig):
     """Configuration of a masked mixer (arXiv 2409.01482, section 2); the defaults are the paper's flat mixer.
@@ -60,6 +66,11 @@ class MaskedMixerConfig(PreTrainedConfig):
             raise ValueError("; ".join(problems))
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
+    def save_pretrained(self, save_directory, **kwargs) -> None:
+        """As transformers does, which by itself names no class but the one that is saved."""
+        self.auto_map = AUTO_MAP | (getattr(self, "auto_map", None) or {})
+        super().save_pretrained(save_directory, **kwargs)
+
 
 SIZES = (
     "vocab_size",
@@ -76,9 +87,13 @@ def shape_problems(config) -> list[str]:
     """Everything wrong with the sizes of `config` (any object with some of a MaskedMixerConfig's fields), one line each."""
     problems = []
     for name in SIZES:
-        value = getattr(config, name, None)
-        if value is not None and value < 1:
-            problems.append(f"{name} is {value}; it must be at least 1")
+        value = getattr(config, name, 1)
+        if value is None and name == "intermediate_size":  # 4 x hidden_size
+            continue
+        if type(value) is not int or value < 1:
+            problems.append(f"{name} is {value!r}; it must be an integer of at least 1")
+    if problems:
+        return problems
     hidden, heads = config.hidden_size, config.num_mixer_heads
     if heads >= 1 and hidden % heads:
         allowed = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)

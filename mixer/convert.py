@@ -22,7 +22,7 @@ from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError, run_command
 from mixer.files import check_writable
 from mixer.modeling import MaskedMixerForCausalLM
-from mixer.pretrained import load_masked_mixer
+from mixer.pretrained import LARGEST_PADDING, load_masked_mixer
 from mixer.tokenizer import existing_tokenizer, vocabulary_size
 
 LAYERS = {  # the reference's names of what every block has, and ours
@@ -168,12 +168,14 @@ def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
     model = from_reference(_read(source))
     if tokenizer_name:
         tokenizer = existing_tokenizer(tokenizer_name)
-        if vocabulary_size(tokenizer) > model.config.vocab_size:
+        ids, embeddings = vocabulary_size(tokenizer), model.config.vocab_size
+        if not ids <= embeddings <= ids + LARGEST_PADDING:
             raise UserError(
-                f"tokenizer {tokenizer_name!r} has ids up to {vocabulary_size(tokenizer) - 1}, the model has "
-                f"{model.config.vocab_size} embeddings; give the tokenizer that the model was trained with"
+                f"tokenizer {tokenizer_name!r} has {ids} ids, the model {embeddings} embeddings; allowed: as many, or up to "
+                f"{LARGEST_PADDING} more in the model: give the tokenizer that the model was trained with"
             )
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        tokenizer.model_max_length = model.config.max_position_embeddings
         tokenizer.save_pretrained(output)
     model.save_pretrained(output)
     print(f"wrote {output}: {_describe(model)}" + ("" if tokenizer_name else ", without a tokenizer (--tokenizer adds one)"))

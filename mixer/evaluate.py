@@ -1,11 +1,11 @@
 """Perplexity of checkpoints on a text, with the conventions beside every number."""
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mixer.checkpoint import read_trainer
 from mixer.checks import check_causality, compare_backends
 from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError
@@ -54,11 +54,6 @@ class EvalOptions:
     )
 
 
-def trainer_state(directory: Path) -> dict:
-    path = directory / "trainer_state" / "trainer.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
 def exp_or_none(value: float) -> float | None:
     """exp, or None where fp64 has no such number: word perplexity of an untrained model can be that large."""
     return math.exp(value) if value < 709 else None
@@ -103,7 +98,7 @@ def check_options(options: EvalOptions) -> None:
 
 
 def data_directory(options: EvalOptions) -> str | None:
-    return options.data or trainer_state(Path(options.checkpoint)).get("data_directory")
+    return options.data or read_trainer(Path(options.checkpoint)).get("data_directory")
 
 
 def choose_window(options: EvalOptions, model) -> tuple[int, int]:
@@ -186,7 +181,7 @@ def describe_model(directory: Path, model, tokenizer) -> dict:
     return {
         "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
         "checkpoint": str(directory),
-        "step": trainer_state(directory).get("step"),
+        "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": model.config.get_text_config().vocab_size,

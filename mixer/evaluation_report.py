@@ -1,5 +1,6 @@
 """The report of an evaluation: a table, the conventions of each row, and a picture; see mixer.evaluate for the numbers."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -23,6 +24,9 @@ COLUMNS = {
     "tokens/s": "tokens_per_second",
     "peak memory, GB": "peak_memory_gb",
 }
+# What tells one evaluation from another: the same again may take the place of the one before.
+ASKED = ("weights_sha256", "text", "bytes", "tokens_scored", "window", "stride", "first_token", "last_window")
+ASKED += ("backend", "dtype", "device")
 BACKEND_COLUMNS = {
     "backend": "backend",
     "loss (nats/token)": "loss",
@@ -112,6 +116,22 @@ def directory_for(checkpoint: Path, what: str = "eval") -> Path:
     """Where what is told of a checkpoint goes: beside it, because the checkpoint's own files stay as training listed them."""
     checkpoint = checkpoint.resolve()
     return checkpoint.with_name(f"{what}-{checkpoint.name}")
+
+
+def place_for(results: list[dict], directory: Path) -> Path:
+    """`directory`, or where that holds another evaluation `directory`-2, -3, ...: so no report is lost to the next one."""
+    places = itertools.chain([directory], (directory.with_name(f"{directory.name}-{n}") for n in itertools.count(2)))
+    return next(place for place in places if not _holds_another(place / "report.json", results))
+
+
+def _holds_another(report: Path, results: list[dict]) -> bool:
+    def asked(given: list[dict]) -> list[list]:
+        return [[*(result[name] for name in ASKED), bool(result["backends"])] for result in given]
+
+    try:
+        return report.exists() and asked(json.loads(report.read_text(encoding="utf-8"))) != asked(results)
+    except (ValueError, TypeError, KeyError):
+        return False  # no report that eval.py wrote, or not all of it
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:

@@ -6,7 +6,6 @@ hub.
 """
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,14 @@ import torch
 from huggingface_hub import ModelCardData
 from omegaconf import OmegaConf
 
+from mixer.checkpoint import read_trainer
+from mixer.config import read_yaml
 from mixer.errors import UserError, run_command
-from mixer.evaluate import load_checkpoint, trainer_state
 from mixer.evaluation_report import COLUMNS, evaluation_notes, evaluations_of, table
 from mixer.files import check_writable
 from mixer.modeling import MaskedMixerForCausalLM
-from mixer.pretrained import check_masked_mixer
+from mixer.pretrained import check_masked_mixer, load_checkpoint
+from mixer.report import read_metrics
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS = ("seed", "model", "data", "train", "optim")  # of a run's configuration, what is of interest elsewhere
@@ -38,9 +39,11 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     check_masked_mixer(checkpoint, model.config, "and the model card written here is a masked mixer's")
     evaluations = evaluations_of(checkpoint)
     model.config.mixing_backend = "auto"
-    model.to(DTYPES[dtype]).save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    model.to(DTYPES[dtype])
+    tokenizer.model_max_length = model.config.max_position_embeddings
     text = card(model, checkpoint, output.resolve().name, license, evaluations)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
     (output / "README.md").write_text(text, encoding="utf-8")
     if not evaluations:
         print(f"its card has no evaluation; python eval.py --checkpoint {checkpoint} writes one beside it, for another export")
@@ -88,7 +91,7 @@ The code beside the weights is plain PyTorch. Where the masked-mixer package is 
 
 
 def _facts(model: MaskedMixerForCausalLM, checkpoint: Path) -> dict[str, str]:
-    config, trainer = model.config, trainer_state(checkpoint)
+    config, trainer = model.config, read_trainer(checkpoint)
     facts = {
         "parameters": f"{model.num_parameters():,}",
         "context, tokens": str(config.max_position_embeddings),
@@ -117,8 +120,7 @@ def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:
     """The last value of every metric up to the checkpoint's step."""
     file = checkpoint.resolve().parent / "metrics.jsonl"
     last = {}
-    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        line = json.loads(text)
+    for line in read_metrics(file) if file.is_file() else []:
         if line["step"] <= step:
             last |= line
     return last
@@ -127,7 +129,7 @@ def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:
 def _run_configuration(checkpoint: Path) -> dict[str, Any]:
     """The run's config.yaml, without where things lie on the machine that trained it."""
     file = checkpoint.resolve().parent / "config.yaml"
-    run = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    run = read_yaml(file) if file.is_file() else {}
     run = {name: run[name] for name in SECTIONS if name in run}
     if "data" in run:
         local = OF_ONE_MACHINE if run["data"].get("source") == "hub" else (*OF_ONE_MACHINE, "path")

@@ -74,6 +74,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     training = TokenFile(run.data.directory, "train", context)
     validation = TokenFile(run.data.directory, "validation", context)
     tokenizer = load_tokenizer(run.data.directory)
+    tokenizer.model_max_length = context  # saved with the model, for tools that cut or warn by it
 
     # Model and optimizer, new or from a checkpoint.
     if main:

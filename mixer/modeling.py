@@ -16,11 +16,13 @@ from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 # Relative, as transformers asks of code that goes with a checkpoint: there, these files stand beside this one.
 from .cache import MixingCache, MixingMemory, Places
 from .configuration import MaskedMixerConfig
 from .gelu import gelu
+from .generation import Generation
 from .plain import dense, mix_row, mix_rows, products_per_triangle
 
 try:
@@ -32,9 +34,9 @@ except ImportError:  # loaded with trust_remote_code where this package is not i
         return dense(x, weight, bias, residual)
 
 
+logger = logging.get_logger(__name__)
 # transformers' Trainer shifts the labels of label smoothing for models in this table alone; others would learn to copy.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
-GIVE_A_TOKEN = "give at least one token, such as the tokenizer's end of text, which stands before every document"
 
 
 class TriangularConv(nn.Module):
@@ -191,7 +193,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: MixingCache | None = None,
         use_cache: bool = False,
@@ -199,10 +201,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """The hidden states of new tokens; see MaskedMixerForCausalLM.forward for arguments and errors."""
+        self._check(input_ids, attention_mask, past_key_values, kwargs)
         new = input_ids.shape[1]
+        if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
+            use_cache, past_key_values = self._without_cache(use_cache, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
-        self._check(input_ids, attention_mask, past_key_values)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if wanted else None
@@ -243,7 +247,24 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             states.append(x)
         return x
 
-    def _check(self, input_ids: Tensor, attention_mask: Tensor | None, cache: MixingCache | None) -> None:
+    def _without_cache(self, use_cache: bool, cache: MixingCache | None) -> tuple[bool, None]:
+        """Blocks that are computed again in the backward pass would write to it twice. As transformers' models do, says so."""
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ValueError(
+                "past_key_values holds tokens, which gradient checkpointing cannot follow; give all tokens without a cache, or "
+                "call gradient_checkpointing_disable() first"
+            )
+        if use_cache or cache is not None:
+            logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`.")
+        return False, None
+
+    def _check(self, input_ids: Tensor | None, attention_mask: Tensor | None, cache: MixingCache | None, others: dict) -> None:
+        given = [name for name in ("inputs_embeds", "position_ids") if others.get(name) is not None]
+        if input_ids is None or given:  # which other models take; without a word they would be left out
+            raise ValueError(
+                f"{' and '.join(given) or 'no input_ids'} given; a masked mixer reads input_ids alone, and attention_mask tells "
+                "each token's position: give input_ids, and mask padding"
+            )
         if cache is not None and not isinstance(cache, MixingCache):  # one of transformers' would stay empty, without a word
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: leave it out, or give the one "
@@ -261,7 +282,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             )
 
 
-class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
+class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationMixin):  # transformers looks for the last
     """The language model; works with `AutoModelForCausalLM.from_pretrained` once `mixer` is imported."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -274,7 +295,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -293,7 +314,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
                 token of a text, which nothing predicts, is not scored.
             logits_to_keep: compute the logits of only the last so many tokens, or of these positions; 0 for all.
             past_key_values: what an earlier call returned, which these tokens follow; it is changed in place.
-            use_cache: return a cache. Generation sets it.
+            use_cache: return a cache. Generation sets it. With gradient checkpointing there is none while training.
             output_hidden_states: return them too; None for what the configuration says.
 
         Returns:
@@ -301,9 +322,10 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
             embedding and each block's output, the last one after the final norm, (batch, tokens, hidden_size) each.
 
         Raises:
-            ValueError: more tokens than the context, an attention_mask of another shape, or a cache of another kind.
+            ValueError: more tokens than the context, an attention_mask of another shape, a cache of another kind or, with
+                gradient checkpointing, one that holds tokens; inputs_embeds or position_ids, which this model does not read.
         """
-        output = self.model(input_ids, attention_mask, past_key_values, use_cache, output_hidden_states)
+        output = self.model(input_ids, attention_mask, past_key_values, use_cache, output_hidden_states, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
@@ -314,68 +336,6 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # it keeps keys and values of attention
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        given = model_kwargs.get("past_key_values") is not None
-        static = generation_config.cache_implementation == "static"
-        if given or not static:  # what transformers has to say of these
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        if generation_config.use_cache is not False and not given:
-            # A graph is of one device, and nothing may bring a parameter there during a step: until then it is on "meta".
-            devices = {parameter.device for parameter in self.parameters()}
-            in_place = len(devices) == 1 and torch.device("meta") not in devices
-            static = static and in_place
-            compiled = static and self.device.type == "cuda" and generation_config.compile_config is not None
-            model_kwargs["past_key_values"] = MixingCache(self.config, static, compiled)
-
-    def _get_candidate_generator(self, *args, **kwargs):
-        """Guesses end with the context: prompt lookup would go on behind max_length."""
-        generator = super()._get_candidate_generator(*args, **kwargs)
-        guess = generator.get_candidates
-
-        def get_candidates(input_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
-            guessed, logits = guess(input_ids, *args, **kwargs)
-            context = self.config.max_position_embeddings
-            return guessed[:, :context], None if logits is None else logits[:, : context - input_ids.shape[1]]
-
-        generator.get_candidates = get_candidates
-        return generator
-
-    def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
-        if getattr(model_kwargs.get("past_key_values"), "compiled", False):
-            return False  # the cache compiles its step itself; transformers would compile the whole forward
-        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # False, and says so if it was asked
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args, attention_mask: Tensor | None = None, **kwargs) -> dict:
-        cache = kwargs.get("past_key_values")
-        # Before the first step alone: to look into the mask waits for the GPU. generate gives none where nothing is padded.
-        if attention_mask is not None and (cache is None or cache.get_seq_length() == 0):
-            empty = attention_mask.sum(1).eq(0).nonzero().flatten().tolist()
-            if empty:
-                raise ValueError(f"the prompts of samples {empty} are empty, all padding; {GIVE_A_TOKEN}")
-        return super().prepare_inputs_for_generation(input_ids, *args, attention_mask=attention_mask, **kwargs)
-
-    def _maybe_initialize_input_ids_for_generation(self, inputs, bos_token_id, model_kwargs):
-        if inputs is None and bos_token_id is None:
-            raise ValueError(f"the prompt is empty; {GIVE_A_TOKEN}")
-        return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
-
-    def _validate_generated_length(self, generation_config, input_ids_length, has_default_max_length):
-        super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)
-        context = self.config.max_position_embeddings
-        if input_ids_length == 0:
-            raise ValueError(f"the prompt is empty; {GIVE_A_TOKEN}")
-        if generation_config.max_length > context:
-            room = context - input_ids_length
-            raise ValueError(
-                f"the prompt has {input_ids_length} tokens and {generation_config.max_length - input_ids_length} new ones were "
-                f"asked for, {generation_config.max_length} together; the model's context is {context}: shorten the prompt"
-                + (f" or give max_new_tokens={room} or less" if room > 0 else "")
-            )
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
         """Floating-point operations of one training step per token, forward and backward (twice the forward).

@@ -57,9 +57,9 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / "model.safetensors"]
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        return [directory / name for name in sorted(shards)]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{index} cannot be read ({error!r}): copy it again, or give another checkpoint") from None
-    return [directory / name for name in sorted(shards)]
 
 
 def weights_sha256(directory: Path) -> list[str]:
@@ -111,7 +111,7 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
             use_safetensors=True,
             local_files_only=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise UserError(f"checkpoint {directory} cannot be read ({error}): give another checkpoint") from error
     absent = sorted(loading["missing_keys"])
     if absent:  # transformers would go on with random numbers in their place
@@ -144,7 +144,7 @@ def load_config(directory: Path) -> PreTrainedConfig:
     allowed = "masked_mixer, or any causal language model that the installed transformers has (gpt2, llama, ...)"
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers and the hub client each raise their own kinds
         raise UserError(
             f"checkpoint {directory} is of no architecture that can be evaluated ({first_line(error)}); allowed: {allowed}: "
             "check model_type in its config.json, or install the transformers that knows it"

@@ -46,7 +46,8 @@ def text_from_files(paths: Sequence[str], tokenizer, text_field: str = "text", m
     text = Text(", ".join(str(path) for path in paths), counted="the files")
     for path in map(Path, paths):
         if not path.is_file():
-            raise UserError(f"text file {path} does not exist: give the path of a UTF-8 text file")
+            problem = "is not a file" if path.exists() else "does not exist"
+            raise UserError(f"text file {path} {problem}: give the path of a UTF-8 text file")
         alone = Text(f"text file {path}")
         for document in read_documents(path, text_field, max_documents):
             alone.add(document, encode)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mixer import checkpoint
-from mixer.carried import AUTO_MAP, write_code
+from mixer.carried import write_code
 from mixer.checkpoint import CheckpointConfig
 from mixer.configuration import MaskedMixerConfig
 from mixer.errors import UserError
@@ -224,7 +224,6 @@ def _write_model(directory: Path, model: PreTrainedModel, weights: dict[str, Ten
     config.architectures, config.dtype = [AutoModelForCausalLM._model_mapping[type(config)].__name__], torch.float32
     if isinstance(config, MaskedMixerConfig):
         config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
-        config.auto_map = AUTO_MAP
         write_code(directory)
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)

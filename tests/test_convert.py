@@ -104,8 +104,12 @@ def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch
     reference, old, new, back = Reference("mixerhead", taps=3), tmp_path / "old.safetensors", tmp_path / "new", tmp_path / "b"
     save_file(reference.half().state_dict(), old)
     train_tokenizer(["a few words"], 300).save_pretrained(tmp_path / "large")
-    with pytest.raises(UserError, match="the model has 50 embeddings"):
+    with pytest.raises(UserError, match="has [0-9]+ ids, the model 50 embeddings; allowed: as many"):
         command(old, "--output", new, "--tokenizer", tmp_path / "large")
+    wide = {name: torch.zeros(2000, reference.wte.weight.shape[1]) for name in ("wte.weight", "lm_head.weight")}
+    save_file(reference.state_dict() | wide, tmp_path / "wide.safetensors")
+    with pytest.raises(UserError, match="has [0-9]+ ids, the model 2000 embeddings; allowed: as many, or up to 1024 more"):
+        command(tmp_path / "wide.safetensors", "--output", new, "--tokenizer", tmp_path / "large")
     assert "4 heads, kernel size 3, 2 layers" in command(old, "--output", new)
     expected = reference.float()(tokens())
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(new)(tokens()).logits, expected, rtol=0, atol=1e-5)

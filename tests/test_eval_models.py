@@ -121,6 +121,10 @@ def test_a_sharded_checkpoint_is_the_same_and_each_broken_shard_is_named(root, t
     shard.unlink()
     with pytest.raises(UserError, match=f"incomplete, it lacks {shard.name}: copy the missing files"):
         evaluate(tmp_path, text=text)
+    for index in ("{", '{"weight_map": {"lm_head.weight": 3}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match="index.json cannot be read .*: copy it again"):
+            evaluate(tmp_path, text=text)
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -155,6 +159,23 @@ def test_an_unknown_architecture_and_weights_of_another_shape_are_refused(root, 
     (tmp_path / "copy" / "config.json").write_text(json.dumps(config | {"hidden_size": 24}))
     with pytest.raises(UserError, match="cannot be read"):
         evaluate(tmp_path / "copy", text=text)
+
+
+@pytest.mark.parametrize(
+    "kind, field, value, message",
+    [
+        ("masked_mixer", "hidden_size", "wide", "hidden_size is 'wide'; it must be an integer of at least 1"),
+        ("masked_mixer", "max_position_embeddings", None, "max_position_embeddings is None; it must be an integer"),
+        ("gpt2", "n_layer", "two", "n_layer"),
+        ("gpt2", "activation_function", "magic", "magic"),
+    ],
+)
+def test_an_edited_config_is_named_with_what_is_wrong(root, tmp_path, kind, field, value, message):
+    copy = shutil.copytree(root / kind, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(UserError, match=f"checkpoint {copy} .*{message}"):
+        evaluate(copy, text=[str(root / "0.txt")])
 
 
 def test_one_token_of_leakage_is_found(root):

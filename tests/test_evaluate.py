@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, inspect, report, representation
+from mixer.checkpoint import load_trainer
 from mixer.convert import convert_back
 from mixer.data import DataConfig, prepare
 from mixer.errors import UserError
@@ -115,7 +116,7 @@ def run(tmp_path_factory):
     tiny_model(len(tokenizer), 32).save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
     (checkpoint / "trainer_state").mkdir()
-    state = {"step": 7, "data_directory": str(root / "data")}
+    state = {"step": 7, "tokens": 224, "data_directory": str(root / "data")}
     (checkpoint / "trainer_state" / "trainer.json").write_text(json.dumps(state))
     (root / "book.txt").write_text(documents[0] + "\n", encoding="utf-8")
     return root
@@ -197,6 +198,18 @@ def test_eval_py_prints_a_table_and_writes_three_files(run):
     assert_png(output / "loss_by_position.png")
 
 
+def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
+    checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "demo" / "step-7")
+    for how in ([], ["--window", "16"], ["--stride", "8"], [], ["--window", "16"]):
+        run_path(str(ROOT / "eval.py"))["main"](
+            ["--checkpoint", str(checkpoint), "--text", str(run / "book.txt"), "--device", "cpu", *how]
+        )
+    reports = sorted(checkpoint.parent.glob("eval-*/report.json"))
+    assert [report.parent.name for report in reports] == ["eval-step-7", "eval-step-7-2", "eval-step-7-3"]
+    results = [json.loads(report.read_text())[0] for report in reports]
+    assert [(result["window"], result["stride"]) for result in results] == [(32, 32), (16, 16), (32, 8)]
+
+
 def test_runs_of_one_name_in_two_places_are_called_by_their_paths(run, tmp_path):
     shutil.copytree(run / "demo" / "step-7", tmp_path / "demo" / "step-7")
     here, there = (str(place / "demo" / "step-7") for place in (run, tmp_path))
@@ -236,6 +249,7 @@ def bad_texts(root):
     "options, message",
     [
         ({"text": ["{root}/none.txt"]}, "none.txt does not exist"),
+        ({"text": ["{root}/data"]}, "data is not a file: give the path of a UTF-8 text file"),
         ({"text": ["{root}/empty.txt"]}, "empty.txt is empty"),
         ({"text": ["{root}/short.txt"]}, "short.txt is shorter than 2 tokens"),
         ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8 .byte 3"),
@@ -298,9 +312,37 @@ def test_a_checkpoint_without_some_weight_or_with_another_is_refused(run, tmp_pa
 
 def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
     shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
-    (tmp_path / "step-7" / "trainer_state" / "trainer.json").write_text('{"step": 7, "data_directory": "data/of-a-run"}')
+    state = {"step": 7, "tokens": 224, "data_directory": "data/of-a-run"}
+    (tmp_path / "step-7" / "trainer_state" / "trainer.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match="was trained on the data in data/of-a-run, which is not here .*: give --data DIR"):
         evaluate_checkpoint(EvalOptions(str(tmp_path / "step-7"), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        (b'{"step": 7, "tok', "JSONDecodeError: "),
+        (b"\xff\xfe", "UnicodeDecodeError: "),
+        (b"[7]", "TypeError: "),
+        (b'{"step": 7}', "KeyError: 'tokens'"),
+        (b'{"step": "7", "tokens": 224, "data_directory": 3}', "step, data_directory of another type"),
+    ],
+    ids=["cut", "no-text", "no-object", "lacking", "other-types"],
+)
+def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content, problem):
+    checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
+    (checkpoint / "trainer_state" / "trainer.json").write_bytes(content)
+    uses = [
+        lambda: evaluate_checkpoint(EvalOptions(str(checkpoint), text=[str(run / "book.txt")], device="cpu")),
+        lambda: export(checkpoint, tmp_path / "given", "mit"),
+        lambda: load_trainer(checkpoint, {}, allow_other_data=False),
+    ]
+    for use in uses:
+        with pytest.raises(
+            UserError, match=rf"trainer.json is damaged \({problem}.*: copy the checkpoint again, or give another"
+        ):
+            use()
+    assert not (tmp_path / "given").exists()
 
 
 def test_data_of_another_tokenizer_is_refused(run, tmp_path):

@@ -258,6 +258,13 @@ def test_what_cannot_be_generated_from_is_refused():
         model(tokens(length=1), past_key_values=cache)
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache; a masked mixer needs a MixingCache: leave it out"):
         model.generate(tokens(length=4), max_new_tokens=2, past_key_values=DynamicCache())
+    embedded = model.get_input_embeddings()(tokens())
+    for given, named in (
+        ({"inputs_embeds": embedded}, "inputs_embeds"),
+        ({"input_ids": tokens(), "position_ids": tokens()}, "pos"),
+    ):
+        with pytest.raises(ValueError, match=rf"{named}\w* given; a masked mixer reads input_ids alone"):
+            model(**given)
     with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 1\); it must be \(3, 2\)"):
         model(tokens(length=2), attention_mask=torch.ones(3, 1))
 

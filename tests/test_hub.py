@@ -14,32 +14,39 @@ import torch
 from conftest import ROOT
 from huggingface_hub import ModelCard
 from launching import run_python
-from test_generate import lively_model, padded
+from test_generate import generate, lively_model, padded
 from test_model import small_model, tokens
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     DataCollatorForLanguageModeling,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
+    pipeline,
 )
 
-from mixer.carried import AUTO_MAP, CODE
+from mixer.carried import CODE
 from mixer.checkpoint import damage
+from mixer.configuration import AUTO_MAP
+from mixer.convert import convert, convert_back
 from mixer.errors import UserError
 from mixer.export import export
+from mixer.modeling import logger
 from mixer.tokenizer import train_tokenizer
 
 LOAD_ELSEWHERE = """
 import sys, torch
 if {hidden}: sys.modules["mixer"] = None  # as if it were not installed
-from transformers import AutoModelForCausalLM, AutoConfig
+from transformers import AutoModel, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{model}", trust_remote_code=True)
 assert type(model).__module__.startswith("transformers_modules."), type(model)
 saved = torch.load("{expected}")
 ids, mask = saved["ids"], saved["mask"]
 torch.testing.assert_close(model(ids, attention_mask=mask).logits, saved["logits"], rtol=1e-4, atol=1e-5)
+body = AutoModel.from_pretrained("{model}", trust_remote_code=True)
+torch.testing.assert_close(model.lm_head(body(ids, attention_mask=mask).last_hidden_state), saved["logits"], rtol=1e-4, atol=1e-5)
 written = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
 assert torch.equal(written, saved["written"])
 model(ids, labels=ids).loss.backward()
@@ -113,6 +120,27 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_gradient_checkpointing_while_training_goes_without_a_cache(monkeypatch):
+    model, ids = lively_model().train(), tokens(batch=2, length=6)
+    expected, filled = generate(model, ids), model(ids, use_cache=True).past_key_values
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        said = []
+        monkeypatch.setattr(logger, "warning_once", said.append)
+        output = model(ids, labels=ids, use_cache=True)
+        assert (output.past_key_values is None) == checkpointing == ("Setting `use_cache=False`" in "".join(said))
+        output.loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(generate(model, ids), expected)  # as in the middle of training, where nothing is computed again
+    with pytest.raises(ValueError, match="past_key_values holds tokens, which gradient checkpointing cannot follow"):
+        model(ids, past_key_values=filled)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -216,6 +244,19 @@ def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path):
     assert "[y/N]" not in done.stdout
 
 
+def test_the_saved_tokenizer_knows_the_context(finished, tmp_path):
+    last, long = finished / "step-12", "def read(self, size): return self.text[:size]\n" * 9
+    convert_back(last, tmp_path / "reference.safetensors", "mixerhead")
+    convert(tmp_path / "reference.safetensors", tmp_path / "converted", str(last))
+    export(last, tmp_path / "exported", "mit")
+    for directory in (last, tmp_path / "converted", tmp_path / "exported"):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        assert len(tokenizer(long).input_ids) > len(tokenizer(long, truncation=True).input_ids) == 32
+    writer = pipeline("text-generation", model=str(last))
+    (text,) = writer(long, max_new_tokens=8, do_sample=False, handle_long_generation="hole", return_tensors=True)
+    assert len(text["generated_token_ids"]) == 32  # the prompt's end, as much as leaves room for the new tokens
+
+
 def test_an_export_into_the_directory_one_stands_in_has_its_name(finished, tmp_path, monkeypatch):
     (tmp_path / "my-mixer").mkdir()
     monkeypatch.chdir(tmp_path / "my-mixer")
@@ -246,6 +287,14 @@ def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path
     report.write_text(report.read_text()[:100])
     with pytest.raises(UserError, match="report.json is no report that eval.py wrote .*: evaluate again, or delete it"):
         card(last, "damaged")
+    report.unlink()
+    for name, message in (("config.yaml", "cannot be read as YAML"), ("metrics.jsonl", "line [0-9]+ is not JSON")):
+        file = finished / name
+        whole = file.read_text()
+        file.write_text(whole + "{")
+        with pytest.raises(UserError, match=f"{name} {message}"):
+            card(last, "damaged")
+        file.write_text(whole)
     assert not (tmp_path / "damaged").exists()
 
 
