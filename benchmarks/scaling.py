@@ -4,7 +4,7 @@
 
 Each GPU gets `train.batch_size` samples a step, whatever their number. Runs of DDP and FSDP, in fp16 and bf16, take turns for
 `--repeats` rounds; the tokens/s of a round is the median of its windows of logged steps after the first, which holds the
-start. Writes PATH.json (rows, hardware, commit) and PATH.md.
+start. PATH.json (rows, hardware, commit) and PATH.md are written anew after each run.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.errors import UserError, run_command
+from mixer.files import write_text
 from mixer.provenance import ROOT, commit, hardware
 from mixer.report import read_metrics
 
@@ -45,22 +46,20 @@ def main() -> None:
     if unknown:
         raise UserError(f"--engines has {', '.join(unknown)}; allowed: {', '.join(ENGINES)}")
 
-    # One process needs no engine: its run is what all engines are compared with.
-    cases = [(precision, 1, "") for precision in options.precisions.split(",")]
-    for precision in options.precisions.split(","):
-        cases += [(precision, count, engine) for count in counts[1:] for engine in options.engines.split(",")]
+    # One process needs no engine: its run is what all engines are compared with, and the first of its precision.
+    several = [(count, engine) for count in counts[1:] for engine in options.engines.split(",")]
+    cases = [(precision, *case) for precision in options.precisions.split(",") for case in [(1, ""), *several]]
     rounds = {case: [] for case in cases}
+    result = {"hardware": hardware(), "commit": options.commit or commit(), "command": " ".join(sys.argv)}
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(options.repeats):
         for case in cases:
             rounds[case].append(tokens_per_second(options.config, overrides, *case, options.window))
             print(*case, f"{rounds[case][-1]:,.0f} tokens/s", flush=True)
-
-    result = {"hardware": hardware(), "commit": options.commit or commit(), "command": " ".join(sys.argv)}
-    result["rows"] = [row(case, rounds) for case in cases]
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    output.with_suffix(".md").write_text(table(result))
+            result["rows"] = [row(case, rounds) for case in cases if rounds[case]]
+            write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
+            write_text(output.with_name(output.name + ".md"), table(result))
     print(table(result))
 
 
@@ -88,7 +87,7 @@ def row(case: tuple, rounds: dict[tuple, list[float]]) -> dict:
     """A case's speeds, and its share of perfect scaling: the median over the rounds of the share in each."""
     precision, count, engine = case
     alone = rounds[precision, 1, ""]
-    shares = [speed / (count * one) for speed, one in zip(rounds[case], alone, strict=True)]
+    shares = [speed / (count * one) for speed, one in zip(rounds[case], alone, strict=False)]  # alone comes first
     found = {"precision": precision, "gpus": count, "engine": engine, "tokens_per_second": rounds[case]}
     return found | {"shares": shares, "share": statistics.median(shares)}
 
