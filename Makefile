@@ -8,7 +8,9 @@ setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,eval,sm70]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev,eval,sm70]"
+	@# The byte code that pip would make on one core, on all cores, and not of the packages' own tests; it may lack some files.
+	-$(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal)/' .venv/lib
 	touch $@
 
 demo: setup

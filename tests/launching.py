@@ -4,6 +4,7 @@ A program takes seconds to import what it needs, for each process of each test. 
 as `python` does, or, as a rank of train.py, with the environment that torchrun gives; signals, files and exits are as ever.
 """
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -16,13 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-
-
-def train_main(arguments: list[str]) -> None:
-    import train
-
-    sys.argv = ["train.py", *arguments]
-    train.main()
 
 
 def _fork(target: Callable, *arguments) -> multiprocessing.Process:
@@ -46,18 +40,19 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)
 
 
-def _rank(arguments: list[str], environment: dict[str, str], output: str, before: Callable | None) -> None:
-    """What a forked rank does; `before` may change what it is about to run."""
+def _rank(program: str, arguments: list[str], environment: dict[str, str], output: str, before: Callable | None) -> None:
+    """What a forked rank of train.py or eval.py does; `before` may change what it is about to run."""
     from mixer.errors import run_command
 
     _enter(str(ROOT), environment, output)
     if before:
         before()
-    run_command(lambda: train_main(arguments))
+    sys.argv = [f"{program}.py", *arguments]
+    run_command(importlib.import_module(program).main)
 
 
-def _program(arguments: list[str], directory: str, output: str) -> None:
-    _enter(directory, {}, output)
+def _program(arguments: list[str], environment: dict[str, str], directory: str, output: str) -> None:
+    _enter(directory, environment, output)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -67,15 +62,19 @@ def _program(arguments: list[str], directory: str, output: str) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def start_python(*arguments, output: Path, directory: Path = ROOT, **environment: str) -> multiprocessing.Process:
+    """`python SCRIPT ...` or `python -m MODULE ...`; what it prints, errors too, goes to a file."""
+    return _fork(_program, [str(argument) for argument in arguments], environment, str(directory), str(output))
+
+
 def run_python(*arguments, output: Path, directory: Path = ROOT, patience: float = 120) -> subprocess.CompletedProcess:
-    """`python SCRIPT ...` or `python -m MODULE ...`, awaited; what it prints, errors too, goes to a file, and is its stdout."""
-    given = [str(argument) for argument in arguments]
-    process = _fork(_program, given, str(directory), str(output))
+    """The same, awaited; what it prints, errors too, is its stdout."""
+    process = start_python(*arguments, output=output, directory=directory)
     process.join(patience)
     if process.exitcode is None:
         process.kill()
         process.join()
-    return subprocess.CompletedProcess(given, process.exitcode, output.read_text())
+    return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text())
 
 
 def free_port() -> int:
@@ -85,9 +84,9 @@ def free_port() -> int:
 
 
 class Launch:
-    """Ranks of one training. `output` is what all of them have printed."""
+    """Ranks of one train.py, or eval.py. `output` is what all of them have printed."""
 
-    def __init__(self, output: Path, *arguments, processes: int = 1, environment: dict | None = None, before=None):
+    def __init__(self, output: Path, *arguments, program="train", processes=1, environment: dict | None = None, before=None):
         self.file = output
         output.unlink(missing_ok=True)
         common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -95,7 +94,7 @@ class Launch:
         self.ranks = []
         for rank in range(processes):
             own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else dict(environment or {})
-            self.ranks.append(_fork(_rank, [str(argument) for argument in arguments], own, str(output), before))
+            self.ranks.append(_fork(_rank, program, [str(argument) for argument in arguments], own, str(output), before))
 
     @property
     def output(self) -> str:

@@ -1,7 +1,6 @@
 """The benchmark of token mixing: run as a user runs it, at toy size on a CPU, and told apart from a wrong backend."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -75,9 +74,13 @@ def draws_from_json_alone(output: Path, tmp_path: Path) -> None:
 
 
 def test_measuring_needs_no_matplotlib(tmp_path):
-    program = "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import token_mixing as t; t.main()"
-    command = [sys.executable, "-c", program, *TOY, "--tokens", "48", "--operations", "forward", "--output", str(tmp_path / "r")]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import token_mixing as t; t.main()"
+    )
+    options = [*TOY, "--tokens", "48", "--operations", "forward", "--output", tmp_path / "r"]
+    done = run_python(program, *options, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Building the CUDA kernels: needs nvcc for the tests that compile, a GPU for none of them."""
 
 import ctypes
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launching import start_python
 from toolchain import needs_nvcc
 
 from mixer.errors import UserError
@@ -53,17 +55,12 @@ def fake_nvcc(home: Path, version: str = "13.0", architectures: str = "75 80 90 
     return home
 
 
-def builder(sources: Path) -> subprocess.Popen:
-    """Another process that asks for the library, in a session of its own."""
+def builder(sources: Path, output: Path) -> multiprocessing.Process:
+    """Another process that asks for the library, in a group of its own."""
     code = f"from pathlib import Path; from mixer.ops import build; print(build.library((8, 0), Path({str(sources)!r})))"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    program = sources.parent / "builder.py"
+    program.write_text(code)
+    return start_python(program, output=output, MIXER_CACHE=os.environ["MIXER_CACHE"])
 
 
 # ------------------------------------------------------------------------------------------------ real builds
@@ -123,24 +120,27 @@ def test_changed_source_builds_anew(tiny):
 
 
 @needs_nvcc
-def test_two_builders_at_once_make_one_library(tiny):
-    processes = [builder(tiny), builder(tiny)]
-    results = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert results[0][0] == results[1][0]
-    assert sum("building" in errors for _, errors in results) == 1
+def test_two_builders_at_once_make_one_library(tiny, tmp_path):
+    outputs = [tmp_path / "first", tmp_path / "second"]
+    processes = [builder(tiny, output) for output in outputs]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    lines = [output.read_text().splitlines() for output in outputs]
+    assert lines[0][-1] == lines[1][-1] and Path(lines[0][-1]).name == build.LIBRARY
+    assert sum("building" in line for printed in lines for line in printed) == 1
 
 
 @needs_nvcc
-def test_killed_builder_blocks_nobody(tiny, cache):
-    process = builder(tiny)
+def test_killed_builder_blocks_nobody(tiny, cache, tmp_path):
+    process = builder(tiny, tmp_path / "printed")
     name = build.source_name((8, 0), tiny)
     deadline = time.monotonic() + 30
     while not list(cache.glob(f"{name}-*.tmp/build.ninja")):  # in mid-build
-        assert time.monotonic() < deadline and process.poll() is None
+        assert time.monotonic() < deadline and process.is_alive()
         time.sleep(0.005)
     process.kill()  # SIGKILL: nothing of it can clean up; its compilers live on
-    process.wait()
+    process.join()
     try:
         path = build.library((8, 0), tiny)
     finally:

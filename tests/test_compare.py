@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, read_losses
+from conftest import read_losses
 from launching import run_python
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, compare
@@ -67,9 +67,9 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(write_co
         main([*llama, "--resume", "--seconds", "1e-6"])
 
     written = metrics.stat().st_mtime_ns
-    command = [sys.executable, "-m", "mixer.compare", *llama, "--resume"]  # what is complete is not repeated
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and str(output / "report.md") in done.stdout, done.stderr
+    command = ["-m", "mixer.compare", *llama, "--resume"]  # what is complete is not repeated
+    done = run_python(*command, output=tmp_path / "printed")
+    assert done.returncode == 0 and str(output / "report.md") in done.stdout, done.stdout
     assert metrics.stat().st_mtime_ns == written
 
 
@@ -106,7 +106,7 @@ def test_runs_that_a_comparison_did_not_make_are_never_replaced(write_config, tm
     assert weights.read_bytes() == b"weeks of training" and not (output / "runs" / "dense-timing-1").exists()
 
 
-def test_a_run_that_fails_ends_the_comparison_with_its_own_words(write_config, tmp_path):
+def test_a_run_that_fails_ends_the_comparison_with_its_own_words(write_config, tmp_path, forked_runs):
     keys = ["data.source=text", "data.path=none.txt", f"data.directory={tmp_path / 'data'}"]
     with pytest.raises(UserError, match=r"dense-timing-1 ended with status 2(.|\n)*data.path 'none.txt' is no file"):
         main(["--config", str(write_config()), "--output", str(tmp_path / "out"), "--backends", "dense", *keys])

@@ -1,12 +1,11 @@
 """The configuration: every problem is named at once, and what is given arrives."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from launching import run_python
 
 from mixer.architecture import model_config
 from mixer.config import describe_options, load_config, save_config
@@ -72,11 +71,11 @@ def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_pa
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["steps"] == 700
 
 
-def test_a_missing_file_names_those_that_exist_and_exits_with_2():
-    done = subprocess.run([sys.executable, "train.py", "--config", "configs/v10.yaml"], cwd=ROOT, capture_output=True, text=True)
+def test_a_missing_file_names_those_that_exist_and_exits_with_2(tmp_path):
+    done = run_python("train.py", "--config", "configs/v10.yaml", output=tmp_path / "printed")
     assert done.returncode == 2
-    assert "no configuration file configs/v10.yaml; there are: configs/comparison.yaml, configs/demo.yaml" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "no configuration file configs/v10.yaml; there are: configs/comparison.yaml, configs/demo.yaml" in done.stdout
+    assert "Traceback" not in done.stdout
 
 
 def test_help_lists_every_key_with_its_meaning():

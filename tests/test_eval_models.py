@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from mixer.evaluation_report import evaluation_report
 from mixer.measure import Place, Plan
 from mixer.tokenizer import train_tokenizer
 
-ROOT = Path(__file__).parent.parent
 CPU = Place(torch.device("cpu"))
 
 
@@ -41,12 +38,6 @@ def root(tmp_path_factory):
 
 def evaluate(checkpoint, **options):
     return evaluate_checkpoint(EvalOptions(checkpoint=str(checkpoint), device="cpu", **options))
-
-
-def command(*arguments) -> str:
-    done = subprocess.run([*map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(root):
@@ -92,13 +83,12 @@ def test_backends_are_compared_on_the_same_text(root):
     assert "- cuda: mixing backend 'cuda' cannot run here" in evaluation_report([result])
 
 
-def test_several_processes_give_the_numbers_of_one(root, tmp_path):
-    """Three windows a batch, so that the processes' shares are unequal. accelerate launch starts the same processes."""
+def test_several_processes_give_the_numbers_of_one(root, launch, tmp_path):
+    """Three windows a batch, so that the processes' shares are unequal."""
     options = {"text": [str(root / "0.txt")], "batch_size": 3, "stride": 16}
     one = evaluate(root / "masked_mixer", **options)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py"]
     arguments = ["--checkpoint", root / "masked_mixer", "--text", *options["text"], "--batch-size", 3, "--stride", 16]
-    printed = command(*launch, *arguments, "--device", "cpu", "--output", tmp_path)
+    printed = launch(*arguments, "--device", "cpu", "--output", tmp_path, program="eval", processes=2).succeed()
     assert printed.count("report.json") == 1
     two = json.loads((tmp_path / "report.json").read_text())[0]
     assert two["device"] == "2 x cpu"

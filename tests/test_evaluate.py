@@ -3,14 +3,13 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from runpy import run_path
 
 import numpy as np
 import pytest
 import torch
+from launching import run_python
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, inspect, report, representation
 from mixer.checkpoint import load_trainer
@@ -180,15 +179,11 @@ def assert_png(path, least=5000):
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[-8:-4] == b"IEND" and len(content) > least
 
 
-def command(*arguments):
-    arguments = [sys.executable, *map(str, arguments)]
-    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-def test_eval_py_prints_a_table_and_writes_three_files(run):
+def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
     checkpoint = run / "demo" / "step-7"
-    done = command("eval.py", "--checkpoint", checkpoint, checkpoint, "--device", "cpu", "--max-tokens", 300)
-    assert done.returncode == 0, done.stderr
+    options = ["--checkpoint", checkpoint, checkpoint, "--device", "cpu", "--max-tokens", 300]
+    done = run_python("eval.py", *options, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
     output = run / "demo" / "eval-step-7"
     results = json.loads((output / "report.json").read_text())
     assert len(results) == 2 and results[0]["tokens_scored"] == 300
@@ -232,11 +227,11 @@ def test_where_no_results_can_go_is_said_before_they_are_computed(run, tmp_path,
     assert capsys.readouterr().out == ""
 
 
-def test_eval_py_says_error_and_exits_2(run):
-    done = command("eval.py", "--checkpoint", run / "nothing")
+def test_eval_py_says_error_and_exits_2(run, tmp_path):
+    done = run_python("eval.py", "--checkpoint", run / "nothing", output=tmp_path / "printed")
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("error: checkpoint")
-    assert "Traceback" not in done.stderr
+    assert done.stdout.strip().splitlines()[-1].startswith("error: checkpoint")
+    assert "Traceback" not in done.stdout
 
 
 def bad_texts(root):
@@ -377,8 +372,9 @@ def test_pictures_are_made_from_metrics(tmp_path):
     assert_png(plot_loss_by_position({"a": [None, 3.0, 2.5, 2.0], "b": [5.0, 3.5, 2.5, 2.0]}, tmp_path / "position.png"))
     write_metrics(tmp_path / "one", 0, lines=1)
     assert_png(plot_training(tmp_path / "one"))
-    done = command("-m", "mixer.report", runs["cuda"], runs["dense"], "--output", tmp_path / "command.png")
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "mixer.report", runs["cuda"], runs["dense"], "--output", tmp_path / "command.png"]
+    done = run_python(*command, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
     assert_png(tmp_path / "command.png", 20000)
     report.main([str(runs["dense"] / "metrics.jsonl")])
     assert_png(runs["dense"] / "training.png", 20000)
@@ -399,6 +395,6 @@ def test_a_broken_line_of_metrics_is_named(tmp_path, broken):
 
 def test_the_report_command_says_error_and_exits_2(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
-    done = command("-m", "mixer.report", tmp_path)
+    done = run_python("-m", "mixer.report", tmp_path, output=tmp_path / "printed")
     assert done.returncode == 2
-    assert "error:" in done.stderr and "line 1" in done.stderr and "Traceback" not in done.stderr
+    assert "error:" in done.stdout and "line 1" in done.stdout and "Traceback" not in done.stdout

@@ -1,12 +1,9 @@
 """Promises of `python -m mixer.inspect`: the numbers are what their names say, and every page is made."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from launching import run_python
 from test_evaluate import assert_png
 from test_lm_eval import documents, save_checkpoint
 
@@ -16,7 +13,6 @@ from mixer.inspect import inspect
 from mixer.matrices import effective_context, mixing_matrices, relative_change, toeplitz_distance, weight_by_lag
 from mixer.tokenizer import train_tokenizer
 
-ROOT = Path(__file__).parent.parent
 TRIANGLE = np.tri(20)
 
 
@@ -71,11 +67,10 @@ def test_the_matrices_are_the_models_and_never_its_upper_triangle():
 def test_the_command_writes_an_index_and_a_page_for_each_layer_and_quantity(tmp_path):
     variant = {"mixer_kernel_size": 2, "mixer_expansion": True}
     steps = [save(tmp_path / f"step-{seed}", seed, **variant) for seed in (1, 2)]
-    command = [sys.executable, "-m", "mixer.inspect", "--checkpoint", *steps]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "mixer.inspect", "--checkpoint", *steps, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
     index = tmp_path / "inspect-step-2" / "index.md"
-    assert done.stdout.strip() == str(index)
+    assert done.stdout.strip().splitlines()[-1] == str(index)
     text = index.read_text()
     assert text.count("| second W tap 1 |") == 2  # two layers
     pages = ["layer-00.png", "layer-01.png", "by_lag.png", "effective_context.png", "toeplitz.png", "change.png"]

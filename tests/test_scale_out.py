@@ -107,7 +107,7 @@ def test_fsdp_version_1_is_refused(write_config, launch):
 def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     config = write_config()
     launch("--config", config, "name=one").succeed()
-    common = ["--cpu", "--num_processes", "4", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
+    common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
     common += ["--main_process_port", str(free_port())]
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     hosts = [
@@ -121,7 +121,7 @@ def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
                 "train.py",
                 "--config",
                 str(config),
-                "train.batch_size=2",
+                "train.batch_size=4",
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -132,7 +132,7 @@ def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     ]
     outputs = [host.communicate(timeout=200)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], outputs
-    assert "4 process(es)" in outputs[0] and "step 12/12" in outputs[0] and "step 12/12" not in outputs[1]
+    assert "2 process(es)" in outputs[0] and "step 12/12" in outputs[0] and "step 12/12" not in outputs[1]
     assert read_losses(tmp_path / "runs/small") == pytest.approx(read_losses(tmp_path / "runs/one"), rel=1e-5)
     trainer = json.loads((tmp_path / "runs/small/step-12/trainer_state/trainer.json").read_text())
     assert trainer["samples"] == 96

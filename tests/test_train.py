@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import read_lines, read_losses, run, start
+from conftest import read_lines, read_losses, run
 
 from mixer.architecture import model_config
 from mixer.config import load_config
@@ -64,11 +64,10 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(write_config, la
     assert json.loads((directory / "step-12/config.json").read_text())["mixing_backend"] == "auto"
 
 
-def test_a_second_launch_beside_a_misspelt_key_starts_nothing(write_config, tmp_path):
-    process = start("--config", write_config(), "train.stepz=3")
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "unknown key train.stepz = 3; did you mean train.steps?" in output
+def test_a_second_launch_beside_a_misspelt_key_starts_nothing(write_config, launch, tmp_path):
+    ranks = launch("--config", write_config(), "train.stepz=3")
+    assert 0 not in ranks.wait()
+    assert "unknown key train.stepz = 3; did you mean train.steps?" in ranks.output
     assert not os.path.exists(tmp_path / "runs")
 
 

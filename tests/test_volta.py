@@ -58,6 +58,9 @@ def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
 # ------------------------------------------------------------------------------------------------ for sm_70
 
 
+together = pytest.mark.xdist_group("sm_70")  # on one worker, which compiles once
+
+
 @pytest.fixture(scope="module")
 def compiled_for_sm_70():
     """Machine code and log of each source that a library for sm_70 has kernels of."""
@@ -65,6 +68,7 @@ def compiled_for_sm_70():
 
 
 @nvrtc.needs_nvrtc
+@together
 def test_all_kernels_compile_for_sm_70_without_spills(compiled_for_sm_70):
     for name, (code, log) in compiled_for_sm_70.items():
         kernels = build.kernels_of(log)
@@ -74,6 +78,7 @@ def test_all_kernels_compile_for_sm_70_without_spills(compiled_for_sm_70):
 
 @nvrtc.needs_nvrtc
 @needs_nvcc
+@together
 def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70, kernel_cache):
     """Each type of x, of weight and gradient, for one tap and several, finds its kernels by the names that the driver knows."""
     names = {stem: [kernel.name for kernel in build.kernels_of(log)] for stem, (_, log) in compiled_for_sm_70.items()}
