@@ -271,7 +271,7 @@ def draw_gaps(axes, curves, first, shared):
         label = f"{name}, largest {worst:+.2g} %"
         axes.plot(steps, gaps, color=COLOURS[index % len(COLOURS)], linewidth=0.9, label=label)
     axes.axhline(0, color="#666666", linewidth=0.8)
-    axes.margins(y=0.35)  # room for the legend above the curve
+    axes.margins(y=0.1 + 0.25 * len(shared))  # room for the legend above the curves
     axes.set_ylabel("gap (%)")
     axes.set_title(f"Relative gap to {first}")
     axes.legend(loc="upper right")
