@@ -2,8 +2,9 @@
 
     python tests/nvrtc.py DIRECTORY     # writes X.ptx for compute_70 of each X.cu with kernels, for ptx_library.py
 
-`pip install -e ".[sm70]"` installs the wheels; the kernels' own source is compiled as it is. NVRTC takes no host code, so what
-launches the kernels is compiled for the device, too, and thereby makes all their instances.
+`pip install -e ".[sm70]"` installs the wheels, the headers of an older CUDA than the compiler's: what they lack would end a build
+there. The kernels' own source is compiled as it is. NVRTC takes no host code, so what launches the kernels is compiled for the
+device, too, and thereby makes all their instances.
 """
 
 import ctypes

@@ -26,9 +26,12 @@ constexpr int kVectorBytes = 16;
 constexpr int kMostSums = kThreads / kWarp * kMostAcross * (kVectorBytes / 2);  // blocks of more threads are kLeastAcross wide
 
 // Some channels of a token as they come from memory: 16 bytes, or one channel where rows do not start on 16 bytes. They are
-// taken apart only when they are multiplied: before that the next loads would wait for this one.
+// taken apart only when they are multiplied: before that the next loads would wait for this one. Of one channel it is the bits:
+// below compute capability 8.0, CUDA 12.0 has no load of a bf16 around the cache.
+template <typename Element>
+using Bits = std::conditional_t<sizeof(Element) == 2, unsigned short, unsigned int>;
 template <typename Element, int kVector>
-using Vector = std::conditional_t<kVector == 1, Element, uint4>;
+using Vector = std::conditional_t<kVector == 1, Bits<Element>, uint4>;
 
 template <typename Element, int kVector>
 __device__ __forceinline__ void add_product(float* sum, float factor, const Vector<Element, kVector>& vector) {
