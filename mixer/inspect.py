@@ -1,7 +1,7 @@
 """Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since earlier ones.
 
 python -m mixer.inspect --checkpoint runs/demo/step-600
-python -m mixer.inspect --checkpoint runs/demo/step-200 runs/demo/step-400 runs/demo/step-600     # the last is pictured
+python -m mixer.inspect --checkpoint runs/demo/step-400 runs/demo/step-600     # the last is pictured
 """
 
 import argparse
