@@ -260,8 +260,8 @@ def draw_points(axes, result: dict, cases: list[dict]) -> None:
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, **look)
     for case in cases:
         axes.axvline(intensity(case), color="#cccccc", linewidth=0.8)
-        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom", "fontsize": 8.5}
-        axes.text(intensity(case), 0.015, f"{case['tokens']} tokens", color="#666666", **place, **halo())
+        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom", "zorder": 2}
+        axes.text(intensity(case), 0.015, f"{case['tokens']} tokens", fontsize=8.5, color="#666666", **place, **halo())
 
 
 def draw_ceilings(axes, result: dict, cases: list[dict]) -> None:
@@ -283,7 +283,7 @@ def halo() -> dict:
     """Of a label: white around the letters, so that a line behind them leaves them readable."""
     from matplotlib.patheffects import withStroke
 
-    return {"path_effects": [withStroke(linewidth=2.5, foreground="white")], "zorder": 4}
+    return {"path_effects": [withStroke(linewidth=2.5, foreground="white")]}
 
 
 def powers_of_two(axis) -> None:
@@ -317,7 +317,7 @@ def plot_speedups(result: dict, path: Path) -> Path:
         families = [family for family in looks if any(speedup(case, over=family) for case in cases)]
         for index, family in enumerate(families):
             bars(axes, cases, family, index, len(families), *looks[family])
-        axes.axhline(1, color="#222222", linewidth=1)
+        axes.axhline(1, color="#777777", linewidth=1)
         axes.set_xticks(range(len(cases)), [str(case["tokens"]) for case in cases])
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.18)
@@ -354,7 +354,7 @@ def plot_sweep(result: dict, path: Path) -> Path:
         colours = [COLOURS[0] if length >= 1 else COLOURS[1] for length in lengths]
         drawn = axes.barh(range(len(names)), lengths, 0.75, color=colours)
         axes.bar_label(drawn, [f"{length:.2f}" if length else "-" for length in lengths], fontsize=8.5, padding=3, **halo())
-        axes.axvline(1, color="#222222", linewidth=1)
+        axes.axvline(1, color="#777777", linewidth=1)
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.2, y=0.01)
         axes.set_title(operation.replace("_", "-") + (", wall time" if operation == "autograd" else ""))
