@@ -1,8 +1,8 @@
 """Evaluate checkpoints: perplexity per token, word and byte, bits per byte, loss by position, speed and memory.
 
-python eval.py --checkpoint runs/demo/step-200                         # the validation split of the run's own data
-python eval.py --checkpoint runs/demo/step-200 gpt2 --text book.txt    # any UTF-8 text, any causal LM's directory beside
-python eval.py --checkpoint runs/demo/step-200 --hub Salesforce/wikitext --subset wikitext-103-raw-v1
+python eval.py --checkpoint runs/demo/step-600                         # the validation split of the run's own data
+python eval.py --checkpoint runs/demo/step-600 gpt2 --text book.txt    # any UTF-8 text, any causal LM's directory beside
+python eval.py --checkpoint runs/demo/step-600 --hub Salesforce/wikitext --subset wikitext-103-raw-v1
 accelerate launch --multi_gpu eval.py --checkpoint runs/v100/step-200000    # the windows shared out among the GPUs
 python eval.py ... --first-token eos --last-window full                # the conventions of lm-evaluation-harness
 """

@@ -260,8 +260,8 @@ def draw_points(axes, result: dict, cases: list[dict]) -> None:
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, **look)
     for case in cases:
         axes.axvline(intensity(case), color="#cccccc", linewidth=0.8)
-        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom", "fontsize": 8.5}
-        axes.text(intensity(case), 0.015, f"{case['tokens']} tokens", color="#666666", **place)
+        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom", "zorder": 2}
+        axes.text(intensity(case), 0.015, f"{case['tokens']} tokens", fontsize=8.5, color="#666666", **place, **halo())
 
 
 def draw_ceilings(axes, result: dict, cases: list[dict]) -> None:
@@ -270,13 +270,20 @@ def draw_ceilings(axes, result: dict, cases: list[dict]) -> None:
     low, high = min(*map(intensity, cases), ridge) / 4, 1.6 * max(*map(intensity, cases), ridge)
     axes.plot([low, ridge, high], [low * rate, ceiling, ceiling], color="#222222", linewidth=2)
     axes.axhline(ceiling / 2, color="#777777", linestyle="--", linewidth=1, label="half the ceiling: the most of a full product")
-    place = {"textcoords": "offset points", "fontsize": 9, "va": "bottom", "ha": "right", "color": "#222222"}
+    place = {"textcoords": "offset points", "fontsize": 9, "va": "bottom", "ha": "right", "color": "#222222", **halo()}
     axes.annotate(f"dense product\n{ceiling:.4g} TFLOP/s", (high, ceiling), xytext=(-2, 3), **place)
     axes.annotate(f"copy\n{rate:.3g} TB/s", (ridge * 0.75, ceiling * 0.75), xytext=(-5, 0), **place)
     shown = [tflops(case, family) for case in cases for family in ("ours", "panels", "dense") if of_family(case, family)]
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(shown + [ceiling / 2]) / 2, ceiling * 1.5))
     for axis in (axes.xaxis, axes.yaxis):
         powers_of_two(axis)
+
+
+def halo() -> dict:
+    """Of a label: white around the letters, so that a line behind them leaves them readable."""
+    from matplotlib.patheffects import withStroke
+
+    return {"path_effects": [withStroke(linewidth=2.5, foreground="white")]}
 
 
 def powers_of_two(axis) -> None:
@@ -310,7 +317,7 @@ def plot_speedups(result: dict, path: Path) -> Path:
         families = [family for family in looks if any(speedup(case, over=family) for case in cases)]
         for index, family in enumerate(families):
             bars(axes, cases, family, index, len(families), *looks[family])
-        axes.axhline(1, color="#222222", linewidth=1)
+        axes.axhline(1, color="#777777", linewidth=1)
         axes.set_xticks(range(len(cases)), [str(case["tokens"]) for case in cases])
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.18)
@@ -330,7 +337,7 @@ def bars(axes, cases: list[dict], family: str, index: int, count: int, colour: s
     drawn = axes.bar(
         places, [value or 0 for value in values], width * 0.92, color=colour, hatch=hatch, edgecolor="white", label=family
     )
-    axes.bar_label(drawn, [f"{value:.2f}" if value else "-" for value in values], fontsize=8.5, padding=2)
+    axes.bar_label(drawn, [f"{value:.2f}" if value else "-" for value in values], fontsize=8.5, padding=2, **halo())
 
 
 def plot_sweep(result: dict, path: Path) -> Path:
@@ -346,8 +353,8 @@ def plot_sweep(result: dict, path: Path) -> Path:
         lengths = [values.get(name) or 0 for name in names]
         colours = [COLOURS[0] if length >= 1 else COLOURS[1] for length in lengths]
         drawn = axes.barh(range(len(names)), lengths, 0.75, color=colours)
-        axes.bar_label(drawn, [f"{length:.2f}" if length else "-" for length in lengths], fontsize=8.5, padding=3)
-        axes.axvline(1, color="#222222", linewidth=1)
+        axes.bar_label(drawn, [f"{length:.2f}" if length else "-" for length in lengths], fontsize=8.5, padding=3, **halo())
+        axes.axvline(1, color="#777777", linewidth=1)
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.2, y=0.01)
         axes.set_title(operation.replace("_", "-") + (", wall time" if operation == "autograd" else ""))

@@ -40,7 +40,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="path of the results without ending")
-    parser.add_argument("--forms", type=lambda text: text.split(","), default=DEFAULT_FORMS, help=",".join(DEFAULT_FORMS))
+    parser.add_argument("--forms", type=lambda text: text.split(","), default=DEFAULT_FORMS, help="some of --list")
     parser.add_argument("--list", action="store_true", help="say what each form is, and measure nothing")
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[512, 2048, 8192])
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a step")

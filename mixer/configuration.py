@@ -1,5 +1,7 @@
 """The shape of a masked mixer, as transformers saves and loads it."""
 
+import math
+
 from transformers import PreTrainedConfig
 
 from .plain import BACKENDS  # relative, as transformers asks of code that goes with a checkpoint
@@ -29,7 +31,7 @@ class MaskedMixerConfig(PreTrainedConfig):
         mixing_backend: "auto", "cuda", "panels" or "dense", see `mixer.ops.triangular_conv`. Changes the speed alone.
 
     Raises:
-        ValueError: a size is not positive, the heads do not divide hidden_size, or the backend is unknown.
+        ValueError: a size or layer_norm_eps is not positive, the heads do not divide hidden_size, or the backend is unknown.
     """
 
     model_type = "masked_mixer"
@@ -84,7 +86,7 @@ SIZES = (
 
 
 def shape_problems(config) -> list[str]:
-    """Everything wrong with the sizes of `config` (any object with some of a MaskedMixerConfig's fields), one line each."""
+    """Everything wrong with the values of `config` (any object with some of a MaskedMixerConfig's fields), one line each."""
     problems = []
     for name in SIZES:
         value = getattr(config, name, 1)
@@ -92,6 +94,9 @@ def shape_problems(config) -> list[str]:
             continue
         if type(value) is not int or value < 1:
             problems.append(f"{name} is {value!r}; it must be an integer of at least 1")
+    eps = getattr(config, "layer_norm_eps", 1.0)
+    if type(eps) not in (int, float) or not 0 < eps < math.inf:
+        problems.append(f"layer_norm_eps is {eps!r}; it must be a number above 0")
     if problems:
         return problems
     hidden, heads = config.hidden_size, config.num_mixer_heads

@@ -40,7 +40,7 @@ class DataConfig:
     vocab_size: int = _setting(8000, "size of the BPE that is trained; unused with an existing tokenizer")
     directory: str = _setting("data/builtin", "where the prepared token files go")
     packed: bool = _setting(True, "true: documents joined by EOS, cut at the context; false: one document a row, padded")
-    validation_fraction: float = _setting(0.01, "share of the documents held out; 0: none")
+    validation_fraction: float = _setting(0.01, "share of the documents held out for validation: above 0, below 1")
     max_documents: int = _setting(0, "read only this many documents; 0: all")
     workers: int = _setting(0, "threads that tokenise; 0: one for each core")
 

@@ -25,7 +25,7 @@ LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long
 class EvalOptions:
     """What to evaluate, and how."""
 
-    checkpoint: str = field(metadata={"help": "a checkpoint, e.g. runs/demo/step-200, or any Hugging Face causal LM's directory"})
+    checkpoint: str = field(metadata={"help": "a checkpoint, e.g. runs/demo/step-600, or any Hugging Face causal LM's directory"})
     text: list[str] = field(
         default_factory=list,
         metadata={"help": "UTF-8 text files to score, a document each; of .jsonl and .parquet files each row is one"},
@@ -144,6 +144,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     check_options(options)
     directory = Path(options.checkpoint)
     model, tokenizer = load_checkpoint(directory, place.device, options.backend)
+    model.config.get_text_config().use_cache = False  # else a transformer keeps keys and values that nothing reads
     window, stride = choose_window(options, model)
     plan = Plan(window, stride, options.last_window, options.batch_size, options.dtype)
     text = choose_text(options, window, tokenizer)

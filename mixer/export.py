@@ -131,6 +131,9 @@ def _run_configuration(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint.resolve().parent / "config.yaml"
     run = read_yaml(file) if file.is_file() else {}
     run = {name: run[name] for name in SECTIONS if name in run}
+    for name, section in run.items():
+        if name != "seed" and not isinstance(section, dict):
+            raise UserError(f"{file}: its section {name} is {section!r}; it must hold keys, as in configs/: correct it")
     if "data" in run:
         local = OF_ONE_MACHINE if run["data"].get("source") == "hub" else (*OF_ONE_MACHINE, "path")
         run["data"] = {key: value for key, value in run["data"].items() if key not in local}

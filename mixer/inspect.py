@@ -1,7 +1,7 @@
 """Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since earlier ones.
 
 python -m mixer.inspect --checkpoint runs/demo/step-600
-python -m mixer.inspect --checkpoint runs/demo/step-200 runs/demo/step-400 runs/demo/step-600     # the last is pictured
+python -m mixer.inspect --checkpoint runs/demo/step-400 runs/demo/step-600     # the last is pictured
 """
 
 import argparse
@@ -87,8 +87,8 @@ def plot_layer(matrices: dict[str, np.ndarray], title: str, output: Path) -> Pat
         axes.set_facecolor("#eeeeee")
         axes.grid(False)
         axes.set_title(f"{title}: {name}")
-        axes.set_xlabel("token read")
-        axes.set_ylabel("token written")
+        axes.set_xlabel("input token")
+        axes.set_ylabel("output token")
         figure.colorbar(image, ax=axes, extend="both", shrink=0.8)
     for axes in list(cells)[len(matrices) :]:
         axes.set_axis_off()

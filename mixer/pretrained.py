@@ -15,6 +15,7 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # Embeddings are padded up to a multiple of a round number; no model is known to pad by more.
 LARGEST_PADDING = 1024
+SIZES = ("num_hidden_layers", "hidden_size", "max_position_embeddings")  # as transformers names them in most configurations
 
 # What to do about each missing part.
 REMEDIES = {
@@ -30,7 +31,7 @@ def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:
     tokenizer: whether one is needed.
     """
     if not directory.is_dir():
-        raise UserError(f"checkpoint {directory} is not a directory: give one such as runs/demo/step-200")
+        raise UserError(f"checkpoint {directory} is not a directory: give one such as runs/demo/step-600")
     missing = missing_files(directory, tokenizer)
     steps = sorted((path for path in directory.glob("step-*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
     if missing and steps:
@@ -140,20 +141,24 @@ def check_masked_mixer(directory: Path, config: PreTrainedConfig, problem: str) 
 
 
 def load_config(directory: Path) -> PreTrainedConfig:
-    """Raises UserError for a model that AutoModelForCausalLM cannot build."""
+    """Raises UserError for a model that AutoModelForCausalLM cannot build, and for sizes below 1, which it lets pass."""
     allowed = "masked_mixer, or any causal language model that the installed transformers has (gpt2, llama, ...)"
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers and the hub client each raise their own kinds
         raise UserError(
             f"checkpoint {directory} is of no architecture that can be evaluated ({first_line(error)}); allowed: {allowed}: "
-            "check model_type in its config.json, or install the transformers that knows it"
+            "check its config.json, model_type above all, or install the transformers that knows it"
         ) from None
     if type(config) not in AutoModelForCausalLM._model_mapping.keys():
         raise UserError(
             f"checkpoint {directory} is a {config.model_type}, which is not a causal language model and has no perplexity; "
             f"allowed: {allowed}: give another checkpoint"
         )
+    sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
+    wrong = [f"{name} {value}" for name, value in sizes.items() if isinstance(value, int) and value < 1]
+    if wrong:
+        raise UserError(f"the config.json of checkpoint {directory} has {', '.join(wrong)}; allowed: 1 or more: correct it")
     return config
 
 
@@ -181,4 +186,6 @@ def check_vocabulary(directory: Path, tokenizer, vocab_size: int) -> None:
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    """What the error says first; of one that names a field on a line of its own, the next line too."""
+    lines = [line.strip() for line in str(error).strip().split("\n")]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

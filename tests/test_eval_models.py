@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_lm_eval import CONTEXT, documents, save_checkpoint
-from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, BertLMHeadModel, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from mixer.checks import check_causality
 from mixer.errors import UserError
@@ -64,6 +64,18 @@ def test_other_causal_models_stand_in_the_same_table(root):
     for result in results:
         assert result["tokens_per_second"] > 0 and result["peak_memory_gb"] > 0
         assert result["causality"]["largest_move_before"] == 0 < result["causality"]["smallest_move_after"]
+
+
+def test_scoring_a_transformer_keeps_no_cache(root):
+    kept = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: kept.append(output.past_key_values) if isinstance(module, GPT2LMHeadModel) else None
+    )
+    try:
+        evaluate(root / "gpt2", text=[str(root / "0.txt")])
+    finally:
+        handle.remove()
+    assert kept and all(cache is None for cache in kept)
 
 
 def test_a_smaller_window_is_the_model_of_a_shorter_context(root):
@@ -155,8 +167,10 @@ def test_an_unknown_architecture_and_weights_of_another_shape_are_refused(root, 
     "kind, field, value, message",
     [
         ("masked_mixer", "hidden_size", "wide", "hidden_size is 'wide'; it must be an integer of at least 1"),
+        ("masked_mixer", "layer_norm_eps", "small", "layer_norm_eps is 'small'; it must be a number above 0"),
         ("masked_mixer", "max_position_embeddings", None, "max_position_embeddings is None; it must be an integer"),
-        ("gpt2", "n_layer", "two", "n_layer"),
+        ("gpt2", "n_layer", "two", "n_layer.*'two'"),
+        ("gpt2", "n_layer", -1, "num_hidden_layers -1; allowed: 1 or more"),
         ("gpt2", "activation_function", "magic", "magic"),
     ],
 )

@@ -295,6 +295,12 @@ def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path
         with pytest.raises(UserError, match=f"{name} {message}"):
             card(last, "damaged")
         file.write_text(whole)
+    whole = (finished / "config.yaml").read_text()
+    for section in ("data: nothing\n", "data:\n", "model: [1]\n"):
+        (finished / "config.yaml").write_text(section)
+        with pytest.raises(UserError, match="config.yaml: its section (data|model) is .*; it must hold keys"):
+            card(last, "damaged")
+    (finished / "config.yaml").write_text(whole)
     assert not (tmp_path / "damaged").exists()
 
 
