@@ -58,6 +58,7 @@ def main() -> None:
             rounds[case].append(tokens_per_second(options.config, overrides, *case, options.window))
             print(*case, f"{rounds[case][-1]:,.0f} tokens/s", flush=True)
             result["rows"] = [row(case, rounds) for case in cases if rounds[case]]
+            result["not_run"] = [" ".join(map(str, case)).strip() for case in cases if not rounds[case]]
             write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
             write_text(output.with_name(output.name + ".md"), table(result))
     print(table(result))
@@ -102,6 +103,7 @@ def table(result: dict) -> str:
         lines.append(
             f"| {row['precision']} | {row['gpus']} | {row['engine'] or '-'} | {speed:,.0f} | {row['share']:.3f} | {spread} |"
         )
+    lines += [f"\nEnded before these were run: {'; '.join(result['not_run'])}."] if result["not_run"] else []
     device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
     return "\n".join(lines) + f"\n\n`{result['command']}` on {device}; commit {result['commit'][:10]}.\n"
 
