@@ -392,6 +392,13 @@ def test_the_first_call_of_a_shape_may_be_in_a_cuda_graph_of_the_compiler():
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
+def test_a_default_device_changes_nothing():
+    inputs = make(216, 96, 2, 2, 3, torch.float16)  # again a shape of its own
+    with torch.device("cuda"):
+        found = gradients(kernel_conv, *inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(kernel_conv, *inputs), strict=True))
+
+
 def test_graph_replay_computes_anew():
     x, weight, bias, residual, dy = make(200, 96, 2, 2, 3, torch.float16)
 

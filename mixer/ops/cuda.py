@@ -183,7 +183,7 @@ def schedule(params: Params) -> Tensor | None:
         return None
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first triangular_conv of a shape cannot be inside a CUDA graph capture; run it once before")
-    host = torch.empty(size, dtype=torch.uint8)
+    host = torch.empty(size, dtype=torch.uint8, device="cpu")
     library.mixer_schedule(ctypes.byref(params), host.data_ptr())
     # In a thread of its own: what this one allocates may go to a memory pool that torch.compile makes for a CUDA graph, and
     # nothing there may outlive the graph's run.
