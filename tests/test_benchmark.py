@@ -229,3 +229,19 @@ def test_a_training_step_is_timed_and_profiled(tmp_path):
         for row in case["forms"].values():
             assert row["ms"] > 0 and row["losses"][2] < row["losses"][0] and row["profile"]["kinds"]["optimizer"] > 0
     assert "| eager: ours, eager |" in text and "## Where the time goes, 2 x 48 tokens" in text
+
+
+def test_the_gaps_between_finished_runs_are_those_of_every_pair(tmp_path):
+    losses = {"one": [4.0, 2.0], "two": [4.0, 2.1], "three": [4.4, 2.0]}
+    for name, (first, second) in losses.items():
+        lines = [{"step": step, "loss": loss} for step, loss in ((10, first), (20, second))]
+        lines.append({"step": 20, "tokens": 640, "validation_loss": 2.5, "validation_bits_per_byte": 1.5})
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [ROOT / "benchmarks" / "loss_gaps.py", "--output", tmp_path / "gaps", "--measured", "a machine"]
+    done = run_python(*command, *(f"{name}={tmp_path / name}.jsonl" for name in losses), output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    found = {tuple(gap["models"]): gap["largest"] for gap in json.loads((tmp_path / "gaps.json").read_text())["gaps"]}
+    assert found == pytest.approx({("one", "two"): 0.05, ("one", "three"): 0.1, ("two", "three"): 0.1})
+    assert "| one / three | 10.00% | 10 |" in (tmp_path / "gaps.md").read_text() and (tmp_path / "gaps.png").exists()
+    done = run_python(*command, f"one={tmp_path}/one.jsonl", "two=nothing", output=tmp_path / "refused")
+    assert done.returncode == 2 and "two=nothing given; allowed: two or more NAME=FILE" in done.stdout
