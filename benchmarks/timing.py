@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from mixer.errors import first_line
+
 Call = Callable[[int], object]
 
 SPIN_CYCLES_PER_MS = 2_000_000  # of torch.cuda._sleep at 2 GHz; a slower clock only spins longer
@@ -83,10 +85,6 @@ def batch(call: Call, turn, count: int, device: str, slots: int, spin: int = 0) 
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / count, host_ms
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs

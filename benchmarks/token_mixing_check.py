@@ -5,11 +5,11 @@ import math
 import warnings
 
 import torch
-from timing import first_line
 from token_mixing_variants import Data, Variant
 from torch import Tensor
 
 from mixer import plain
+from mixer.errors import first_line
 from mixer.plain import shift_channels, split_heads, tap_shift
 
 MAX_ERROR = 5e-3  # relative RMSE; rounding a result to bf16 alone gives 1.7e-3

@@ -19,7 +19,7 @@ from training_step_models import DEFAULT_FORMS, FORMS, Form, SharedMemory, Size,
 from training_step_report import profiled, table
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.errors import UserError, run_command
+from mixer.errors import UserError, first_line, run_command
 from mixer.files import write_text
 from mixer.provenance import commit, hardware
 
@@ -117,7 +117,7 @@ def prepare(form: Form, size: Size, device: str, memory: SharedMemory) -> tuple[
             shared = memory.bytes if before else 0
             row["peak_gb"] = round((torch.cuda.max_memory_allocated() - before + shared) / 2**30, 2)
     except Exception as error:  # of the compiler, or out of memory: the others still have their numbers
-        return {"failure": timing.first_line(error)}, None
+        return {"failure": first_line(error)}, None
     return row | {"losses": [first, second, third]}, step
 
 

@@ -1,4 +1,4 @@
-"""The one exception that speaks to the person at the keyboard, and how a program ends with it."""
+"""The one exception that speaks to the person at the keyboard, how a program ends with it, and other errors in a line."""
 
 import os
 import sys
@@ -23,3 +23,10 @@ def run_command(main: Callable[[], None]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def first_line(error: Exception) -> str:
+    """Its kind and what it says first, without advice and traces; where that line announces the next one, both."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    return f"{type(error).__name__}: {' '.join(said)}"

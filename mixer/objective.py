@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from mixer.errors import first_line
 from mixer.parallel import Hosts
-from mixer.step import first_line
 from mixer.validation import token_nats
 
 

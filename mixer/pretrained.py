@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from mixer.checkpoint import sha256
 from mixer.configuration import MaskedMixerConfig
-from mixer.errors import UserError
+from mixer.errors import UserError, first_line
 from mixer.tokenizer import vocabulary_size
 
 INDEX = "model.safetensors.index.json"
@@ -167,8 +167,7 @@ def load_fast_tokenizer(directory: Path):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers and tokenizers each raise their own kinds
         raise UserError(
-            f"the tokenizer in checkpoint {directory} cannot be read ({type(error).__name__}: {first_line(error)}): "
-            f"{REMEDIES['tokenizer.json']}"
+            f"the tokenizer in checkpoint {directory} cannot be read ({first_line(error)}): {REMEDIES['tokenizer.json']}"
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UserError(f"the tokenizer in checkpoint {directory} has no fast version (tokenizer.json): save it as a fast one")
@@ -183,9 +182,3 @@ def check_vocabulary(directory: Path, tokenizer, vocab_size: int) -> None:
             f"checkpoint {directory} holds a tokenizer of {ids} ids and a model of {vocab_size}; allowed: as many, or up to "
             f"{LARGEST_PADDING} more in the model: {REMEDIES['tokenizer.json']}"
         )
-
-
-def first_line(error: Exception) -> str:
-    """What the error says first; of one that names a field on a line of its own, the next line too."""
-    lines = [line.strip() for line in str(error).strip().split("\n")]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -65,9 +65,10 @@ class CapturedStep:
             compiled(self.input_ids, self.memories, self.positions)
             return compiled
         except Exception as error:  # whatever it is: if it is not the compiler's, the step without it meets it again
+            reason = str(error).strip().partition("\n")[0]
             logger.warning_once(
-                f"compile_config: a decoding step could not be compiled, it runs without ({first_line(error)}); torch.compile "
-                "needs Triton and a C compiler"
+                f"compile_config: a decoding step could not be compiled, it runs without ({type(error).__name__}: {reason}); "
+                "torch.compile needs Triton and a C compiler"
             )
             return self.blocks
 
@@ -99,9 +100,3 @@ def can_capture(input_ids: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.cuda.is_current_stream_capturing()
     )
-
-
-def first_line(error: Exception) -> str:
-    """What went wrong, without the compiler's advice and traces."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}"
