@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
@@ -85,6 +86,17 @@ class TriangularConv(nn.Module):
         return y if residual is None else y + residual.to(y.dtype)  # under autocast the stream has its dtype, as above
 
 
+class Linear(nn.Linear):
+    """PyTorch's. Compiled for one token, the bias is added by itself: then the compiler makes a kernel of its own of the product,
+    with what stands around it, where it would leave a product with a bias to the library.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and x.shape[:-1].numel() == 1:
+            return F.linear(x, self.weight) + self.bias
+        return super().forward(x)
+
+
 class TokenMixing(nn.Module):
     """residual + mix(x), in the family's variants.
 
@@ -97,10 +109,10 @@ class TokenMixing(nn.Module):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         many = config.num_mixer_heads > 1
-        self.in_proj = nn.Linear(config.hidden_size, config.hidden_size) if many else None
+        self.in_proj = Linear(config.hidden_size, config.hidden_size) if many else None
         self.conv = TriangularConv(config)
         self.second_conv = TriangularConv(config) if config.mixer_expansion else None
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size) if many else None
+        self.out_proj = Linear(config.hidden_size, config.hidden_size) if many else None
 
     def forward(
         self,
@@ -127,8 +139,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up_proj(x)
@@ -216,8 +228,10 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if past_key_values is None:
             x = self._blocks(input_ids, states=states)
         else:
-            start = past if places is None or past == 0 else places.starts
-            positions = torch.arange(new, device=input_ids.device)[None] + start  # (batch or 1, new)
+            if places is None or past == 0:
+                positions = torch.arange(past, past + new, device=input_ids.device)[None]  # (1, new)
+            else:
+                positions = places.starts + torch.arange(new, device=input_ids.device)  # (batch, new)
             if past > 0 and new == 1 and states is None:
                 x = past_key_values.step(self._blocks, input_ids, positions)
             else:

@@ -5,7 +5,9 @@ import copy
 import accelerate
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from test_model import small_model, tokens
+from torch._dynamo.backends.common import aot_autograd
 from transformers import CompileConfig, DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 from transformers.generation.utils import logger
 
@@ -289,3 +291,22 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
         continuations(str(tmp_path), ["def"], 4, 0.0, -1)
     with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):
         write("def read(self, size): " * 20)
+
+
+def test_products_of_a_compiled_step_of_one_token_are_left_to_the_compiler():
+    """It makes none of a product that brings its bias along; several tokens have the library's, bias and all."""
+    model, found = lively_model().eval(), []
+
+    def note(graph, _inputs):
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found.append({name: names.count(f"aten.{name}.default") for name in ("mm", "addmm")})
+        return make_boxed_func(graph.forward)
+
+    for length in (1, 3):
+        torch._dynamo.reset()
+        ids = tokens(batch=1, length=length)
+        compiled = torch.compile(model.model._blocks, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=note))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(ids), model.model(ids).last_hidden_state)
+    products = 2 * len(model.model.layers)
+    assert found == [{"mm": products, "addmm": 0}, {"mm": 0, "addmm": products}]
