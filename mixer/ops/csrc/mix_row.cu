@@ -3,12 +3,13 @@
 //
 // The time is that of reading the memory once. A block owns some channels of one sample and head, and reads them of every
 // token up to the position, which it finds in the device's memory: a captured graph goes on from wherever that says. Few
-// samples get narrow blocks, down to one 32-byte sector of a token, so that no two blocks share a sum: one launch, no
-// workspace, and the same bits each time.
+// samples get narrow blocks, down to one 32-byte sector of a token. On Hopper they get clusters instead, whose blocks share the
+// tokens out and read whole lines; the first block adds up what the others send it. One launch, no workspace, and the same bits
+// each time.
 //
 // On Hopper the kernel may be started while the one before it in the stream ends (programmatic dependent launch), and lets the
-// next one do so: both wait, on the device, for what came before. Until then it has the L2 cache fetch what it will read first
-// (dev/cuda/LOG.md).
+// next one do so: both wait, on the device, for what came before. In a compiled step, whose other kernels do so too, this saves
+// 0.7 us a call (dev/cuda/LOG.md).
 //
 // A position outside the memory gives NaN and writes nothing.
 #include <type_traits>
@@ -19,9 +20,14 @@
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kThreads = 256, kMostThreads = 1024;  // of a block; the most where blocks are few
-constexpr int kLeastAcross = 2, kMostAcross = 32;   // threads side by side on a token's channels
-constexpr int kAhead = 4;                           // tokens that a thread has on their way from memory at a time
+#ifdef MIXER_HOPPER
+constexpr int kMostThreads = 512, kLeastAcross = 8, kMostSplits = 8;
+#else
+constexpr int kMostThreads = 1024, kLeastAcross = 2, kMostSplits = 1;
+#endif
+constexpr int kThreads = 256;    // of a block; kMostThreads where blocks are few
+constexpr int kMostAcross = 32;  // threads side by side on a token's channels; kLeastAcross where blocks are few
+constexpr int kAhead = 4;        // tokens that a thread has on their way from memory at a time
 constexpr int kVectorBytes = 16;
 constexpr int kMostSums = kThreads / kWarp * kMostAcross * (kVectorBytes / 2);  // blocks of more threads are kLeastAcross wide
 
@@ -41,64 +47,68 @@ __device__ __forceinline__ void add_product(float* sum, float factor, const Vect
 }
 
 #ifdef MIXER_HOPPER
-__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+// Each block of a cluster arrives, then waits for all: what they wrote before is seen after.
+__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// To the same place in the shared memory of the cluster's first block.
+__device__ __forceinline__ void send_to_first(float* place, float value) {
+  const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(place));
+  unsigned there;
+  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(own));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
 #endif
 
-// Blocks: (batch, heads, slices); a slice is `across` vectors of a head's channels. Threads: (rows, across).
+// Blocks: (batch, heads, slices, splits); a slice is `across` vectors of a head's channels, a split a share of the tokens, and
+// the splits of a slice are a cluster. Threads: (rows, across).
 template <typename Element, typename Weight, int kVector>
-__global__ void __launch_bounds__(kMostThreads) mix_row_kernel(const TriangularConvParams params, int across, int slices) {
+__global__ void __launch_bounds__(kMostThreads, 1)
+    mix_row_kernel(const TriangularConvParams params, int across, int slices, int splits) {
   using Read = Vector<Element, kVector>;
   __shared__ float sums[kMostSums];
-  const int width = params.channels / params.heads;  // channels of a head
-  const int slice = blockIdx.x % slices;
-  const int head = blockIdx.x / slices % params.heads;
-  const int64_t sample = blockIdx.x / slices / params.heads;
-  const int rows = blockDim.x / across;  // tokens that the block reads at a time
-  const int row = threadIdx.x / across;
-  const int channel = (slice * across + threadIdx.x % across) * kVector;
-
-  const int64_t* positions = static_cast<const int64_t*>(params.positions) + sample * params.positions_stride;
-  const Weight* weights = static_cast<const Weight*>(params.weight) + static_cast<int64_t>(head) * params.context * params.context;
-  Element* memory = static_cast<Element*>(params.memory) + sample * params.memory_batch_stride +
-                    head * params.memory_head_stride + channel;
 #ifdef MIXER_HOPPER
-  // A position that is read before the wait may be an old one: then other lines are fetched for nothing. It is read past the L1
-  // cache, where it would stay.
-  const int64_t soon = __ldcg(positions);
-  if (soon >= 0 && soon < params.tokens && channel < width) {
-#pragma unroll
-    for (int ahead = 0; ahead < kAhead; ++ahead) {
-      const int64_t token = row + ahead * rows;
-      if (token >= soon) break;
-      prefetch(memory + token * width);
-      prefetch(weights + soon * params.context + token);
-    }
-  }
+  __shared__ float sent[kMostSplits][kLeastAcross * kVectorBytes / 2];
+  if (splits > 1) arrive_cluster();  // this block has begun, and can be sent to
   // The other way round, the next kernel could start before the one before this has ended.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-  const int64_t position = *positions;
+  const int width = params.channels / params.heads;  // channels of a head
+  const int split = blockIdx.x % splits;
+  const int group = blockIdx.x / splits;
+  const int slice = group % slices;
+  const int head = group / slices % params.heads;
+  const int64_t sample = group / slices / params.heads;
+  const int rows = blockDim.x / across;  // tokens that the block reads at a time
+  const int row = threadIdx.x / across;
+  const int channel = (slice * across + threadIdx.x % across) * kVector;
+
+  const int64_t position = static_cast<const int64_t*>(params.positions)[sample * params.positions_stride];
   const bool exists = position >= 0 && position < params.tokens;
   const int earlier = exists && channel < width ? static_cast<int>(position) : 0;
-  const Weight* weight = weights + (exists ? position : 0) * params.context;
+  const int share = ceil_div(earlier, splits), end = min(earlier, (split + 1) * share);
+  const Weight* weight = static_cast<const Weight*>(params.weight) +
+                         (static_cast<int64_t>(head) * params.context + (exists ? position : 0)) * params.context;
+  Element* memory = static_cast<Element*>(params.memory) + sample * params.memory_batch_stride +
+                    head * params.memory_head_stride + channel;
 
   float sum[kVector] = {};
-  for (int first = row; first < earlier; first += rows * kAhead) {
+  for (int first = split * share + row; first < end; first += rows * kAhead) {
     Read vectors[kAhead];
     Weight factors[kAhead];
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      const int token = min(first + ahead * rows, earlier - 1);  // without a branch, so that all loads are under way at once
+      const int token = min(first + ahead * rows, end - 1);  // without a branch, so that all loads are under way at once
       vectors[ahead] = __ldcs(reinterpret_cast<const Read*>(memory + static_cast<int64_t>(token) * width));
       factors[ahead] = weight[token];
     }
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      if (first + ahead * rows < earlier) add_product<Element, kVector>(sum, to_float(factors[ahead]), vectors[ahead]);
+      if (first + ahead * rows < end) add_product<Element, kVector>(sum, to_float(factors[ahead]), vectors[ahead]);
     }
   }
-  if (row == 0 && exists && channel < width) {
+  if (split == 0 && row == 0 && exists && channel < width) {
     const Element* x = static_cast<const Element*>(params.x) + sample * params.x_batch_stride +
                        static_cast<int64_t>(head) * width + channel;
     const Read vector = *reinterpret_cast<const Read*>(x);
@@ -111,7 +121,7 @@ __global__ void __launch_bounds__(kMostThreads) mix_row_kernel(const TriangularC
   const int channels = across * kVector;
   const int mine = slice * channels + threadIdx.x;
   const int64_t place = static_cast<int64_t>(head) * width + mine;
-  const bool finishes = threadIdx.x < channels && mine < width;
+  const bool adds = threadIdx.x < channels && mine < width, finishes = adds && split == 0;
   float bias = 0;
   Element residual = from_float<Element>(0.0f);
   if (finishes && exists && params.bias != nullptr) {
@@ -132,10 +142,21 @@ __global__ void __launch_bounds__(kMostThreads) mix_row_kernel(const TriangularC
     for (int k = 0; k < kVector; ++k) sums[threadIdx.x / kWarp * channels + lane * kVector + k] = sum[k];
   }
   __syncthreads();
-  if (!finishes) return;
   float total = 0;
+  if (adds) {
 #pragma unroll 8
-  for (int warp = 0; warp < blockDim.x / kWarp; ++warp) total += sums[warp * channels + threadIdx.x];
+    for (int warp = 0; warp < blockDim.x / kWarp; ++warp) total += sums[warp * channels + threadIdx.x];
+  }
+#ifdef MIXER_HOPPER
+  if (splits > 1) {
+    wait_cluster();
+    if (adds && split > 0) send_to_first(&sent[split][threadIdx.x], total);
+    arrive_cluster();
+    wait_cluster();
+    for (int other = 1; finishes && other < splits; ++other) total += sent[other][threadIdx.x];
+  }
+#endif
+  if (!finishes) return;
   total += bias;
   total += to_float(residual);
   static_cast<Element*>(params.y)[sample * params.channels + place] = from_float<Element>(exists ? total : nanf(""));
@@ -157,24 +178,29 @@ cudaError_t launch(const TriangularConvParams& params) {
   const int64_t wanted = 2 * static_cast<int64_t>(params.processors);
   int across = kMostAcross;
   while (across > kLeastAcross && (across / 2 >= vectors || blocks(across) < wanted)) across /= 2;
+  int splits = 1;
+  while (across == kLeastAcross && splits < kMostSplits && 2 * splits * blocks(across) <= params.processors) splits *= 2;
   const int threads = across == kLeastAcross && blocks(across) < wanted ? kMostThreads : kThreads;
   if (blocks(across) > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const unsigned grid = static_cast<unsigned>(blocks(across));
+  const unsigned grid = static_cast<unsigned>(blocks(across) * splits);
   const int slices = static_cast<int>(ceil_div(vectors, across));
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
 #ifdef MIXER_HOPPER
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = splits;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = threads;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight, kVector>, params, across, slices);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight, kVector>, params, across, slices, splits);
 #else
-  mix_row_kernel<Element, Weight, kVector><<<grid, threads, 0, stream>>>(params, across, slices);
+  mix_row_kernel<Element, Weight, kVector><<<grid, threads, 0, stream>>>(params, across, slices, splits);
   return cudaGetLastError();
 #endif
 }
