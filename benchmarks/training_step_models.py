@@ -68,7 +68,7 @@ class Step:
         self.ours = isinstance(self.module, Ours)
         for owner, name in self.module.parts(form.compile):
             method = getattr(owner, name)
-            setattr(owner, name, compiled(method) if self.ours else torch.compile(method, fullgraph=True, dynamic=False))
+            setattr(owner, name, compiled(method, False) if self.ours else torch.compile(method, fullgraph=True, dynamic=False))
         tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + self.ours), device=device)
         self.inputs = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) if self.ours else (tokens,)
 

@@ -42,6 +42,8 @@ class TrainConfig:
     eval_samples: int = option(2048, "samples of the validation split per evaluation; 0 for all")
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option("no", "torch.compile: no, blocks (each block and the loss) or model (all at once)")
+    cuda_graphs: bool = option(False, "replay what torch.compile makes as CUDA graphs, which spares the host its launches")
+    all_reduce: str = option("nccl", "DDP's sums of gradients: nccl, or copy_engines (GPUs of one host, over NVLink)")
     recompute: str = option("none", "what backward computes again to save memory: none, activation (the GELU) or block")
 
 
@@ -202,6 +204,7 @@ CHOICES = {
     "train.mixed_precision": ("no", "fp16", "bf16"),
     "train.non_finite": ("stop", "skip"),
     "train.compile": ("no", "blocks", "model"),
+    "train.all_reduce": ("nccl", "copy_engines"),
     "train.recompute": ("none", "activation", "block"),
     "optim.schedule": ("cosine", "linear", "constant"),
     "logging.wandb": ("disabled", "offline", "online"),
@@ -242,6 +245,13 @@ def _value_problems(run: RunConfig) -> list[str]:
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     if run.train.recompute == "activation" and run.model.architecture == "llama":
         problems.append("train.recompute = 'activation', which is for masked mixers; allowed for architecture llama: none, block")
+    if run.train.cuda_graphs and run.train.compile == "no":
+        problems.append("train.cuda_graphs = true with train.compile = 'no'; allowed with it: blocks, model")
+    if run.train.cuda_graphs and run.train.gradient_accumulation_steps > 1:
+        problems.append(
+            "train.cuda_graphs = true, where each backward pass writes its gradients over the last one's; allowed with "
+            f"train.gradient_accumulation_steps = {run.train.gradient_accumulation_steps}: false"
+        )
     if not run.name or "/" in run.name or run.name in (".", ".."):
         problems.append(f"name = {run.name!r}; allowed: a directory name without slashes")
     if not 0 < run.data.validation_fraction < 1:

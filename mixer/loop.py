@@ -23,7 +23,7 @@ from mixer.hardware import check_precision, peak_tflops
 from mixer.metrics import Metrics
 from mixer.objective import Objective, compile_objective, set_recompute
 from mixer.optim import build_optimizer, learning_rate, set_learning_rate
-from mixer.parallel import Hosts, build_accelerator, leave_with_error, settle_buckets, whole
+from mixer.parallel import Hosts, build_accelerator, leave_with_error, settle_buckets, sum_by_copy_engines, whole
 from mixer.signals import Stop
 from mixer.telemetry import Profiler, Timer
 from mixer.validation import validation_loss
@@ -90,9 +90,11 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     set_recompute(model, run.train.recompute)
     objective = Objective(model).to(device).train()
     shape = (run.train.batch_size, context)
-    compile_objective(objective, run.train.compile, shape, accelerator, hosts, console.say)
+    compile_objective(objective, run.train.compile, run.train.cuda_graphs, shape, accelerator, hosts, console.say)
     parallel, prepared = accelerator.prepare(objective, build_optimizer(model, run.optim))  # DDP or FSDP, and autocast
     optimizer = prepared.optimizer  # torch's own, inside accelerate's
+    if run.train.all_reduce == "copy_engines":
+        sum_by_copy_engines(parallel, accelerator, hosts)
     settle_buckets(parallel, accelerator, shape)
     progress = Progress(**{name: state[name] for name in asdict(Progress())}) if resumed else Progress()
     scaler = accelerator.scaler

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.errors import first_line
+from mixer.errors import UserError, first_line
 from mixer.parallel import Hosts
 from mixer.validation import token_nats
 
@@ -61,9 +61,12 @@ def set_recompute(model: PreTrainedModel, what: str) -> None:
 
 
 def compile_objective(
-    objective: Objective, how: str, shape: tuple[int, int], accelerator: Accelerator, hosts: Hosts, say
+    objective: Objective, how: str, graphs: bool, shape: tuple[int, int], accelerator: Accelerator, hosts: Hosts, say
 ) -> None:
     """torch.compile of every block and of the loss (`blocks`) or of everything at once (`model`), by a first pass of `shape`.
+
+    With `graphs` a GPU replays what is compiled as CUDA graphs, each part's forward and backward pass as one: gradients then
+    lie where the next backward pass writes its own. Raises UserError where that cannot be.
 
     To be called before DDP or FSDP wrap the objective. `blocks` compiles one block for all of them, and each hands its
     gradients to DDP when its own backward pass ends. Compiled forwards are attributes of the modules: the names of parameters
@@ -72,17 +75,22 @@ def compile_objective(
     parts = compiled_parts(objective, how)
     if not parts:
         return
+    if graphs:
+        require_graphs(accelerator)
+        objective.register_forward_pre_hook(begin_graphs)
     began = time.perf_counter()
     for module, name in parts:
-        setattr(module, name, compiled(getattr(module, name)))
+        setattr(module, name, compiled(getattr(module, name), graphs))
     failure = ""
     try:
-        first_pass(objective, shape, accelerator)
+        for _ in range(2 if graphs else 1):  # they are captured in the second pass
+            first_pass(objective, shape, accelerator)
     except Exception as error:  # whatever it is: if it was not the compiler's, the run without it meets it again
         failure = first_line(error)
     failures = [text for text in hosts.gather(failure) if text]
     if not failures:
-        say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s")
+        replayed = f", {graphs_said()}" if graphs else ""
+        say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s{replayed}")
         return
     for module, name in parts:
         delattr(module, name)
@@ -103,7 +111,28 @@ def first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accele
         objective.zero_grad(set_to_none=True)
 
 
-def compiled(function: Callable) -> Callable:
+def require_graphs(accelerator: Accelerator) -> None:
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded or accelerator.device.type != "cuda":
+        where = "with FSDP, whose weights move" if sharded else f"on a {accelerator.device.type.upper()}"
+        raise UserError(
+            f"train.cuda_graphs = true {where}; allowed on CUDA GPUs with or without DDP; set train.cuda_graphs=false"
+        )
+
+
+def begin_graphs(*_) -> None:
+    """Before each forward pass: what the last one's replays wrote, its gradients among it, may be overwritten."""
+    torch.compiler.cudagraph_mark_step_begin()
+
+
+def graphs_said() -> str:
+    from torch._dynamo.utils import counters  # takes a second to import
+
+    skipped = counters["inductor"]["cudagraph_skips"]
+    return f"{skipped} of its parts not as CUDA graphs (TORCH_LOGS=perf_hints says why)" if skipped else "as CUDA graphs"
+
+
+def compiled(function: Callable, graphs: bool) -> Callable:
     """torch.compile for shapes that stay, without graph breaks.
 
     Left alone, the compiler takes of several kernels the one that was fastest just then; each sums in its own order, and a
@@ -112,8 +141,8 @@ def compiled(function: Callable) -> Callable:
     """
     from torch._inductor import config
 
-    by_rule = {"deterministic": True} if hasattr(config, "deterministic") else None
-    return torch.compile(function, fullgraph=True, dynamic=False, options=by_rule)
+    by_rule = {"deterministic": True} if hasattr(config, "deterministic") else {}
+    return torch.compile(function, fullgraph=True, dynamic=False, options=by_rule | {"triton.cudagraphs": graphs})
 
 
 def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:

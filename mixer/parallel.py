@@ -1,6 +1,7 @@
 """The processes of a run: accelerate's engine around the model, and what the processes tell each other beside it."""
 
 import os
+import socket
 import sys
 import time
 import traceback
@@ -13,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataPara
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mixer.errors import UserError
+from mixer.errors import UserError, first_line
 
 LOST_CONTACT = ("Connection closed by peer", "Connection reset by peer", "remote process exited or there was a network error")
 QUIET_SECONDS = 1.0  # how long a process that fails waits to hear that another one failed first
@@ -57,6 +58,29 @@ def settle_buckets(parallel: nn.Module, accelerator: Accelerator, shape: tuple[i
         tokens = torch.zeros(shape, dtype=torch.int64, device=accelerator.device)
         parallel(tokens, tokens).sum().backward()
         parallel.zero_grad(set_to_none=True)
+
+
+def sum_by_copy_engines(parallel: nn.Module, accelerator: Accelerator, hosts: "Hosts") -> None:
+    """Has DDP sum gradients by the GPUs' copy engines in place of NCCL; see mixer/copy_engines.py. Raises UserError where that
+    cannot be; a single process has nothing to sum.
+    """
+    if hosts.processes == 1:
+        return
+    asked = "train.all_reduce = 'copy_engines'"
+    names = hosts.gather(socket.gethostname())
+    if accelerator.distributed_type != DistributedType.MULTI_GPU or len(set(names)) > 1:
+        found = "FSDP" if accelerator.distributed_type == DistributedType.FSDP else f"{accelerator.device.type} processes"
+        raise UserError(
+            f"{asked} with {found} on {len(set(names))} host(s); allowed: DDP on GPUs of one host; set train.all_reduce=nccl"
+        )
+    from mixer.copy_engines import CopyEngineMean
+
+    try:
+        parallel.register_comm_hook(None, CopyEngineMean(accelerator.device).reduce)
+    except RuntimeError as error:
+        raise UserError(
+            f"{asked}, but these GPUs cannot write to each other's memory ({first_line(error)}); set train.all_reduce=nccl"
+        ) from error
 
 
 def local_part(tensor: Tensor) -> Tensor:

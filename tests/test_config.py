@@ -41,10 +41,11 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "model: {hiden_size: 64, num_mixer_heads: 3}\ntrain: {steps: many, batch_size: 1.5}\noptim: {schedule: cosin}\n"
     )
     with pytest.raises(UserError) as caught:
-        load_config(str(path), ["lr=1", "data.packed=maybe", "optim.beta1=1.0", "nonsense"])
+        graphs = ["train.cuda_graphs=true", "train.gradient_accumulation_steps=2"]
+        load_config(str(path), ["lr=1", "data.packed=maybe", "optim.beta1=1.0", "nonsense", *graphs])
     message = str(caught.value)
     for expected in (
-        "9 problems",
+        "11 problems",
         "unknown key model.hiden_size = 64; did you mean model.hidden_size?",
         "train.steps = 'many' is a str; allowed: int",
         "train.batch_size = 1.5 is a float; allowed: int",
@@ -53,6 +54,8 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "data.packed = 'maybe' is a str; allowed: bool",
         "model.num_mixer_heads is 3, which does not divide hidden_size 1024",
         "optim.beta1 = 1.0; allowed: 0 up to but not including 1",
+        "train.cuda_graphs = true with train.compile = 'no'; allowed with it: blocks, model",
+        "allowed with train.gradient_accumulation_steps = 2: false",
         "'nonsense' on the command line: write overrides as section.key=value",
     ):
         assert expected in message

@@ -104,6 +104,23 @@ def test_fsdp_version_1_is_refused(write_config, launch):
     assert "FSDP version 1 was asked for; allowed: 2; set fsdp_version: 2" in ranks.output
 
 
+def test_what_needs_gpus_or_whole_weights_is_refused_without_them(write_config, launch):
+    graphs = ("train.compile=blocks", "train.cuda_graphs=true")
+    for asked, environment, message in (
+        (
+            ("train.all_reduce=copy_engines",),
+            {},
+            "copy_engines' with cpu processes on 1 host(s); allowed: DDP on GPUs of one host",
+        ),
+        (("train.all_reduce=copy_engines",), FSDP, "copy_engines' with FSDP on 1 host(s); allowed: DDP on GPUs of one host"),
+        (graphs, {}, "train.cuda_graphs = true on a CPU; allowed on CUDA GPUs"),
+        (graphs, FSDP, "train.cuda_graphs = true with FSDP, whose weights move; allowed on CUDA GPUs"),
+    ):
+        ranks = launch("--config", write_config(), *asked, processes=2, environment=environment)
+        assert ranks.wait() == [2, 2]
+        assert message in ranks.output
+
+
 def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     config = write_config()
     launch("--config", config, "name=one").succeed()

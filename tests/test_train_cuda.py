@@ -5,6 +5,7 @@ pytest tests/test_train_cuda.py          # on 1, 2 or 4 GPUs; without one, all o
 
 import math
 import os
+import signal
 
 import pytest
 import torch
@@ -24,10 +25,15 @@ LAUNCHES = [
     pytest.param(count, engine, id=f"{count}-{name}") for count in (1, 2, 4) for name, engine in (("ddp", {}), ("fsdp", FSDP))
 ]
 
+COPIES = ("train.all_reduce=copy_engines",)
+GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true", *COPIES)
 
-def options_for(processes: int, engine: dict) -> dict:
+
+def options_for(processes: int, engine: dict, changed: tuple[str, ...] = ()) -> dict:
     if GPUS < processes or (engine and processes == 1):
         pytest.skip(f"{processes} GPUs and this engine do not go together here: {GPUS} GPUs")
+    if engine and (set(changed) & set(GRAPHS[1:])):
+        pytest.skip("FSDP moves its weights, and sums in its own way")
     return {"processes": processes, "environment": ON_GPU | engine}
 
 
@@ -49,11 +55,15 @@ def test_losses_of_each_precision_and_engine_are_those_of_one_gpu_in_fp32(
 
 
 @pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
-@pytest.mark.parametrize(("precision", "compiled"), [("fp16", "no"), ("bf16", "no"), ("bf16", "blocks")])
-def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes, engine, precision, compiled):
-    options = options_for(processes, engine)
+@pytest.mark.parametrize(
+    ("precision", "changed"),
+    [("fp16", ()), ("bf16", ()), ("bf16", ("train.compile=blocks",)), ("fp16", GRAPHS)],
+    ids=["fp16", "bf16", "compiled", "graphs"],
+)
+def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes, engine, precision, changed):
+    options = options_for(processes, engine, changed)
     config = write_config(**SECTIONS)
-    changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}", f"train.compile={compiled}"]
+    changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}", *changed]
     own_cache = iter(range(4))  # a compiler that begins anew must come to the same kernels
 
     def begin(*arguments):
@@ -62,7 +72,7 @@ def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes,
         return launch("--config", config, *arguments, *changes, **(options | {"environment": environment}))
 
     begin("name=whole").succeed(patience=200)
-    for stop_at in (7, 12) if compiled == "no" else (12,):  # compiling takes most of a minute
+    for stop_at in (12,) if "train.compile=blocks" in changed else (7, 12):  # compiling takes most of a minute
         ranks = begin("name=parts", f"checkpoint.save_every={stop_at}")
         ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists, patience=150).kill()
     begin("name=parts").succeed(patience=200)
@@ -108,9 +118,31 @@ def forbid_waiting() -> None:
 
 
 @pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_nothing_waits_for_the_gpu_between_logging_steps(write_config, launch, processes, engine, precision):
-    options = options_for(processes, engine)
+@pytest.mark.parametrize(("precision", "changed"), [("fp16", ()), ("bf16", ()), ("bf16", GRAPHS)], ids=["fp16", "bf16", "graphs"])
+def test_nothing_waits_for_the_gpu_between_logging_steps(write_config, launch, processes, engine, precision, changed):
+    options = options_for(processes, engine, changed)
     config = write_config(**SECTIONS, logging={"log_every": 4}, checkpoint={"save_every": 12})
     changes = [f"train.mixed_precision={precision}", "train.eval_every=12", f"train.batch_size={8 // processes}"]
-    launch("--config", config, *changes, before=forbid_waiting, **options).succeed()
+    launch("--config", config, *changes, *changed, before=forbid_waiting, **options).succeed()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_graphs_and_copy_engines_change_no_loss(write_config, launch, tmp_path, processes):
+    """And the sums of the copy engines not even a bit of two processes', whose order cannot differ."""
+    options = options_for(processes, {})
+    config = write_config(**SECTIONS)
+    changes = ["train.mixed_precision=bf16", f"train.batch_size={8 // processes}"]
+    launch("--config", config, "name=plain", *changes, "train.compile=blocks", **options).succeed()
+    output = launch("--config", config, "name=graphs", *changes, *GRAPHS, **options).succeed()
+    assert ", as CUDA graphs" in output
+    plain, graphs = (read_losses(tmp_path / "runs" / name) for name in ("plain", "graphs"))
+    assert graphs == (plain if processes == 2 else pytest.approx(plain, rel=1e-3))
+
+
+def test_a_process_that_dies_ends_those_that_wait_for_its_gradients(write_config, launch, tmp_path):
+    options, metrics = options_for(2, {}), tmp_path / "runs/small/metrics.jsonl"
+    config = write_config(**SECTIONS, logging={"log_every": 2})
+    ranks = launch("--config", config, "train.steps=100000", "train.batch_size=4", *COPIES, **options)
+    ranks.until(lambda: metrics.exists() and '"step": 8,' in metrics.read_text(), patience=120)
+    assert ranks.signal(signal.SIGKILL, rank=1).wait()[0] == 1
+    assert "another process of this run ended without saying why" in ranks.output
