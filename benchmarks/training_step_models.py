@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.guard import Guard
 from mixer.limit import NoMixing
-from mixer.objective import Objective, compiled, compiled_parts, set_recompute
+from mixer.objective import Objective, begin_graphs, compiled, compiled_parts, set_recompute
 from mixer.optim import OptimConfig, build_optimizer
 
 
@@ -36,11 +36,14 @@ class Form:
     backend: str = ""  # empty: the kernels on a GPU, or it is an error; on a CPU the panels
     compile: str = "no"  # ours: no, blocks, model; others: no, model
     recompute: str = "none"
+    graphs: bool = False  # ours, compiled: replayed as CUDA graphs
 
 
 FORMS = {
     "blocks": Form("ours, each block and the loss compiled", compile="blocks"),
     "model": Form("ours, compiled whole", compile="model"),
+    "graphs": Form("blocks, replayed as CUDA graphs", compile="blocks", graphs=True),
+    "model_graphs": Form("model, replayed as a CUDA graph", compile="model", graphs=True),
     "eager": Form("ours, eager"),
     "dense": Form("our model with `dense`, each block and the loss compiled", backend="dense", compile="blocks"),
     "dense_model": Form("our model with `dense`, compiled whole", backend="dense", compile="model"),
@@ -66,9 +69,15 @@ class Step:
         self.guard = Guard(self.optimizer, False, True, torch.device(device))
         memory.share(self.module, self.optimizer)
         self.ours = isinstance(self.module, Ours)
+        if form.graphs and device != "cuda":
+            raise ValueError(f"CUDA graphs on a {device}")
+        if form.graphs:
+            self.module.objective.register_forward_pre_hook(begin_graphs)
         for owner, name in self.module.parts(form.compile):
             method = getattr(owner, name)
-            setattr(owner, name, compiled(method, False) if self.ours else torch.compile(method, fullgraph=True, dynamic=False))
+            setattr(
+                owner, name, compiled(method, form.graphs) if self.ours else torch.compile(method, fullgraph=True, dynamic=False)
+            )
         tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + self.ours), device=device)
         self.inputs = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) if self.ours else (tokens,)
 

@@ -73,13 +73,14 @@ def sum_by_copy_engines(parallel: nn.Module, accelerator: Accelerator, hosts: "H
         raise UserError(
             f"{asked} with {found} on {len(set(names))} host(s); allowed: DDP on GPUs of one host; set train.all_reduce=nccl"
         )
-    from mixer.copy_engines import CopyEngineMean
-
     try:
+        from mixer.copy_engines import CopyEngineMean
+
         parallel.register_comm_hook(None, CopyEngineMean(accelerator.device).reduce)
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         raise UserError(
-            f"{asked}, but these GPUs cannot write to each other's memory ({first_line(error)}); set train.all_reduce=nccl"
+            f"{asked}, which this PyTorch or these GPUs cannot do: they must write to each other's memory, as over NVLink "
+            f"({first_line(error)}); set train.all_reduce=nccl"
         ) from error
 
 
