@@ -14,7 +14,7 @@ from mixer import plain
 from mixer.ops import build, cuda, mix_row, rows
 
 HERE = Path(__file__).parent
-PROCESSORS = 4
+PROCESSORS = {"": 4, build.HOPPER_FLAG: 20}  # so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
 # (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, rows that start off 16 bytes, part of a block
 SHAPES = [(1, 1, 64), (3, 2, 20), (2, 3, 5), (20, 1, 136)]
 TYPES = [
@@ -23,19 +23,39 @@ TYPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> ctypes.CDLL:
-    """The kernel's source, with launches that the emulator knows, compiled for the CPU."""
+EMULATED = [  # (CUDA's words, the emulator's, how often)
+    (r"(\w+<[^<>;]*>)<<<(\w+), (\w+), 0, \w+>>>\(([^;]*?)\);", r"emulator::launch(\2, \3, [&] { \1(\4); });", 1),
+    (r"__shared__ float (\w+)\[(\w+)\];", r"float* \1 = reinterpret_cast<float*>(emulator::shared(4 * \2));", 1),
+    (
+        r"__shared__ float (\w+)\[(\w+)\]\[(.*)\];",
+        r"auto \1 = reinterpret_cast<float (*)[\3]>(emulator::shared(4 * \2 * (\3)));",
+        1,
+    ),
+    (r"\bblockDim\.", "emulator::block_size.", 2),
+    (r"asm volatile\(\"griddepcontrol.*", "", 2),
+    (r"(void (\w+_cluster)\(\)) \{.*\}", r"\1 { emulator::\2(); }", 2),
+    (r"(void send_to_first\(.*?\)) \{\n(.*\n)*?\}", r"\1 { emulator::send_to_first(place, value); }", 1),
+]
+
+
+@pytest.fixture(scope="module", params=["", build.HOPPER_FLAG], ids=["", "hopper"])
+def library(request, tmp_path_factory) -> ctypes.CDLL:
+    """The kernel's source, with words that the emulator knows, compiled for the CPU."""
     directory = tmp_path_factory.mktemp("emulator")
-    launch = r"(\w+<[^<>;]*>)<<<(\w+), (\w+), 0, \w+>>>\(([^;]*?)\);"
-    text, count = re.subn(launch, r"emulator::launch(\2, \3, [&] { \1(\4); });", (build.SOURCES / "mix_row.cu").read_text())
-    assert count == 1 and "<<<" not in text, "the emulator knows the kernel no longer"
+    text = (build.SOURCES / "mix_row.cu").read_text()
+    for words, emulated, times in EMULATED:
+        text, count = re.subn(words, emulated, text)
+        assert count == times, f"the emulator knows the kernel no longer: {words}"
+    assert not re.search(r"<<<|__shared__ |\basm\b", text)
     (directory / "mix_row.inc").write_text(text)
     nvcc = str(build.find_compiler().path)  # it knows where its headers are
     flags = ["-shared", "-Xcompiler=-fPIC,-fno-strict-aliasing", "-std=c++17", "-O2", "-w", "-cudart=none"]
+    flags += [request.param] if request.param else []
     folders = [f"-I{build.SOURCES}", f"-I{directory}"]
     subprocess.run([nvcc, *flags, *folders, str(HERE / "mix_row_emulator.cpp"), "-o", str(directory / "mix_row.so")], check=True)
-    return ctypes.CDLL(str(directory / "mix_row.so"))
+    library = ctypes.CDLL(str(directory / "mix_row.so"))
+    library.processors = PROCESSORS[request.param]
+    return library
 
 
 @pytest.fixture
@@ -48,7 +68,7 @@ def kernel(library, monkeypatch) -> list[str]:
         assert getattr(library, name)(ctypes.byref(params)) == 0
 
     monkeypatch.setattr(cuda, "call", call)
-    monkeypatch.setattr(cuda, "add_device", lambda params, index: setattr(params, "processors", PROCESSORS))
+    monkeypatch.setattr(cuda, "add_device", lambda params, index: setattr(params, "processors", library.processors))
     yield calls
     rows.template.cache_clear()
 
