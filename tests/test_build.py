@@ -73,12 +73,12 @@ def test_kernels_compile_for_hopper_without_spills():
 
 @needs_nvcc
 def test_kernels_compile_for_older_gpus_without_spills(tmp_path):
-    """For 7.5, 8.0 and, from the same PTX, 8.6, whose limits 8.9 has: together, since they have much of the time in common."""
+    """For 7.5 and 8.0, in one build: 8.6 and 8.9 get the same PTX and as many registers, and would take a minute more."""
     compiler = build.find_compiler()
     flags = [*build.COMPILE_FLAGS, *build.architecture_flags(compiler, (7, 5)), *build.architecture_flags(compiler, (8, 0))]
-    build.build(tmp_path / "library", build.SOURCES, compiler, [*flags, "-gencode=arch=compute_80,code=sm_86"])
+    build.build(tmp_path / "library", build.SOURCES, compiler, flags)
     log = (tmp_path / "library" / build.LOG).read_text()
-    for architecture in ("sm_75", "sm_80", "sm_86"):  # each report begins with the kernel's name and architecture
+    for architecture in ("sm_75", "sm_80"):  # each report begins with the kernel's name and architecture
         parts = re.split(r"(?=Compiling entry function)", log)
         assert_whole_without_spills("".join(part for part in parts if f"for '{architecture}'" in part))
 
