@@ -21,19 +21,22 @@ SECTIONS = {
     "model": {"hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 64},
     "train": {"steps": 24, "batch_size": 8, "eval_every": 6, "eval_samples": 16},
 }
-LAUNCHES = [
-    pytest.param(count, engine, id=f"{count}-{name}") for count in (1, 2, 4) for name, engine in (("ddp", {}), ("fsdp", FSDP))
-]
-
+DDP = [pytest.param(count, {}, id=f"{count}-ddp") for count in (1, 2, 4)]
+LAUNCHES = [*DDP, *(pytest.param(count, FSDP, id=f"{count}-fsdp") for count in (2, 4))]
 COPIES = ("train.all_reduce=copy_engines",)
-GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true", *COPIES)
+GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true", *COPIES)  # both of DDP alone
 
 
-def options_for(processes: int, engine: dict, changed: tuple[str, ...] = ()) -> dict:
-    if GPUS < processes or (engine and processes == 1):
-        pytest.skip(f"{processes} GPUs and this engine do not go together here: {GPUS} GPUs")
-    if engine and (set(changed) & set(GRAPHS[1:])):
-        pytest.skip("FSDP moves its weights, and sums in its own way")
+def launches_with(**kinds: tuple[str, tuple[str, ...]]):
+    """Tests of processes, engine, precision and changed: every launch with every kind, graphs with those that can have them."""
+    cases = [(name, kind, launch) for name, kind in kinds.items() for launch in (DDP if kind[1] == GRAPHS else LAUNCHES)]
+    every = [pytest.param(*launch.values, *kind, id=f"{name}-{launch.id}") for name, kind, launch in cases]
+    return pytest.mark.parametrize(("processes", "engine", "precision", "changed"), every)
+
+
+def options_for(processes: int, engine: dict) -> dict:
+    if GPUS < processes:
+        pytest.skip(f"{processes} GPUs are needed, {GPUS} are here")
     return {"processes": processes, "environment": ON_GPU | engine}
 
 
@@ -54,14 +57,9 @@ def test_losses_of_each_precision_and_engine_are_those_of_one_gpu_in_fp32(
     assert all("loss_scale" in line for line in lines) == (precision == "fp16")
 
 
-@pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
-@pytest.mark.parametrize(
-    ("precision", "changed"),
-    [("fp16", ()), ("bf16", ()), ("bf16", ("train.compile=blocks",)), ("fp16", GRAPHS)],
-    ids=["fp16", "bf16", "compiled", "graphs"],
-)
+@launches_with(fp16=("fp16", ()), bf16=("bf16", ()), compiled=("bf16", ("train.compile=blocks",)), graphs=("fp16", GRAPHS))
 def test_a_killed_run_resumes_exactly(write_config, launch, tmp_path, processes, engine, precision, changed):
-    options = options_for(processes, engine, changed)
+    options = options_for(processes, engine)
     config = write_config(**SECTIONS)
     changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}", *changed]
     own_cache = iter(range(4))  # a compiler that begins anew must come to the same kernels
@@ -117,10 +115,9 @@ def forbid_waiting() -> None:
     loop.learning_rate = rate
 
 
-@pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
-@pytest.mark.parametrize(("precision", "changed"), [("fp16", ()), ("bf16", ()), ("bf16", GRAPHS)], ids=["fp16", "bf16", "graphs"])
+@launches_with(fp16=("fp16", ()), bf16=("bf16", ()), graphs=("bf16", GRAPHS))
 def test_nothing_waits_for_the_gpu_between_logging_steps(write_config, launch, processes, engine, precision, changed):
-    options = options_for(processes, engine, changed)
+    options = options_for(processes, engine)
     config = write_config(**SECTIONS, logging={"log_every": 4}, checkpoint={"save_every": 12})
     changes = [f"train.mixed_precision={precision}", "train.eval_every=12", f"train.batch_size={8 // processes}"]
     launch("--config", config, *changes, *changed, before=forbid_waiting, **options).succeed()
