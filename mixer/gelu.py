@@ -33,6 +33,8 @@ def short_gelu(x: Tensor) -> Tensor:
     wide = x.float()
     at = wide.detach()
     distribution, density = normal(at)
+    if not torch.is_grad_enabled():  # the slope below would be computed all the same, for a difference of zero
+        return (at * distribution).to(x.dtype)
     # The value, with a slope of our own: autograd's would repeat the polynomial. Not an autograd.Function, inside of which
     # the compiler of torch 2.11 overlooks that a checkpoint wants things computed again.
     y = at * distribution + (distribution + at * density) * (wide - at)

@@ -87,13 +87,16 @@ class TriangularConv(nn.Module):
 
 
 class Linear(nn.Linear):
-    """PyTorch's. Compiled for one token, the bias is added by itself: then the compiler makes a kernel of its own of the product,
-    with what stands around it, where it would leave a product with a bias to the library.
+    """PyTorch's. Compiled for one token, it lets the compiler make a kernel of its own of the product and what follows it.
+
+    The bias is added by itself, as a product with a bias would be left to the library. And x is computed once, into memory,
+    as the compiler does before a view by strides: left to itself it computes x again in each of the product's blocks.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and x.shape[:-1].numel() == 1:
-            return F.linear(x, self.weight) + self.bias
+            y = F.linear(x.as_strided(x.shape, x.stride()), self.weight)
+            return y + self.bias.to(y.dtype)
         return super().forward(x)
 
 
