@@ -73,16 +73,17 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     """
     problems: list[str] = []
     given = read_yaml(path) if path else {}
+    keys = dict(_options(RunConfig))
     entries = [(key, value, str(path)) for key, value in _flatten(given)]
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
             problems.append(f"{text!r} on the command line: write overrides as section.key=value")
             continue
-        entries.append((key, _parse_value(key, value, problems), "command line"))
+        is_text = key in keys and keys[key].type is str  # name=42: a shell has no types
+        entries.append((key, value if is_text else _parse_value(key, value, problems), "command line"))
 
     config = OmegaConf.structured(RunConfig)
-    keys = dict(_options(RunConfig))
     for key, value, origin in entries:
         problem = _set(config, keys, key, value)
         if problem:
@@ -247,6 +248,10 @@ def _value_problems(run: RunConfig) -> list[str]:
         problems.append("train.recompute = 'activation', which is for masked mixers; allowed for architecture llama: none, block")
     if run.train.cuda_graphs and run.train.compile == "no":
         problems.append("train.cuda_graphs = true with train.compile = 'no'; allowed with it: blocks, model")
+    if run.train.cuda_graphs and run.train.recompute == "block":
+        problems.append(
+            "train.cuda_graphs = true with train.recompute = 'block', which cannot be recorded; allowed with it: none, activation"
+        )
     if run.train.cuda_graphs and run.train.gradient_accumulation_steps > 1:
         problems.append(
             "train.cuda_graphs = true, where each backward pass writes its gradients over the last one's; allowed with "

@@ -58,6 +58,8 @@ def set_recompute(model: PreTrainedModel, what: str) -> None:
                 module.recompute_activation = True
     if what == "block":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers' hook for adapters on a frozen model, which torch 2.11 cannot compile where there are no gradients
+        model.disable_input_require_grads()
 
 
 def compile_objective(

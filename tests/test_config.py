@@ -41,11 +41,11 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "model: {hiden_size: 64, num_mixer_heads: 3}\ntrain: {steps: many, batch_size: 1.5}\noptim: {schedule: cosin}\n"
     )
     with pytest.raises(UserError) as caught:
-        graphs = ["train.cuda_graphs=true", "train.gradient_accumulation_steps=2"]
+        graphs = ["train.cuda_graphs=true", "train.gradient_accumulation_steps=2", "train.recompute=block"]
         load_config(str(path), ["lr=1", "data.packed=maybe", "optim.beta1=1.0", "nonsense", *graphs])
     message = str(caught.value)
     for expected in (
-        "11 problems",
+        "12 problems",
         "unknown key model.hiden_size = 64; did you mean model.hidden_size?",
         "train.steps = 'many' is a str; allowed: int",
         "train.batch_size = 1.5 is a float; allowed: int",
@@ -55,6 +55,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "model.num_mixer_heads is 3, which does not divide hidden_size 1024",
         "optim.beta1 = 1.0; allowed: 0 up to but not including 1",
         "train.cuda_graphs = true with train.compile = 'no'; allowed with it: blocks, model",
+        "train.cuda_graphs = true with train.recompute = 'block', which cannot be recorded; allowed with it: none, activation",
         "allowed with train.gradient_accumulation_steps = 2: false",
         "'nonsense' on the command line: write overrides as section.key=value",
     ):
@@ -65,10 +66,10 @@ def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_pa
     path = tmp_path / "run.yaml"
     path.write_text("optim: {lr: 5e-4}\nmodel: {intermediate_size: null}\ntrain:\n")
     run = load_config(
-        str(path), ["optim.lr=1e-3", "--train.steps=700", "train.mixed_precision=no", "train.tf32=false", "data.path="]
+        str(path), ["optim.lr=1e-3", "--train.steps=700", "train.mixed_precision=no", "train.tf32=false", "data.path=", "name=42"]
     )
     assert (run.optim.lr, run.train.steps, run.train.mixed_precision, run.train.tf32) == (1e-3, 700, "no", False)
-    assert run.data.path == ""
+    assert (run.data.path, run.name) == ("", "42")
     save_config(run, tmp_path / "resolved.yaml")
     assert load_config(str(tmp_path / "resolved.yaml"), []) == run
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["steps"] == 700
