@@ -1,7 +1,7 @@
 """The same training under several mixing backends, or beside a transformer: losses, speed, memory, and the time of token mixing.
 
     python -m mixer.compare --config configs/demo.yaml --backends dense panels train.steps=200 --timing-steps 5
-    python -m mixer.compare --config configs/comparison.yaml --backends cuda dense llama llama:512x4 --seconds 100 optim.warmup_steps=100
+    python -m mixer.compare --config configs/comparison.yaml --backends cuda dense llama --seconds 100 optim.warmup_steps=100
 
 Every run is train.py in a process of its own (--processes N: in N, by torchrun), with the same seed, so from the same weights
 and on the same data in the same order. First each model, and the masked mixer without its token mixing, is timed in turn,

@@ -80,8 +80,10 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
         if not equals:
             problems.append(f"{text!r} on the command line: write overrides as section.key=value")
             continue
-        is_text = key in keys and keys[key].type is str  # name=42: a shell has no types
-        entries.append((key, value if is_text else _parse_value(key, value, problems), "command line"))
+        parsed = _parse_value(key, value, problems)
+        if key in keys and keys[key].type is str and not isinstance(parsed, str):
+            parsed = value  # name=42: a shell has no types
+        entries.append((key, parsed, "command line"))
 
     config = OmegaConf.structured(RunConfig)
     for key, value, origin in entries:
