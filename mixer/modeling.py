@@ -346,7 +346,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationM
             embedding and each block's output, the last one after the final norm, (batch, tokens, hidden_size) each.
 
         Raises:
-            ValueError: more tokens than the context, an attention_mask of another shape, a cache of another kind or, with
+            ValueError: no token, more than the context has, an attention_mask of another shape, a cache of another kind or, with
                 gradient checkpointing, one that holds tokens; inputs_embeds or position_ids, which this model does not read.
         """
         output = self.model(input_ids, attention_mask, past_key_values, use_cache, output_hidden_states, **kwargs)
