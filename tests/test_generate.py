@@ -71,6 +71,19 @@ def test_each_step_with_the_cache_has_the_logits_of_the_full_forward(variant):
 
 
 @every_variant
+@pytest.mark.parametrize("batch", [1, 3])  # of one token, products are written otherwise for the compiler
+@torch.no_grad()
+def test_a_compiled_step_has_the_logits_of_the_full_forward(variant, batch):
+    model, ids = lively_model(**variant), tokens(batch, 6)
+    cache = MixingCache(model.config, static=True)
+    model(ids[:, :-1], past_key_values=cache)
+    torch._dynamo.reset()
+    step = torch.compile(model.model._blocks, backend="aot_eager", fullgraph=True, dynamic=False)
+    x = step(ids[:, -1:], [layer.keys for layer in cache.layers], torch.tensor([[5]]))
+    torch.testing.assert_close(model.lm_head(x), model(ids).logits[:, -1:])
+
+
+@every_variant
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_has_the_logits_of_each_text_alone(variant, side):
     model, (ids, mask) = lively_model(**variant), padded(side)

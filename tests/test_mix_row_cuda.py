@@ -91,13 +91,15 @@ COMPILED |= {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, "do_sa
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=["flat", "heads-taps", "expansion"])
-def test_a_compiled_step_writes_the_same(variant):
+@pytest.mark.parametrize("texts", [1, 4])  # of one, the compiler makes the products itself
+def test_a_compiled_step_writes_the_same(texts, variant):
     model, (ids, mask) = lively_model(**variant).cuda(), padded("left")
-    expected = generate(model, ids.cuda(), attention_mask=mask.cuda(), use_cache=False)
+    ids, mask = ids[:texts].cuda(), mask[:texts].cuda()
+    expected = generate(model, ids, attention_mask=mask, use_cache=False)
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
-    written = model.generate(ids.cuda(), attention_mask=mask.cuda(), **COMPILED)
+    written = model.generate(ids, attention_mask=mask, **COMPILED)
     assert torch.equal(written.sequences[:, -8:], expected)
     assert graphs["unique_graphs"] == 1 and written.past_key_values.captured is not None
 
