@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from mixer.errors import UserError
@@ -118,20 +119,24 @@ def directory_for(checkpoint: Path, what: str = "eval") -> Path:
     return checkpoint.with_name(f"{what}-{checkpoint.name}")
 
 
-def place_for(results: list[dict], directory: Path) -> Path:
-    """`directory`, or where that holds another evaluation `directory`-2, -3, ...: so no report is lost to the next one."""
+def evaluation_asked(results: list[dict]) -> list[list]:
+    """What an evaluation was asked for, of its results."""
+    return [[*(result[name] for name in ASKED), bool(result["backends"])] for result in results]
+
+
+def place_for(results, directory: Path, file: str = "report.json", asked: Callable = evaluation_asked) -> Path:
+    """`directory`, or `directory`-2, -3, ... where its `file` has results that something else was asked for: so none are lost to
+    the next ones.
+    """
+
+    def holds_another(place: Path) -> bool:
+        try:
+            return (place / file).exists() and asked(json.loads((place / file).read_text(encoding="utf-8"))) != asked(results)
+        except (ValueError, TypeError, KeyError):
+            return False  # none that were written here, or not all of them
+
     places = itertools.chain([directory], (directory.with_name(f"{directory.name}-{n}") for n in itertools.count(2)))
-    return next(place for place in places if not _holds_another(place / "report.json", results))
-
-
-def _holds_another(report: Path, results: list[dict]) -> bool:
-    def asked(given: list[dict]) -> list[list]:
-        return [[*(result[name] for name in ASKED), bool(result["backends"])] for result in given]
-
-    try:
-        return report.exists() and asked(json.loads(report.read_text(encoding="utf-8"))) != asked(results)
-    except (ValueError, TypeError, KeyError):
-        return False  # no report that eval.py wrote, or not all of it
+    return next(place for place in places if not holds_another(place))
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:

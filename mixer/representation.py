@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from mixer.errors import UserError, run_command
 from mixer.evaluate import EvalOptions, check_options, check_tokens, choose_text, choose_window, describe_model
-from mixer.evaluation_report import directory_for, table
+from mixer.evaluation_report import directory_for, place_for, table
 from mixer.files import check_writable, write_text
 from mixer.measure import choose_device
 from mixer.pretrained import load_checkpoint
@@ -231,6 +231,12 @@ def plot(result: dict, output: Path) -> Path:
     return save(figure, output)
 
 
+def asked(result: dict) -> tuple[dict, list[tuple]]:
+    """What a test was asked for, of its result."""
+    rows = [(row["weights"], row["outputs"], row["layer"], row["tokens"]) for row in result["rows"]]
+    return {name: value for name, value in result.items() if name != "rows"}, rows
+
+
 def write(result: dict, directory: Path) -> Path:
     """representation.json, .md and .png in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -255,11 +261,14 @@ def main(arguments=None) -> None:
     parser.add_argument("--lr", type=float, default=0.02, metavar="X", help="first step size (0.02)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise and of the random weights (0)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--output", metavar="DIR", help="where it goes (default: CHECKPOINT/../representation-<checkpoint>)")
+    parser.add_argument(
+        "--output", metavar="DIR", help="where it goes (default: CHECKPOINT/../representation-<checkpoint>, or -2, -3, ...)"
+    )
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(Path(options.checkpoint), "representation"))
     check_writable(output)
     result = representation(options)
+    output = output if options.output else place_for(result, output, "representation.json", asked)
     print(report(result))
     print(f"\nrepresentation.json, .md and .png are in {write(result, output)}")
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,18 @@ def test_a_transformer_of_transformers_is_tested_as_a_mixer_is(tmp_path):
         assert score[weights, "all", 0] == 0 and score[weights, "last", 0] > 0.8  # a guess among 280 tokens may be right
         assert score[weights, "all", 1] < score[weights, "last", 1]
     assert score["trained", "all", 1] != score["random", "all", 1]
+
+
+def test_a_second_test_of_other_settings_leaves_the_first_ones_results(finished, tmp_path):
+    shutil.copytree(finished / "step-12", tmp_path / "step-12")
+    (tmp_path / "book.txt").write_text("def read(self, size): return self.text[:size]\n" * 9)
+    how = ["--checkpoint", tmp_path / "step-12", "--text", tmp_path / "book.txt", "--tokens", 4, "--texts", 1]
+    for layer, steps in ((0, 1), (0, 2), (1, 1), (0, 1)):
+        main([str(word) for word in (*how, "--layers", layer, "--steps", steps)])
+    written = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/representation.json")}
+    found = {name: (result["rows"][0]["layer"], result["steps"]) for name, result in written.items()}
+    first = "representation-step-12"
+    assert found == {first: (0, 1), f"{first}-2": (0, 2), f"{first}-3": (1, 1)}
 
 
 @pytest.mark.parametrize(
