@@ -47,8 +47,8 @@ def parse(arguments=None) -> argparse.Namespace:
 def main(arguments=None) -> None:
     options = parse(arguments)
     from mixer.evaluate import EvalOptions, check_options, evaluate_checkpoint
-    from mixer.evaluation_report import directory_for, evaluation_report, place_for, tell_apart, write_evaluation
-    from mixer.files import check_writable
+    from mixer.evaluation_report import asked, evaluation_report, tell_apart, write_evaluation
+    from mixer.files import check_writable, directory_for, place_for
     from mixer.launch import start_asked_for_processes
     from mixer.measure import end_processes, is_first_process
 
@@ -57,12 +57,12 @@ def main(arguments=None) -> None:
     evaluations = [EvalOptions(checkpoint=path, **settings) for path in options.checkpoint]
     for evaluation in evaluations:
         check_options(evaluation)
-    output = Path(options.output or directory_for(Path(options.checkpoint[0])))
+    output = Path(options.output or directory_for(Path(options.checkpoint[0]), "eval"))
     if is_first_process():
         check_writable(output)
     results = tell_apart([evaluate_checkpoint(evaluation) for evaluation in evaluations])
     if is_first_process():
-        output = output if options.output else place_for(results, output)
+        output = output if options.output else place_for(results, output, "report.json", asked)
         print(evaluation_report(results))
         print(f"\nreport.json, report.md and loss_by_position.png are in {write_evaluation(results, output)}")
     end_processes()

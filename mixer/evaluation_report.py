@@ -1,8 +1,6 @@
 """The report of an evaluation: a table, the conventions of each row, and a picture; see mixer.evaluate for the numbers."""
 
-import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from mixer.errors import UserError
@@ -113,30 +111,9 @@ def tell_apart(results: list[dict]) -> list[dict]:
     return [r | {"label": r["checkpoint"]} if labels.count(r["label"]) > 1 else r for r in results]
 
 
-def directory_for(checkpoint: Path, what: str = "eval") -> Path:
-    """Where what is told of a checkpoint goes: beside it, because the checkpoint's own files stay as training listed them."""
-    checkpoint = checkpoint.resolve()
-    return checkpoint.with_name(f"{what}-{checkpoint.name}")
-
-
-def evaluation_asked(results: list[dict]) -> list[list]:
+def asked(results: list[dict]) -> list[list]:
     """What an evaluation was asked for, of its results."""
     return [[*(result[name] for name in ASKED), bool(result["backends"])] for result in results]
-
-
-def place_for(results, directory: Path, file: str = "report.json", asked: Callable = evaluation_asked) -> Path:
-    """`directory`, or `directory`-2, -3, ... where its `file` has results that something else was asked for: so none are lost to
-    the next ones.
-    """
-
-    def holds_another(place: Path) -> bool:
-        try:
-            return (place / file).exists() and asked(json.loads((place / file).read_text(encoding="utf-8"))) != asked(results)
-        except (ValueError, TypeError, KeyError):
-            return False  # none that were written here, or not all of them
-
-    places = itertools.chain([directory], (directory.with_name(f"{directory.name}-{n}") for n in itertools.count(2)))
-    return next(place for place in places if not holds_another(place))
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:

@@ -1,8 +1,10 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and directories of results that take no others' place."""
 
 import fcntl
+import itertools
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +27,25 @@ def check_writable(directory: Path) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         problem = "nothing can be written into it" if existing.is_dir() else "it is a file"
         raise UserError(f"results cannot go to {directory}: of {existing}, {problem}; choose another --output")
+
+
+def directory_for(checkpoint: Path, what: str) -> Path:
+    """Where what is told of a checkpoint goes: beside it, because the checkpoint's own files stay as training listed them."""
+    checkpoint = checkpoint.resolve()
+    return checkpoint.with_name(f"{what}-{checkpoint.name}")
+
+
+def place_for(results, directory: Path, file: str, asked: Callable) -> Path:
+    """`directory`, or `directory`-2, -3, ... where its JSON `file` has results that something else was `asked` for."""
+
+    def holds_another(place: Path) -> bool:
+        try:
+            return (place / file).exists() and asked(json.loads((place / file).read_text(encoding="utf-8"))) != asked(results)
+        except (ValueError, TypeError, KeyError):
+            return False  # none that were written here, or not all of them
+
+    places = itertools.chain([directory], (directory.with_name(f"{directory.name}-{n}") for n in itertools.count(2)))
+    return next(place for place in places if not holds_another(place))
 
 
 def flush(path: Path) -> None:

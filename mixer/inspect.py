@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from mixer.errors import UserError, run_command
-from mixer.evaluation_report import directory_for, table
-from mixer.files import check_writable, write_text
+from mixer.evaluation_report import table
+from mixer.files import check_writable, directory_for, write_text
 from mixer.matrices import (
     SHARE,
     effective_context,

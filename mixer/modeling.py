@@ -290,12 +290,9 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         (batch, new), context = input_ids.shape, self.config.max_position_embeddings
         past = cache.get_seq_length() if cache is not None else 0
         if new == 0:  # generate leaves out what is in the cache
-            kept = (
-                f" but the {past} in the cache; call past_key_values.reset() before another text"
-                if past
-                else "; give one or more"
+            raise ValueError(
+                f"the input has no tokens but the {past} in the cache; give more, or past_key_values.reset() before another text"
             )
-            raise ValueError(f"the input has no tokens{kept}")
         if past + new > context:
             before = f", {past} of them in the cache" if past else ""
             raise ValueError(f"the input has {past + new} tokens{before}, the model's context is {context}; shorten the input")

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from mixer.errors import UserError, run_command
 from mixer.evaluate import EvalOptions, check_options, check_tokens, choose_text, choose_window, describe_model
-from mixer.evaluation_report import directory_for, place_for, table
-from mixer.files import check_writable, write_text
+from mixer.evaluation_report import table
+from mixer.files import check_writable, directory_for, place_for, write_text
 from mixer.measure import choose_device
 from mixer.pretrained import load_checkpoint
 from mixer.report import COLOURS, new_figure, save
