@@ -27,13 +27,13 @@ test: setup
 .PHONY: sanitize
 sanitize: setup
 	for tool in memcheck racecheck synccheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest tests/test_ops_cuda.py -k "raw or agree" || exit 1; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest tests/ops/test_ops_cuda.py -k "raw or agree" || exit 1; \
 	done
 
 # A run of two processes killed at random so many times must end as an undisturbed one: make soak KILLS=5
 KILLS ?= 50
 soak: setup
-	MIXER_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/test_resume.py -k killed_at_random
+	MIXER_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/checkpoints/test_resume.py -k killed_at_random
 
 lint: setup
 	$(BIN)/ruff check .
@@ -44,7 +44,7 @@ lint: setup
 test-min:
 	$(PYTHON) -m venv build/venv-min
 	build/venv-min/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-min.txt -e ".[dev]"
-	build/venv-min/bin/python -m pytest tests/test_ops.py tests/test_model.py tests/test_config.py tests/test_data.py
+	build/venv-min/bin/python -m pytest tests/ops/test_ops.py tests/models/test_model.py tests/training/test_config.py tests/data/test_data.py
 
 # Images, for a user with the id of whoever builds; docker/README.md says which to take and has the other lines.
 DOCKER_BUILD = docker build -f docker/Dockerfile --build-arg USER_ID=$${SUDO_UID:-$$(id -u)}

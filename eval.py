@@ -1,4 +1,5 @@
-"""Evaluate checkpoints: perplexity per token, word and byte, bits per byte, loss by position, speed and memory.
+"""Evaluate checkpoints: perplexity per token, word and byte, bits per byte, loss by position, speed
+and memory.
 
 python eval.py --checkpoint runs/demo/step-600                         # the validation split of the run's own data
 python eval.py --checkpoint runs/demo/step-600 gpt2 --text book.txt    # any UTF-8 text, any causal LM's directory beside
@@ -11,17 +12,19 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from mixer.errors import run_command
+from mixer.common.errors import run_command
 
 
 def parse(arguments=None) -> argparse.Namespace:
-    from mixer.evaluate import FIRST_TOKEN, LAST_WINDOW, EvalOptions
-    from mixer.measure import DTYPES
+    from mixer.evaluation.evaluate import FIRST_TOKEN, LAST_WINDOW, EvalOptions
+    from mixer.evaluation.measure import DTYPES
     from mixer.ops import BACKENDS
 
     choices = {"device": ("auto", "cpu", "cuda"), "dtype": DTYPES, "backend": BACKENDS}
     choices |= {"first_token": FIRST_TOKEN, "last_window": LAST_WINDOW}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for option in fields(EvalOptions):
         flag, how = "--" + option.name.replace("_", "-"), {"help": option.metadata["help"]}
         if option.name == "checkpoint":
@@ -32,7 +35,11 @@ def parse(arguments=None) -> argparse.Namespace:
             how |= {"action": "store_true"}
         else:
             how |= {"default": option.default}
-            how |= {"choices": list(choices[option.name])} if option.name in choices else {"metavar": "NAME"}
+            how |= (
+                {"choices": list(choices[option.name])}
+                if option.name in choices
+                else {"metavar": "NAME"}
+            )
             how |= {} if isinstance(option.default, str) else {"type": int, "metavar": "N"}
         parser.add_argument(flag, **how)
     parser.add_argument(
@@ -46,14 +53,16 @@ def parse(arguments=None) -> argparse.Namespace:
 
 def main(arguments=None) -> None:
     options = parse(arguments)
-    from mixer.evaluate import EvalOptions, check_options, evaluate_checkpoint
-    from mixer.evaluation_report import asked, evaluation_report, tell_apart, write_evaluation
-    from mixer.files import check_writable, directory_for, place_for
-    from mixer.launch import start_asked_for_processes
-    from mixer.measure import end_processes, is_first_process
+    from mixer.common.files import check_writable, directory_for, place_for
+    from mixer.distributed.launch import start_asked_for_processes
+    from mixer.evaluation.evaluate import EvalOptions, check_options, evaluate_checkpoint
+    from mixer.evaluation.measure import end_processes, is_first_process
+    from mixer.evaluation.report import asked, evaluation_report, tell_apart, write_evaluation
 
     start_asked_for_processes()
-    settings = {key: value for key, value in vars(options).items() if key not in ("checkpoint", "output")}
+    settings = {
+        key: value for key, value in vars(options).items() if key not in ("checkpoint", "output")
+    }
     evaluations = [EvalOptions(checkpoint=path, **settings) for path in options.checkpoint]
     for evaluation in evaluations:
         check_options(evaluation)
@@ -64,7 +73,9 @@ def main(arguments=None) -> None:
     if is_first_process():
         output = output if options.output else place_for(results, output, "report.json", asked)
         print(evaluation_report(results))
-        print(f"\nreport.json, report.md and loss_by_position.png are in {write_evaluation(results, output)}")
+        print(
+            f"\nreport.json, report.md and loss_by_position.png are in {write_evaluation(results, output)}"
+        )
     end_processes()
 
 

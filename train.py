@@ -1,16 +1,20 @@
-"""Train a masked mixer: accelerate launch train.py --config configs/demo.yaml [section.key=value ...]"""
+"""Train a masked mixer: accelerate launch train.py --config configs/demo.yaml [section.key=value
+...]
+"""
 
 import argparse
 
-from mixer.config import describe_options, load_config
-from mixer.errors import run_command
-from mixer.launch import start_asked_for_processes
-from mixer.loop import train
+from mixer.common.errors import run_command
+from mixer.distributed.launch import start_asked_for_processes
+from mixer.training.config import describe_options, load_config
+from mixer.training.loop import train
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=describe_options(), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=describe_options(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", help="YAML file, see configs/; without it the defaults")
     options, overrides = parser.parse_known_args()

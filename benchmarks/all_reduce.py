@@ -1,11 +1,14 @@
-"""What the dead halves of the mixing weights cost a data-parallel run, and whether packing the triangles would pay.
+"""What the dead halves of the mixing weights cost a data-parallel run, and whether packing the
+triangles would pay.
 
-    torchrun --standalone --nproc_per_node 4 benchmarks/all_reduce.py --output benchmarks/results/all_reduce_h200
+    torchrun --standalone --nproc_per_node 4 benchmarks/all_reduce.py --output
+    benchmarks/results/all_reduce_h200
 
-Gradients of the strictly upper triangles are zero and travel all the same. For the paper's model at several contexts: their
-share of what an all-reduce sends, and the time of an all-reduce of all gradients in fp32, as they are, and with the lower
-triangles gathered before and put back after. Nothing is computed meanwhile: in a run DDP sends most of it during the backward
-pass. Writes OUTPUT.json and OUTPUT.md.
+Gradients of the strictly upper triangles are zero and travel all the same. For the paper's model at
+several contexts: their share of what an all-reduce sends, and the time of an all-reduce of all
+gradients in fp32, as they are, and with the lower triangles gathered before and put back after.
+Nothing is computed meanwhile: in a run DDP sends most of it during the backward pass. Writes
+OUTPUT.json and OUTPUT.md.
 """
 
 import argparse
@@ -21,23 +24,29 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.errors import UserError, run_command
-from mixer.provenance import commit, hardware
+from mixer.common.errors import UserError, run_command
+from mixer.common.provenance import commit, hardware
 
 ROUNDS = 20
 COLUMNS = ["context", "parameters", "dead share", "whole, ms", "packed, ms", "packed / whole"]
 
 
 def count_weights(context: int) -> tuple[int, int]:
-    """(parameters, those strictly above a diagonal) of the paper's model: hidden 1024, 16 layers, vocabulary 8000."""
-    config = MaskedMixerConfig(vocab_size=8000, hidden_size=1024, num_hidden_layers=16, max_position_embeddings=context)
+    """(parameters, those strictly above a diagonal) of the paper's model: hidden 1024, 16 layers,
+    vocabulary 8000.
+    """
+    config = MaskedMixerConfig(
+        vocab_size=8000, hidden_size=1024, num_hidden_layers=16, max_position_embeddings=context
+    )
     with torch.device("meta"):
         model = MaskedMixerForCausalLM(config)
     return model.num_parameters(), config.num_hidden_layers * context * (context - 1) // 2
 
 
 class Gradients:
-    """All gradients of a model: the mixing weights' (layers, context, context), and `others` (count,)."""
+    """All gradients of a model: the mixing weights' (layers, context, context), and `others`
+    (count,).
+    """
 
     def __init__(self, context: int, layers: int, others: int, device: torch.device):
         self.mixing = torch.ones(layers, context, context, device=device).tril()
@@ -77,7 +86,12 @@ def measure(context: int, device: torch.device) -> dict:
     parameters, dead = count_weights(context)
     gradients = Gradients(context, 16, parameters - 16 * context**2, device)
     whole, packed = milliseconds(gradients.whole, device), milliseconds(gradients.packed, device)
-    row = {"context": context, "parameters": parameters, "dead": dead, "dead_share": dead / parameters}
+    row = {
+        "context": context,
+        "parameters": parameters,
+        "dead": dead,
+        "dead_share": dead / parameters,
+    }
     return row | {"whole_ms": whole, "packed_ms": packed}
 
 
@@ -95,9 +109,13 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", required=True, help="path of the results without ending")
-    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
+    parser.add_argument(
+        "--commit", default="", help="commit that is measured; by default what git says"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
@@ -109,7 +127,11 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    result = {"hardware": hardware(), "commit": options.commit or commit(), "command": " ".join(sys.argv)}
+    result = {
+        "hardware": hardware(),
+        "commit": options.commit or commit(),
+        "command": " ".join(sys.argv),
+    }
     result |= {"processes": dist.get_world_size(), "backend": dist.get_backend()}
     result["rows"] = [measure(context, device) for context in options.contexts]
     if dist.get_rank() == 0:

@@ -1,12 +1,14 @@
-"""Generation, measured: a mixer's tokens per second with its cache and without, and those of a Llama with its KV cache.
+"""Generation, measured: a mixer's tokens per second with its cache and without, and those of a
+Llama with its KV cache.
 
     python benchmarks/generation.py --output PATH [--commit NAME]
     python benchmarks/generation.py --output PATH --device cpu --hidden 32 --layers 2 --context 64 --prompt 40 --new 4
 
-Writes PATH.json (hardware, commit, every time) and PATH.md (tables). Weights are random, all three go through generate(),
-greedily, without an end token. A new token's time is what all but the first add to a call: the prompt is not in it, the capture
-of a static cache's step is. Beside these: the captured step itself against the time of reading the weights (alone) once, and the
-kernel of the one-row product against a copy.
+Writes PATH.json (hardware, commit, every time) and PATH.md (tables). Weights are random, all three
+go through generate(), greedily, without an end token. A new token's time is what all but the first
+add to a call: the prompt is not in it, the capture of a static cache's step is. Beside these: the
+captured step itself against the time of reading the weights (alone) once, and the kernel of the
+one-row product against a copy.
 """
 
 import argparse
@@ -23,16 +25,18 @@ from torch import Tensor
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.cache import MixingCache
-from mixer.errors import UserError, run_command
-from mixer.files import write_text
-from mixer.ops import cuda, mix_row, rows
-from mixer.provenance import commit, hardware
+from mixer.common.errors import UserError, run_command
+from mixer.common.files import write_text
+from mixer.common.provenance import commit, hardware
+from mixer.models.masked_mixer.cache import MixingCache
+from mixer.ops import cuda, mix_row
+from mixer.ops import row_operator as rows
 
 STATIC = ("static", "compiled")  # steps of a static cache
 CAPTURED = 3  # so many steps of a static cache, and it is captured
 ROUNDS, WARM_UP_SECONDS = 9, 0.5  # of a step's timing
-ALLOWED_ERROR = 0.05  # of a captured step's logits against the whole forward's, relative to their size: bf16 gives 0.01
+# of a captured step's logits against the whole forward's, relative to their size: bf16 gives 0.01
+ALLOWED_ERROR = 0.05
 
 
 def main() -> None:
@@ -46,19 +50,36 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", required=True, help="path of the results without ending")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=1468, help="tokens of the prompt")
-    parser.add_argument("--new", type=int, default=64, help="new tokens; the uncached loop writes a quarter of them")
-    parser.add_argument("--batches", type=lambda text: [int(number) for number in text.split(",")], default=[1, 64])
-    parser.add_argument("--repeats", type=int, default=3, help="calls of generate, of which the median counts")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further measurement after this long")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
+    parser.add_argument(
+        "--new", type=int, default=64, help="new tokens; the uncached loop writes a quarter of them"
+    )
+    parser.add_argument(
+        "--batches", type=lambda text: [int(number) for number in text.split(",")], default=[1, 64]
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="calls of generate, of which the median counts"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="begin no further measurement after this long",
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu")
+    )
+    parser.add_argument(
+        "--commit", default="", help="commit that is measured; by default what git says"
+    )
     options = parser.parse_args()
     if options.new < 4 or options.prompt + options.new > options.context:
         raise UserError(
@@ -85,7 +106,9 @@ def mixer_model(options: argparse.Namespace) -> MaskedMixerForCausalLM:
 
 
 def llama_model(options: argparse.Namespace) -> LlamaForCausalLM:
-    """Of the same width, depth and vocabulary; heads of 64 channels, and an MLP with as many parameters as the mixer's."""
+    """Of the same width, depth and vocabulary; heads of 64 channels, and an MLP with as many
+    parameters as the mixer's.
+    """
     config = LlamaConfig(
         **shape_settings(options),
         intermediate_size=options.hidden * 8 // 3 // 64 * 64 or 64,
@@ -95,7 +118,9 @@ def llama_model(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def ready(model, options: argparse.Namespace):
-    model.generation_config.eos_token_id = None  # every call writes as many tokens as it is asked for
+    model.generation_config.eos_token_id = (
+        None  # every call writes as many tokens as it is asked for
+    )
     model.generation_config.pad_token_id = 0
     return model.to(options.device, torch.bfloat16).eval()
 
@@ -109,7 +134,11 @@ def measure(options: argparse.Namespace) -> dict:
     if options.device == "cuda" and (reason := cuda.unavailable_reason()):
         raise UserError(f"nothing to measure: {reason}")
     result = {"hardware": hardware(options.device)}
-    result |= {"commit": options.commit or commit(), "command": " ".join(sys.argv), "settings": settings(options)}
+    result |= {
+        "commit": options.commit or commit(),
+        "command": " ".join(sys.argv),
+        "settings": settings(options),
+    }
     result |= {"copy_bytes_per_ms": timing.copy_bytes_per_ms(options.device), "left_out": []}
     result |= {"generate": [], "step": [], "kernel": []}
 
@@ -133,17 +162,24 @@ def measure(options: argparse.Namespace) -> dict:
     for batch in options.batches:
         static = {"cache_implementation": "static"}
         calls = {"cached": ({}, options.new), "cached, static": (static, options.new)}
-        calls["cached, static, compiled"] = (static | {"compile_config": CompileConfig()}, options.new)
+        calls["cached, static, compiled"] = (
+            static | {"compile_config": CompileConfig()},
+            options.new,
+        )
         calls["uncached"] = ({"use_cache": False}, max(quarter, 2))
         for name, (how, new) in calls.items():
             if wanted(f"mixer {name}, batch {batch}"):
-                result["generate"].append(time_generate("mixer", name, model, batch, new, how, options))
+                result["generate"].append(
+                    time_generate("mixer", name, model, batch, new, how, options)
+                )
     del model
     model = llama_model(options)
     result["llama_parameters"] = sum(parameter.numel() for parameter in model.parameters())
     for batch in options.batches:
         if wanted(f"Llama, batch {batch}"):
-            result["generate"].append(time_generate("Llama", "cached", model, batch, options.new, {}, options))
+            result["generate"].append(
+                time_generate("Llama", "cached", model, batch, options.new, {}, options)
+            )
     return result | {"seconds": round(time.perf_counter() - started, 1)}
 
 
@@ -156,7 +192,9 @@ def prompts(batch: int, options: argparse.Namespace) -> Tensor:
     return torch.randint(1, options.vocabulary, (batch, options.prompt), device=options.device)
 
 
-def time_generate(model_name: str, cache: str, model, batch: int, new: int, how: dict, options: argparse.Namespace) -> dict:
+def time_generate(
+    model_name: str, cache: str, model, batch: int, new: int, how: dict, options: argparse.Namespace
+) -> dict:
     """Seconds of whole calls, and milliseconds of a token after the first."""
     ids = prompts(batch, options)
 
@@ -184,15 +222,27 @@ def synchronize(device: str) -> None:
 
 
 def weight_bytes(model: MaskedMixerForCausalLM) -> int:
-    """Bytes of the weights that one token needs: all, but of each mixing weight and of the embedding one row."""
-    rows_alone = {model.model.embed_tokens.weight, *(block.mixing.conv.weight for block in model.model.layers)}
-    values = (weight.shape[-1] if weight in rows_alone else weight.numel() for weight in model.parameters())
+    """Bytes of the weights that one token needs: all, but of each mixing weight and of the
+    embedding one row.
+    """
+    rows_alone = {
+        model.model.embed_tokens.weight,
+        *(block.mixing.conv.weight for block in model.model.layers),
+    }
+    values = (
+        weight.shape[-1] if weight in rows_alone else weight.numel()
+        for weight in model.parameters()
+    )
     return 2 * sum(values)
 
 
 @torch.no_grad()
-def time_step(model: MaskedMixerForCausalLM, batch: int, result: dict, options: argparse.Namespace) -> dict:
-    """Milliseconds of a call of the model for one new token, queued one after another: as it is, captured, compiled too."""
+def time_step(
+    model: MaskedMixerForCausalLM, batch: int, result: dict, options: argparse.Namespace
+) -> dict:
+    """Milliseconds of a call of the model for one new token, queued one after another: as it is,
+    captured, compiled too.
+    """
     ids, row = prompts(batch, options), {"batch": batch}
     last = torch.randint(1, options.vocabulary, (batch, options.new), device=options.device)
     expected = model(torch.cat([ids, last], 1), logits_to_keep=1).logits.float()
@@ -206,7 +256,9 @@ def time_step(model: MaskedMixerForCausalLM, batch: int, result: dict, options: 
             synchronize(options.device)
             start = time.perf_counter()
             for place in range(first, end):
-                logits = model(last[:, place : place + 1], past_key_values=cache, use_cache=True).logits
+                logits = model(
+                    last[:, place : place + 1], past_key_values=cache, use_cache=True
+                ).logits
             synchronize(options.device)
             return time.perf_counter() - start, logits.float()
 
@@ -214,10 +266,14 @@ def time_step(model: MaskedMixerForCausalLM, batch: int, result: dict, options: 
         for _ in warm_up_rounds(options.device):
             steps(CAPTURED, options.new)
         rounds = [steps(CAPTURED, options.new) for _ in range(ROUNDS)]
-        row[f"{name}_ms"] = 1e3 * statistics.median(seconds for seconds, _ in rounds) / (options.new - CAPTURED)
+        row[f"{name}_ms"] = (
+            1e3 * statistics.median(seconds for seconds, _ in rounds) / (options.new - CAPTURED)
+        )
         row[f"{name}_error"] = ((rounds[-1][1] - expected).norm() / expected.norm()).item()
         if not row[f"{name}_error"] < ALLOWED_ERROR:
-            raise RuntimeError(f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to their size")
+            raise RuntimeError(
+                f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to their size"
+            )
         if cache.captured is not None:
             row[f"{name}_replay_ms"] = replay_ms(cache)
     row["captured"] = cache.captured is not None
@@ -225,25 +281,38 @@ def time_step(model: MaskedMixerForCausalLM, batch: int, result: dict, options: 
 
 
 def warm_up_rounds(device: str) -> Iterator[None]:
-    """So many untimed rounds as a GPU needs to raise its clocks, which fall while a step is compiled."""
+    """So many untimed rounds as a GPU needs to raise its clocks, which fall while a step is
+    compiled.
+    """
     until = time.perf_counter() + (WARM_UP_SECONDS if device == "cuda" else 0)
     while time.perf_counter() < until:
         yield
 
 
 def replay_ms(cache: MixingCache) -> float:
-    return timing.interleaved({"": lambda _: cache.captured.graph.replay()}, "cuda", 1, 9, 10.0)[""]["ms"]
+    return timing.interleaved({"": lambda _: cache.captured.graph.replay()}, "cuda", 1, 9, 10.0)[
+        ""
+    ]["ms"]
 
 
 def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespace) -> dict:
-    """Milliseconds of one row's product, by the kernel (on a CPU by PyTorch), with a weight in bf16; no cache holds its data."""
+    """Milliseconds of one row's product, by the kernel (on a CPU by PyTorch), with a weight in
+    bf16; no cache holds its data.
+    """
     position, hidden, device = options.prompt + options.new // 2, options.hidden, options.device
     size = batch * position * hidden * 2  # bytes of the inputs that are read
-    slots = max(2, -(-2 * 3 * 60 * 2**20 // size)) if device == "cuda" else 2  # well beyond the L2 cache
+    slots = (
+        max(2, -(-2 * 3 * 60 * 2**20 // size)) if device == "cuda" else 2
+    )  # well beyond the L2 cache
     weight = torch.randn(1, 1, options.context, options.context, device=device).to(torch.bfloat16)
     bias = torch.randn(1, options.context, device=device).to(torch.bfloat16)
-    x, residual = (torch.randn(batch, 1, hidden, device=device).to(torch.bfloat16) for _ in range(2))
-    memories = [torch.randn(batch, 1, position + 1, hidden, device=device, dtype=torch.bfloat16) for _ in range(slots)]
+    x, residual = (
+        torch.randn(batch, 1, hidden, device=device).to(torch.bfloat16) for _ in range(2)
+    )
+    memories = [
+        torch.randn(batch, 1, position + 1, hidden, device=device, dtype=torch.bfloat16)
+        for _ in range(slots)
+    ]
     positions = torch.full((1, 1), position, device=device)
 
     def call(slot: int) -> Tensor:
@@ -252,10 +321,14 @@ def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespac
     with torch.no_grad():
         served = rows.serves(memories[0], x, weight, bias, residual, "auto")
         if device == "cuda":
-            ms = timing.replayed({"": call}, slots, 9, 10.0)[""]  # a graph, as the steps are: launches take no time of the host
+            ms = timing.replayed({"": call}, slots, 9, 10.0)[
+                ""
+            ]  # a graph, as the steps are: launches take no time of the host
         else:
             ms = timing.interleaved({"": call}, device, slots, 3, 5.0)[""]["ms"]
-    moved = size + 2 * position + 2 * batch * hidden * 4  # the row of the weight; x twice, residual and y
+    moved = (
+        size + 2 * position + 2 * batch * hidden * 4
+    )  # the row of the weight; x twice, residual and y
     return {
         "batch": batch, "position": position, "kernel": served, "ms": ms, "bytes": moved,
         "tb_per_s": moved / ms / 1e9, "share_of_copy": moved / ms / copy_bytes_per_ms,
@@ -269,9 +342,7 @@ def table(result: dict) -> str:
     """Everything as Markdown."""
     steps = "The call of the model for one new token of each sample, and the floor: reading the weights that a token needs, "
     steps += f"{result['weight_bytes'] / 1e6:.0f} MB, once, at the rate of a copy, {result['copy_bytes_per_ms'] / 1e9:.2f} TB/s. "
-    steps += (
-        f"The floor counts the weights alone: {kept_megabytes(result['settings']):.3g} MB of kept inputs a sample come on top."
-    )
+    steps += f"The floor counts the weights alone: {kept_megabytes(result['settings']):.3g} MB of kept inputs a sample come on top."
     parts = [
         f"# Generation on {result['hardware'].get('device')}",
         introduction(result),
@@ -287,7 +358,10 @@ def table(result: dict) -> str:
         steps,
         lines(
             "batch | eager, ms | static, ms | compiled, ms | compiling, s | captured | floor, ms | static to it | compiled to it",
-            [row | {f"{name}_ratio": row[f"{name}_ms"] / row["floor_ms"] for name in STATIC} for row in result["step"]],
+            [
+                row | {f"{name}_ratio": row[f"{name}_ms"] / row["floor_ms"] for name in STATIC}
+                for row in result["step"]
+            ],
             "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {compiled_ms:.3f} | {compiled_first_s:.1f} | {captured} | "
             "{floor_ms:.3f} | {static_ratio:.2f} | {compiled_ratio:.2f}",
         ),
@@ -297,7 +371,9 @@ def table(result: dict) -> str:
             result["kernel"],
             "{batch} | {position} | {kernel} | {ms:.4f} | {tb_per_s:.3f} | {share_of_copy:.0%}",
         ),
-        f"Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else "",
+        f"Left out for lack of time: {', '.join(result['left_out'])}."
+        if result["left_out"]
+        else "",
         f"Measured on {', '.join(f'{key} {value}' for key, value in result['hardware'].items())}; "
         f"commit {result['commit'][:10]}; `{result['command']}`; {result['seconds']} s.",
     ]
@@ -321,19 +397,26 @@ def introduction(result: dict) -> str:
 def lines(heading: str, rows: list[dict], form: str) -> str:
     """A Markdown table: a row for each of `rows`, its cells as `form` has them."""
     rule = "|".join("---:" for _ in heading.split("|"))
-    return "\n".join([f"| {heading} |", f"|{rule}|", *(f"| {form.format(**row)} |" for row in rows)])
+    return "\n".join(
+        [f"| {heading} |", f"|{rule}|", *(f"| {form.format(**row)} |" for row in rows)]
+    )
 
 
 def ratios(result: dict) -> str:
     """What the times say of each other, a sentence for each batch."""
-    ms = {(row["batch"], row["model"], row["cache"]): row["ms_per_token"] for row in result["generate"]}
+    ms = {
+        (row["batch"], row["model"], row["cache"]): row["ms_per_token"]
+        for row in result["generate"]
+    }
     sentences = []
     for batch in sorted({key[0] for key in ms}):
         for cache in ("cached", "cached, static"):
             mine = ms.get((batch, "mixer", cache))
             others = {"the uncached loop": ("mixer", "uncached"), "the Llama": ("Llama", "cached")}
             said = [
-                f"{ms[batch, *key] / mine:.1f} times as fast as {name}" for name, key in others.items() if (batch, *key) in ms
+                f"{ms[batch, *key] / mine:.1f} times as fast as {name}"
+                for name, key in others.items()
+                if (batch, *key) in ms
             ]
             if mine and said:
                 sentences.append(f"Batch {batch}, mixer {cache}: {' and '.join(said)}.")

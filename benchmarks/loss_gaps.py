@@ -1,9 +1,11 @@
-"""How far the losses of finished runs are from each other: each pair of them, from their metrics alone.
+"""How far the losses of finished runs are from each other: each pair of them, from their metrics
+alone.
 
     python benchmarks/loss_gaps.py --output PATH --measured "HARDWARE; COMMIT; COMMAND" NAME=runs/one/metrics.jsonl NAME=...
 
-What two backends differ by means something only beside what one backend differs by from itself when nothing but the rounding
-changes, as it does between train.compile=blocks and no. Writes PATH.json, PATH.md and PATH.png.
+What two backends differ by means something only beside what one backend differs by from itself when
+nothing but the rounding changes, as it does between train.compile=blocks and no. Writes PATH.json,
+PATH.md and PATH.png.
 """
 
 import argparse
@@ -14,23 +16,36 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from mixer.comparison import LARGEST_GAP, LARGEST_GAP_AT_END, gap, losses_of
-from mixer.errors import UserError, run_command
-from mixer.files import write_text
+from mixer.common.errors import UserError, run_command
+from mixer.common.files import write_text
+from mixer.comparison.result import LARGEST_GAP, LARGEST_GAP_AT_END, gap, losses_of
 from mixer.report import plot_comparison, read_metrics
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", required=True, help="path of the results without ending")
-    parser.add_argument("--measured", required=True, help="what the runs were made on, at which commit, by which command")
-    parser.add_argument("runs", nargs="+", metavar="NAME=FILE", help="a name and the run's metrics.jsonl; two or more")
+    parser.add_argument(
+        "--measured",
+        required=True,
+        help="what the runs were made on, at which commit, by which command",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="NAME=FILE",
+        help="a name and the run's metrics.jsonl; two or more",
+    )
     options = parser.parse_args()
     files = dict(run.partition("=")[::2] for run in options.runs)
     wrong = [run for run in options.runs if not Path(run.partition("=")[2]).is_file()]
     if wrong or len(files) < 2:
         given = " ".join(wrong or options.runs)
-        raise UserError(f"{given} given; allowed: two or more NAME=FILE of different names, each FILE a run's metrics.jsonl")
+        raise UserError(
+            f"{given} given; allowed: two or more NAME=FILE of different names, each FILE a run's metrics.jsonl"
+        )
 
     runs = [SimpleNamespace(name=name, lines=read_metrics(file)) for name, file in files.items()]
     result = {"measured": options.measured, "runs": {run.name: ends_of(run.lines) for run in runs}}
@@ -59,7 +74,10 @@ def table(result: dict) -> str:
             f"| {name} | {run['steps']:,} | {run['tokens'] / 1e6:.1f} | {run['last_loss']:.4f} | {run['validation_loss']:.4f} | "
             f"{run['validation_bits_per_byte']:.4f} |"
         )
-    text += ["", "| training losses of | apart at most | at step | on average | means at the end | within tolerance |"]
+    text += [
+        "",
+        "| training losses of | apart at most | at step | on average | means at the end | within tolerance |",
+    ]
     text += ["|---|---:|---:|---:|---:|---|"]
     for found in result["gaps"]:
         text.append(
@@ -67,7 +85,10 @@ def table(result: dict) -> str:
             f"{found['of_means_at_end']:.2%} | {'yes' if found['within_tolerance'] else 'no'} |"
         )
     last = result["gaps"][0]["steps_at_end"]
-    text += ["", f"Tolerance: {LARGEST_GAP:.1%} at every logged step, {LARGEST_GAP_AT_END:.1%} of the means of the last {last}."]
+    text += [
+        "",
+        f"Tolerance: {LARGEST_GAP:.1%} at every logged step, {LARGEST_GAP_AT_END:.1%} of the means of the last {last}.",
+    ]
     return "\n".join([*text, "", f"Measured on {result['measured']}."]) + "\n"
 
 

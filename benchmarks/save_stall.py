@@ -1,9 +1,11 @@
-"""How late a step is after a checkpoint: wall time from step to step, saves included, of a run that saves every so often.
+"""How late a step is after a checkpoint: wall time from step to step, saves included, of a run that
+saves every so often.
 
     python benchmarks/save_stall.py --config configs/comparison.yaml --output PATH.json
     torchrun --standalone --nproc_per_node 2 benchmarks/save_stall.py --config ...
 
-Prints, and writes with hardware and commit, the median step, and the steps that save and those after them as multiples of it.
+Prints, and writes with hardware and commit, the median step, and the steps that save and those
+after them as multiples of it.
 """
 
 import argparse
@@ -19,25 +21,37 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from mixer import loop
-from mixer.config import load_config
-from mixer.errors import UserError, run_command
-from mixer.provenance import commit, hardware
+from mixer.common.errors import UserError, run_command
+from mixer.common.provenance import commit, hardware
+from mixer.training import loop
+from mixer.training.config import load_config
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True)
     parser.add_argument("--output", type=Path, help="a JSON file for what is found")
-    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
+    parser.add_argument(
+        "--commit", default="", help="commit that is measured; by default what git says"
+    )
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     options, overrides = parser.parse_known_args()
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))  # one directory for all processes
+    launch = os.environ.get(
+        "TORCHELASTIC_RUN_ID", str(os.getpid())
+    )  # one directory for all processes
     directory = Path(tempfile.gettempdir()) / f"save_stall-{launch}"
-    settings = [f"checkpoint.save_every={options.every}", "train.eval_every=0", "logging.log_every=1000000"]
+    settings = [
+        f"checkpoint.save_every={options.every}",
+        "train.eval_every=0",
+        "logging.log_every=1000000",
+    ]
     run = load_config(options.config, [f"output_dir={directory}", *settings, *overrides])
     if options.every < 5 or run.train.steps <= 2 * options.every:
-        raise UserError(f"--every {options.every}, train.steps = {run.train.steps}; allowed: 5 or more, and more than twice that")
+        raise UserError(
+            f"--every {options.every}, train.steps = {run.train.steps}; allowed: 5 or more, and more than twice that"
+        )
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
     marks: list[float] = []
@@ -54,7 +68,11 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(directory)
         found = report(marks, options.every)
-        found |= {"hardware": hardware(), "commit": options.commit or commit(), "command": " ".join(sys.argv)}
+        found |= {
+            "hardware": hardware(),
+            "commit": options.commit or commit(),
+            "command": " ".join(sys.argv),
+        }
         print(json.dumps(found, indent=1))
         if options.output:
             options.output.write_text(json.dumps(found, indent=1) + "\n")
@@ -62,7 +80,9 @@ def main() -> None:
 
 def report(marks: list[float], every: int) -> dict:
     """Step n (from 1) runs from mark n - 1 to mark n, with the save that follows it."""
-    seconds = {n: marks[n] - marks[n - 1] for n in range(every + 1, len(marks))}  # the first interval warms up
+    seconds = {
+        n: marks[n] - marks[n - 1] for n in range(every + 1, len(marks))
+    }  # the first interval warms up
     places = {n: n % every for n in seconds}
     quiet = statistics.median(s for n, s in seconds.items() if places[n] > every // 2)
     found = {"median_step_seconds": quiet}

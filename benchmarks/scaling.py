@@ -1,10 +1,12 @@
-"""How training scales over GPUs: tokens/s on several against so many times one, by real runs of train.py.
+"""How training scales over GPUs: tokens/s on several against so many times one, by real runs of
+train.py.
 
     python benchmarks/scaling.py --config configs/v100.yaml --processes 1,2,4 --output PATH [section.key=value ...]
 
-Each GPU gets `train.batch_size` samples a step, whatever their number. Runs of DDP and FSDP, in fp16 and bf16, take turns for
-`--repeats` rounds; the tokens/s of a round is the median of its windows of logged steps after the first, which holds the
-start. PATH.json (rows, hardware, commit) and PATH.md are written anew after each run.
+Each GPU gets `train.batch_size` samples a step, whatever their number. Runs of DDP and FSDP, in
+fp16 and bf16, take turns for `--repeats` rounds; the tokens/s of a round is the median of its
+windows of logged steps after the first, which holds the start. PATH.json (rows, hardware, commit)
+and PATH.md are written anew after each run.
 """
 
 import argparse
@@ -18,9 +20,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from mixer.errors import UserError, run_command
-from mixer.files import write_text
-from mixer.provenance import ROOT, commit, hardware
+from mixer.common.errors import UserError, run_command
+from mixer.common.files import write_text
+from mixer.common.provenance import ROOT, commit, hardware
 from mixer.report import read_metrics
 
 ENGINES = {"ddp": "configs/accelerate/1x8.yaml", "fsdp": "configs/accelerate/1x8_fsdp.yaml"}
@@ -28,29 +30,48 @@ WINDOWS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True)
     parser.add_argument("--output", required=True, help="path of the results without ending")
-    parser.add_argument("--processes", default="1,2", help="numbers of GPUs; 1 among them, for the others are compared with it")
+    parser.add_argument(
+        "--processes",
+        default="1,2",
+        help="numbers of GPUs; 1 among them, for the others are compared with it",
+    )
     parser.add_argument("--engines", default="ddp,fsdp")
     parser.add_argument("--precisions", default="bf16,fp16")
     parser.add_argument("--window", type=int, default=20, help="steps between two logged ones")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
+    parser.add_argument(
+        "--commit", default="", help="commit that is measured; by default what git says"
+    )
     options, overrides = parser.parse_known_args()
     counts = sorted(map(int, options.processes.split(",")))
     devices = torch.cuda.device_count()
     if counts[0] != 1 or (devices and counts[-1] > devices):
-        raise UserError(f"--processes {options.processes}; allowed: 1 and other numbers, up to the {devices} GPUs that are here")
+        raise UserError(
+            f"--processes {options.processes}; allowed: 1 and other numbers, up to the {devices} GPUs that are here"
+        )
     unknown = set(options.engines.split(",")) - ENGINES.keys()
     if unknown:
         raise UserError(f"--engines has {', '.join(unknown)}; allowed: {', '.join(ENGINES)}")
 
-    # One process needs no engine: its run is what all engines are compared with, and the first of its precision.
+    # One process needs no engine: its run is what all engines are compared with, and the first of
+    # its precision.
     several = [(count, engine) for count in counts[1:] for engine in options.engines.split(",")]
-    cases = [(precision, *case) for precision in options.precisions.split(",") for case in [(1, ""), *several]]
+    cases = [
+        (precision, *case)
+        for precision in options.precisions.split(",")
+        for case in [(1, ""), *several]
+    ]
     rounds = {case: [] for case in cases}
-    result = {"hardware": hardware(), "commit": options.commit or commit(), "command": " ".join(sys.argv)}
+    result = {
+        "hardware": hardware(),
+        "commit": options.commit or commit(),
+        "command": " ".join(sys.argv),
+    }
     output = Path(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(options.repeats):
@@ -58,38 +79,77 @@ def main() -> None:
             rounds[case].append(tokens_per_second(options.config, overrides, *case, options.window))
             print(*case, f"{rounds[case][-1]:,.0f} tokens/s", flush=True)
             result["rows"] = [row(case, rounds) for case in cases if rounds[case]]
-            result["not_run"] = [" ".join(map(str, case)).strip() for case in cases if not rounds[case]]
+            result["not_run"] = [
+                " ".join(map(str, case)).strip() for case in cases if not rounds[case]
+            ]
             write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
             write_text(output.with_name(output.name + ".md"), table(result))
     print(table(result))
 
 
-def tokens_per_second(config: str, overrides: list[str], precision: str, count: int, engine: str, window: int) -> float:
+def tokens_per_second(
+    config: str, overrides: list[str], precision: str, count: int, engine: str, window: int
+) -> float:
     """Of all processes together, by one run."""
     launch = [sys.executable]
     if count > 1:
         accelerate = str(Path(sys.executable).with_name("accelerate"))
-        launch = [accelerate, "launch", "--config_file", ENGINES[engine], "--num_processes", str(count)]
+        launch = [
+            accelerate,
+            "launch",
+            "--config_file",
+            ENGINES[engine],
+            "--num_processes",
+            str(count),
+        ]
         launch += [] if torch.cuda.is_available() else ["--cpu"]
     with tempfile.TemporaryDirectory() as directory:
-        settings = [f"train.mixed_precision={precision}", f"train.steps={window * (WINDOWS + 1)}", "train.eval_every=0"]
-        settings += [f"logging.log_every={window}", "logging.wandb=disabled", "checkpoint.save_every=0"]
-        settings += [f"output_dir={directory}", "name=scaling", "train.eval_samples=8", "optim.warmup_steps=1"]
+        settings = [
+            f"train.mixed_precision={precision}",
+            f"train.steps={window * (WINDOWS + 1)}",
+            "train.eval_every=0",
+        ]
+        settings += [
+            f"logging.log_every={window}",
+            "logging.wandb=disabled",
+            "checkpoint.save_every=0",
+        ]
+        settings += [
+            f"output_dir={directory}",
+            "name=scaling",
+            "train.eval_samples=8",
+            "optim.warmup_steps=1",
+        ]
         settings += ["checkpoint.save_last=false"]
         command = [*launch, "train.py", "--config", config, *overrides, *settings]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
-            raise UserError(f"a run failed: {' '.join(command)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
-        lines = [line for line in read_metrics(Path(directory) / "scaling" / "metrics.jsonl") if "loss" in line]
+            raise UserError(
+                f"a run failed: {' '.join(command)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+            )
+        lines = [
+            line
+            for line in read_metrics(Path(directory) / "scaling" / "metrics.jsonl")
+            if "loss" in line
+        ]
     return statistics.median(line["tokens_per_second"] for line in lines[1:])
 
 
 def row(case: tuple, rounds: dict[tuple, list[float]]) -> dict:
-    """A case's speeds, and its share of perfect scaling: the median over the rounds of the share in each."""
+    """A case's speeds, and its share of perfect scaling: the median over the rounds of the share in
+    each.
+    """
     precision, count, engine = case
     alone = rounds[precision, 1, ""]
-    shares = [speed / (count * one) for speed, one in zip(rounds[case], alone, strict=False)]  # alone comes first
-    found = {"precision": precision, "gpus": count, "engine": engine, "tokens_per_second": rounds[case]}
+    shares = [
+        speed / (count * one) for speed, one in zip(rounds[case], alone, strict=False)
+    ]  # alone comes first
+    found = {
+        "precision": precision,
+        "gpus": count,
+        "engine": engine,
+        "tokens_per_second": rounds[case],
+    }
     return found | {"shares": shares, "share": statistics.median(shares)}
 
 
@@ -99,13 +159,23 @@ def table(result: dict) -> str:
         "|---|---:|---|---:|---:|---|",
     ]
     for row in result["rows"]:
-        speed, spread = statistics.median(row["tokens_per_second"]), f"{min(row['shares']):.3f} to {max(row['shares']):.3f}"
+        speed, spread = (
+            statistics.median(row["tokens_per_second"]),
+            f"{min(row['shares']):.3f} to {max(row['shares']):.3f}",
+        )
         lines.append(
             f"| {row['precision']} | {row['gpus']} | {row['engine'] or '-'} | {speed:,.0f} | {row['share']:.3f} | {spread} |"
         )
-    lines += [f"\nEnded before these were run: {'; '.join(result['not_run'])}."] if result["not_run"] else []
+    lines += (
+        [f"\nEnded before these were run: {'; '.join(result['not_run'])}."]
+        if result["not_run"]
+        else []
+    )
     device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
-    return "\n".join(lines) + f"\n\n`{result['command']}` on {device}; commit {result['commit'][:10]}.\n"
+    return (
+        "\n".join(lines)
+        + f"\n\n`{result['command']}` on {device}; commit {result['commit'][:10]}.\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Timing for benchmarks: interleaved rounds of batched calls, CUDA graph replay, and the two ceilings of a roofline.
+"""Timing for benchmarks: interleaved rounds of batched calls, CUDA graph replay, and the two
+ceilings of a roofline.
 
-A call takes the number of a buffer slot and returns what it made. Slots rotate, so that nothing is found in the L2 cache
-because the same call ran just before; results are held for one turn of the slots, so that outputs rotate as well.
+A call takes the number of a buffer slot and returns what it made. Slots rotate, so that nothing is
+found in the L2 cache because the same call ran just before; results are held for one turn of the
+slots, so that outputs rotate as well.
 """
 
 import itertools
@@ -11,23 +13,31 @@ from collections.abc import Callable
 
 import torch
 
-from mixer.errors import first_line
+from mixer.common.errors import first_line
 
 Call = Callable[[int], object]
 
 SPIN_CYCLES_PER_MS = 2_000_000  # of torch.cuda._sleep at 2 GHz; a slower clock only spins longer
-MAX_QUEUED_MS = 4.0  # host time of a batch behind the spin: a longer one would fill the launch queue and block
+MAX_QUEUED_MS = (
+    4.0  # host time of a batch behind the spin: a longer one would fill the launch queue and block
+)
 
 
 def interleaved(
-    calls: dict[str, Call], device: str, slots: int, rounds: int, batch_ms: float, hide_host: bool = True
+    calls: dict[str, Call],
+    device: str,
+    slots: int,
+    rounds: int,
+    batch_ms: float,
+    hide_host: bool = True,
 ) -> dict[str, dict]:
-    """Milliseconds per call: name -> median, quartiles, rounds and calls a round, or {"failure": why}.
+    """Milliseconds per call: name -> median, quartiles, rounds and calls a round, or {"failure":
+    why}.
 
-    A round runs a batch of each call of about `batch_ms`, in an order that rotates, so that clocks and heat favour none.
-    With `hide_host` a batch is queued behind a spinning kernel: GPU time alone. Without it a batch starts on an idle GPU
-    and the host's share counts, as it does for a user; the first calls, which find caches and memory pool as another call
-    left them, go untimed.
+    A round runs a batch of each call of about `batch_ms`, in an order that rotates, so that clocks
+    and heat favour none. With `hide_host` a batch is queued behind a spinning kernel: GPU time
+    alone. Without it a batch starts on an idle GPU and the host's share counts, as it does for a
+    user; the first calls, which find caches and memory pool as another call left them, go untimed.
     """
     turns, plans, samples, results = {}, {}, {}, {}
     for name, call in calls.items():
@@ -47,12 +57,22 @@ def interleaved(
             if index:  # round 0 fills the allocator and the instruction cache
                 samples[name].append(ms)
     for name in names:
-        low, middle, high = statistics.quantiles(samples[name], n=4) if rounds > 1 else samples[name] * 3
-        results[name] = {"ms": middle, "low": low, "high": high, "rounds": rounds, "calls": plans[name][0]}
+        low, middle, high = (
+            statistics.quantiles(samples[name], n=4) if rounds > 1 else samples[name] * 3
+        )
+        results[name] = {
+            "ms": middle,
+            "low": low,
+            "high": high,
+            "rounds": rounds,
+            "calls": plans[name][0],
+        }
     return {name: results[name] for name in calls}
 
 
-def plan(call: Call, turn, device: str, slots: int, batch_ms: float, hide_host: bool) -> tuple[int, int]:
+def plan(
+    call: Call, turn, device: str, slots: int, batch_ms: float, hide_host: bool
+) -> tuple[int, int]:
     """(calls in a batch, cycles of the spin before it)."""
     batch(call, turn, slots + 1, device, slots)
     ms, host_ms = batch(call, turn, 3 if hide_host else 10, device, slots)
@@ -63,7 +83,9 @@ def plan(call: Call, turn, device: str, slots: int, batch_ms: float, hide_host: 
     return count, int(1.25 * SPIN_CYCLES_PER_MS * min(count * host_ms + 0.02, 2 * MAX_QUEUED_MS))
 
 
-def batch(call: Call, turn, count: int, device: str, slots: int, spin: int = 0) -> tuple[float, float]:
+def batch(
+    call: Call, turn, count: int, device: str, slots: int, spin: int = 0
+) -> tuple[float, float]:
     """(milliseconds per call, milliseconds of host time per call) of `count` calls in a row."""
     held = [None] * slots
     picked = [next(turn) % slots for _ in range(count)]
@@ -90,16 +112,25 @@ def batch(call: Call, turn, count: int, device: str, slots: int, spin: int = 0) 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs
 
 
-def replayed(calls: dict[str, Call], slots: int, rounds: int, batch_ms: float) -> dict[str, float | None]:
-    """GPU milliseconds of each call, from replays of a graph that holds one call on every slot; None where none was captured.
+def replayed(
+    calls: dict[str, Call], slots: int, rounds: int, batch_ms: float
+) -> dict[str, float | None]:
+    """GPU milliseconds of each call, from replays of a graph that holds one call on every slot;
+    None where none was captured.
 
-    The graphs share one memory pool: they are replayed one at a time and nobody reads their results.
+    The graphs share one memory pool: they are replayed one at a time and nobody reads their
+    results.
     """
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: capture(call, slots, pool) for name, call in calls.items()}
-    replays = {name: lambda _, graph=graph: graph.replay() for name, graph in graphs.items() if graph}
+    replays = {
+        name: lambda _, graph=graph: graph.replay() for name, graph in graphs.items() if graph
+    }
     timings = interleaved(replays, "cuda", 1, rounds, batch_ms) if replays else {}
-    return {name: timings[name]["ms"] / slots if "ms" in timings.get(name, {}) else None for name in calls}
+    return {
+        name: timings[name]["ms"] / slots if "ms" in timings.get(name, {}) else None
+        for name in calls
+    }
 
 
 def capture(call: Call, slots: int, pool) -> torch.cuda.CUDAGraph | None:
@@ -118,7 +149,9 @@ def capture(call: Call, slots: int, pool) -> torch.cuda.CUDAGraph | None:
 
 
 def warm_up(call: Call) -> None:
-    """One call on a side stream, as capture wants it: what is made on first use must not be made inside a graph."""
+    """One call on a side stream, as capture wants it: what is made on first use must not be made
+    inside a graph.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -137,7 +170,9 @@ def set_tf32(allowed: bool) -> None:
 def product_tflops(dtype: torch.dtype, device: str, size: int) -> float:
     """What the vendor's library reaches on a dense product of size^3, in TFLOP/s."""
     a, b, out = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
-    timing = interleaved({"": lambda _: torch.mm(a, b, out=out)}, device, 1, 9, 15.0 if device == "cuda" else 2.0)
+    timing = interleaved(
+        {"": lambda _: torch.mm(a, b, out=out)}, device, 1, 9, 15.0 if device == "cuda" else 2.0
+    )
     return 2e-9 * size**3 / timing[""]["ms"]
 
 
@@ -146,5 +181,7 @@ def copy_bytes_per_ms(device: str) -> float:
     size = 2**31 if device == "cuda" else 2**24
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = interleaved({"": lambda _: target.copy_(source)}, device, 1, 9, 10.0 if device == "cuda" else 2.0)
+    timing = interleaved(
+        {"": lambda _: target.copy_(source)}, device, 1, 9, 10.0 if device == "cuda" else 2.0
+    )
     return 2 * size / timing[""]["ms"]

@@ -1,4 +1,6 @@
-"""Whether a variant computes the right thing, before it is timed: against fp64, with every output poisoned first."""
+"""Whether a variant computes the right thing, before it is timed: against fp64, with every output
+poisoned first.
+"""
 
 import contextlib
 import math
@@ -8,16 +10,18 @@ import torch
 from token_mixing_variants import Data, Variant
 from torch import Tensor
 
-from mixer import plain
-from mixer.errors import first_line
-from mixer.plain import shift_channels, split_heads, tap_shift
+from mixer.common.errors import first_line
+from mixer.models.masked_mixer import plain
+from mixer.models.masked_mixer.plain import shift_channels, split_heads, tap_shift
 
 MAX_ERROR = 5e-3  # relative RMSE; rounding a result to bf16 alone gives 1.7e-3
 MAX_ROWS = 64
 
 
 class Expected:
-    """fp64 results for slot 0: whole samples of y and dx (the first and the last), whole rows of dW, all of dbias."""
+    """fp64 results for slot 0: whole samples of y and dx (the first and the last), whole rows of
+    dW, all of dbias.
+    """
 
     def __init__(self, data: Data):
         slot = data.slots[0]
@@ -27,7 +31,9 @@ class Expected:
         count = min(MAX_ROWS, self.tokens)
         self.rows = [index * (self.tokens - 1) // max(1, count - 1) for index in range(count)]
         columns = torch.arange(self.tokens, device=data.device)
-        self.above = columns > torch.tensor(self.rows, device=data.device)[:, None]  # of the diagonal, in these rows
+        self.above = (
+            columns > torch.tensor(self.rows, device=data.device)[:, None]
+        )  # of the diagonal, in these rows
         self.weight = slot.masked.double()
 
     def __call__(self, operation: str) -> tuple[Tensor, ...]:
@@ -44,7 +50,12 @@ class Expected:
             return self.grad_weight(), self.grad_bias()
         if operation == "pack":
             return (slot.masked,)
-        return self.grad_weight(), self.grad_input(), self.grad_bias(), self.forward(slot.bias.double(), None)
+        return (
+            self.grad_weight(),
+            self.grad_input(),
+            self.grad_bias(),
+            self.forward(slot.bias.double(), None),
+        )
 
     def forward(self, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return plain.dense(self.slot.x[self.samples].double(), self.weight, bias, residual)
@@ -59,7 +70,9 @@ class Expected:
         dy = split_heads(self.slot.dy[:, self.rows].double(), self.heads)
         x = split_heads(self.slot.x.double(), self.heads)
         taps = [
-            torch.einsum("hbrc,hbtc->hrt", dy, shift_channels(x, tap_shift(tap, self.taps))).masked_fill(self.above, 0)
+            torch.einsum(
+                "hbrc,hbtc->hrt", dy, shift_channels(x, tap_shift(tap, self.taps))
+            ).masked_fill(self.above, 0)
             for tap in range(self.taps)
         ]
         return torch.stack(taps, 1)
@@ -91,7 +104,9 @@ def check(variant: Variant, operation: str, expected: Expected, wanted: tuple[Te
         with contextlib.nullcontext() if variant.compiled else poisoned(expected.slot):
             results = variant.standard(variant.call(0))
         results = results if isinstance(results, tuple) else (results,)
-        errors = [rmse(*pair) for pair in zip(expected.select(operation, results), wanted, strict=True)]
+        errors = [
+            rmse(*pair) for pair in zip(expected.select(operation, results), wanted, strict=True)
+        ]
         # Ours promises exact zeros there; of the alternatives nobody asks it.
         leaks = variant.family in ("ours", "auto") and expected.leaks(operation, results)
     except Exception as error:  # whatever it is, the other variants go on without this one
@@ -110,7 +125,9 @@ def rmse(found: Tensor, wanted: Tensor) -> float:
 
 @contextlib.contextmanager
 def poisoned(slot):
-    """Outputs start as NaN: what is not written shows. (Not for compiled calls: the switch would compile them anew.)"""
+    """Outputs start as NaN: what is not written shows. (Not for compiled calls: the switch would
+    compile them anew.)
+    """
     slot.y.fill_(math.nan)
     slot.dweight.fill_(math.nan)
     with warnings.catch_warnings():

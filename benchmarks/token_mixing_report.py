@@ -1,4 +1,6 @@
-"""Tables and pictures of `token_mixing.py`, from its JSON alone. matplotlib is imported where a picture is drawn."""
+"""Tables and pictures of `token_mixing.py`, from its JSON alone. matplotlib is imported where a
+picture is drawn.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,11 @@ def passed(case: dict, key: str = "ms") -> list[dict]:
 
 def of_family(case: dict, family: str, key: str = "ms") -> dict | None:
     """The fastest variant of a family, or None."""
-    return min((row for row in passed(case, key) if row["family"] == family), key=lambda row: row[key], default=None)
+    return min(
+        (row for row in passed(case, key) if row["family"] == family),
+        key=lambda row: row[key],
+        default=None,
+    )
 
 
 def best_alternative(case: dict, key: str = "ms") -> dict | None:
@@ -28,14 +34,23 @@ def best_alternative(case: dict, key: str = "ms") -> dict | None:
     return min(rows, key=lambda row: row[key], default=None)
 
 
-def speedup(case: dict, key: str = "ms", family: str = "ours", over: str | None = None) -> float | None:
-    """How many times as fast as the best alternative (or the best one of a family); None unless both passed their check."""
-    mine, other = of_family(case, family, key), of_family(case, over, key) if over else best_alternative(case, key)
+def speedup(
+    case: dict, key: str = "ms", family: str = "ours", over: str | None = None
+) -> float | None:
+    """How many times as fast as the best alternative (or the best one of a family); None unless
+    both passed their check.
+    """
+    mine, other = (
+        of_family(case, family, key),
+        of_family(case, over, key) if over else best_alternative(case, key),
+    )
     return other[key] / mine[key] if mine and other else None
 
 
 def select(result: dict, suite: str, operation: str) -> list[dict]:
-    return [case for case in result["cases"] if (case["suite"], case["operation"]) == (suite, operation)]
+    return [
+        case for case in result["cases"] if (case["suite"], case["operation"]) == (suite, operation)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -49,13 +64,17 @@ def table(result: dict) -> str:
     for operation, title in OPERATIONS.items():
         parts += sweep_section(title, select(result, "sweep", operation))
     parts += failures(result)
-    parts += [f"Measured on {describe(result['hardware'])}; commit {result['commit'][:10]}; `{result['command']}`."]
+    parts += [
+        f"Measured on {describe(result['hardware'])}; commit {result['commit'][:10]}; `{result['command']}`."
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def introduction(result: dict) -> str:
     size = f"{result['ceiling_size']}^3"
-    ceilings = ", ".join(f"{name} {value:.4g} TFLOP/s" for name, value in result["ceilings_tflops"].items())
+    ceilings = ", ".join(
+        f"{name} {value:.4g} TFLOP/s" for name, value in result["ceilings_tflops"].items()
+    )
     rotation = "buffers rotate beyond three times the L2 cache; GPU time, host hidden, except where it says wall time"
     how = "wall time of a CPU" if result["hardware"].get("device") == "cpu" else rotation
     return (
@@ -84,23 +103,52 @@ def main_section(operation: str, title: str, cases: list[dict]) -> list[str]:
     if not cases:
         return []
     base = cases[0]
-    parts = [f"## {title}", f"{base['channels']} channels, batch x tokens {base['batch_tokens']:,}, {arithmetic(base)}."]
+    parts = [
+        f"## {title}",
+        f"{base['channels']} channels, batch x tokens {base['batch_tokens']:,}, {arithmetic(base)}.",
+    ]
     if operation != "autograd":
         return parts + [comparison(cases, "ms"), all_variants(cases, "ms")]
-    parts += ["Wall time of eager calls in a row, the host's share included:", comparison(cases, "ms"), all_variants(cases, "ms")]
+    parts += [
+        "Wall time of eager calls in a row, the host's share included:",
+        comparison(cases, "ms"),
+        all_variants(cases, "ms"),
+    ]
     if any(passed(case, "graph_ms") for case in cases):
-        parts += ["GPU time alone, the same replayed as a CUDA graph:", comparison(cases, "graph_ms")]
+        parts += [
+            "GPU time alone, the same replayed as a CUDA graph:",
+            comparison(cases, "graph_ms"),
+        ]
     return parts
 
 
 def comparison(cases: list[dict], key: str) -> str:
-    families = [family for family in FAMILIES if any(of_family(case, family, key) for case in cases)]
+    families = [
+        family for family in FAMILIES if any(of_family(case, family, key) for case in cases)
+    ]
     auto = any(of_family(case, "auto", key) for case in cases)
-    head = ["tokens", "ours", *(["auto"] if auto else []), *families, "speed-up", "useful TFLOP/s", "% of ceiling", "% of floor"]
+    head = [
+        "tokens",
+        "ours",
+        *(["auto"] if auto else []),
+        *families,
+        "speed-up",
+        "useful TFLOP/s",
+        "% of ceiling",
+        "% of floor",
+    ]
     rows = []
     for case in cases:
         others = [cell(case, family, key) for family in (["auto"] if auto else []) + families]
-        rows.append([str(case["tokens"]), ours_cell(case, key), *others, number(speedup(case, key), ".2f"), *rates(case, key)])
+        rows.append(
+            [
+                str(case["tokens"]),
+                ours_cell(case, key),
+                *others,
+                number(speedup(case, key), ".2f"),
+                *rates(case, key),
+            ]
+        )
     return markdown(head, rows)
 
 
@@ -127,7 +175,11 @@ def rates(case: dict, key: str) -> list[str]:
     if mine is None:
         return ["-", "-", "-"]
     reached = case["useful_flops"] / mine[key] / 1e9
-    known = [f"{reached:.4g}", f"{100 * reached / case['ceiling_tflops']:.0f}"] if reached else ["-", "-"]
+    known = (
+        [f"{reached:.4g}", f"{100 * reached / case['ceiling_tflops']:.0f}"]
+        if reached
+        else ["-", "-"]
+    )
     return [*known, f"{100 * case['floor_ms'] / mine[key]:.0f}"]
 
 
@@ -160,19 +212,35 @@ def sweep_section(title: str, cases: list[dict]) -> list[str]:
     parts = [f"## Sweep: {title.lower()}"]
     if cases[0]["operation"] != "autograd":
         return parts + [sweep_table(cases, "ms")]
-    parts += ["Wall time of eager calls in a row, the host's share included:", sweep_table(cases, "ms")]
+    parts += [
+        "Wall time of eager calls in a row, the host's share included:",
+        sweep_table(cases, "ms"),
+    ]
     if any(passed(case, "graph_ms") for case in cases):
-        parts += ["GPU time alone, the same replayed as a CUDA graph:", sweep_table(cases, "graph_ms")]
+        parts += [
+            "GPU time alone, the same replayed as a CUDA graph:",
+            sweep_table(cases, "graph_ms"),
+        ]
     return parts
 
 
 def sweep_table(cases: list[dict], key: str) -> str:
     auto = any(of_family(case, "auto", key) for case in cases)
-    head = ["case", "ours", "best alternative", "speed-up", *(["auto", "its speed-up"] if auto else [])]
+    head = [
+        "case",
+        "ours",
+        "best alternative",
+        "speed-up",
+        *(["auto", "its speed-up"] if auto else []),
+    ]
     rows = []
     for case in cases:
         best = best_alternative(case, key)
-        row = [changes(case), ours_cell(case, key), f"{best[key]:.3f} ({best['name']})" if best else "-"]
+        row = [
+            changes(case),
+            ours_cell(case, key),
+            f"{best[key]:.3f} ({best['name']})" if best else "-",
+        ]
         row.append(number(speedup(case, key), ".2f"))
         if auto:
             row += [ours_cell(case, key, "auto"), number(speedup(case, key, "auto"), ".2f")]
@@ -188,7 +256,10 @@ def failures(result: dict) -> list[str]:
         for row in case["variants"]
         if row["failure"]
     ]
-    lines += [f"- {shape['suite']}, {changes(shape)}: left out, the time was up" for shape in result["left_out"]]
+    lines += [
+        f"- {shape['suite']}, {changes(shape)}: left out, the time was up"
+        for shape in result["left_out"]
+    ]
     return ["## Without a number", "\n".join(lines)] if lines else []
 
 
@@ -196,7 +267,9 @@ def failures(result: dict) -> list[str]:
 
 
 def write_plots(result: dict, output: Path) -> list[Path]:
-    """PATH.png, PATH_speedup.png and, of a sweep, PATH_sweep.png: those for which there are cases."""
+    """PATH.png, PATH_speedup.png and, of a sweep, PATH_sweep.png: those for which there are
+    cases.
+    """
     written = []
     if plain_cases(result, "forward", "grad_input", "grad_weight"):
         written.append(plot_roofline(result, output.with_name(output.name + ".png")))
@@ -209,7 +282,11 @@ def write_plots(result: dict, output: Path) -> list[Path]:
 
 def plain_cases(result: dict, *operations: str) -> list[dict]:
     """Cases that differ in tokens alone, by tokens: the main suite, or without one the sweep's."""
-    cases = [case for case in result["cases"] if case["operation"] in operations and case["factor"] in ("base", "tokens")]
+    cases = [
+        case
+        for case in result["cases"]
+        if case["operation"] in operations and case["factor"] in ("base", "tokens")
+    ]
     main = [case for case in cases if case["suite"] == "main"]
     return sorted(main or cases, key=lambda case: case["tokens"])
 
@@ -219,7 +296,9 @@ def label_ours(result: dict) -> str:
 
 
 def plot_roofline(result: dict, path: Path) -> Path:
-    """Useful TFLOP/s over useful operations per byte that must move; two measured ceilings; a point for each context."""
+    """Useful TFLOP/s over useful operations per byte that must move; two measured ceilings; a point
+    for each context.
+    """
     from mixer.report import new_figure, save
 
     figure = new_figure(figsize=(12, 5.2))
@@ -254,14 +333,35 @@ def draw_points(axes, result: dict, cases: list[dict]) -> None:
 
     looks = {"ours": ("o", COLOURS[0]), "panels": ("s", COLOURS[2]), "dense": ("^", COLOURS[1])}
     for family, (marker, colour) in looks.items():
-        points = [(intensity(case), tflops(case, family)) for case in cases if of_family(case, family)]
-        look = {"color": colour, "marker": marker, "markerfacecolor": colour if family == "ours" else "white", "zorder": 3}
+        points = [
+            (intensity(case), tflops(case, family)) for case in cases if of_family(case, family)
+        ]
+        look = {
+            "color": colour,
+            "marker": marker,
+            "markerfacecolor": colour if family == "ours" else "white",
+            "zorder": 3,
+        }
         label = label_ours(result) if family == "ours" else f"best {family}"
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, **look)
     for case in cases:
         axes.axvline(intensity(case), color="#cccccc", linewidth=0.8)
-        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom", "zorder": 2}
-        axes.text(intensity(case), 0.015, f"{case['tokens']} tokens", fontsize=8.5, color="#666666", **place, **halo())
+        place = {
+            "transform": axes.get_xaxis_transform(),
+            "rotation": 90,
+            "ha": "right",
+            "va": "bottom",
+            "zorder": 2,
+        }
+        axes.text(
+            intensity(case),
+            0.015,
+            f"{case['tokens']} tokens",
+            fontsize=8.5,
+            color="#666666",
+            **place,
+            **halo(),
+        )
 
 
 def draw_ceilings(axes, result: dict, cases: list[dict]) -> None:
@@ -269,12 +369,35 @@ def draw_ceilings(axes, result: dict, cases: list[dict]) -> None:
     ridge = ceiling / rate
     low, high = min(*map(intensity, cases), ridge) / 4, 1.6 * max(*map(intensity, cases), ridge)
     axes.plot([low, ridge, high], [low * rate, ceiling, ceiling], color="#222222", linewidth=2)
-    axes.axhline(ceiling / 2, color="#777777", linestyle="--", linewidth=1, label="half the ceiling: the most of a full product")
-    place = {"textcoords": "offset points", "fontsize": 9, "va": "bottom", "ha": "right", "color": "#222222", **halo()}
+    axes.axhline(
+        ceiling / 2,
+        color="#777777",
+        linestyle="--",
+        linewidth=1,
+        label="half the ceiling: the most of a full product",
+    )
+    place = {
+        "textcoords": "offset points",
+        "fontsize": 9,
+        "va": "bottom",
+        "ha": "right",
+        "color": "#222222",
+        **halo(),
+    }
     axes.annotate(f"dense product\n{ceiling:.4g} TFLOP/s", (high, ceiling), xytext=(-2, 3), **place)
     axes.annotate(f"copy\n{rate:.3g} TB/s", (ridge * 0.75, ceiling * 0.75), xytext=(-5, 0), **place)
-    shown = [tflops(case, family) for case in cases for family in ("ours", "panels", "dense") if of_family(case, family)]
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(shown + [ceiling / 2]) / 2, ceiling * 1.5))
+    shown = [
+        tflops(case, family)
+        for case in cases
+        for family in ("ours", "panels", "dense")
+        if of_family(case, family)
+    ]
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(low, high),
+        ylim=(min(shown + [ceiling / 2]) / 2, ceiling * 1.5),
+    )
     for axis in (axes.xaxis, axes.yaxis):
         powers_of_two(axis)
 
@@ -301,7 +424,9 @@ def subtitle(result: dict) -> str:
 
 
 def plot_speedups(result: dict, path: Path) -> Path:
-    """Bars over the contexts, one picture an operation: ours over the best dense product, Conv1d and panels."""
+    """Bars over the contexts, one picture an operation: ours over the best dense product, Conv1d
+    and panels.
+    """
     from mixer.report import COLOURS, new_figure, save
 
     looks = {
@@ -312,7 +437,9 @@ def plot_speedups(result: dict, path: Path) -> Path:
     }
     shown = [operation for operation in SPEEDUP_OPERATIONS if plain_cases(result, operation)]
     figure = new_figure(figsize=(11, 2.7 * len(shown)))
-    for axes, operation in zip(figure.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
+    for axes, operation in zip(
+        figure.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True
+    ):
         cases = plain_cases(result, operation)
         families = [family for family in looks if any(speedup(case, over=family) for case in cases)]
         for index, family in enumerate(families):
@@ -323,29 +450,51 @@ def plot_speedups(result: dict, path: Path) -> Path:
         axes.margins(y=0.18)
         axes.set_ylabel("times as fast")
         kind = ", wall time" if operation == "autograd" else ""
-        axes.set_title(f"{OPERATIONS[operation]}: {label_ours(result)} over the best of each kind{kind}")
+        axes.set_title(
+            f"{OPERATIONS[operation]}: {label_ours(result)} over the best of each kind{kind}"
+        )
         if families:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xlabel("tokens")
     return save(figure, path)
 
 
-def bars(axes, cases: list[dict], family: str, index: int, count: int, colour: str, hatch: str) -> None:
+def bars(
+    axes, cases: list[dict], family: str, index: int, count: int, colour: str, hatch: str
+) -> None:
     width = 0.8 / count
     values = [speedup(case, over=family) for case in cases]
     places = [position - 0.4 + (index + 0.5) * width for position in range(len(cases))]
     drawn = axes.bar(
-        places, [value or 0 for value in values], width * 0.92, color=colour, hatch=hatch, edgecolor="white", label=family
+        places,
+        [value or 0 for value in values],
+        width * 0.92,
+        color=colour,
+        hatch=hatch,
+        edgecolor="white",
+        label=family,
     )
-    axes.bar_label(drawn, [f"{value:.2f}" if value else "-" for value in values], fontsize=8.5, padding=2, **halo())
+    axes.bar_label(
+        drawn,
+        [f"{value:.2f}" if value else "-" for value in values],
+        fontsize=8.5,
+        padding=2,
+        **halo(),
+    )
 
 
 def plot_sweep(result: dict, path: Path) -> Path:
     """Ours over the best alternative in every case of the sweep, a column for each operation."""
     from mixer.report import COLOURS, new_figure, save
 
-    operations = [operation for operation in ROOFLINE_OPERATIONS + ("autograd",) if select(result, "sweep", operation)]
-    names = list(dict.fromkeys(changes(case) for case in result["cases"] if case["suite"] == "sweep"))
+    operations = [
+        operation
+        for operation in ROOFLINE_OPERATIONS + ("autograd",)
+        if select(result, "sweep", operation)
+    ]
+    names = list(
+        dict.fromkeys(changes(case) for case in result["cases"] if case["suite"] == "sweep")
+    )
     figure = new_figure(figsize=(3 + 2.6 * len(operations), 1.6 + 0.27 * len(names)))
     grid = figure.subplots(1, len(operations), sharey=True, squeeze=False)[0]
     for axes, operation in zip(grid, operations, strict=True):
@@ -353,13 +502,24 @@ def plot_sweep(result: dict, path: Path) -> Path:
         lengths = [values.get(name) or 0 for name in names]
         colours = [COLOURS[0] if length >= 1 else COLOURS[1] for length in lengths]
         drawn = axes.barh(range(len(names)), lengths, 0.75, color=colours)
-        axes.bar_label(drawn, [f"{length:.2f}" if length else "-" for length in lengths], fontsize=8.5, padding=3, **halo())
+        axes.bar_label(
+            drawn,
+            [f"{length:.2f}" if length else "-" for length in lengths],
+            fontsize=8.5,
+            padding=3,
+            **halo(),
+        )
         axes.axvline(1, color="#777777", linewidth=1)
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.2, y=0.01)
-        axes.set_title(operation.replace("_", "-") + (", wall time" if operation == "autograd" else ""))
+        axes.set_title(
+            operation.replace("_", "-") + (", wall time" if operation == "autograd" else "")
+        )
         axes.set_xlabel("times as fast")
     grid[0].set_yticks(range(len(names)), names)
     grid[0].invert_yaxis()
-    figure.suptitle(f"{label_ours(result)} over the best alternative; {result['hardware'].get('device')}", fontsize=12)
+    figure.suptitle(
+        f"{label_ours(result)} over the best alternative; {result['hardware'].get('device')}",
+        fontsize=12,
+    )
     return save(figure, path)

@@ -1,7 +1,9 @@
-"""Token mixing in every way a user could write it, operation by operation, each as a call on a buffer slot.
+"""Token mixing in every way a user could write it, operation by operation, each as a call on a
+buffer slot.
 
-The alternatives start from the masked weight in the right type, so that only their products are timed; masking and casting
-count under `autograd`, where a user pays for them. Where a library wants another layout, its copies count.
+The alternatives start from the masked weight in the right type, so that only their products are
+timed; masking and casting count under `autograd`, where a user pays for them. Where a library wants
+another layout, its copies count.
 """
 
 from collections.abc import Callable
@@ -13,9 +15,10 @@ import torch.nn.functional as F
 from token_mixing_work import Shape
 from torch import Tensor, nn
 
-from mixer.ops import cuda, reference, triangular_conv
-from mixer.ops.reference import head_slices, multiply_into
-from mixer.plain import shift_channels, tap_shift
+from mixer.models.masked_mixer.plain import shift_channels, tap_shift
+from mixer.ops import cuda, triangular_conv
+from mixer.ops import panels as reference
+from mixer.ops.panels import head_slices, multiply_into
 
 PANELS = (2, 4, 8, 16)
 MIN_PANEL_ROWS = 16
@@ -37,18 +40,27 @@ class Data:
 
     def __init__(self, shape: Shape, device: str, ours: str):
         self.shape, self.device = shape, device
-        self.ours = ours  # the backend that is measured: "cuda", or "panels" where the kernels do not run
+        self.ours = (
+            ours  # the backend that is measured: "cuda", or "panels" where the kernels do not run
+        )
         self.module: ModuleType = cuda if ours == "cuda" else reference
         columns = reference.packed_columns(shape.tokens)
-        weight_bytes = shape.heads * shape.taps * shape.tokens * columns * shape.torch_dtype.itemsize
+        weight_bytes = (
+            shape.heads * shape.taps * shape.tokens * columns * shape.torch_dtype.itemsize
+        )
         cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
-        self.slots = [self.slot() for _ in range(max(2, 3 * cache // (shape.activation_bytes + weight_bytes) + 1))]
+        self.slots = [
+            self.slot()
+            for _ in range(max(2, 3 * cache // (shape.activation_bytes + weight_bytes) + 1))
+        ]
 
     def slot(self) -> SimpleNamespace:
         shape, dtype = self.shape, self.shape.torch_dtype
         size = (shape.batch, shape.tokens, shape.channels)
         x, dy, residual = (torch.randn(size, device=self.device, dtype=dtype) for _ in range(3))
-        weight = torch.randn(shape.heads, shape.taps, shape.tokens, shape.tokens, device=self.device)
+        weight = torch.randn(
+            shape.heads, shape.taps, shape.tokens, shape.tokens, device=self.device
+        )
         weight *= (shape.tokens * shape.taps) ** -0.5
         bias = torch.randn(shape.heads, shape.tokens, device=self.device)
         # A row of the masked weight starts on 16 bytes for the alternatives too.
@@ -78,7 +90,9 @@ def from_conv(weight: Tensor, heads: int) -> Tensor:
 
 
 def grouped(x: Tensor, heads: int) -> Tensor:
-    """(batch, tokens, channels) -> (batch, heads * tokens, channels of a head): heads as the groups of a convolution."""
+    """(batch, tokens, channels) -> (batch, heads * tokens, channels of a head): heads as the groups
+    of a convolution.
+    """
     return x if heads == 1 else x.unflatten(-1, (heads, -1)).permute(0, 2, 1, 3).flatten(1, 2)
 
 
@@ -110,7 +124,12 @@ def panels_forward(slot: SimpleNamespace, panels: int) -> Tensor:
         for tap in range(taps):
             x = shift_channels(slot.x[..., columns], tap_shift(tap, taps))
             for start, end in bounds(tokens, panels):
-                multiply_into(slot.y[:, start:end, columns], slot.masked[head, tap, start:end, :end], x[:, :end], tap > 0)
+                multiply_into(
+                    slot.y[:, start:end, columns],
+                    slot.masked[head, tap, start:end, :end],
+                    x[:, :end],
+                    tap > 0,
+                )
     return slot.y
 
 
@@ -140,11 +159,15 @@ def panels_grad_weight(slot: SimpleNamespace, panels: int) -> Tensor:
 def in_panels(data: Data, function: Callable) -> list[Variant]:
     counts = panel_counts(data.shape.tokens)
     found = [Variant("bmm into out", "dense", data.on(lambda s: function(s, 1)))]
-    return found + [Variant(f"p={p}", "panels", data.on(lambda s, p=p: function(s, p))) for p in counts]
+    return found + [
+        Variant(f"p={p}", "panels", data.on(lambda s, p=p: function(s, p))) for p in counts
+    ]
 
 
 def our_panels(data: Data, function: Callable) -> list[Variant]:
-    """`mixer.ops.reference` as a rival of the kernels; where there are no kernels it is what is measured."""
+    """`mixer.ops.panels` as a rival of the kernels; where there are no kernels it is what is
+    measured.
+    """
     return [Variant("mixer panels", "panels", data.on(function))] if data.ours == "cuda" else []
 
 
@@ -153,12 +176,18 @@ def our_panels(data: Data, function: Callable) -> list[Variant]:
 
 def forward(data: Data, _compiled: bool) -> list[Variant]:
     heads, pad = data.shape.heads, (data.shape.taps - 1) // 2
-    found = [Variant(data.ours, "ours", data.on(lambda s: data.module.forward(s.x, s.packed, None, None)))]
+    found = [
+        Variant(
+            data.ours, "ours", data.on(lambda s: data.module.forward(s.x, s.packed, None, None))
+        )
+    ]
     found += our_panels(data, lambda s: reference.forward(s.x, s.masked, None, None))
     found += in_panels(data, panels_forward)
 
     def conv(s):
-        return ungrouped(F.conv1d(grouped(s.x, heads), s.conv_weight, padding=pad, groups=heads), heads)
+        return ungrouped(
+            F.conv1d(grouped(s.x, heads), s.conv_weight, padding=pad, groups=heads), heads
+        )
 
     found += [Variant("Conv1d", "Conv1d", data.on(conv))]
     if data.single:
@@ -177,39 +206,71 @@ def grad_input(data: Data, _compiled: bool) -> list[Variant]:
 
     def conv(s):
         dy = grouped(s.dy, heads)  # stands for the input as well, of which only the shape is asked
-        return ungrouped(conv_backward(dy, dy, s.conv_weight, pad, heads, (True, False, False))[0], heads)
+        return ungrouped(
+            conv_backward(dy, dy, s.conv_weight, pad, heads, (True, False, False))[0], heads
+        )
 
     found += [Variant("Conv1d", "Conv1d", data.on(conv))]
     if data.single:
         found += [
             Variant("matmul", "dense", data.on(lambda s: torch.matmul(s.masked[0, 0].t(), s.dy))),
-            Variant("Linear", "Linear", data.on(lambda s: F.linear(s.dy.mT, s.masked[0, 0].t()).mT)),
+            Variant(
+                "Linear", "Linear", data.on(lambda s: F.linear(s.dy.mT, s.masked[0, 0].t()).mT)
+            ),
         ]
     return found
 
 
-def conv_backward(dy: Tensor, x: Tensor, weight: Tensor, pad: int, groups: int, wanted: tuple) -> tuple:
-    return torch.ops.aten.convolution_backward(dy, x, weight, None, [1], [pad], [1], False, [0], groups, wanted)
+def conv_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, pad: int, groups: int, wanted: tuple
+) -> tuple:
+    return torch.ops.aten.convolution_backward(
+        dy, x, weight, None, [1], [pad], [1], False, [0], groups, wanted
+    )
 
 
 def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
-    """Ours returns fp32 and the zero upper half; alternatives may return 16 bits and leave the upper half unmasked."""
+    """Ours returns fp32 and the zero upper half; alternatives may return 16 bits and leave the
+    upper half unmasked.
+    """
     shape = data.shape
     heads, pad = shape.heads, (shape.taps - 1) // 2
     sizes = (shape.tokens, shape.taps, heads, torch.float32)
 
     def conv(s):
-        return conv_backward(grouped(s.dy, heads), grouped(s.x, heads), s.conv_weight, pad, heads, (False, True, False))[1]
+        return conv_backward(
+            grouped(s.dy, heads),
+            grouped(s.x, heads),
+            s.conv_weight,
+            pad,
+            heads,
+            (False, True, False),
+        )[1]
 
-    found = [Variant(data.ours, "ours", data.on(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, False)[0]))]
+    found = [
+        Variant(
+            data.ours,
+            "ours",
+            data.on(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, False)[0]),
+        )
+    ]
     found += our_panels(data, lambda s: reference.grad_weight(s.dy, s.x, *sizes, False)[0])
     found += in_panels(data, panels_grad_weight)
     found += [Variant("Conv1d", "Conv1d", data.on(conv), lambda result: from_conv(result, heads))]
     if data.single:
         found += [
-            Variant("bmm+sum", "dense", data.on(lambda s: torch.bmm(s.dy, s.x.mT).sum(0)), as_square),
-            Variant("einsum", "dense", data.on(lambda s: torch.einsum("bid,bjd->ij", s.dy, s.x)), as_square),
-            Variant("copies+GEMM", "dense", data.on(lambda s: wide(s.dy) @ wide(s.x).t()), as_square),
+            Variant(
+                "bmm+sum", "dense", data.on(lambda s: torch.bmm(s.dy, s.x.mT).sum(0)), as_square
+            ),
+            Variant(
+                "einsum",
+                "dense",
+                data.on(lambda s: torch.einsum("bid,bjd->ij", s.dy, s.x)),
+                as_square,
+            ),
+            Variant(
+                "copies+GEMM", "dense", data.on(lambda s: wide(s.dy) @ wide(s.x).t()), as_square
+            ),
         ]
     return found
 
@@ -225,7 +286,11 @@ def grad_weight_bias(data: Data, _compiled: bool) -> list[Variant]:
     def separate(s):
         return as_square(torch.bmm(s.dy, s.x.mT).sum(0)), s.dy.sum((0, 2))[None]
 
-    found = [Variant(data.ours, "ours", data.on(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, True)))]
+    found = [
+        Variant(
+            data.ours, "ours", data.on(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, True))
+        )
+    ]
     found += our_panels(data, lambda s: reference.grad_weight(s.dy, s.x, *sizes, True))
     for p in panel_counts(data.shape.tokens):
         call = data.on(lambda s, p=p: (panels_grad_weight(s, p), s.dy.sum((0, 2))[None]))
@@ -247,7 +312,13 @@ def fused(data: Data, compiled: bool) -> list[Variant]:
     def panels(s, p):
         return panels_forward(s, p).add_(s.narrow_bias[0, :, None]).add_(s.residual)
 
-    found = [Variant(data.ours, "ours", data.on(lambda s: data.module.forward(s.x, s.packed, s.narrow_bias, s.residual)))]
+    found = [
+        Variant(
+            data.ours,
+            "ours",
+            data.on(lambda s: data.module.forward(s.x, s.packed, s.narrow_bias, s.residual)),
+        )
+    ]
     found += our_panels(data, lambda s: reference.forward(s.x, s.masked, s.narrow_bias, s.residual))
     for p in panel_counts(data.shape.tokens):
         found.append(Variant(f"p={p}, adds", "panels", data.on(lambda s, p=p: panels(s, p))))
@@ -276,7 +347,9 @@ def pack(data: Data, _compiled: bool) -> list[Variant]:
 
 
 def autograd(data: Data, compiled: bool) -> list[Variant]:
-    """Forward and backward as in training: fp32 weight and bias under autocast, gradients of both and of x."""
+    """Forward and backward as in training: fp32 weight and bias under autocast, gradients of both
+    and of x.
+    """
     heads = data.shape.heads
     doors = [("ours", data.ours), ("auto", "auto"), ("dense", "dense")]
     doors += [("panels", "panels")] if data.ours == "cuda" else []
@@ -284,14 +357,31 @@ def autograd(data: Data, compiled: bool) -> list[Variant]:
     for family, backend in doors:
         name = backend if family in ("ours", "auto") else f"mixer {backend}"
         layer = through_door(backend)
-        found.append(Variant(name, family, step(data, layer, lambda s: s.weight, lambda s: s.bias), unpack(heads)))
+        found.append(
+            Variant(
+                name, family, step(data, layer, lambda s: s.weight, lambda s: s.bias), unpack(heads)
+            )
+        )
     found.append(conv_variant(data, "Conv1d", "Conv1d", masked_conv(data)))
     if heads == 1:
-        found.append(conv_variant(data, "Conv1d, weight.data masked", "Conv1d", upstream_conv(data)))
+        found.append(
+            conv_variant(data, "Conv1d, weight.data masked", "Conv1d", upstream_conv(data))
+        )
     if data.single:
-        found += [square_variant(data, "matmul", "dense", masked_matmul), square_variant(data, "Linear", "Linear", masked_linear)]
+        found += [
+            square_variant(data, "matmul", "dense", masked_matmul),
+            square_variant(data, "Linear", "Linear", masked_linear),
+        ]
     if compiled:
-        found.append(square_variant(data, "matmul, compiled", "compiled", torch.compile(masked_matmul, dynamic=False), True))
+        found.append(
+            square_variant(
+                data,
+                "matmul, compiled",
+                "compiled",
+                torch.compile(masked_matmul, dynamic=False),
+                True,
+            )
+        )
         conv = torch.compile(masked_conv(data), dynamic=False)
         found.append(conv_variant(data, "Conv1d, compiled", "compiled", conv, True))
     return found
@@ -307,19 +397,26 @@ def masked_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def masked_conv(data: Data) -> Callable:
     heads, pad = data.shape.heads, (data.shape.taps - 1) // 2
-    mask = torch.ones(data.shape.tokens, data.shape.tokens, device=data.device).tril().repeat(heads, 1)[..., None]
+    mask = (
+        torch.ones(data.shape.tokens, data.shape.tokens, device=data.device)
+        .tril()
+        .repeat(heads, 1)[..., None]
+    )
 
     def layer(x, weight, bias):
-        return ungrouped(F.conv1d(grouped(x, heads), weight * mask, bias, padding=pad, groups=heads), heads)
+        return ungrouped(
+            F.conv1d(grouped(x, heads), weight * mask, bias, padding=pad, groups=heads), heads
+        )
 
     return layer
 
 
 def upstream_conv(data: Data) -> Callable:
-    """nn.Conv1d whose weight.data is masked anew in each forward, as the reference implementation has it.
+    """nn.Conv1d whose weight.data is masked anew in each forward, as the reference implementation
+    has it.
 
-    The masked data is made from the weight it was first given, not from what the last forward left: the same work, and a
-    captured graph then reads memory that stays.
+    The masked data is made from the weight it was first given, not from what the last forward left:
+    the same work, and a captured graph then reads memory that stays.
     """
     tokens, taps = data.shape.tokens, data.shape.taps
     layers = {}
@@ -340,10 +437,18 @@ def through_door(backend: str) -> Callable:
     return lambda x, weight, bias: triangular_conv(x, weight, bias, backend=backend)
 
 
-def step(data: Data, layer: Callable, weight_of: Callable, bias_of: Callable) -> Callable[[int], tuple]:
-    """The call that runs `layer` and its backward on a slot: gradients of weight, x and bias, and y."""
+def step(
+    data: Data, layer: Callable, weight_of: Callable, bias_of: Callable
+) -> Callable[[int], tuple]:
+    """The call that runs `layer` and its backward on a slot: gradients of weight, x and bias, and
+    y.
+    """
     leaves = [
-        (nn.Parameter(weight_of(s).detach()), s.x.detach().requires_grad_(), nn.Parameter(bias_of(s).detach()))
+        (
+            nn.Parameter(weight_of(s).detach()),
+            s.x.detach().requires_grad_(),
+            nn.Parameter(bias_of(s).detach()),
+        )
         for s in data.slots
     ]
     dtype = data.shape.torch_dtype
@@ -362,15 +467,21 @@ def unpack(heads: int, weight: Callable = lambda dweight: dweight) -> Callable:
     return lambda results: (weight(results[0]), results[1], results[2].view(heads, -1), results[3])
 
 
-def square_variant(data: Data, name: str, family: str, layer: Callable, compiled: bool = False) -> Variant:
+def square_variant(
+    data: Data, name: str, family: str, layer: Callable, compiled: bool = False
+) -> Variant:
     call = step(data, layer, lambda s: s.weight[0, 0], lambda s: s.bias[0])
     return Variant(name, family, call, unpack(1, as_square), compiled)
 
 
-def conv_variant(data: Data, name: str, family: str, layer: Callable, compiled: bool = False) -> Variant:
+def conv_variant(
+    data: Data, name: str, family: str, layer: Callable, compiled: bool = False
+) -> Variant:
     heads = data.shape.heads
     call = step(data, layer, lambda s: to_conv(s.weight), lambda s: s.bias.flatten())
-    return Variant(name, family, call, unpack(heads, lambda dweight: from_conv(dweight, heads)), compiled)
+    return Variant(
+        name, family, call, unpack(heads, lambda dweight: from_conv(dweight, heads)), compiled
+    )
 
 
 VARIANTS = {

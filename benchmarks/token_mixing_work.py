@@ -1,10 +1,12 @@
-"""What token mixing has to do at the least: useful operations, bytes that must move, and the time floor of a roofline."""
+"""What token mixing has to do at the least: useful operations, bytes that must move, and the time
+floor of a roofline.
+"""
 
 from dataclasses import dataclass
 
 import torch
 
-from mixer.plain import products_per_triangle
+from mixer.models.masked_mixer.plain import products_per_triangle
 
 # In the order of the tables.
 OPERATIONS = {
@@ -56,7 +58,9 @@ def useful_flops(shape: Shape, operation: str) -> int:
 
 
 def least_bytes(shape: Shape, operation: str) -> int:
-    """Every input read once and every output written once; of a weight that is read, the lower triangle."""
+    """Every input read once and every output written once; of a weight that is read, the lower
+    triangle.
+    """
     squares = shape.heads * shape.taps * shape.tokens**2
     triangles = shape.heads * shape.taps * shape.tokens * (shape.tokens + 1) // 2
     size = shape.torch_dtype.itemsize
@@ -75,10 +79,14 @@ def least_bytes(shape: Shape, operation: str) -> int:
 
 
 def floor_ms(shape: Shape, operation: str, bytes_per_ms: float, tflops: float) -> float:
-    """No implementation that skips in steps of 64 rows is faster: the slower of memory and arithmetic, both as measured."""
+    """No implementation that skips in steps of 64 rows is faster: the slower of memory and
+    arithmetic, both as measured.
+    """
     if operation == "autograd":
         parts = ("pack", "forward", "grad_input", "grad_weight")
         return sum(floor_ms(shape, part, bytes_per_ms, tflops) for part in parts)
-    flops = 2 * shape.batch * shape.channels * shape.taps * products_per_triangle(shape.tokens, "cuda")
+    flops = (
+        2 * shape.batch * shape.channels * shape.taps * products_per_triangle(shape.tokens, "cuda")
+    )
     arithmetic = 0.0 if operation == "pack" else flops / (tflops * 1e9)
     return max(least_bytes(shape, operation) / bytes_per_ms, arithmetic)

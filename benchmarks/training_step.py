@@ -1,9 +1,11 @@
-"""A whole training step, timed: forward, backward, clipping and AdamW on random tokens, one GPU, bf16 autocast.
+"""A whole training step, timed: forward, backward, clipping and AdamW on random tokens, one GPU,
+bf16 autocast.
 
     python benchmarks/training_step.py --output PATH [--forms blocks,matmul,...] [--tokens 512,2048,8192] [--profile]
 
-Writes PATH.json and PATH.md. The forms of a context run in interleaved rounds of one process, and share their weights'
-memory. `--list` says what each form is; `--profile` adds where one step of each form spends its time, kernel by kernel.
+Writes PATH.json and PATH.md. The forms of a context run in interleaved rounds of one process, and
+share their weights' memory. `--list` says what each form is; `--profile` adds where one step of
+each form spends its time, kernel by kernel.
 """
 
 import argparse
@@ -19,9 +21,9 @@ from training_step_models import DEFAULT_FORMS, FORMS, Form, SharedMemory, Size,
 from training_step_report import profiled, table
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.errors import UserError, first_line, run_command
-from mixer.files import write_text
-from mixer.provenance import commit, hardware
+from mixer.common.errors import UserError, first_line, run_command
+from mixer.common.files import write_text
+from mixer.common.provenance import commit, hardware
 
 
 def main() -> None:
@@ -31,45 +33,78 @@ def main() -> None:
         return
     unknown = [name for name in options.forms if name not in FORMS]
     if unknown:
-        raise UserError(f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}; --list says what they are")
+        raise UserError(
+            f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}; --list says what they are"
+        )
     if not options.output:
         raise UserError("give --output PATH for the results")
     print(table(measure(options)))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", help="path of the results without ending")
-    parser.add_argument("--forms", type=lambda text: text.split(","), default=DEFAULT_FORMS, help="some of --list")
-    parser.add_argument("--list", action="store_true", help="say what each form is, and measure nothing")
-    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[512, 2048, 8192])
+    parser.add_argument(
+        "--forms", type=lambda text: text.split(","), default=DEFAULT_FORMS, help="some of --list"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="say what each form is, and measure nothing"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[512, 2048, 8192],
+    )
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a step")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch-ms", type=float, default=400.0, help="time of one round of one form")
-    parser.add_argument("--profile", action="store_true", help="profile a step of each form, after the timing")
-    parser.add_argument("--seconds", type=float, default=1e9, help="build no further form or context after so long")
+    parser.add_argument(
+        "--batch-ms", type=float, default=400.0, help="time of one round of one form"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="profile a step of each form, after the timing"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="build no further form or context after so long"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--commit", default="", help="commit that is measured; by default what git says")
+    parser.add_argument(
+        "--commit", default="", help="commit that is measured; by default what git says"
+    )
     return parser.parse_args()
 
 
 def measure(options: argparse.Namespace) -> dict:
     timing.set_tf32(True)
-    torch._dynamo.config.recompile_limit = 1000  # of one function, whose forms are all compiled here
+    torch._dynamo.config.recompile_limit = (
+        1000  # of one function, whose forms are all compiled here
+    )
     output = Path(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     result = {"hardware": hardware(options.device)}
     result |= {"commit": options.commit or commit(), "command": " ".join(sys.argv)}
-    result |= {name: getattr(options, name) for name in ("hidden", "layers", "vocabulary", "batch_tokens", "rounds")}
+    result |= {
+        name: getattr(options, name)
+        for name in ("hidden", "layers", "vocabulary", "batch_tokens", "rounds")
+    }
     result["ceiling_size"] = 8192 if options.device == "cuda" else 256
-    result["ceiling_tflops"] = timing.product_tflops(torch.bfloat16, options.device, result["ceiling_size"])
+    result["ceiling_tflops"] = timing.product_tflops(
+        torch.bfloat16, options.device, result["ceiling_size"]
+    )
     result |= {"cases": [], "left_out": []}
     deadline = time.perf_counter() + options.seconds
     for tokens in options.tokens:
-        size = Size(tokens, max(1, options.batch_tokens // tokens), options.hidden, options.layers, options.vocabulary)
+        size = Size(
+            tokens,
+            max(1, options.batch_tokens // tokens),
+            options.hidden,
+            options.layers,
+            options.vocabulary,
+        )
         result["cases"].append(measure_size(size, options, deadline, result["left_out"]))
         write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
         write_text(output.with_name(output.name + ".md"), table(result))
@@ -86,7 +121,13 @@ def measure_size(size: Size, options: argparse.Namespace, deadline: float, left_
         print(f"{size.tokens} tokens, {name}: {rows[name]}", flush=True)
         if step is not None:
             steps[name] = step
-    timings = timing.interleaved(steps, options.device, 1, options.rounds, options.batch_ms, hide_host=False) if steps else {}
+    timings = (
+        timing.interleaved(
+            steps, options.device, 1, options.rounds, options.batch_ms, hide_host=False
+        )
+        if steps
+        else {}
+    )
     for name, row in rows.items():
         row |= timings.get(name, {})
         if "ms" in row:
@@ -98,7 +139,12 @@ def measure_size(size: Size, options: argparse.Namespace, deadline: float, left_
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    return {"tokens": size.tokens, "batch": size.batch, "useful_flops": useful_flops(size), "forms": rows}
+    return {
+        "tokens": size.tokens,
+        "batch": size.batch,
+        "useful_flops": useful_flops(size),
+        "forms": rows,
+    }
 
 
 def prepare(form: Form, size: Size, device: str, memory: SharedMemory) -> tuple[dict, Step | None]:
@@ -116,7 +162,9 @@ def prepare(form: Form, size: Size, device: str, memory: SharedMemory) -> tuple[
             step()
             shared = memory.bytes if before else 0
             row["peak_gb"] = round((torch.cuda.max_memory_allocated() - before + shared) / 2**30, 2)
-    except Exception as error:  # of the compiler, or out of memory: the others still have their numbers
+    except (
+        Exception
+    ) as error:  # of the compiler, or out of memory: the others still have their numbers
         return {"failure": first_line(error)}, None
     return row | {"losses": [first, second, third]}, step
 
@@ -124,7 +172,10 @@ def prepare(form: Form, size: Size, device: str, memory: SharedMemory) -> tuple[
 def useful_flops(size: Size) -> dict[str, float]:
     """Of a step, with the triangle counted exactly, and of its token mixing."""
     config = MaskedMixerConfig(
-        vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers, max_position_embeddings=size.tokens
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        max_position_embeddings=size.tokens,
     )
     with torch.device("meta"):
         counts = MaskedMixerForCausalLM(config).flops_per_token()

@@ -1,7 +1,9 @@
-"""What is trained in benchmarks/training_step.py: our model in its forms, clean masked mixers, and the reference's form.
+"""What is trained in benchmarks/training_step.py: our model in its forms, clean masked mixers, and
+the reference's form.
 
-Each form is a module that takes tokens (batch, tokens) and returns the mean loss. All have the same parameters in the same
-order, which share one piece of memory, so that many forms fit beside each other on a GPU and their rounds can interleave.
+Each form is a module that takes tokens (batch, tokens) and returns the mean loss. All have the same
+parameters in the same order, which share one piece of memory, so that many forms fit beside each
+other on a GPU and their rounds can interleave.
 """
 
 from collections.abc import Callable
@@ -12,10 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.guard import Guard
-from mixer.limit import NoMixing
-from mixer.objective import Objective, begin_graphs, compiled, compiled_parts, set_recompute
-from mixer.optim import OptimConfig, build_optimizer
+from mixer.comparison.no_mixing import NoMixing
+from mixer.training.guard import Guard
+from mixer.training.objective import (
+    Objective,
+    begin_graphs,
+    compiled,
+    compiled_parts,
+    set_recompute,
+)
+from mixer.training.optim import OptimConfig, build_optimizer
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Form:
-    """`model`: ours, without (ours, mixing removed), matmul, conv1d, limit (clean ones) or reference."""
+    """`model`: ours, without (ours, mixing removed), matmul, conv1d, limit (clean ones) or
+    reference.
+    """
 
     what: str
     model: str = "ours"
@@ -45,9 +55,15 @@ FORMS = {
     "graphs": Form("blocks, replayed as CUDA graphs", compile="blocks", graphs=True),
     "model_graphs": Form("model, replayed as a CUDA graph", compile="model", graphs=True),
     "eager": Form("ours, eager"),
-    "dense": Form("our model with `dense`, each block and the loss compiled", backend="dense", compile="blocks"),
+    "dense": Form(
+        "our model with `dense`, each block and the loss compiled",
+        backend="dense",
+        compile="blocks",
+    ),
     "dense_model": Form("our model with `dense`, compiled whole", backend="dense", compile="model"),
-    "without": Form("our model with mixing removed, each block compiled", "without", compile="blocks"),
+    "without": Form(
+        "our model with mixing removed, each block compiled", "without", compile="blocks"
+    ),
     "matmul": Form("clean dense matmul, compiled", "matmul", compile="model"),
     "conv1d": Form("clean dense Conv1d, compiled", "conv1d", compile="model"),
     "limit": Form("clean model with mixing removed, compiled", "limit", compile="model"),
@@ -56,11 +72,23 @@ FORMS = {
     "block": Form("blocks, each block computed again", compile="blocks", recompute="block"),
     "eager_activation": Form("eager, the GELU computed again", recompute="activation"),
 }
-DEFAULT_FORMS = ("blocks", "model", "eager", "dense", "without", "matmul", "conv1d", "limit", "reference")
+DEFAULT_FORMS = (
+    "blocks",
+    "model",
+    "eager",
+    "dense",
+    "without",
+    "matmul",
+    "conv1d",
+    "limit",
+    "reference",
+)
 
 
 class Step:
-    """One form with its optimizer: a call is a whole training step on one batch of random tokens."""
+    """One form with its optimizer: a call is a whole training step on one batch of random
+    tokens.
+    """
 
     def __init__(self, form: Form, size: Size, device: str, memory: "SharedMemory"):
         self.device = device
@@ -76,10 +104,18 @@ class Step:
         for owner, name in self.module.parts(form.compile):
             method = getattr(owner, name)
             setattr(
-                owner, name, compiled(method, form.graphs) if self.ours else torch.compile(method, fullgraph=True, dynamic=False)
+                owner,
+                name,
+                compiled(method, form.graphs)
+                if self.ours
+                else torch.compile(method, fullgraph=True, dynamic=False),
             )
-        tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + self.ours), device=device)
-        self.inputs = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) if self.ours else (tokens,)
+        tokens = torch.randint(
+            size.vocabulary, (size.batch, size.tokens + self.ours), device=device
+        )
+        self.inputs = (
+            (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) if self.ours else (tokens,)
+        )
 
     def __call__(self, _slot: int = 0) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
@@ -94,7 +130,9 @@ class Step:
 
 
 class SharedMemory:
-    """Weights and AdamW's moments of the first module given, of which the others take what has the size of theirs."""
+    """Weights and AdamW's moments of the first module given, of which the others take what has the
+    size of theirs.
+    """
 
     def __init__(self):
         self.weights: list[Tensor] = []
@@ -108,12 +146,17 @@ class SharedMemory:
         parameters = list(module.parameters())
         if not self.weights:
             self.weights = [parameter.data for parameter in parameters]
-            self.moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in self.weights]
+            self.moments = [
+                (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in self.weights
+            ]
         place = 0
         for parameter in parameters:
             while self.weights[place].numel() != parameter.numel():
                 place += 1  # a form without mixing lacks a few
-            view = [tensor.view(parameter.shape) for tensor in (self.weights[place], *self.moments[place])]
+            view = [
+                tensor.view(parameter.shape)
+                for tensor in (self.weights[place], *self.moments[place])
+            ]
             parameter.data = view[0]
             step = torch.zeros((), device=parameter.device)
             optimizer.state[parameter] = {"step": step, "exp_avg": view[1], "exp_avg_sq": view[2]}
@@ -171,7 +214,9 @@ class Conv1dMixing(MatmulMixing):
 
 
 class ReferenceMixing(nn.Module):
-    """The reference overwrites its weight with the masked one in each forward: it cannot be compiled."""
+    """The reference overwrites its weight with the masked one in each forward: it cannot be
+    compiled.
+    """
 
     def __init__(self, tokens: int):
         super().__init__()
@@ -206,7 +251,9 @@ class CleanBlock(nn.Module):
 
 
 class Clean(nn.Module):
-    """A masked mixer as one writes it in a page of PyTorch; under autocast its residual stream stays fp32."""
+    """A masked mixer as one writes it in a page of PyTorch; under autocast its residual stream
+    stays fp32.
+    """
 
     def __init__(self, size: Size, mixing: Callable[[int], nn.Module]):
         super().__init__()
@@ -228,7 +275,9 @@ class Clean(nn.Module):
 
 
 class Reference(Clean):
-    """The reference takes its loss over the second of three dimensions, of logits that are turned over and copied for it."""
+    """The reference takes its loss over the second of three dimensions, of logits that are turned
+    over and copied for it.
+    """
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         logits = self.head(x).transpose(1, 2)  # (batch, vocabulary, tokens)

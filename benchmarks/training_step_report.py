@@ -1,4 +1,6 @@
-"""Tables of benchmarks/training_step.py: the forms side by side, and where a step's time goes by kind of kernel."""
+"""Tables of benchmarks/training_step.py: the forms side by side, and where a step's time goes by
+kind of kernel.
+"""
 
 import re
 
@@ -27,7 +29,9 @@ KINDS = {
 
 
 def profiled(step, device: str) -> dict:
-    """Milliseconds of one step by kind of kernel, and the kernels that take longest with how often they ran."""
+    """Milliseconds of one step by kind of kernel, and the kernels that take longest with how often
+    they ran.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -36,13 +40,27 @@ def profiled(step, device: str) -> dict:
         if device == "cuda":
             torch.cuda.synchronize()
     kind_of_device = getattr(torch.autograd.DeviceType, device.upper())
-    ran = [e for e in profile.key_averages() if e.device_type == kind_of_device and not e.is_user_annotation]
-    times = [(e.key, (e.self_device_time_total if device == "cuda" else e.self_cpu_time_total) / 1e3, e.count) for e in ran]
+    ran = [
+        e
+        for e in profile.key_averages()
+        if e.device_type == kind_of_device and not e.is_user_annotation
+    ]
+    times = [
+        (
+            e.key,
+            (e.self_device_time_total if device == "cuda" else e.self_cpu_time_total) / 1e3,
+            e.count,
+        )
+        for e in ran
+    ]
     times = sorted((row for row in times if row[1] > 0), key=lambda row: -row[1])
     kinds = dict.fromkeys([*KINDS, "other"], 0.0)
     for name, ms, _ in times:
         kinds[kind(name)] += ms
-    return {"kinds": {name: ms for name, ms in kinds.items() if ms}, "kernels": times[:KERNELS_SHOWN]}
+    return {
+        "kinds": {name: ms for name, ms in kinds.items() if ms},
+        "kernels": times[:KERNELS_SHOWN],
+    }
 
 
 def kind(kernel: str) -> str:
@@ -54,7 +72,10 @@ def table(result: dict) -> str:
     device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
     parts = [f"# A training step on {result['hardware'].get('device')}", introduction(result)]
     for case in result["cases"]:
-        parts += [f"## {case['batch']} x {case['tokens']} tokens", forms(case, result["ceiling_tflops"])]
+        parts += [
+            f"## {case['batch']} x {case['tokens']} tokens",
+            forms(case, result["ceiling_tflops"]),
+        ]
     parts += [kinds(case) for case in result["cases"]] + [longest(case) for case in result["cases"]]
     if result["left_out"]:
         parts += ["Left out, since the time was up: " + "; ".join(result["left_out"]) + "."]
@@ -87,14 +108,27 @@ def forms(case: dict, ceiling_tflops: float) -> str:
     rows = []
     for name, row in case["forms"].items():
         if "failure" in row:
-            rows.append([f"{name}: {FORMS[name].what}", f"failed: {row['failure']}", *["-"] * (len(head) - 2)])
+            rows.append(
+                [
+                    f"{name}: {FORMS[name].what}",
+                    f"failed: {row['failure']}",
+                    *["-"] * (len(head) - 2),
+                ]
+            )
             continue
         mixing = 0 if FORMS[name].model in WITHOUT_MIXING else case["useful_flops"]["token_mixing"]
         flops = case["useful_flops"]["useful"] - case["useful_flops"]["token_mixing"] + mixing
         rows.append(
-            [f"{name}: {FORMS[name].what}", f"{row['ms']:.1f}", f"{row['low']:.1f}-{row['high']:.1f}"]
+            [
+                f"{name}: {FORMS[name].what}",
+                f"{row['ms']:.1f}",
+                f"{row['low']:.1f}-{row['high']:.1f}",
+            ]
             + [f"{row['tokens_per_second']:,.0f}", *(ratio(case, row, base) for base in BASELINES)]
-            + [f"{1e-9 * flops / row['ms'] / ceiling_tflops:.1%}", f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-"]
+            + [
+                f"{1e-9 * flops / row['ms'] / ceiling_tflops:.1%}",
+                f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-",
+            ]
             + [f"{row['first_step_seconds']:.0f}"]
         )
     return markdown(head, rows)
@@ -107,11 +141,17 @@ def ratio(case: dict, row: dict, base: str) -> str:
 
 def kinds(case: dict) -> str:
     """Milliseconds of a profiled step: a row for each kind of kernel, a column for each form."""
-    columns = {name: row["profile"]["kinds"] for name, row in case["forms"].items() if "profile" in row}
+    columns = {
+        name: row["profile"]["kinds"] for name, row in case["forms"].items() if "profile" in row
+    }
     if not columns:
         return ""
-    found = [name for name in [*KINDS, "other"] if any(name in column for column in columns.values())]
-    rows = [[name, *(f"{column.get(name, 0):.2f}" for column in columns.values())] for name in found]
+    found = [
+        name for name in [*KINDS, "other"] if any(name in column for column in columns.values())
+    ]
+    rows = [
+        [name, *(f"{column.get(name, 0):.2f}" for column in columns.values())] for name in found
+    ]
     rows.append(["all", *(f"{sum(column.values()):.2f}" for column in columns.values())])
     title = f"## Where the time goes, {case['batch']} x {case['tokens']} tokens (ms of one step, profiled)"
     return title + "\n\n" + markdown(["kind of kernel", *columns], rows)
@@ -121,8 +161,14 @@ def longest(case: dict) -> str:
     parts = []
     for name, row in case["forms"].items():
         if "profile" in row:
-            rows = [[f"`{kernel[:110]}`".replace("|", "/"), f"{ms:.3f}", str(n)] for kernel, ms, n in row["profile"]["kernels"]]
-            parts += [f"### {name}, {case['tokens']} tokens", markdown(["kernel", "ms", "calls"], rows)]
+            rows = [
+                [f"`{kernel[:110]}`".replace("|", "/"), f"{ms:.3f}", str(n)]
+                for kernel, ms, n in row["profile"]["kernels"]
+            ]
+            parts += [
+                f"### {name}, {case['tokens']} tokens",
+                markdown(["kernel", "ms", "calls"], rows),
+            ]
     return "\n\n".join(parts)
 
 

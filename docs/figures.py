@@ -30,18 +30,31 @@ def save(figure, name: str) -> None:
 
 def box(axes, x, y, width, height, text="", face="white", edge=INK, **style):
     shape = f"round,pad=0,rounding_size={min(0.12, height / 4)}"
-    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, facecolor=face, edgecolor=edge, linewidth=1.3))
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y), width, height, boxstyle=shape, facecolor=face, edgecolor=edge, linewidth=1.3
+        )
+    )
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", **style)
 
 
 def arrow(axes, start, end, colour=INK, bend=0.0, **style):
     connection = f"arc3,rad={bend}"
-    look = {"arrowstyle": "-|>", "mutation_scale": 14, "linewidth": 1.5, "shrinkA": 0, "shrinkB": 0, **style}
+    look = {
+        "arrowstyle": "-|>",
+        "mutation_scale": 14,
+        "linewidth": 1.5,
+        "shrinkA": 0,
+        "shrinkB": 0,
+        **style,
+    }
     axes.add_patch(FancyArrowPatch(start, end, connectionstyle=connection, color=colour, **look))
 
 
 def lines(axes, points, colour=INK, **style):
-    axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.5, solid_capstyle="round", **style)
+    axes.plot(
+        *zip(*points, strict=True), color=colour, linewidth=1.5, solid_capstyle="round", **style
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- operator
@@ -54,14 +67,22 @@ def draw_tiles(axes, x, y, side, count):
         for column in range(count):
             left, bottom = x + column * tile, y + side - (row + 1) * tile
             if column > row:
-                axes.add_patch(Rectangle((left, bottom), tile, tile, facecolor="white", edgecolor=GREY, linewidth=0.9))
+                axes.add_patch(
+                    Rectangle(
+                        (left, bottom), tile, tile, facecolor="white", edgecolor=GREY, linewidth=0.9
+                    )
+                )
                 continue
             face = PALE_BLUE if column < row else "white"
             edge = GREY if column == row else BLUE
-            axes.add_patch(Rectangle((left, bottom), tile, tile, facecolor=face, edgecolor=edge, linewidth=0.9))
+            axes.add_patch(
+                Rectangle((left, bottom), tile, tile, facecolor=face, edgecolor=edge, linewidth=0.9)
+            )
             if column == row:
                 corners = [(left, bottom + tile), (left, bottom), (left + tile, bottom)]
-                axes.add_patch(Polygon(corners, facecolor=PALE_ORANGE, edgecolor=ORANGE, linewidth=0.9))
+                axes.add_patch(
+                    Polygon(corners, facecolor=PALE_ORANGE, edgecolor=ORANGE, linewidth=0.9)
+                )
     axes.add_patch(Rectangle((x, y), side, side, fill=False, edgecolor=INK, linewidth=1.4))
 
 
@@ -85,37 +106,96 @@ def draw_rows(axes, x, y, width, side, count, face, picked, colour):
 def operator():
     figure, axes = canvas(10, 5.1)
     side, count, y = 2.72, 8, 1.35
-    axes.text(5, 4.78, "Token mixing as a triangular convolution", ha="center", va="center", fontsize=15, fontweight="bold")
+    axes.text(
+        5,
+        4.78,
+        "Token mixing as a triangular convolution",
+        ha="center",
+        va="center",
+        fontsize=15,
+        fontweight="bold",
+    )
 
     row = side / count
     picked = 5
     middle = y + side - (picked + 0.5) * row
     left = 0.75
     draw_tiles(axes, left, y, side, count)
-    axes.add_patch(Rectangle((left, middle - row / 2), (picked + 1) * row, row, fill=False, edgecolor=INK, linewidth=2.6))
-    axes.text(left + side / 2, y + side + 0.19, r"$W$  (tokens out, tokens in)", ha="center", va="center")
+    axes.add_patch(
+        Rectangle(
+            (left, middle - row / 2),
+            (picked + 1) * row,
+            row,
+            fill=False,
+            edgecolor=INK,
+            linewidth=2.6,
+        )
+    )
+    axes.text(
+        left + side / 2, y + side + 0.19, r"$W$  (tokens out, tokens in)", ha="center", va="center"
+    )
     axes.text(left - 0.13, middle, r"$i$", ha="right", va="center", fontsize=14)
     note = {"facecolor": "white", "edgecolor": "none", "pad": 2.5}
     corner = (left + side * 0.69, y + side * 0.77)
-    axes.text(*corner, "upper half\nnever read", ha="center", va="center", fontsize=11, color="#555555", bbox=note)
+    axes.text(
+        *corner,
+        "upper half\nnever read",
+        ha="center",
+        va="center",
+        fontsize=11,
+        color="#555555",
+        bbox=note,
+    )
 
     x = 4.15
     axes.text(3.82, y + side / 2, r"$\times$", ha="center", va="center", fontsize=20)
     draw_rows(axes, x, y, 1.45, side, count, PALE_GREEN, range(picked + 1), GREEN)
     axes.text(x + 0.72, y + side + 0.19, r"$x$  (tokens, channels)", ha="center", va="center")
-    axes.text(x + 0.72, y + side - 2.5 * row, r"rows $j\leq i$", ha="center", va="center", fontsize=12)
-    axes.text(x + 0.72, y + 1.5 * row, "later tokens", ha="center", va="center", fontsize=10, color="#777777")
-    axes.text(x + 0.72, y + 0.5 * row, "stay unseen", ha="center", va="center", fontsize=10, color="#777777")
+    axes.text(
+        x + 0.72, y + side - 2.5 * row, r"rows $j\leq i$", ha="center", va="center", fontsize=12
+    )
+    axes.text(
+        x + 0.72,
+        y + 1.5 * row,
+        "later tokens",
+        ha="center",
+        va="center",
+        fontsize=10,
+        color="#777777",
+    )
+    axes.text(
+        x + 0.72,
+        y + 0.5 * row,
+        "stay unseen",
+        ha="center",
+        va="center",
+        fontsize=10,
+        color="#777777",
+    )
 
     axes.text(5.92, y + side / 2, r"$=$", ha="center", va="center", fontsize=20)
     draw_rows(axes, 6.25, y, 1.45, side, count, INK, (), INK)
-    axes.add_patch(Rectangle((6.25, middle - row / 2), 1.45, row, facecolor="#eeeeee", edgecolor=INK, linewidth=2.6))
+    axes.add_patch(
+        Rectangle(
+            (6.25, middle - row / 2), 1.45, row, facecolor="#eeeeee", edgecolor=INK, linewidth=2.6
+        )
+    )
     axes.text(6.25 + 0.72, y + side + 0.19, r"$y$  (tokens, channels)", ha="center", va="center")
     axes.text(6.25 + 0.72, middle, r"$y[i]$", ha="center", va="center", fontsize=13)
 
-    axes.text(6.25 + 0.72, y - 0.17, "bias and residual added", ha="center", va="center", fontsize=9.5, color="#777777")
+    axes.text(
+        6.25 + 0.72,
+        y - 0.17,
+        "bias and residual added",
+        ha="center",
+        va="center",
+        fontsize=9.5,
+        color="#777777",
+    )
     legend(axes, 8.05, y + side - 0.2)
-    formula = r"$y[i]\;=\;\mathrm{bias}[i]\;+\;\mathrm{residual}[i]\;+\;\sum_{j\,\leq\,i}\,W[i,j]\;x[j]$"
+    formula = (
+        r"$y[i]\;=\;\mathrm{bias}[i]\;+\;\mathrm{residual}[i]\;+\;\sum_{j\,\leq\,i}\,W[i,j]\;x[j]$"
+    )
     axes.text(5, 0.68, formula, ha="center", va="center", fontsize=19)
     save(figure, "operator.png")
 
@@ -127,7 +207,9 @@ def legend(axes, x, y):
         ("white", GREY, "tile above the\ndiagonal: skipped,\nneither loaded nor\nmultiplied"),
     ]
     for face, edge, text in entries:
-        axes.add_patch(Rectangle((x, y - 0.12), 0.24, 0.24, facecolor=face, edgecolor=edge, linewidth=1.2))
+        axes.add_patch(
+            Rectangle((x, y - 0.12), 0.24, 0.24, facecolor=face, edgecolor=edge, linewidth=1.2)
+        )
         axes.text(x + 0.36, y + 0.12, text, ha="left", va="top", fontsize=10, linespacing=1.25)
         y -= 0.72
 
@@ -138,13 +220,17 @@ def legend(axes, x, y):
 def plus(axes, x, y, radius=0.13):
     from matplotlib.patches import Circle
 
-    axes.add_patch(Circle((x, y), radius, facecolor="white", edgecolor=INK, linewidth=1.4, zorder=3))
+    axes.add_patch(
+        Circle((x, y), radius, facecolor="white", edgecolor=INK, linewidth=1.4, zorder=3)
+    )
     lines(axes, [(x - 0.07, y), (x + 0.07, y)], zorder=4)
     lines(axes, [(x, y - 0.07), (x, y + 0.07)], zorder=4)
 
 
 def half_block(axes, x, y, steps):
-    """Residual stream up at x; the branch leaves at y, goes through `steps` on the right, and is added back on top."""
+    """Residual stream up at x; the branch leaves at y, goes through `steps` on the right, and is
+    added back on top.
+    """
     width, height, gap = 2.35, 0.34, 0.13
     centre = x + 1.75
     top = y + 0.16 + len(steps) * (height + gap)
@@ -182,12 +268,24 @@ def model():
     axes.text(0.5, 3.3, r"$N$ blocks", ha="right", va="center", rotation=90, fontsize=12)
     lines(axes, [(x, 1.38), (x, 5.2)])
     middle = half_block(axes, x, 1.85, [("LayerNorm", "white"), ("token mixing", PALE_BLUE)])
-    half_block(axes, x, middle + 0.34, [("LayerNorm", "white"), ("Linear, GELU, Linear", PALE_ORANGE)])
+    half_block(
+        axes, x, middle + 0.34, [("LayerNorm", "white"), ("Linear, GELU, Linear", PALE_ORANGE)]
+    )
     arrow(axes, (x, 5.0), (x, 5.22))
     box(axes, x - 0.95, 5.22, 1.9, 0.38, "lm_head", PALE_GREEN)
     axes.text(x + 1.1, 5.41, "next-token logits", ha="left", va="center", fontsize=11)
-    axes.text(x + 1.1, 0.51, "(batch, tokens)", ha="left", va="center", fontsize=10, color="#666666")
-    axes.text(x + 1.1, 1.19, "(batch, tokens, channels)", ha="left", va="center", fontsize=10, color="#666666")
+    axes.text(
+        x + 1.1, 0.51, "(batch, tokens)", ha="left", va="center", fontsize=10, color="#666666"
+    )
+    axes.text(
+        x + 1.1,
+        1.19,
+        "(batch, tokens, channels)",
+        ha="left",
+        va="center",
+        fontsize=10,
+        color="#666666",
+    )
 
     axes.text(5.25, 5.41, "Token mixing, three ways", fontsize=12.5, fontweight="bold", va="center")
     variant(axes, 4.0, "flat", "the paper's mixer", draw_flat)
@@ -210,7 +308,11 @@ def variant(axes, y, name, caption, draw):
 
 
 def triangle(axes, x, y, side, face=PALE_BLUE, edge=BLUE):
-    axes.add_patch(Polygon([(x, y + side), (x, y), (x + side, y)], facecolor=face, edgecolor=edge, linewidth=1.4))
+    axes.add_patch(
+        Polygon(
+            [(x, y + side), (x, y), (x + side, y)], facecolor=face, edgecolor=edge, linewidth=1.4
+        )
+    )
     axes.add_patch(Rectangle((x, y), side, side, fill=False, edgecolor=GREY, linewidth=0.9))
 
 
@@ -248,11 +350,35 @@ def draw_expansion(axes, y):
 
 def switch():
     figure, axes = canvas(10, 5.0)
-    axes.text(5, 4.7, "One switch, the same weights", ha="center", va="center", fontsize=15, fontweight="bold")
+    axes.text(
+        5,
+        4.7,
+        "One switch, the same weights",
+        ha="center",
+        va="center",
+        fontsize=15,
+        fontweight="bold",
+    )
     box(axes, 0.3, 2.12, 1.5, 0.96, "checkpoint\n" + r"weight $W$, bias", "#f2f2f2", fontsize=11)
     box(axes, 2.2, 2.12, 1.75, 0.96, "", PALE_GREEN)
-    axes.text(3.075, 2.76, "mixing_backend", ha="center", va="center", family="monospace", fontsize=10.5, fontweight="bold")
-    axes.text(3.075, 2.4, "auto: cuda if made for\nthe GPU, else panels", ha="center", va="center", fontsize=8.5)
+    axes.text(
+        3.075,
+        2.76,
+        "mixing_backend",
+        ha="center",
+        va="center",
+        family="monospace",
+        fontsize=10.5,
+        fontweight="bold",
+    )
+    axes.text(
+        3.075,
+        2.4,
+        "auto: cuda if made for\nthe GPU, else panels",
+        ha="center",
+        va="center",
+        fontsize=8.5,
+    )
     arrow(axes, (1.8, 2.6), (2.2, 2.6))
     side = 1.12
     routes = [
@@ -289,11 +415,27 @@ def switch():
         lines(axes, [(3.95, 2.6), (4.4, centre)], colour=colour)
         arrow(axes, (4.4, centre), (4.85, centre), colour=colour)
         draw(axes, 4.9, y, side, colour)
-        axes.text(6.3, centre + 0.38, name, fontsize=13, family="monospace", fontweight="bold", color=colour, va="center")
+        axes.text(
+            6.3,
+            centre + 0.38,
+            name,
+            fontsize=13,
+            family="monospace",
+            fontweight="bold",
+            color=colour,
+            va="center",
+        )
         axes.text(9.75, centre + 0.38, kind, fontsize=10, color="#666666", va="center", ha="right")
         axes.text(6.3, centre + 0.04, what, fontsize=11, va="center")
         axes.text(6.3, centre - 0.26, "work: " + work, fontsize=11, va="center")
-    axes.text(2.12, 0.86, r"the same $y$ from all," + "\nup to rounding", ha="center", va="center", fontsize=11)
+    axes.text(
+        2.12,
+        0.86,
+        r"the same $y$ from all," + "\nup to rounding",
+        ha="center",
+        va="center",
+        fontsize=11,
+    )
     save(figure, "switch.png")
 
 
@@ -303,7 +445,9 @@ def draw_cuda(axes, x, y, side, colour):
     for row in range(count):
         for column in range(row + 1):
             corner = (x + column * tile, y + side - (row + 1) * tile)
-            axes.add_patch(Rectangle(corner, tile, tile, facecolor=PALE_BLUE, edgecolor=colour, linewidth=0.45))
+            axes.add_patch(
+                Rectangle(corner, tile, tile, facecolor=PALE_BLUE, edgecolor=colour, linewidth=0.45)
+            )
     frame(axes, x, y, side)
 
 
@@ -311,14 +455,25 @@ def draw_panels(axes, x, y, side, colour):
     for row in range(8):
         height = side / 8
         corner = (x, y + side - (row + 1) * height)
-        axes.add_patch(Rectangle(corner, (row + 1) * height, height, facecolor=PALE_GREEN, edgecolor=colour, linewidth=0.9))
+        axes.add_patch(
+            Rectangle(
+                corner,
+                (row + 1) * height,
+                height,
+                facecolor=PALE_GREEN,
+                edgecolor=colour,
+                linewidth=0.9,
+            )
+        )
     frame(axes, x, y, side)
 
 
 def draw_dense(axes, x, y, side, colour):
     axes.add_patch(Rectangle((x, y), side, side, facecolor=PALE_ORANGE, edgecolor="none"))
     corners = [(x, y + side), (x + side, y + side), (x + side, y)]
-    axes.add_patch(Polygon(corners, facecolor="white", edgecolor=colour, hatch="////", linewidth=0, alpha=0.75))
+    axes.add_patch(
+        Polygon(corners, facecolor="white", edgecolor=colour, hatch="////", linewidth=0, alpha=0.75)
+    )
     axes.text(
         x + side * 0.68,
         y + side * 0.7,

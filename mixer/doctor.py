@@ -1,8 +1,9 @@
-"""Whether the CUDA kernels will work here, and if not, what to do: `python -m mixer.doctor [--json]`.
+"""Whether the CUDA kernels will work here, and if not, what to do: `python -m mixer.doctor
+[--json]`.
 
-Facts are gathered by small functions, in which a missing tool is a fact; `mixer.diagnosis` alone draws conclusions from them.
-Where the kernels are not built yet they are, since only running them tells that they run. Status 0 if backend `cuda` will work,
-else 1.
+Facts are gathered by small functions, in which a missing tool is a fact; `mixer.ops.diagnosis`
+alone draws conclusions from them. Where the kernels are not built yet they are, since only running
+them tells that they run. Status 0 if backend `cuda` will work, else 1.
 """
 
 import argparse
@@ -23,9 +24,9 @@ from pathlib import Path
 
 import torch
 
-from mixer.diagnosis import Cache, Facts, Gpu, Problem, Version, judge
-from mixer.errors import run_command
+from mixer.common.errors import run_command
 from mixer.ops import build, cuda
+from mixer.ops.diagnosis import Cache, Facts, Gpu, Problem, Version, judge
 
 
 def output(*command: str) -> str | None:
@@ -46,13 +47,17 @@ def read(path: str) -> str:
 
 def in_container() -> bool:
     signs = r"docker|containerd|kubepods|libpod|lxc"
-    return any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv"))) or bool(re.search(signs, read("/proc/1/cgroup")))
+    return any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv"))) or bool(
+        re.search(signs, read("/proc/1/cgroup"))
+    )
 
 
 def driver_facts(initialise: bool) -> dict:
     """cuInit is asked only where torch sees no GPU: elsewhere it has answered already."""
     named = re.search(r"\d+\.\d[.\d]*", read("/proc/driver/nvidia/version"))
-    facts = dict(driver_library=False, driver=named[0] if named else None, driver_cuda=None, cuda_init=None)
+    facts = dict(
+        driver_library=False, driver=named[0] if named else None, driver_cuda=None, cuda_init=None
+    )
     supported = ctypes.c_int(0)
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -61,14 +66,18 @@ def driver_facts(initialise: bool) -> dict:
             facts["cuda_init"] = library.cuInit(0)
     except (OSError, AttributeError):
         return facts
-    cuda_version = (supported.value // 1000, supported.value % 1000 // 10) if supported.value else None
+    cuda_version = (
+        (supported.value // 1000, supported.value % 1000 // 10) if supported.value else None
+    )
     return facts | dict(driver_library=True, driver_cuda=cuda_version)
 
 
 def torch_facts() -> dict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own words on an old driver: ours say more
-        devices = torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
+        devices = (
+            torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
+        )
         arches = torch.cuda.get_arch_list()
     try:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -96,13 +105,24 @@ def tool_facts() -> dict:
             ninja = f"{version} ({' '.join(command)})"
     except build.BuildError:
         pass
-    named = re.search(r"(?:-ccbin|--compiler-bindir)[= ](\S+)", os.environ.get("NVCC_PREPEND_FLAGS", ""))
+    named = re.search(
+        r"(?:-ccbin|--compiler-bindir)[= ](\S+)", os.environ.get("NVCC_PREPEND_FLAGS", "")
+    )
     host = named[1] if named else os.environ.get("NVCC_CCBIN") or "g++"
     version = output(host, "--version")
-    folders = sorted(glob.glob("/usr/local/cuda-*"), key=lambda path: [int(part) for part in re.findall(r"\d+", path)])
-    toolkits = {path.partition("cuda-")[2]: path for path in folders if os.access(f"{path}/bin/nvcc", os.X_OK)}
+    folders = sorted(
+        glob.glob("/usr/local/cuda-*"),
+        key=lambda path: [int(part) for part in re.findall(r"\d+", path)],
+    )
+    toolkits = {
+        path.partition("cuda-")[2]: path
+        for path in folders
+        if os.access(f"{path}/bin/nvcc", os.X_OK)
+    }
     compiler = f"{version.splitlines()[0]} ({shutil.which(host)})" if version else None
-    return dict(nvcc=nvcc, nvcc_error=nvcc_error, toolkits=toolkits, ninja=ninja, host_compiler=compiler)
+    return dict(
+        nvcc=nvcc, nvcc_error=nvcc_error, toolkits=toolkits, ninja=ninja, host_compiler=compiler
+    )
 
 
 def cache_facts() -> Cache:
@@ -122,7 +142,8 @@ def cache_facts() -> Cache:
 
 
 def holders(lock: Path) -> list[int] | None:
-    """Processes that hold an flock on the file, as far as /proc/locks shows them; None: nobody holds it.
+    """Processes that hold an flock on the file, as far as /proc/locks shows them; None: nobody
+    holds it.
 
     A lock goes with its process, so the file alone means nothing.
     """
@@ -131,8 +152,11 @@ def holders(lock: Path) -> list[int] | None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
     except BlockingIOError:
-        line = rf"(?m)^\d+: FLOCK .* (\d+) \w+:\w+:{os.stat(lock).st_ino} "  # those who wait have an arrow before FLOCK
-        return [int(pid) for pid in re.findall(line, read("/proc/locks")) if pid != "0"]  # 0: of another container
+        # those who wait have an arrow before FLOCK
+        line = rf"(?m)^\d+: FLOCK .* (\d+) \w+:\w+:{os.stat(lock).st_ino} "
+        return [
+            int(pid) for pid in re.findall(line, read("/proc/locks")) if pid != "0"
+        ]  # 0: of another container
     except OSError:
         return None
 
@@ -145,7 +169,9 @@ def gpu_facts(devices: int, cache: Cache) -> list[Gpu]:
 
 
 def torch_gpu(index: int, cache: Cache) -> Gpu:
-    """One that torch sees; its kernels are built, loaded and tried, unless someone else is building them."""
+    """One that torch sees; its kernels are built, loaded and tried, unless someone else is building
+    them.
+    """
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     gpu = Gpu(properties.name, capability, memory_of(index))
@@ -180,9 +206,16 @@ def built_library(capability: Version) -> str | None:
 
 def listed_gpus() -> list[Gpu]:
     query = "--query-gpu=compute_cap,memory.free,memory.total,name"
-    rows = re.findall(r"(\d+)\.(\d+), (\d+), (\d+), (.+)", output("nvidia-smi", query, "--format=csv,noheader,nounits") or "")
+    rows = re.findall(
+        r"(\d+)\.(\d+), (\d+), (\d+), (.+)",
+        output("nvidia-smi", query, "--format=csv,noheader,nounits") or "",
+    )
     return [
-        Gpu(name, (int(major), int(minor)), (round(int(free) / 1024, 1), round(int(total) / 1024, 1)))
+        Gpu(
+            name,
+            (int(major), int(minor)),
+            (round(int(free) / 1024, 1), round(int(total) / 1024, 1)),
+        )
         for major, minor, free, total, name in rows
     ]
 
@@ -192,7 +225,9 @@ def gather() -> Facts:
     return Facts(
         user=os.geteuid(),
         container=in_container(),
-        devices=sorted(glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg")),  # dxg: the Windows Subsystem for Linux
+        devices=sorted(
+            glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg")
+        ),  # dxg: the Windows Subsystem for Linux
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cache=cache,
         gpus=gpu_facts(of_torch["torch_devices"], cache),
@@ -211,39 +246,68 @@ def lines(facts: Facts) -> Iterator[tuple[str, str]]:
 
     for index, gpu in enumerate(facts.gpus):
         memory = f"{gpu.memory[0]} of {gpu.memory[1]} GiB free" if gpu.memory else "memory unknown"
-        state = f"{'built' if gpu.library else 'not built'}, {'load' if gpu.loads else 'not loaded'}"
+        state = (
+            f"{'built' if gpu.library else 'not built'}, {'load' if gpu.loads else 'not loaded'}"
+        )
         state += ", do not run" if gpu.reason else ", run"
-        yield f"GPU {index}", f"{gpu.name}, compute capability {build.dotted(gpu.capability)}, {memory}; kernels {state}"
+        yield (
+            f"GPU {index}",
+            f"{gpu.name}, compute capability {build.dotted(gpu.capability)}, {memory}; kernels {state}",
+        )
     if not facts.gpus:
         yield "GPU", "none"
     driver = facts.driver or ("version unknown" if facts.driver_library else "none")
-    yield "driver", f"{driver}, {version(facts.driver_cuda)}{', in a container' if facts.container else ''}"
-    yield "torch", f"{facts.torch}, {version(facts.torch_cuda)}, for {' '.join(facts.torch_arches) or 'no GPU'}"
+    yield (
+        "driver",
+        f"{driver}, {version(facts.driver_cuda)}{', in a container' if facts.container else ''}",
+    )
+    yield (
+        "torch",
+        f"{facts.torch}, {version(facts.torch_cuda)}, for {' '.join(facts.torch_arches) or 'no GPU'}",
+    )
     yield "NCCL", facts.nccl or "none"
-    yield "nvcc", f"{build.dotted(facts.nvcc.version)} ({facts.nvcc.path})" if facts.nvcc else "none"
+    yield (
+        "nvcc",
+        f"{build.dotted(facts.nvcc.version)} ({facts.nvcc.path})" if facts.nvcc else "none",
+    )
     yield "ninja", facts.ninja or "none"
     yield "host compiler", facts.host_compiler or "none"
-    mode = f"mode {facts.cache.mode:04o}, user {facts.cache.owner}" if facts.cache.mode is not None else "not there"
+    mode = (
+        f"mode {facts.cache.mode:04o}, user {facts.cache.owner}"
+        if facts.cache.mode is not None
+        else "not there"
+    )
     yield "cache", f"{facts.cache.path} ({mode})"
 
 
 def page(facts: Facts, problems: list[Problem]) -> str:
     text = [f"{name:14} {value}" for name, value in lines(facts)]
     for problem in problems:
-        text += ["", f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}", f"  {problem.means}", f"  $ {problem.mend}"]
+        text += [
+            "",
+            f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}",
+            f"  {problem.means}",
+            f"  $ {problem.mend}",
+        ]
     verdict = "will not work here" if any(problem.blocks for problem in problems) else "works here"
     return "\n".join([*text, "", f"The cuda backend {verdict}."])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mixer.doctor", description="Whether the CUDA kernels will work here.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mixer.doctor", description="Whether the CUDA kernels will work here."
+    )
     parser.add_argument("--json", action="store_true", help="facts and problems as JSON")
     options = parser.parse_args(arguments)
     facts = gather()
     problems = judge(facts)
     works = not any(problem.blocks for problem in problems)
     if options.json:
-        everything = {"works": works, "facts": dataclasses.asdict(facts), "problems": list(map(dataclasses.asdict, problems))}
+        everything = {
+            "works": works,
+            "facts": dataclasses.asdict(facts),
+            "problems": list(map(dataclasses.asdict, problems)),
+        }
         print(json.dumps(everything, indent=2, default=str))
     else:
         print(page(facts, problems))

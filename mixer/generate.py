@@ -1,30 +1,46 @@
-"""A quick look at what a checkpoint writes: python -m mixer.generate --checkpoint DIR --prompt TEXT [TEXT ...]"""
+"""A quick look at what a checkpoint writes: python -m mixer.generate --checkpoint DIR --prompt TEXT
+[TEXT ...]
+"""
 
 import argparse
 from pathlib import Path
 
 from transformers import set_seed
 
-from mixer.errors import UserError, run_command
-from mixer.evaluate import choose_device, load_checkpoint
+from mixer.common.errors import UserError, run_command
+from mixer.evaluation.evaluate import choose_device, load_checkpoint
 
 
-def continuations(checkpoint: str, prompts: list[str], new_tokens: int, temperature: float, seed: int) -> list[str]:
-    """Each prompt and its continuation, all in one batch, by ancestral sampling; temperature 0 is greedy.
+def continuations(
+    checkpoint: str, prompts: list[str], new_tokens: int, temperature: float, seed: int
+) -> list[str]:
+    """Each prompt and its continuation, all in one batch, by ancestral sampling; temperature 0 is
+    greedy.
 
-    Raises UserError for a directory that is no checkpoint, an empty prompt, or one too long for the context.
+    Raises UserError for a directory that is no checkpoint, an empty prompt, or one too long for the
+    context.
     """
     model, tokenizer = load_checkpoint(Path(checkpoint), choose_device("auto", "fp32"))
     if not temperature >= 0:
-        raise UserError(f"--temperature is {temperature:g}; allowed: 0 (the likeliest token each time) or more")
+        raise UserError(
+            f"--temperature is {temperature:g}; allowed: 0 (the likeliest token each time) or more"
+        )
     if not 0 <= seed < 2**32:
         raise UserError(f"--seed is {seed}; allowed: 0 to {2**32 - 1}")
     if not all(prompts):
-        raise UserError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty; give at least one token of text")
+        raise UserError(
+            f"prompt {prompts.index('') + 1} of {len(prompts)} is empty; give at least one token of text"
+        )
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)  # (prompts, tokens)
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(
+        model.device
+    )  # (prompts, tokens)
     set_seed(seed)
-    how = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
+    how = (
+        {"do_sample": True, "temperature": temperature, "top_k": 50}
+        if temperature > 0
+        else {"do_sample": False}
+    )
     try:
         output = model.generate(
             inputs.input_ids,
@@ -40,13 +56,22 @@ def continuations(checkpoint: str, prompts: list[str], new_tokens: int, temperat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", required=True, help="a checkpoint directory, such as runs/demo/step-600")
+    parser.add_argument(
+        "--checkpoint", required=True, help="a checkpoint directory, such as runs/demo/step-600"
+    )
     parser.add_argument("--prompt", required=True, nargs="+", help="one or more texts to continue")
     parser.add_argument("--new-tokens", type=int, default=80)
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the sampling; 0 for the likeliest token each time")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="of the sampling; 0 for the likeliest token each time",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    texts = continuations(options.checkpoint, options.prompt, options.new_tokens, options.temperature, options.seed)
+    texts = continuations(
+        options.checkpoint, options.prompt, options.new_tokens, options.temperature, options.seed
+    )
     print("\n\n".join(texts))
 
 

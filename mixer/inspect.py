@@ -1,4 +1,5 @@
-"""Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since earlier ones.
+"""Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since
+earlier ones.
 
 python -m mixer.inspect --checkpoint runs/demo/step-600
 python -m mixer.inspect --checkpoint runs/demo/step-400 runs/demo/step-600     # the last is pictured
@@ -11,10 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mixer.errors import UserError, run_command
-from mixer.evaluation_report import table
-from mixer.files import check_writable, directory_for, write_text
-from mixer.matrices import (
+from mixer.analysis.matrices import (
     SHARE,
     effective_context,
     mixing_matrices,
@@ -22,7 +20,10 @@ from mixer.matrices import (
     toeplitz_distance,
     weight_by_lag,
 )
-from mixer.pretrained import load_masked_mixer
+from mixer.checkpoints.pretrained import load_masked_mixer
+from mixer.common.errors import UserError, run_command
+from mixer.common.files import check_writable, directory_for, write_text
+from mixer.evaluation.report import table
 from mixer.report import log_means, new_figure, save
 
 LAYERS = "viridis"  # colours of the layers, first to last
@@ -45,7 +46,10 @@ def read_matrices(checkpoint: str) -> Layers:
 
 
 def check_same_shape(checkpoints: list[str], read: list[Layers]) -> None:
-    shapes = [[{name: matrix.shape for name, matrix in layer.items()} for layer in layers] for layers in read]
+    shapes = [
+        [{name: matrix.shape for name, matrix in layer.items()} for layer in layers]
+        for layers in read
+    ]
     for checkpoint, shape in zip(checkpoints[1:], shapes[1:], strict=True):
         if shape != shapes[0]:
             raise UserError(
@@ -55,7 +59,9 @@ def check_same_shape(checkpoints: list[str], read: list[Layers]) -> None:
 
 
 def inspect(checkpoints: list[str], output: Path) -> Path:
-    """Writes one PNG for each layer and for each quantity, and index.md, into `output`; returns the index."""
+    """Writes one PNG for each layer and for each quantity, and index.md, into `output`; returns the
+    index.
+    """
     read = [read_matrices(checkpoint) for checkpoint in checkpoints]
     check_same_shape(checkpoints, read)
     layers, names = read[-1], [Path(checkpoint).resolve().name for checkpoint in checkpoints]
@@ -74,7 +80,9 @@ def inspect(checkpoints: list[str], output: Path) -> Path:
 
 
 def plot_layer(matrices: dict[str, np.ndarray], title: str, output: Path) -> Path:
-    """Heat maps. The colours end at the 99th percentile of |W|, so that a strong diagonal does not hide the rest."""
+    """Heat maps. The colours end at the 99th percentile of |W|, so that a strong diagonal does not
+    hide the rest.
+    """
     columns = min(len(matrices), 4)
     rows = math.ceil(len(matrices) / columns)
     side = 6.4 if len(matrices) == 1 else 4.2
@@ -102,11 +110,19 @@ def layer_colours(count: int):
 
 
 def draw_layers(axes, curves: list[np.ndarray], start: int) -> None:
-    """For each layer its curve, pale, and a line of means over ranges of x, which begins at `start`."""
+    """For each layer its curve, pale, and a line of means over ranges of x, which begins at
+    `start`.
+    """
     for number, (curve, colour) in enumerate(zip(curves, layer_colours(len(curves)), strict=True)):
         places = np.arange(start, start + len(curve))
         axes.plot(places, curve, color=colour, linewidth=0.7, alpha=0.2)
-        axes.plot(*log_means(places, curve), color=colour, marker="o", markersize=3, label=f"layer {number}")
+        axes.plot(
+            *log_means(places, curve),
+            color=colour,
+            marker="o",
+            markersize=3,
+            label=f"layer {number}",
+        )
 
 
 def style_lags(axes) -> None:
@@ -119,7 +135,9 @@ def style_lags(axes) -> None:
 
 def layer_means(layers: Layers, measure) -> list[np.ndarray]:
     """For each layer the mean of `measure` over its matrices."""
-    return [np.mean([measure(matrix) for matrix in matrices.values()], axis=0) for matrices in layers]
+    return [
+        np.mean([measure(matrix) for matrix in matrices.values()], axis=0) for matrices in layers
+    ]
 
 
 def lag_curves(layers: Layers) -> list[np.ndarray]:
@@ -160,10 +178,20 @@ def plot_toeplitz(layers: Layers, output: Path) -> Path:
 
     figure = new_figure(figsize=(8.6, 4.2))
     axes = figure.add_subplot()
-    points = [(number, toeplitz_distance(matrix)) for number, matrices in enumerate(layers) for matrix in matrices.values()]
+    points = [
+        (number, toeplitz_distance(matrix))
+        for number, matrices in enumerate(layers)
+        for matrix in matrices.values()
+    ]
     axes.plot(*zip(*points, strict=True), "o", color="#0072B2", label="matrix", clip_on=False)
     context = len(next(iter(layers[0].values())))
-    axes.axhline(math.sqrt(1 - 2 / (context + 1)), color="#666666", linestyle="--", linewidth=1, label="random weights")
+    axes.axhline(
+        math.sqrt(1 - 2 / (context + 1)),
+        color="#666666",
+        linestyle="--",
+        linewidth=1,
+        label="random weights",
+    )
     axes.set_ylim(0, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layer")
@@ -187,7 +215,10 @@ def plot_change(read: list[Layers], names: list[str], output: Path) -> Path:
     left.set_ylabel("relative change")
     left.set_title("Change of the mixing matrices")
     left.legend()
-    moved = [{name: after[name] - before[name] for name in after} for before, after in zip(read[0], read[-1], strict=True)]
+    moved = [
+        {name: after[name] - before[name] for name in after}
+        for before, after in zip(read[0], read[-1], strict=True)
+    ]
     draw_layers(right, lag_curves(moved), start=0)
     style_lags(right)
     right.set_ylabel("mean |change of W|")
@@ -199,7 +230,10 @@ def plot_change(read: list[Layers], names: list[str], output: Path) -> Path:
 def layer_changes(before: Layers, after: Layers) -> list[float]:
     """For each layer the mean relative change of its matrices."""
     pairs = zip(before, after, strict=True)
-    return [float(np.mean([relative_change(old[name], new[name]) for name in new])) for old, new in pairs]
+    return [
+        float(np.mean([relative_change(old[name], new[name]) for name in new]))
+        for old, new in pairs
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ index
@@ -213,7 +247,9 @@ def index(checkpoints: list[str], read: list[Layers]) -> str:
     ]
     parts = [f"# Mixing matrices of {checkpoints[-1]}", table(rows, {key: key for key in rows[0]})]
     if len(read) > 1:
-        parts[0] += f"\n\nChanges are since {', '.join(checkpoints[:-1])}; the table's since the first."
+        parts[0] += (
+            f"\n\nChanges are since {', '.join(checkpoints[:-1])}; the table's since the first."
+        )
     pages = {name: text for name, text in PAGES.items() if len(read) > 1 or name != "change.png"}
     parts += [f"{text}\n\n![{name}]({name})" for name, text in pages.items()]
     parts += [f"![Layer {number}](layer-{number:02d}.png)" for number in range(len(read[-1]))]
@@ -234,10 +270,22 @@ def summary(layer: int, name: str, matrix: np.ndarray, earlier: np.ndarray | Non
 
 def main(arguments=None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m mixer.inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m mixer.inspect",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--checkpoint", nargs="+", required=True, metavar="DIR", help="checkpoints, the last one is pictured")
-    parser.add_argument("--output", metavar="DIR", help="where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)")
+    parser.add_argument(
+        "--checkpoint",
+        nargs="+",
+        required=True,
+        metavar="DIR",
+        help="checkpoints, the last one is pictured",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)",
+    )
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(Path(options.checkpoint[-1]), "inspect"))
     check_writable(output)

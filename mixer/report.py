@@ -9,8 +9,8 @@ import itertools
 import json
 from pathlib import Path
 
-from mixer.errors import UserError, run_command
-from mixer.files import check_writable
+from mixer.common.errors import UserError, run_command
+from mixer.common.files import check_writable
 
 # Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -39,22 +39,30 @@ STYLE = {
 
 
 def read_metrics(path) -> list[dict]:
-    """The lines of a metrics.jsonl, or of the one in a run directory. Nothing is skipped: a broken line is an error.
+    """The lines of a metrics.jsonl, or of the one in a run directory. Nothing is skipped: a broken
+    line is an error.
 
-    Raises UserError for a missing or empty file and for a line that is no JSON object with a "step", naming the line.
+    Raises UserError for a missing or empty file and for a line that is no JSON object with a
+    "step", naming the line.
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f"no metrics at {path}: give a run directory that holds metrics.jsonl, or that file")
+        raise UserError(
+            f"no metrics at {path}: give a run directory that holds metrics.jsonl, or that file"
+        )
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON ({error.msg}): mend or remove that line") from None
+            raise UserError(
+                f"{path} line {number} is not JSON ({error.msg}): mend or remove that line"
+            ) from None
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise UserError(f'{path} line {number} is not an object with an integer "step": mend or remove that line')
+            raise UserError(
+                f'{path} line {number} is not an object with an integer "step": mend or remove that line'
+            )
         lines.append(line)
     if not lines:
         raise UserError(f"{path} is empty: the run has not logged a step yet")
@@ -62,14 +70,18 @@ def read_metrics(path) -> list[dict]:
 
 
 def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of `key`, by step. Where a resumed run logged a step twice, the later line holds."""
+    """(steps, values) of `key`, by step. Where a resumed run logged a step twice, the later line
+    holds.
+    """
     values = {line["step"]: float(line[key]) for line in lines if line.get(key) is not None}
     steps = sorted(values)
     return steps, [values[step] for step in steps]
 
 
 def smooth(values: list[float], span: int) -> list[float]:
-    """Mean of about `span` values around each one, fewer at the ends but still centred: no lag behind a fall."""
+    """Mean of about `span` values around each one, fewer at the ends but still centred: no lag
+    behind a fall.
+    """
     import numpy as np
 
     values = np.asarray(values, dtype=float)
@@ -130,7 +142,9 @@ def limit_loss_axis(axes, curves: list[list[float]]):
 
 
 def plot_training(run_directory, output=None) -> Path:
-    """training.png of a run: training and validation loss, and small panels with learning rate and tokens/s."""
+    """training.png of a run: training and validation loss, and small panels with learning rate and
+    tokens/s.
+    """
     run_directory = Path(run_directory)
     lines = read_metrics(run_directory)
     steps, loss = series(lines, "loss")
@@ -143,7 +157,9 @@ def plot_training(run_directory, output=None) -> Path:
     name = run_directory.resolve().name
     axes.set_title(f"{name}: loss")
     draw_panel(figure.add_subplot(grid[0, 1]), lines, "lr", "Learning rate")
-    draw_panel(figure.add_subplot(grid[1, 1]), lines, "tokens_per_second", "Training speed (tokens/s)")
+    draw_panel(
+        figure.add_subplot(grid[1, 1]), lines, "tokens_per_second", "Training speed (tokens/s)"
+    )
     return save(figure, output or run_directory / "training.png")
 
 
@@ -151,12 +167,31 @@ def draw_losses(axes, lines, steps, loss):
     span = len(loss) // 50
     if span > 1:
         axes.plot(steps, loss, color=COLOURS[0], alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth(loss, span), color=COLOURS[0], label=f"training (mean of about {span} lines)")
+        axes.plot(
+            steps,
+            smooth(loss, span),
+            color=COLOURS[0],
+            label=f"training (mean of about {span} lines)",
+        )
     else:
-        axes.plot(steps, loss, color=COLOURS[0], marker="o" if len(steps) < 20 else None, markersize=3, label="training")
+        axes.plot(
+            steps,
+            loss,
+            color=COLOURS[0],
+            marker="o" if len(steps) < 20 else None,
+            markersize=3,
+            label="training",
+        )
     validation_steps, validation = series(lines, "validation_loss")
     if validation:
-        axes.plot(validation_steps, validation, color=COLOURS[1], marker="o", markersize=4, label="validation")
+        axes.plot(
+            validation_steps,
+            validation,
+            color=COLOURS[1],
+            marker="o",
+            markersize=4,
+            label="validation",
+        )
         axes.annotate(
             f"{validation[-1]:.3f}",
             (validation_steps[-1], validation[-1]),
@@ -188,7 +223,9 @@ def draw_panel(axes, lines, key, title):
 
 
 def plot_loss_by_position(curves: dict, output, title="Loss by position in the window") -> Path:
-    """`curves`: name -> mean nats per position, (context,), None where no target was scored. Positions start at 1."""
+    """`curves`: name -> mean nats per position, (context,), None where no target was scored.
+    Positions start at 1.
+    """
     import numpy as np
     from matplotlib.ticker import LogLocator
 
@@ -198,7 +235,9 @@ def plot_loss_by_position(curves: dict, output, title="Loss by position in the w
         values = np.array([np.nan if value is None else value for value in values], dtype=float)
         positions = np.arange(1, len(values) + 1)
         axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
-        axes.plot(*log_means(positions, values), color=colour, marker="o", markersize=3.5, label=name)
+        axes.plot(
+            *log_means(positions, values), color=colour, marker="o", markersize=3.5, label=name
+        )
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
     if high < 8 * low:  # powers of 2 alone would be too few marks
@@ -212,7 +251,9 @@ def plot_loss_by_position(curves: dict, output, title="Loss by position in the w
 
 
 def log_means(places, values) -> tuple[list[float], list[float]]:
-    """Centres and means over ranges that widen in proportion to where they are, NaN left out; both arrays are (count,)."""
+    """Centres and means over ranges that widen in proportion to where they are, NaN left out; both
+    arrays are (count,).
+    """
     import numpy as np
 
     centres, means = [], []
@@ -234,18 +275,24 @@ def log_bins(count: int) -> list[tuple[int, int]]:
 
 
 def plot_comparison(runs: dict, output) -> Path:
-    """`runs`: name -> metrics.jsonl or run directory. Loss curves; below, the gap to the first run in percent."""
+    """`runs`: name -> metrics.jsonl or run directory. Loss curves; below, the gap to the first run
+    in percent.
+    """
     curves = {}
     for name, path in runs.items():
         steps, loss = series(read_metrics(path), "loss")
         curves[name] = dict(zip(steps, loss, strict=True))
     if len(curves) < 2:
-        raise UserError(f"a comparison needs 2 runs or more, got {len(curves)}: {', '.join(curves)}")
+        raise UserError(
+            f"a comparison needs 2 runs or more, got {len(curves)}: {', '.join(curves)}"
+        )
     first, *others = curves
     shared = {name: sorted(curves[first].keys() & curves[name].keys()) for name in others}
     for name, steps in shared.items():
         if not steps:
-            raise UserError(f"runs {first} and {name} share no logged step: train and log both with the same settings")
+            raise UserError(
+                f"runs {first} and {name} share no logged step: train and log both with the same settings"
+            )
     figure = new_figure(figsize=(8, 6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     draw_overlay(above, curves)
@@ -257,7 +304,13 @@ def draw_overlay(axes, curves):
     for index, (name, curve) in enumerate(curves.items()):
         # The first run is a wide pale line, so that one lying exactly on it still shows both.
         look = {"linewidth": 4.5, "alpha": 0.4} if index == 0 else {"linewidth": 1.3}
-        axes.plot(list(curve), list(curve.values()), color=COLOURS[index % len(COLOURS)], label=name, **look)
+        axes.plot(
+            list(curve),
+            list(curve.values()),
+            color=COLOURS[index % len(COLOURS)],
+            label=name,
+            **look,
+        )
     limit_loss_axis(axes, [list(curve.values()) for curve in curves.values()])
     axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Training loss")
@@ -266,11 +319,15 @@ def draw_overlay(axes, curves):
 
 def draw_gaps(axes, curves, first, shared):
     for index, (name, steps) in enumerate(shared.items(), start=1):
-        gaps = [100 * (curves[name][step] - curves[first][step]) / curves[first][step] for step in steps]
+        gaps = [
+            100 * (curves[name][step] - curves[first][step]) / curves[first][step] for step in steps
+        ]
         worst = max(gaps, key=abs)
         label = f"{name}, largest {worst:+.2g} %"
         axes.plot(steps, gaps, color=COLOURS[index % len(COLOURS)], linewidth=0.9, label=label)
-        axes.update_datalim([(steps[0], -0.01), (steps[0], 0.01)])  # what is closer than this is drawn as no gap
+        axes.update_datalim(
+            [(steps[0], -0.01), (steps[0], 0.01)]
+        )  # what is closer than this is drawn as no gap
     axes.axhline(0, color="#666666", linewidth=0.8)
     axes.margins(y=0.1 + 0.25 * len(shared))  # room for the legend above the curves
     axes.set_ylabel("gap (%)")
@@ -280,9 +337,16 @@ def draw_gaps(axes, curves, first, shared):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m mixer.report", description=__doc__.split("\n")[0])
-    parser.add_argument("run", nargs="+", help="run directory, or its metrics.jsonl; two or more are compared")
-    parser.add_argument("--output", help="picture to write (default: training.png or comparison.png in the first run)")
+    parser = argparse.ArgumentParser(
+        prog="python -m mixer.report", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "run", nargs="+", help="run directory, or its metrics.jsonl; two or more are compared"
+    )
+    parser.add_argument(
+        "--output",
+        help="picture to write (default: training.png or comparison.png in the first run)",
+    )
     options = parser.parse_args(arguments)
     first = Path(options.run[0])
     output = Path(options.output) if options.output else first if first.is_dir() else first.parent

@@ -1,4 +1,6 @@
-"""What several tests share: a small corpus prepared once, a small run on it, and the real commands in real processes."""
+"""What several tests share: a small corpus prepared once, a small run on it, and the real commands
+in real processes.
+"""
 
 import json
 import os
@@ -12,11 +14,18 @@ import yaml
 from launching import Launch
 
 ROOT = Path(__file__).parent.parent
-# One thread: small products are faster so, and the same on every machine. No hub, so that nothing waits for a network.
-# Training on the CPU also where there is a GPU: what a GPU gives is measured by benchmarks/ and tests/golden_losses.py.
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", ACCELERATE_USE_CPU="true")
+# One thread: small products are faster so, and the same on every machine. No hub, so that nothing
+# waits for a network. Training on the CPU also where there is a GPU: what a GPU gives is measured
+# by benchmarks/ and tests/training/golden_losses.py.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    ACCELERATE_USE_CPU="true",
+)
 
-# With several workers (make test): files whose tests share something costly, a kernel build or the one GPU, stay together.
+# With several workers (make test): files whose tests share something costly, a kernel build or the
+# one GPU, stay together.
 ON_ONE_WORKER = {
     *("test_build", "test_hopper_protocol", "test_ladder", "test_kernel_choice"),
     *("test_ops_cuda", "test_mix_row_cuda", "test_train_cuda"),
@@ -25,7 +34,10 @@ LONGEST_FIRST = ("test_resume", "test_build", "test_hopper_protocol", "test_trai
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "xdist_group(name): tests that pytest-xdist gives to one worker, where it is used")
+    config.addinivalue_line(
+        "markers",
+        "xdist_group(name): tests that pytest-xdist gives to one worker, where it is used",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,14 +45,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem in ON_ONE_WORKER:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: item.path.stem not in LONGEST_FIRST)  # stable: so no worker is left alone with a long test
+    items.sort(
+        key=lambda item: item.path.stem not in LONGEST_FIRST
+    )  # stable: so no worker is left alone with a long test
 
 
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory):
-    """A cache of this test run's own, for all of its workers: what a test finds there, this run has built."""
+    """A cache of this test run's own, for all of its workers: what a test finds there, this run has
+    built.
+    """
     directory = tmp_path_factory.getbasetemp()
-    directory = (directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory) / "kernel_cache"
+    directory = (
+        directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory
+    ) / "kernel_cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIXER_CACHE", str(directory))
         yield directory / "kernels"
@@ -48,7 +66,9 @@ def kernel_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory) -> dict:
-    """Settings of a run of 12 steps, whose data (30 files of the standard library) is prepared on first use."""
+    """Settings of a run of 12 steps, whose data (30 files of the standard library) is prepared on
+    first use.
+    """
     directory = tmp_path_factory.mktemp("data")
     return {
         "name": "small",
@@ -72,7 +92,9 @@ def write_config(small_run, tmp_path):
 
     def write(**changes) -> Path:
         path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(small_run | {"output_dir": str(tmp_path / "runs")} | changes))
+        path.write_text(
+            yaml.safe_dump(small_run | {"output_dir": str(tmp_path / "runs")} | changes)
+        )
         return path
 
     return write
@@ -80,7 +102,9 @@ def write_config(small_run, tmp_path):
 
 @pytest.fixture
 def launch(tmp_path):
-    """A function that starts ranks of train.py (see launching.py); what still runs at the test's end is killed."""
+    """A function that starts ranks of train.py (see launching.py); what still runs at the test's
+    end is killed.
+    """
     launched = []
 
     def begin(*arguments, **options) -> Launch:
@@ -93,8 +117,16 @@ def launch(tmp_path):
 
 
 def start(*arguments, processes: int = 1) -> subprocess.Popen:
-    """Starts `train.py ARGUMENTS`, several processes by `accelerate launch --cpu`, as a group of processes of its own."""
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", str(processes)]
+    """Starts `train.py ARGUMENTS`, several processes by `accelerate launch --cpu`, as a group of
+    processes of its own.
+    """
+    launch = [
+        str(Path(sys.executable).with_name("accelerate")),
+        "launch",
+        "--cpu",
+        "--num_processes",
+        str(processes),
+    ]
     return subprocess.Popen(
         (launch if processes > 1 else [sys.executable]) + ["train.py", *map(str, arguments)],
         cwd=ROOT,
@@ -117,12 +149,24 @@ def read_lines(run_directory: Path) -> list[dict]:
     return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
 
 
-TIMES = {"seconds", "tokens_per_second", "useful_tflops", "peak_share", "data_wait_share", "peak_memory_gb"}
+TIMES = {
+    "seconds",
+    "tokens_per_second",
+    "useful_tflops",
+    "peak_share",
+    "data_wait_share",
+    "peak_memory_gb",
+}
 
 
 def read_timeless(run_directory: Path) -> list[dict]:
-    """What metrics.jsonl says of each step, without the times: the same for every exact repetition of a run."""
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_lines(run_directory)]
+    """What metrics.jsonl says of each step, without the times: the same for every exact repetition
+    of a run.
+    """
+    return [
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in read_lines(run_directory)
+    ]
 
 
 def read_losses(run_directory: Path) -> dict[int, float]:
@@ -132,7 +176,9 @@ def read_losses(run_directory: Path) -> dict[int, float]:
 @pytest.fixture(scope="session")
 def finished_once(small_run, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("finished")
-    (directory / "config.yaml").write_text(json.dumps(small_run | {"output_dir": str(directory)}))  # JSON is YAML
+    (directory / "config.yaml").write_text(
+        json.dumps(small_run | {"output_dir": str(directory)})
+    )  # JSON is YAML
     Launch(directory / "output.txt", "--config", directory / "config.yaml").succeed()
     return directory / "small"
 

@@ -5,8 +5,9 @@
     python dev/cuda/rent.py triangular_grad_weight 5 --gpu A100 --tokens 2048 --batch 32 --minutes 5
     python dev/cuda/rent.py triangular_forward 3 --dry-run            # only says what it would do
 
-The repository goes along as it is here; the output comes back line by line, the exit status is the program's. Modal bills until
-the program ends or --minutes have passed. Written from the documentation and the signatures of Modal 1.6, and not run yet.
+The repository goes along as it is here; the output comes back line by line, the exit status is the
+program's. Modal bills until the program ends or --minutes have passed. Written from the
+documentation and the signatures of Modal 1.6, and not run yet.
 """
 
 import argparse
@@ -21,16 +22,27 @@ PYTHON = "3.11"
 PROGRAMS = ("triangular_forward", "triangular_grad_input", "triangular_grad_weight")
 VERSIONS = ("all", *map(str, range(8)))
 HOPPER_VERSIONS = ("6", "7")
-ARCHITECTURES = {"A100": "80", "A10": "86", "L4": "89", "L40S": "89", "H100": "90a", "H200": "90a"}  # nvcc's, of Modal's GPUs
+ARCHITECTURES = {
+    "A100": "80",
+    "A10": "86",
+    "L4": "89",
+    "L40S": "89",
+    "H100": "90a",
+    "H200": "90a",
+}  # nvcc's, of Modal's GPUs
 FILES = ("mixer", "dev")  # of the repository, that the ladder needs
 LEFT_OUT = ["**/__pycache__", "**/build", "**/results"]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Everything is checked before a GPU is paid for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("program", choices=PROGRAMS)
-    parser.add_argument("version", choices=VERSIONS, help="a version of the ladder, 0 for cuBLAS, or all")
+    parser.add_argument(
+        "version", choices=VERSIONS, help="a version of the ladder, 0 for cuBLAS, or all"
+    )
     parser.add_argument("--gpu", choices=ARCHITECTURES, default="H100")
     parser.add_argument("--minutes", type=between(1, 60), default=15, help="stop after this long")
     parser.add_argument("--tokens", type=between(1, 32768), default=512)
@@ -41,7 +53,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.channels % 8:
         parser.error(f"--channels is {options.channels}; it must be a multiple of 8")
     if options.version in HOPPER_VERSIONS and ARCHITECTURES[options.gpu] != "90a":
-        parser.error(f"version {options.version} needs a Hopper GPU and --gpu is {options.gpu}; use H100 or H200")
+        parser.error(
+            f"version {options.version} needs a Hopper GPU and --gpu is {options.gpu}; use H100 or H200"
+        )
     return options
 
 
@@ -62,7 +76,15 @@ def command(options: argparse.Namespace) -> str:
     steps = [
         "exec 2>&1",
         "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm --format=csv,noheader",
-        shlex.join(["make", "-C", "dev/cuda", f"ARCH={ARCHITECTURES[options.gpu]}", f"build/{options.program}"]),
+        shlex.join(
+            [
+                "make",
+                "-C",
+                "dev/cuda",
+                f"ARCH={ARCHITECTURES[options.gpu]}",
+                f"build/{options.program}",
+            ]
+        ),
         'libraries="$(python dev/cuda/libraries.py)"',
         'eval "$libraries"',
         shlex.join([f"dev/cuda/build/{options.program}", options.version, *map(str, sizes)]),
@@ -76,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
         import modal
     except ImportError:
         sys.exit("error: Modal's client is not installed: `pip install modal && modal setup`")
-    image = modal.Image.from_registry(IMAGE, add_python=PYTHON).pip_install_from_pyproject(str(ROOT / "pyproject.toml"))
+    image = modal.Image.from_registry(IMAGE, add_python=PYTHON).pip_install_from_pyproject(
+        str(ROOT / "pyproject.toml")
+    )
     for name in FILES:  # last, for these go to the machine as it starts and make no new image
         image = image.add_local_dir(ROOT / name, f"{REMOTE}/{name}", ignore=LEFT_OUT)
     app = modal.App.lookup("masked-mixer-ladder", create_if_missing=True)
@@ -95,7 +119,9 @@ def run(options: argparse.Namespace) -> int:
 def main() -> None:
     options = parse()
     if options.dry_run:
-        print(f"on one {options.gpu}, for at most {options.minutes} minutes, in {IMAGE}:\n{command(options)}")
+        print(
+            f"on one {options.gpu}, for at most {options.minutes} minutes, in {IMAGE}:\n{command(options)}"
+        )
         return
     sys.exit(run(options))
 

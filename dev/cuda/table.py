@@ -1,9 +1,11 @@
-"""Results of the ladders, JSON, to ladder.md (a table for each operation and size) and ladder.png (bars).
+"""Results of the ladders, JSON, to ladder.md (a table for each operation and size) and ladder.png
+(bars).
 
     python3 table.py results/*.json [--out DIRECTORY]
 
-A row of a file is one configuration of one version. A version's line in the table is its fastest configuration; a
-version of which every configuration failed its check has no time, and says so. Version 0 is cuBLAS.
+A row of a file is one configuration of one version. A version's line in the table is its fastest
+configuration; a version of which every configuration failed its check has no time, and says so.
+Version 0 is cuBLAS.
 """
 
 import argparse
@@ -19,13 +21,19 @@ TITLES = {
 
 
 def read(paths: list[Path]) -> dict[tuple, list[dict]]:
-    """{(operation, batch, tokens, channels): rows}, in the order of the operations and of the tokens."""
+    """{(operation, batch, tokens, channels): rows}, in the order of the operations and of the
+    tokens.
+    """
     groups = {}
     for path in paths:
         for row in json.loads(path.read_text()):
             key = (row["operation"], row["batch"], row["tokens"], row["channels"])
             groups.setdefault(key, []).append(row)
-    return dict(sorted(groups.items(), key=lambda item: (OPERATIONS.index(item[0][0]), item[0][2], item[0][1:])))
+    return dict(
+        sorted(
+            groups.items(), key=lambda item: (OPERATIONS.index(item[0][0]), item[0][2], item[0][1:])
+        )
+    )
 
 
 def best(rows: list[dict]) -> dict[int, dict]:
@@ -33,7 +41,9 @@ def best(rows: list[dict]) -> dict[int, dict]:
     versions = {}
     for row in rows:
         held = versions.get(row["version"])
-        if held is None or row.get("milliseconds", float("inf")) < held.get("milliseconds", float("inf")):
+        if held is None or row.get("milliseconds", float("inf")) < held.get(
+            "milliseconds", float("inf")
+        ):
             versions[row["version"]] = row
     return dict(sorted(versions.items()))
 
@@ -65,14 +75,17 @@ def markdown(groups: dict[tuple, list[dict]]) -> str:
         versions = best(rows)
         cublas = versions.get(0, {}).get("milliseconds")
         parts += [f"## {TITLES[operation]}, {batch} x {tokens} tokens, {channels} channels", ""]
-        parts += ["| version | what it adds | best configuration | ms | useful TFLOP/s | % of cuBLAS |"]
+        parts += [
+            "| version | what it adds | best configuration | ms | useful TFLOP/s | % of cuBLAS |"
+        ]
         parts += ["|---|---|---|---:|---:|---:|"]
         parts += [line(row, cublas) for row in versions.values()] + [""]
     return "\n".join(parts)
 
 
 def draw(groups: dict[tuple, list[dict]], path: Path) -> bool:
-    """Bars of % of cuBLAS: a panel for each operation, a group of bars for each version, a bar for each size.
+    """Bars of % of cuBLAS: a panel for each operation, a group of bars for each version, a bar for
+    each size.
 
     False if matplotlib is not installed, or there is nothing to draw.
     """
@@ -88,12 +101,20 @@ def draw(groups: dict[tuple, list[dict]], path: Path) -> bool:
         versions = best(rows)
         cublas = versions.get(0, {}).get("milliseconds")
         if cublas:
-            timed = {version: row for version, row in versions.items() if version and "milliseconds" in row}
-            percents = {version: 100 * cublas / row["milliseconds"] for version, row in timed.items()}
+            timed = {
+                version: row
+                for version, row in versions.items()
+                if version and "milliseconds" in row
+            }
+            percents = {
+                version: 100 * cublas / row["milliseconds"] for version, row in timed.items()
+            }
             bars.setdefault(operation, {})[tokens, batch, channels] = percents
     if not bars:
         return False
-    figure, panels = pyplot.subplots(1, len(bars), figsize=(1 + 4 * len(bars), 3.4), squeeze=False, sharey=True)
+    figure, panels = pyplot.subplots(
+        1, len(bars), figsize=(1 + 4 * len(bars), 3.4), squeeze=False, sharey=True
+    )
     every_size = sorted(
         {size for sizes in bars.values() for size in sizes}
     )  # a place and a colour for each, also where it is missing
@@ -102,7 +123,13 @@ def draw(groups: dict[tuple, list[dict]], path: Path) -> bool:
         for index, (tokens, batch, channels) in enumerate(every_size):
             percents = sizes.get((tokens, batch, channels), {})
             places = [version - 0.4 + width * (index + 0.5) for version in percents]
-            panel.bar(places, list(percents.values()), width, color=f"C{index}", label=f"{batch} x {tokens} tokens")
+            panel.bar(
+                places,
+                list(percents.values()),
+                width,
+                color=f"C{index}",
+                label=f"{batch} x {tokens} tokens",
+            )
         panel.axhline(100, color="black", linewidth=0.8, linestyle="--")
         panel.set_title(operation.replace("_", " "))
         panel.set_xlabel("version")
@@ -116,9 +143,13 @@ def draw(groups: dict[tuple, list[dict]], path: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", type=Path, help="what the ladders wrote with --json")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where ladder.md and ladder.png go")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="where ladder.md and ladder.png go"
+    )
     options = parser.parse_args(arguments)
     groups = read(options.files)
     pictured = draw(groups, options.out / "ladder.png")

@@ -1,11 +1,13 @@
-"""The triangular convolution: token mixing that never computes the masked half (arXiv 2409.01482, section 2)."""
+"""The triangular convolution: token mixing that never computes the masked half (arXiv 2409.01482,
+section 2).
+"""
 
 import torch
 from torch import Tensor
 
+from mixer.models.masked_mixer.plain import BACKENDS
 from mixer.ops import operator
-from mixer.ops.rows import mix_row
-from mixer.plain import BACKENDS
+from mixer.ops.row_operator import mix_row
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -13,15 +15,22 @@ __all__ = ["BACKENDS", "mix_row", "triangular_conv"]
 
 
 def triangular_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
-    """Learned causal mixing of tokens, the masked mixer's replacement for attention (arXiv 2409.01482, section 2):
+    """Learned causal mixing of tokens, the masked mixer's replacement for attention (arXiv
+    2409.01482, section 2):
 
-        y[b, i, c] = bias[h, i] + residual[b, i, c] + sum_t sum_{j <= i} weight[h, t, i, j] * x[b, j, c + t - (K - 1) // 2]
+        y[b, i, c] = bias[h, i] + residual[b, i, c] + sum_t sum_{j <= i} weight[h, t, i, j] * x[b,
+        j, c + t - (K - 1) // 2]
 
-    The channels are split into `heads` equal groups and channel c belongs to head h. The shift over channels stays inside
-    the head and is zero outside it: each head is `nn.Conv1d(context, context, K, padding="same")` with a weight masked
-    lower-triangular. K = 1 and heads = 1 is the paper's flat mixer.
+    The channels are split into `heads` equal groups and channel c belongs to head h. The shift over
+    channels stays inside the head and is zero outside it: each head is `nn.Conv1d(context, context,
+    K, padding="same")` with a weight masked lower-triangular. K = 1 and heads = 1 is the paper's
+    flat mixer.
 
     Args:
         x: (batch, tokens, channels), bf16, fp16, fp32 or fp64; tokens <= context, a shorter input uses the weight's
@@ -41,10 +50,11 @@ def triangular_conv(
     Raises:
         TypeError: an argument has a dtype that is not allowed.
         ValueError: shapes, devices or the backend's name do not fit.
-        mixer.errors.UserError: backend="cuda" where the kernels cannot run.
+        mixer.common.errors.UserError: backend="cuda" where the kernels cannot run.
 
-    First derivatives are provided by every backend, second derivatives by "dense" alone. Where the kernels use tensor cores,
-    what is not finite in x may spread to other tokens of the same block of 64, as it does in a dense product, never further.
+    First derivatives are provided by every backend, second derivatives by "dense" alone. Where the
+    kernels use tensor cores, what is not finite in x may spread to other tokens of the same block
+    of 64, as it does in a dense product, never further.
     """
     x, residual = _autocast(x, residual)
     _check(x, weight, bias, residual, backend)
@@ -62,10 +72,14 @@ def _autocast(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)  # to() costs the host its dispatch even where it changes nothing
+    return (
+        x if x.dtype == dtype else x.to(dtype)
+    )  # to() costs the host its dispatch even where it changes nothing
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str) -> None:
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str
+) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     if x.dim() != 3:
@@ -77,30 +91,49 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     heads, taps, context, _ = weight.shape
     _, tokens, channels = x.shape
     if heads == 0 or taps == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; it needs at least one head and one tap")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; it needs at least one head and one tap"
+        )
     if not 1 <= tokens <= context:
         raise ValueError(
             f"x has {tokens} tokens but the weight's context is {context}; give 1 to {context} tokens, "
             "or a weight of a longer context"
         )
     if channels == 0 or channels % heads:
-        raise ValueError(f"x has {channels} channels, which {heads} heads cannot share equally; use a multiple of {heads}")
+        raise ValueError(
+            f"x has {channels} channels, which {heads} heads cannot share equally; use a multiple of {heads}"
+        )
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}; allowed: bfloat16, float16, float32, float64")
     if weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"weight is {weight.dtype} while x is {x.dtype}; cast the weight to {x.dtype} or float32")
+        raise TypeError(
+            f"weight is {weight.dtype} while x is {x.dtype}; cast the weight to {x.dtype} or float32"
+        )
     if bias is not None:
-        _expect("bias", bias, (heads, context), weight.dtype, "(heads, context), in the weight's dtype", x.device)
+        _expect(
+            "bias",
+            bias,
+            (heads, context),
+            weight.dtype,
+            "(heads, context), in the weight's dtype",
+            x.device,
+        )
     if residual is not None:
         _expect("residual", residual, tuple(x.shape), x.dtype, "x's shape and dtype", x.device)
     if weight.device != x.device:
-        raise ValueError(f"weight is on {weight.device} while x is on {x.device}; move one to the other's device")
+        raise ValueError(
+            f"weight is on {weight.device} while x is on {x.device}; move one to the other's device"
+        )
 
 
-def _expect(name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype, rule: str, device: torch.device) -> None:
+def _expect(
+    name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype, rule: str, device: torch.device
+) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}: {rule}")
     if tensor.dtype != dtype:
         raise TypeError(f"{name} is {tensor.dtype}; it must be {dtype}: {rule}")
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device} while x is on {device}; move one to the other's device")
+        raise ValueError(
+            f"{name} is on {tensor.device} while x is on {device}; move one to the other's device"
+        )

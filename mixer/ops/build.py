@@ -1,12 +1,14 @@
 """Builds the CUDA kernels in `csrc` into one shared library, once per machine, and finds it again.
 
-The library has a plain C interface and includes no torch header, so it depends on the GPU's architecture and on nvcc,
-not on the version of torch; it builds in seconds, also on a machine without a GPU:
+The library has a plain C interface and includes no torch header, so it depends on the GPU's
+architecture and on nvcc, not on the version of torch; it builds in seconds, also on a machine
+without a GPU:
 
     python -m mixer.ops.build --arch 9.0
 
-It lies in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of the architecture, the sources
-and the compiler, so that a change of any of them builds anew and nothing ever loads a stale one.
+It lies in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of the
+architecture, the sources and the compiler, so that a change of any of them builds anew and nothing
+ever loads a stale one.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixer.errors import UserError, run_command
+from mixer.common.errors import UserError, run_command
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
@@ -53,7 +55,9 @@ KNOWN_FAILURES = [
 
 
 class BuildError(UserError):
-    """The kernels cannot be built here; the message says what is missing and the one command that mends it."""
+    """The kernels cannot be built here; the message says what is missing and the one command that
+    mends it.
+    """
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ def nvcc_candidates() -> Iterator[Path]:
             yield Path(os.environ[variable]) / "bin" / "nvcc"
     if found := shutil.which("nvcc"):
         yield Path(found)
-    wheels = importlib.util.find_spec("nvidia")  # a namespace package: one entry for each site-packages
+    wheels = importlib.util.find_spec(
+        "nvidia"
+    )  # a namespace package: one entry for each site-packages
     for folder in (wheels.submodule_search_locations or []) if wheels else []:
         yield Path(folder) / "cu13" / "bin" / "nvcc"
         yield Path(folder) / "cuda_nvcc" / "bin" / "nvcc"
@@ -110,10 +116,16 @@ def inspect_compiler(path: Path) -> Compiler:
         version = re.search(r"release (\d+)\.(\d+)", output_of([str(path), "--version"]))
         architectures = re.findall(r"compute_(\d+)\b", output_of([str(path), "--list-gpu-arch"]))
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"{path} does not run ({error}). Point CUDA_HOME at a working CUDA toolkit.") from error
+        raise BuildError(
+            f"{path} does not run ({error}). Point CUDA_HOME at a working CUDA toolkit."
+        ) from error
     if version is None or not architectures:
-        raise BuildError(f"{path} does not answer like nvcc. Point CUDA_HOME at a working CUDA toolkit.")
-    return Compiler(path, (int(version[1]), int(version[2])), tuple(sorted(map(int, architectures))))
+        raise BuildError(
+            f"{path} does not answer like nvcc. Point CUDA_HOME at a working CUDA toolkit."
+        )
+    return Compiler(
+        path, (int(version[1]), int(version[2])), tuple(sorted(map(int, architectures)))
+    )
 
 
 def output_of(command: list[str]) -> str:
@@ -126,11 +138,15 @@ def find_ninja() -> list[str]:
         return [sys.executable, "-m", "ninja"]
     if found := shutil.which("ninja"):
         return [found]
-    raise BuildError("the CUDA kernels are built with ninja, which is not installed. Install it with `pip install ninja`.")
+    raise BuildError(
+        "the CUDA kernels are built with ninja, which is not installed. Install it with `pip install ninja`."
+    )
 
 
 def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[str]:
-    """The flags for one GPU, -gencode last. A GPU newer than nvcc gets PTX of the newest architecture nvcc knows."""
+    """The flags for one GPU, -gencode last. A GPU newer than nvcc gets PTX of the newest
+    architecture nvcc knows.
+    """
     wanted = capability[0] * 10 + capability[1]
     if wanted < OLDEST:
         raise BuildError(
@@ -171,7 +187,9 @@ def cache_path() -> Path:
 
 
 def cache_directory() -> Path:
-    """The cache, made (mode 0700) if it is not there. Raises BuildError where it is not ours alone to write."""
+    """The cache, made (mode 0700) if it is not there. Raises BuildError where it is not ours alone
+    to write.
+    """
     directory = cache_path()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -183,11 +201,15 @@ def cache_directory() -> Path:
 
 
 def refuse_shared(directory: Path) -> Path:
-    """The directory itself. Raises BuildError where others could have put a library there: loading it runs their code."""
+    """The directory itself. Raises BuildError where others could have put a library there: loading
+    it runs their code.
+    """
     status = directory.stat()
     why = "A library is loaded from there as code, so it must be yours, and writable for you alone."
     if status.st_uid != os.geteuid():
-        raise BuildError(f"{directory} belongs to user {status.st_uid}; you are user {os.geteuid()}. {why} {NAME_ANOTHER}")
+        raise BuildError(
+            f"{directory} belongs to user {status.st_uid}; you are user {os.geteuid()}. {why} {NAME_ANOTHER}"
+        )
     if status.st_mode & 0o022:
         raise BuildError(
             f"others can write to {directory} (mode {stat.S_IMODE(status.st_mode):04o}). {why} "
@@ -210,24 +232,32 @@ def digest(*parts: bytes) -> str:
 
 def source_name(capability: tuple[int, int], sources: Path) -> str:
     """The part of a build's name that does not depend on the compiler."""
-    content = [part for path in source_files(sources) for part in (path.name.encode(), path.read_bytes())]
+    content = [
+        part for path in source_files(sources) for part in (path.name.encode(), path.read_bytes())
+    ]
     return f"sm{capability[0]}{capability[1]}-{digest(platform.machine().encode(), *content)}"
 
 
-def build_name(capability: tuple[int, int], sources: Path, compiler: Compiler, flags: list[str]) -> str:
+def build_name(
+    capability: tuple[int, int], sources: Path, compiler: Compiler, flags: list[str]
+) -> str:
     toolchain = " ".join([str(compiler.path), dotted(compiler.version), *flags])
     return f"{source_name(capability, sources)}-{digest(toolchain.encode())}"
 
 
 def prebuilt(capability: tuple[int, int], sources: Path) -> Path | None:
-    """A library of these very sources that some compiler left in the cache: enough for a machine without nvcc."""
+    """A library of these very sources that some compiler left in the cache: enough for a machine
+    without nvcc.
+    """
     found = sorted(cache_directory().glob(f"{source_name(capability, sources)}-*/{LIBRARY}"))
     return refuse_shared(found[-1].parent) / LIBRARY if found else None
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an flock: the kernel drops it with the process that holds it, so a killed builder blocks nobody."""
+    """Holds an flock: the kernel drops it with the process that holds it, so a killed builder
+    blocks nobody.
+    """
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -257,36 +287,57 @@ def library(capability: tuple[int, int], sources: Path = SOURCES) -> Path:
 
 
 def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) -> None:
-    """Builds into a temporary directory and renames it to `directory`: what has that name is complete."""
+    """Builds into a temporary directory and renames it to `directory`: what has that name is
+    complete.
+    """
     ninja = find_ninja()
     architecture = flags[-1].rpartition("=")[2]
-    for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):  # of a builder that was killed; we hold the lock
+    for leftover in directory.parent.glob(
+        f"{directory.name}.*.tmp"
+    ):  # of a builder that was killed; we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
-    print(f"mixer: building CUDA kernels for {architecture} (once, up to a minute)", file=sys.stderr, flush=True)
-    # A name of its own each time: the compilers of a killed builder may live on for a while and write into the old one.
-    temporary = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=".tmp", dir=directory.parent))
+    print(
+        f"mixer: building CUDA kernels for {architecture} (once, up to a minute)",
+        file=sys.stderr,
+        flush=True,
+    )
+    # A name of its own each time: the compilers of a killed builder may live on for a while and
+    # write into the old one.
+    temporary = Path(
+        tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=".tmp", dir=directory.parent)
+    )
     try:
         (temporary / "build.ninja").write_text(ninja_file(sources, compiler, flags))
-        result = subprocess.run([*ninja, "-v", "-C", str(temporary)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        result = subprocess.run(
+            [*ninja, "-v", "-C", str(temporary)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         output = result.stdout.decode(errors="replace")
         (temporary / LOG).write_text(output)
         if result.returncode != 0:
             raise compiler_error(directory, compiler, output)
         for rubbish in temporary.glob("*.o"):
             rubbish.unlink()
-        with contextlib.suppress(OSError):  # another node on a shared file system, where flock does not reach, was first
+        with contextlib.suppress(
+            OSError
+        ):  # another node on a shared file system, where flock does not reach, was first
             temporary.rename(directory)
         if not (directory / LIBRARY).exists():
-            raise BuildError(f"cannot rename {temporary} to {directory}. Name another cache: `export MIXER_CACHE=/a/directory`.")
+            raise BuildError(
+                f"cannot rename {temporary} to {directory}. Name another cache: `export MIXER_CACHE=/a/directory`."
+            )
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
-    """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be found later."""
+    """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
+    found later.
+    """
     root = compiler.path.resolve().parent.parent
     # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
-    search = [f"-L{escaped(root / 'lib')}"] if (root / "lib" / "libcudart_static.a").exists() else []
+    search = (
+        [f"-L{escaped(root / 'lib')}"] if (root / "lib" / "libcudart_static.a").exists() else []
+    )
     units = [path for path in source_files(sources) if path.suffix == ".cu"]
     if HOPPER_FLAG not in flags:
         units = [path for path in units if not path.name.startswith("hopper")]
@@ -332,7 +383,10 @@ def kernels_of(log: str) -> list[Kernel]:
     """Registers and spills of each kernel, from a build's log."""
     pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
     found = re.findall(pattern, log, re.DOTALL)
-    return [Kernel(name, int(registers), int(stores) + int(loads)) for name, stores, loads, registers in found]
+    return [
+        Kernel(name, int(registers), int(stores) + int(loads))
+        for name, stores, loads, registers in found
+    ]
 
 
 def readable(names: list[str]) -> list[str]:
@@ -340,8 +394,13 @@ def readable(names: list[str]) -> list[str]:
     filter_path = shutil.which("c++filt")
     if not filter_path or not names:
         return names
-    text = subprocess.run([filter_path], input="\n".join(names), capture_output=True, text=True).stdout
-    return [name.partition("(Triangular")[0].replace("(anonymous namespace)::", "") for name in text.splitlines()]
+    text = subprocess.run(
+        [filter_path], input="\n".join(names), capture_output=True, text=True
+    ).stdout
+    return [
+        name.partition("(Triangular")[0].replace("(anonymous namespace)::", "")
+        for name in text.splitlines()
+    ]
 
 
 def report(capability: tuple[int, int], sources: Path = SOURCES) -> None:
@@ -359,7 +418,9 @@ def present_capabilities() -> list[tuple[int, int]]:
     """Compute capabilities of this machine's GPUs."""
     import torch
 
-    return sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
+    return sorted(
+        {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    )
 
 
 def parse_capability(text: str) -> tuple[int, int]:
@@ -371,14 +432,22 @@ def parse_capability(text: str) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line: builds and reports."""
-    parser = argparse.ArgumentParser(prog="python -m mixer.ops.build", description="Build CUDA kernels ahead of time.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mixer.ops.build", description="Build CUDA kernels ahead of time."
+    )
     parser.add_argument(
-        "--arch", nargs="+", type=parse_capability, metavar="9.0", help="compute capabilities (default: the GPUs here)"
+        "--arch",
+        nargs="+",
+        type=parse_capability,
+        metavar="9.0",
+        help="compute capabilities (default: the GPUs here)",
     )
     options = parser.parse_args(arguments)
     capabilities = options.arch or present_capabilities()
     if not capabilities:
-        raise BuildError("there is no GPU here to build for. Name one: `python -m mixer.ops.build --arch 9.0`.")
+        raise BuildError(
+            "there is no GPU here to build for. Name one: `python -m mixer.ops.build --arch 9.0`."
+        )
     compiler = find_compiler()
     print(f"nvcc {dotted(compiler.version)}: {compiler.path}")
     for capability in capabilities:

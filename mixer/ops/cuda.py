@@ -1,11 +1,12 @@
 """The triangular convolution on CUDA: the kernels of `csrc`, called through ctypes.
 
-Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, taps, context, context), out then in; bias
-(heads, context); packed (heads, taps, tokens, columns), columns = tokens rounded up to 8. x, dy and packed are
-fp32, fp16 or bf16, all arithmetic is fp32.
+Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, taps, context, context),
+out then in; bias (heads, context); packed (heads, taps, tokens, columns), columns = tokens rounded
+up to 8. x, dy and packed are fp32, fp16 or bf16, all arithmetic is fp32.
 
-Kernels run on the current stream of x's device, nothing here waits for the GPU, and every result is the same bit for
-bit each time. The callers (`mixer.ops`, `mixer.ops.rows`) have checked shapes, dtypes and devices.
+Kernels run on the current stream of x's device, nothing here waits for the GPU, and every result is
+the same bit for bit each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
+shapes, dtypes and devices.
 """
 
 import ctypes
@@ -17,18 +18,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mixer.ops import tuned
+from mixer.ops import timings as tuned
 
-# mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself imported already.
+# mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself
+# imported already.
 
 ABI_VERSION = 4  # MIXER_ABI_VERSION in csrc/params.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = "x weight packed bias residual y dy dx dweight dbias workspace schedule memory positions stream".split()
-STRIDES = [f"{name}_{dimension}_stride" for name in ("x", "residual", "dy") for dimension in ("batch", "token")]
+STRIDES = [
+    f"{name}_{dimension}_stride"
+    for name in ("x", "residual", "dy")
+    for dimension in ("batch", "token")
+]
 STRIDES += ["memory_batch_stride", "memory_head_stride", "positions_stride"]
 SIZES = "batch tokens channels context heads taps columns".split()
-CODES = "dtype weight_dtype bias_dtype gradient_dtype device capability processors allow_tf32".split()
+CODES = (
+    "dtype weight_dtype bias_dtype gradient_dtype device capability processors allow_tf32".split()
+)
 
 
 class Params(ctypes.Structure):
@@ -45,7 +53,8 @@ class Params(ctypes.Structure):
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """The lower triangle of the weight's top-left (tokens, tokens) corner in `dtype`, exact zeros elsewhere.
+    """The lower triangle of the weight's top-left (tokens, tokens) corner in `dtype`, exact zeros
+    elsewhere.
 
     Returns (heads, taps, tokens, columns). The strictly upper triangle of `weight` is not read.
     """
@@ -68,7 +77,11 @@ def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | N
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
         bias = bias.contiguous()
-        params.bias, params.bias_dtype, params.context = bias.data_ptr(), DTYPES[bias.dtype], bias.shape[1]
+        params.bias, params.bias_dtype, params.context = (
+            bias.data_ptr(),
+            DTYPES[bias.dtype],
+            bias.shape[1],
+        )
     if residual is not None:
         residual = rows(residual)
         params.residual = residual.data_ptr()
@@ -91,7 +104,8 @@ def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
 def grad_weight(
     dy: Tensor, x: Tensor, context: int, taps: int, heads: int, dtype: torch.dtype, with_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """dweight (heads, taps, context, context) and dbias (heads, context), or (0,) without bias, both in `dtype`.
+    """dweight (heads, taps, context, context) and dbias (heads, context), or (0,) without bias,
+    both in `dtype`.
 
     Exact zeros above the diagonal and beyond `tokens`.
     """
@@ -122,12 +136,16 @@ def round_up(tokens: int) -> int:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x itself where its channels lie side by side and rows start on 16 bytes, else a contiguous copy.
+    """x itself where its channels lie side by side and rows start on 16 bytes, else a contiguous
+    copy.
 
-    Copied are e.g. an expanded gradient, or a slice that starts in the middle of 16 bytes: the fast kernels load nothing
-    narrower, and one copy costs less than the slow ones. Rows that no copy could align are taken as they are.
+    Copied are e.g. an expanded gradient, or a slice that starts in the middle of 16 bytes: the fast
+    kernels load nothing narrower, and one copy costs less than the slow ones. Rows that no copy
+    could align are taken as they are.
     """
-    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # the common case, in each call: it must not take long
+    if (
+        x.is_contiguous() and x.data_ptr() % 16 == 0
+    ):  # the common case, in each call: it must not take long
         return x
     unit = 16 // x.element_size()
     if x.stride(-1) != 1:
@@ -135,12 +153,16 @@ def rows(x: Tensor) -> Tensor:
     if x.shape[-1] % unit != 0:
         return x
     strides = [stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True) if size > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in strides)
+    aligned = x.data_ptr() % 16 == 0 and all(
+        stride > 0 and stride % unit == 0 for stride in strides
+    )
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def product_params(x: Tensor, packed: Tensor) -> tuple[Params, Tensor | None]:
-    """Params of a product of `packed` with x (or dy), and its workspace, which the caller holds until after the launch."""
+    """Params of a product of `packed` with x (or dy), and its workspace, which the caller holds
+    until after the launch.
+    """
     heads, taps, tokens, _ = packed.shape
     params = new_params(x.device.index, x.dtype, heads, taps, tokens, x.shape[0], x.shape[2])
     params.packed = packed.data_ptr()
@@ -152,16 +174,38 @@ def product_params(x: Tensor, packed: Tensor) -> tuple[Params, Tensor | None]:
     return params, workspace
 
 
-def new_params(index: int, dtype: torch.dtype, heads: int, taps: int, tokens: int, batch: int = 0, channels: int = 0) -> Params:
-    """All that is the same in each call for a shape; the caller adds addresses and strides, and a context beyond the tokens."""
+def new_params(
+    index: int,
+    dtype: torch.dtype,
+    heads: int,
+    taps: int,
+    tokens: int,
+    batch: int = 0,
+    channels: int = 0,
+) -> Params:
+    """All that is the same in each call for a shape; the caller adds addresses and strides, and a
+    context beyond the tokens.
+    """
     tf32 = dtype == torch.float32 and allows_tf32()
-    return Params.from_buffer_copy(template(index, dtype, tf32, heads, taps, tokens, batch, channels))
+    return Params.from_buffer_copy(
+        template(index, dtype, tf32, heads, taps, tokens, batch, channels)
+    )
 
 
-# Made once for a shape, since setting each field in each call takes the host several times as long as a copy does. Never
-# emptied: a captured graph keeps the address of the schedule, which lives as long as its template.
+# Made once for a shape, since setting each field in each call takes the host several times as long
+# as a copy does. Never emptied: a captured graph keeps the address of the schedule, which lives as
+# long as its template.
 @functools.cache
-def template(index: int, dtype: torch.dtype, tf32: bool, heads: int, taps: int, tokens: int, batch: int, channels: int) -> Params:
+def template(
+    index: int,
+    dtype: torch.dtype,
+    tf32: bool,
+    heads: int,
+    taps: int,
+    tokens: int,
+    batch: int,
+    channels: int,
+) -> Params:
     params = Params(
         batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads, taps=taps, columns=round_up(tokens),
         dtype=DTYPES[dtype], allow_tf32=tf32,
@@ -173,7 +217,8 @@ def template(index: int, dtype: torch.dtype, tf32: bool, heads: int, taps: int, 
 
 
 def schedule(params: Params) -> Tensor | None:
-    """Which block works on which tiles of a product, in the memory of a device; None where the kernels need no schedule.
+    """Which block works on which tiles of a product, in the memory of a device; None where the
+    kernels need no schedule.
 
     Raises RuntimeError inside a graph capture, which would record the copy instead of making it.
     """
@@ -182,11 +227,13 @@ def schedule(params: Params) -> Tensor | None:
     if size == 0:
         return None
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the first triangular_conv of a shape cannot be inside a CUDA graph capture; run it once before")
+        raise RuntimeError(
+            "the first triangular_conv of a shape cannot be inside a CUDA graph capture; run it once before"
+        )
     host = torch.empty(size, dtype=torch.uint8, device="cpu")
     library.mixer_schedule(ctypes.byref(params), host.data_ptr())
-    # In a thread of its own: what this one allocates may go to a memory pool that torch.compile makes for a CUDA graph, and
-    # nothing there may outlive the graph's run.
+    # In a thread of its own: what this one allocates may go to a memory pool that torch.compile
+    # makes for a CUDA graph, and nothing there may outlive the graph's run.
     with ThreadPoolExecutor(1) as other:
         return other.submit(on_device, host, params.device).result()
 
@@ -203,10 +250,14 @@ def add_device(params: Params, index: int) -> None:
 
 
 def allows_tf32() -> bool:
-    """Whether torch may round the factors of fp32 products to tf32 (torch.set_float32_matmul_precision)."""
+    """Whether torch may round the factors of fp32 products to tf32
+    (torch.set_float32_matmul_precision).
+    """
     matmul = torch.backends.cuda.matmul
     # torch 2.9 has a new name for it and, once that is set, an error for the old one.
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return (
+        matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    )
 
 
 @functools.cache
@@ -217,9 +268,11 @@ def device_facts(index: int) -> tuple[int, int]:
 
 
 def call(name: str, params: Params) -> None:
-    """Launches on the current stream of params.device. Raises RuntimeError with the CUDA status when the launch fails.
+    """Launches on the current stream of params.device. Raises RuntimeError with the CUDA status
+    when the launch fails.
 
-    Under MIXER_DEBUG=1 it waits for the GPU too, so that a kernel's failure is met here and not in some later operation.
+    Under MIXER_DEBUG=1 it waits for the GPU too, so that a kernel's failure is met here and not in
+    some later operation.
     """
     index = params.device
     if torch.cuda.current_device() != index:
@@ -238,7 +291,9 @@ def call(name: str, params: Params) -> None:
 
 
 def current_stream(index: int) -> int:
-    """torch.cuda.current_stream(index).cuda_stream, without the object, which takes several times as long to make."""
+    """torch.cuda.current_stream(index).cuda_stream, without the object, which takes several times
+    as long to make.
+    """
     return torch._C._cuda_getCurrentRawStream(index)
 
 
@@ -249,12 +304,18 @@ def debugging() -> bool:
 
 
 def wait(name: str, params: Params) -> None:
-    """Waits for the GPU. Raises RuntimeError that names the operator and its shapes when something failed on it."""
+    """Waits for the GPU. Raises RuntimeError that names the operator and its shapes when something
+    failed on it.
+    """
     try:
-        if not torch.cuda.is_current_stream_capturing():  # there nothing runs yet, and waiting would end the capture
+        if (
+            not torch.cuda.is_current_stream_capturing()
+        ):  # there nothing runs yet, and waiting would end the capture
             torch.cuda.synchronize(params.device)
     except RuntimeError as error:
-        raise RuntimeError(f"{name} failed on cuda:{params.device}: {error}; {sizes(params)}") from error
+        raise RuntimeError(
+            f"{name} failed on cuda:{params.device}: {error}; {sizes(params)}"
+        ) from error
 
 
 def sizes(params: Params) -> str:
@@ -291,9 +352,16 @@ def load(path: str) -> ctypes.CDLL:
             "mixer_kernels_capability",
         ):
             getattr(library, name).argtypes = [ctypes.POINTER(Params)]
-        for name in ("mixer_product_workspace", "mixer_grad_weight_workspace", "mixer_schedule_size"):
+        for name in (
+            "mixer_product_workspace",
+            "mixer_grad_weight_workspace",
+            "mixer_schedule_size",
+        ):
             getattr(library, name).restype = ctypes.c_int64
-        library.mixer_schedule.argtypes, library.mixer_schedule.restype = [ctypes.POINTER(Params), ctypes.c_void_p], None
+        library.mixer_schedule.argtypes, library.mixer_schedule.restype = (
+            [ctypes.POINTER(Params), ctypes.c_void_p],
+            None,
+        )
         library.mixer_error_string.restype = ctypes.c_char_p
         version, size = library.mixer_abi_version(), library.mixer_params_size()
     except (OSError, AttributeError) as error:
@@ -312,11 +380,13 @@ def load(path: str) -> ctypes.CDLL:
 
 
 def unavailable_reason(x: Tensor | None = None) -> str | None:
-    """None if the kernels can run on x's device and dtype (without x: on the current device), else what is missing.
+    """None if the kernels can run on x's device and dtype (without x: on the current device), else
+    what is missing.
 
-    The message names the one command that mends it. The first call for a device builds the library where the cache has
-    none, runs one small kernel and waits for it; the answer is kept, so that a failed build is not tried again in this
-    process. That first call must not come inside a graph capture.
+    The message names the one command that mends it. The first call for a device builds the library
+    where the cache has none, runs one small kernel and waits for it; the answer is kept, so that a
+    failed build is not tried again in this process. That first call must not come inside a graph
+    capture.
     """
     if x is not None and x.is_cuda and x.dtype in DTYPES and torch.version.hip is None:
         return device_reason(x.device.index)  # the common case, in each step: it must not take long
@@ -330,23 +400,33 @@ def unavailable_reason(x: Tensor | None = None) -> str | None:
 
 
 def slow_reason(x: Tensor, heads: int, taps: int) -> str | None:
-    """None where the kernels that would serve are the fastest we know for x's device, else why they are not."""
+    """None where the kernels that would serve are the fastest we know for x's device, else why they
+    are not.
+    """
     tf32 = x.dtype == torch.float32 and allows_tf32()
     return slow_reason_for(x.device.index, x.dtype, tf32, x.shape[1], x.shape[2], heads, taps)
 
 
 @functools.cache
-def slow_reason_for(index: int, dtype: torch.dtype, tf32: bool, tokens: int, channels: int, heads: int, taps: int) -> str | None:
-    """By the times that `python -m mixer.ops.tune` has taken on this GPU, or else by what we know of its kind.
+def slow_reason_for(
+    index: int, dtype: torch.dtype, tf32: bool, tokens: int, channels: int, heads: int, taps: int
+) -> str | None:
+    """By the times that `python -m mixer.ops.tune` has taken on this GPU, or else by what we know
+    of its kind.
 
-    On an H200 the kernels for Ampere's tensor cores take 1.5 to 2.2 times as long as cuBLAS's dense products
-    (dev/cuda/LOG.md), and those without tensor cores longer; panels, which are cuBLAS, then win although they multiply more.
+    On an H200 the kernels for Ampere's tensor cores take 1.5 to 2.2 times as long as cuBLAS's dense
+    products (dev/cuda/LOG.md), and those without tensor cores longer; panels, which are cuBLAS,
+    then win although they multiply more.
     """
     serving = kernels_capability(index, channels, heads, taps, DTYPES[dtype], tf32)
     name = str(dtype).removeprefix("torch.")
     case = tuned.Case(name, tf32, serving, tokens, channels, heads, taps)
     if row := tuned.nearest(tuned.read(table_path(index)), case):
-        return None if row.faster == "cuda" else f"it was faster here in the nearest case measured ({row.describe()})"
+        return (
+            None
+            if row.faster == "cuda"
+            else f"it was faster here in the nearest case measured ({row.describe()})"
+        )
     major, minor = divmod(device_facts(index)[0], 10)
     if serving == 90 or (serving == 80 and major < 9):
         return None
@@ -363,11 +443,17 @@ def slow_reason_for(index: int, dtype: torch.dtype, tf32: bool, tokens: int, cha
 
 def table_path(index: int) -> Path:
     """Where the times measured with these kernels on this device lie."""
-    return tuned.table_path(torch.cuda.get_device_name(index), Path(kernels(index)._name).parent.name)
+    return tuned.table_path(
+        torch.cuda.get_device_name(index), Path(kernels(index)._name).parent.name
+    )
 
 
-def kernels_capability(index: int, channels: int, heads: int, taps: int, dtype: int, tf32: bool) -> int:
-    """Compute capability (70, 80, 90) of the GPUs whose tensor cores the kernels that serve use; 0: none."""
+def kernels_capability(
+    index: int, channels: int, heads: int, taps: int, dtype: int, tf32: bool
+) -> int:
+    """Compute capability (70, 80, 90) of the GPUs whose tensor cores the kernels that serve use; 0:
+    none.
+    """
     params = Params(
         batch=1, tokens=1, context=1, columns=8, channels=channels, heads=heads, taps=taps, dtype=dtype,
         allow_tf32=tf32,
@@ -386,12 +472,17 @@ def device_reason(index: int) -> str | None:
     except build.BuildError as error:
         return str(error)
     status = library.mixer_probe(index)
-    return None if status == 0 else probe_message(library, status, torch.cuda.get_device_name(index))
+    return (
+        None if status == 0 else probe_message(library, status, torch.cuda.get_device_name(index))
+    )
 
 
 def probe_message(library: ctypes.CDLL, status: int, device: str) -> str:
     """What a failed probe means. Most often nvcc is newer than the driver."""
-    runtime, driver = (divmod(version, 1000) for version in (library.mixer_runtime_version(), library.mixer_driver_version()))
+    runtime, driver = (
+        divmod(version, 1000)
+        for version in (library.mixer_runtime_version(), library.mixer_driver_version())
+    )
     error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
     text = f"the CUDA kernels were built but do not run on {device}: {error}."
     if runtime[0] > driver[0] > 0:

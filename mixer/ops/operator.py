@@ -1,11 +1,14 @@
-"""The operator `mixer::triangular_conv`: fake kernel, autograd formula and the choice between kernels and panels.
+"""The operator `mixer::triangular_conv`: fake kernel, autograd formula and the choice between
+kernels and panels.
 
-`panels` and `cuda` share it: each backend module offers pack, forward, grad_input and grad_weight. The weight is packed
-(masked, cast, padded) once in forward and the packed copy is saved for backward. `dense` is registered beside it as a
-composite operator, which autograd and torch.compile see through: the baseline gets every fusion the compiler has.
+`panels` and `cuda` share it: each backend module offers pack, forward, grad_input and grad_weight.
+The weight is packed (masked, cast, padded) once in forward and the packed copy is saved for
+backward. `dense` is registered beside it as a composite operator, which autograd and torch.compile
+see through: the baseline gets every fusion the compiler has.
 
-Outside the compiler the same four functions are called by a plain autograd function: the dispatch of a custom operator nearly
-doubles the host's time for a forward and backward, which at short contexts is longer than the GPU's.
+Outside the compiler the same four functions are called by a plain autograd function: the dispatch
+of a custom operator nearly doubles the host's time for a forward and backward, which at short
+contexts is longer than the GPU's.
 """
 
 import functools
@@ -14,9 +17,10 @@ import logging
 import torch
 from torch import Tensor
 
-from mixer import plain
-from mixer.errors import UserError
-from mixer.ops import cuda, reference
+from mixer.common.errors import UserError
+from mixer.models.masked_mixer import plain
+from mixer.ops import cuda
+from mixer.ops import panels as reference
 
 logger = logging.getLogger("mixer.ops")
 
@@ -27,9 +31,11 @@ def _say_once(message: str) -> None:
 
 
 def resolve_backend(backend: str, x: Tensor, heads: int, taps: int) -> str:
-    """The backend that runs for x: `cuda` or `panels`. `auto` says once which it took where it is not the kernels.
+    """The backend that runs for x: `cuda` or `panels`. `auto` says once which it took where it is
+    not the kernels.
 
-    Raises UserError for backend="cuda" where the kernels cannot run, with what is missing and what mends it.
+    Raises UserError for backend="cuda" where the kernels cannot run, with what is missing and what
+    mends it.
     """
     if backend == "panels":
         return backend
@@ -83,15 +89,26 @@ def _(dy, packed, backend):
 
 @torch.library.custom_op("mixer::triangular_conv_grad_weight", mutates_args=())
 def grad_weight(
-    dy: Tensor, x: Tensor, context: int, taps: int, heads: int, dtype: torch.dtype, with_bias: bool, backend: str
+    dy: Tensor,
+    x: Tensor,
+    context: int,
+    taps: int,
+    heads: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return _module(backend, x, heads, taps).grad_weight(dy, x, context, taps, heads, dtype, with_bias)
+    return _module(backend, x, heads, taps).grad_weight(
+        dy, x, context, taps, heads, dtype, with_bias
+    )
 
 
 @grad_weight.register_fake
 def _(dy, x, context, taps, heads, dtype, with_bias, backend):
     dbias_shape = (heads, context) if with_bias else (0,)
-    return dy.new_empty((heads, taps, context, context), dtype=dtype), dy.new_empty(dbias_shape, dtype=dtype)
+    return dy.new_empty((heads, taps, context, context), dtype=dtype), dy.new_empty(
+        dbias_shape, dtype=dtype
+    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -111,7 +128,9 @@ def _save(ctx, x: Tensor, weight: Tensor, packed: Tensor) -> None:
 
 
 def _gradients(ctx, dy: Tensor | None, input_gradient, weight_gradient, *backend: str):
-    """Gradients for (x, weight, bias, residual, backend) by a module's functions, or by the operators that take its name."""
+    """Gradients for (x, weight, bias, residual, backend) by a module's functions, or by the
+    operators that take its name.
+    """
     if dy is None:
         return None, None, None, None, None
     x, packed = ctx.saved_tensors
@@ -161,8 +180,12 @@ def _eager_backward(ctx, dy):
 _eager_backward_once = torch.autograd.function.once_differentiable(_eager_backward)
 
 
-def apply(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str) -> Tensor:
-    """y by the operator, or directly where nobody looks at the operator: outside the compiler and its relatives."""
+def apply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str
+) -> Tensor:
+    """y by the operator, or directly where nobody looks at the operator: outside the compiler and
+    its relatives.
+    """
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     if plain and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
         return _Eager.apply(x, weight, bias, residual, backend)
@@ -170,5 +193,7 @@ def apply(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
 
 
 _library = torch.library.Library("mixer", "FRAGMENT")
-_library.define("triangular_conv_dense(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor")
+_library.define(
+    "triangular_conv_dense(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor"
+)
 _library.impl("triangular_conv_dense", plain.dense, "CompositeImplicitAutograd")

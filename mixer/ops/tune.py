@@ -1,9 +1,10 @@
-"""Measures our CUDA kernels against panels on the GPU at hand, for backend `auto` to take the faster one from then on:
+"""Measures our CUDA kernels against panels on the GPU at hand, for backend `auto` to take the
+faster one from then on:
 
     python -m mixer.ops.tune
 
-It takes a minute or two. A forward and backward of each case is timed with bias and residual, after a check that both
-backends agree; `auto` looks up the measured case nearest to its own.
+It takes a minute or two. A forward and backward of each case is timed with bias and residual, after
+a check that both backends agree; `auto` looks up the measured case nearest to its own.
 """
 
 import argparse
@@ -14,13 +15,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mixer.errors import UserError, run_command
-from mixer.ops import build, cuda, triangular_conv, tuned
-from mixer.ops.tuned import Case, Row
+from mixer.common.errors import UserError, run_command
+from mixer.ops import build, cuda, triangular_conv
+from mixer.ops import timings as tuned
+from mixer.ops.timings import Case, Row
 
 BATCH_TOKENS = 32768
 SHAPES = [  # (tokens, channels, heads, taps)
-    *((tokens, channels, 1, 1) for tokens in (128, 256, 512, 1024, 2048) for channels in (256, 1024)),
+    *(
+        (tokens, channels, 1, 1)
+        for tokens in (128, 256, 512, 1024, 2048)
+        for channels in (256, 1024)
+    ),
     *((tokens, 1024, heads, taps) for tokens in (512, 2048) for heads, taps in ((4, 1), (1, 3))),
 ]
 BACKENDS = ("cuda", "panels")
@@ -30,10 +36,17 @@ MOST_APART = 2e-2  # relative: both backends round to the type, panels once more
 
 
 def types(capability: int) -> list[tuple[torch.dtype, bool]]:
-    """(dtype, whether as tf32) of all that a GPU is used for: before 8.0 there is neither bf16 nor tf32."""
+    """(dtype, whether as tf32) of all that a GPU is used for: before 8.0 there is neither bf16 nor
+    tf32.
+    """
     if capability < 80:
         return [(torch.float16, False), (torch.float32, False)]
-    return [(torch.float16, False), (torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
+    return [
+        (torch.float16, False),
+        (torch.bfloat16, False),
+        (torch.float32, False),
+        (torch.float32, True),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -48,7 +61,7 @@ def measure(case: Case, dtype: torch.dtype, device: torch.device) -> Row:
         if not apart <= MOST_APART:  # NaN is no result either
             raise UserError(
                 f"the kernels are wrong on this GPU: {name} is {apart:.1e} away from that of panels, for {case}. Use "
-                "model.mixing_backend=panels, and report what `python -m pytest tests/test_ops_cuda.py` prints."
+                "model.mixing_backend=panels, and report what `python -m pytest tests/ops/test_ops_cuda.py` prints."
             )
     del results
     times = interleaved(steps)
@@ -57,14 +70,18 @@ def measure(case: Case, dtype: torch.dtype, device: torch.device) -> Row:
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """x, weight, bias, residual and dy, the same for each backend; the weight in fp32, as in training."""
+    """x, weight, bias, residual and dy, the same for each backend; the weight in fp32, as in
+    training.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, generator=generator)
 
     shape = (max(1, BATCH_TOKENS // case.tokens), case.tokens, case.channels)
-    weight = draw(case.heads, case.taps, case.tokens, case.tokens) * (case.tokens * case.taps) ** -0.5
+    weight = (
+        draw(case.heads, case.taps, case.tokens, case.tokens) * (case.tokens * case.taps) ** -0.5
+    )
     bias = draw(case.heads, case.tokens)
     return [draw(*shape).to(dtype), weight, bias, draw(*shape).to(dtype), draw(*shape).to(dtype)]
 
@@ -84,7 +101,10 @@ def step(tensors: list[Tensor], backend: str) -> Callable[[], list[Tensor]]:
 def interleaved(steps: dict[str, Callable]) -> dict[str, float]:
     """Median milliseconds of each step, taken in turns, so that clocks and heat favour none."""
     counts = {name: max(1, int(ROUND_MS / milliseconds(call, 2))) for name, call in steps.items()}
-    rounds = [{name: milliseconds(call, counts[name]) for name, call in steps.items()} for _ in range(ROUNDS)]
+    rounds = [
+        {name: milliseconds(call, counts[name]) for name, call in steps.items()}
+        for _ in range(ROUNDS)
+    ]
     return {name: statistics.median(times[name] for times in rounds) for name in steps}
 
 
@@ -106,9 +126,13 @@ def measure_all(device: torch.device) -> list[Row]:
         for dtype, tf32 in types(cuda.device_facts(device.index)[0]):
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
             for tokens, channels, heads, taps in SHAPES:
-                kernels = cuda.kernels_capability(device.index, channels, heads, taps, cuda.DTYPES[dtype], tf32)
+                kernels = cuda.kernels_capability(
+                    device.index, channels, heads, taps, cuda.DTYPES[dtype], tf32
+                )
                 name = str(dtype).removeprefix("torch.")
-                row = measure(Case(name, tf32, kernels, tokens, channels, heads, taps), dtype, device)
+                row = measure(
+                    Case(name, tf32, kernels, tokens, channels, heads, taps), dtype, device
+                )
                 rows.append(row)
                 print(line(row), flush=True)
     finally:
@@ -118,7 +142,17 @@ def measure_all(device: torch.device) -> list[Row]:
 
 # ------------------------------------------------------------------------------------------------ the table
 
-COLUMNS = ("type", "batch", "tokens", "channels", "heads", "kernel size", "cuda ms", "panels ms", "auto takes")
+COLUMNS = (
+    "type",
+    "batch",
+    "tokens",
+    "channels",
+    "heads",
+    "kernel size",
+    "cuda ms",
+    "panels ms",
+    "auto takes",
+)
 
 
 def cells(row: Row) -> list[str]:
@@ -129,7 +163,8 @@ def cells(row: Row) -> list[str]:
 
 def line(row: Row) -> str:
     return "  ".join(
-        cell.rjust(max(len(column), 15 * (column == "type"))) for cell, column in zip(cells(row), COLUMNS, strict=True)
+        cell.rjust(max(len(column), 15 * (column == "type")))
+        for cell, column in zip(cells(row), COLUMNS, strict=True)
     )
 
 
@@ -138,7 +173,9 @@ def heading() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mixer.ops.tune", description="Measure cuda against panels on this GPU.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mixer.ops.tune", description="Measure cuda against panels on this GPU."
+    )
     parser.parse_args(arguments)
     if reason := cuda.unavailable_reason():
         raise UserError(f"there is nothing to measure: {reason}")
@@ -147,8 +184,16 @@ def main(arguments: list[str] | None = None) -> None:
     print(heading())
     rows = measure_all(device)
     path = cuda.table_path(device.index)
-    facts = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "torch_cuda": torch.version.cuda}
-    tuned.write(path, rows, facts | {"kernels": os.path.basename(os.path.dirname(cuda.kernels(device.index)._name))})
+    facts = {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+    }
+    tuned.write(
+        path,
+        rows,
+        facts | {"kernels": os.path.basename(os.path.dirname(cuda.kernels(device.index)._name))},
+    )
     print(f"written to {path}: backend 'auto' goes by it from now on")
 
 

@@ -1,0 +1,82 @@
+"""Mixing matrices in numbers: they do not depend on the input, so what a masked mixer has learned
+of tokens can be looked at.
+
+A matrix W is (context, context), fp64, strictly upper triangle zero: token i is given W[i, j] of
+token j, lag i - j.
+"""
+
+import numpy as np
+
+SHARE = 0.9  # of a row's |W|, for its effective context
+
+
+def mixing_matrices(model) -> list[dict[str, np.ndarray]]:
+    """For each layer its matrices by name: "W", or with the convolution, head and tap where there
+    are several.
+    """
+    return [layer_matrices(layer.mixing) for layer in model.model.layers]
+
+
+def layer_matrices(mixing) -> dict[str, np.ndarray]:
+    convolutions = (
+        {"": mixing.conv}
+        if mixing.second_conv is None
+        else {"first ": mixing.conv, "second ": mixing.second_conv}
+    )
+    matrices = {}
+    for prefix, convolution in convolutions.items():
+        weight = (
+            convolution.weight.detach().double().cpu().tril().numpy()
+        )  # (heads, taps, context, context)
+        heads, taps = weight.shape[:2]
+        for head, tap in np.ndindex(heads, taps):
+            place = (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")
+            matrices[f"{prefix}W{place}"] = weight[head, tap]
+    return matrices
+
+
+def by_diagonal(matrix: np.ndarray) -> np.ndarray:
+    """(context, context): row i holds W[i, i - lag] at column lag, NaN where there is no such
+    token.
+    """
+    rows = np.arange(len(matrix))[:, None]
+    read = rows - np.arange(len(matrix))  # (context, context): the token read, by row and lag
+    return np.where(read >= 0, matrix[rows, np.maximum(read, 0)], np.nan)
+
+
+def weight_by_lag(matrix: np.ndarray) -> np.ndarray:
+    """Mean |W| of each diagonal, (context,): index 0 is the token itself."""
+    return np.nanmean(np.abs(by_diagonal(matrix)), axis=0)
+
+
+def effective_context(matrix: np.ndarray) -> np.ndarray:
+    """For each row the number of most recent tokens, itself among them, that hold 90 % of its |W|:
+    (context,) integers.
+
+    It tells how far weights reach, not how much a far token changes the output: the activations
+    have a say in that.
+    """
+    reached = np.cumsum(np.nan_to_num(np.abs(by_diagonal(matrix))), axis=1)
+    return 1 + (reached < SHARE * reached[:, -1:]).sum(axis=1)
+
+
+def toeplitz_distance(matrix: np.ndarray) -> float:
+    """||W - T|| / ||W|| in Frobenius norm, T the nearest Toeplitz matrix: each diagonal replaced by
+    its mean.
+
+    0: the same convolution at each position. sqrt(1 - 2 / (context + 1)): independent random
+    weights of mean zero.
+    """
+    diagonals = by_diagonal(matrix)
+    return ratio(
+        np.nansum((diagonals - np.nanmean(diagonals, axis=0)) ** 2), np.nansum(diagonals**2)
+    )
+
+
+def relative_change(before: np.ndarray, after: np.ndarray) -> float:
+    """||after - before|| / ||before|| in Frobenius norm."""
+    return ratio(np.sum((after - before) ** 2), np.sum(before**2))
+
+
+def ratio(square: float, whole: float) -> float:
+    return float(np.sqrt(square / whole)) if whole else 0.0

@@ -1,0 +1,240 @@
+"""Loading a checkpoint directory, ours or any causal language model of transformers, with every
+fault named.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from mixer.checkpoints.checkpoint import sha256
+from mixer.common.errors import UserError, first_line
+from mixer.data.tokenizer import vocabulary_size
+from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# Embeddings are padded up to a multiple of a round number; no model is known to pad by more.
+LARGEST_PADDING = 1024
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "max_position_embeddings",
+)  # as transformers names them in most configurations
+
+# What to do about each missing part.
+REMEDIES = {
+    "config.json": "give a directory that save_pretrained wrote",
+    "model.safetensors": "give a complete checkpoint, with its weights as safetensors (pickled ones are not read)",
+    "tokenizer.json": "copy the tokenizer that it was trained with into it (of a run: the tokenizer/ folder of its data)",
+}
+
+
+def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:
+    """Raises UserError naming what a checkpoint directory lacks, or which of its weight files is
+    cut short.
+
+    tokenizer: whether one is needed.
+    """
+    if not directory.is_dir():
+        raise UserError(
+            f"checkpoint {directory} is not a directory: give one such as runs/demo/step-600"
+        )
+    missing = missing_files(directory, tokenizer)
+    steps = sorted(
+        (path for path in directory.glob("step-*") if path.is_dir()),
+        key=lambda path: path.stat().st_mtime,
+    )
+    if missing and steps:
+        raise UserError(
+            f"{directory} is a run, not a checkpoint: give one of its steps, e.g. {steps[-1]}"
+        )
+    if missing:
+        remedy = REMEDIES.get(
+            missing[0], "copy the missing files into it, or give a complete checkpoint"
+        )
+        raise UserError(
+            f"checkpoint {directory} is incomplete, it lacks {', '.join(missing)}: {remedy}"
+        )
+    for file in weight_files(directory):
+        check_weights(file)
+
+
+def missing_files(directory: Path, tokenizer: bool) -> list[str]:
+    missing = [name for name in ("config.json",) if not (directory / name).is_file()]
+    missing += [file.name for file in weight_files(directory) if not file.is_file()]
+    if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        missing.append("tokenizer.json")
+    return missing
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """model.safetensors, or the shards that the index names."""
+    index = directory / INDEX
+    if not index.is_file():
+        return [directory / "model.safetensors"]
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [directory / name for name in sorted(shards)]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{index} cannot be read ({error!r}): copy it again, or give another checkpoint"
+        ) from None
+
+
+def weights_sha256(directory: Path) -> list[str]:
+    """Of each weight file: what tells these weights from those that stood in the same place
+    before.
+    """
+    return [sha256(file) for file in weight_files(directory)]
+
+
+def check_weights(file: Path) -> None:
+    """safetensors compares the file's length with its header's, so this finds a shard cut short
+    without reading it.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"checkpoint {file.parent} cannot be read: {file.name} ({file.stat().st_size:,} bytes) is damaged or cut short "
+            f"({error}): copy it again, or give another checkpoint"
+        ) from None
+
+
+def load_checkpoint(directory: Path, device: torch.device, backend: str = ""):
+    """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
+
+    backend: the mixing backend of a masked mixer, other models have none; empty: what the
+    checkpoint says. Raises UserError where the directory is incomplete or damaged, where the model
+    is no causal language model that transformers knows, and where the tokenizer is another model's.
+    """
+    check_checkpoint(directory)
+    config = load_config(directory)
+    if backend and isinstance(config, MaskedMixerConfig):
+        config.mixing_backend = backend
+    tokenizer = load_fast_tokenizer(directory)
+    check_vocabulary(directory, tokenizer, config.get_text_config().vocab_size)
+    return load_model(directory, config).to(device).eval(), tokenizer
+
+
+def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The directory's model in fp32, on the CPU; raises UserError where its weights cannot be read
+    or are not all there.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        raise UserError(
+            f"checkpoint {directory} cannot be read ({error}): give another checkpoint"
+        ) from error
+    absent = sorted(loading["missing_keys"])
+    if absent:  # transformers would go on with random numbers in their place
+        raise UserError(
+            f"checkpoint {directory} lacks the weights {', '.join(absent[:3])}...: give a complete checkpoint"
+        )
+    unknown = sorted(loading["unexpected_keys"])
+    if unknown and isinstance(
+        config, MaskedMixerConfig
+    ):  # of other models, old versions may have had what is not needed
+        raise UserError(
+            f"checkpoint {directory} has weights that its config.json has no place for, {', '.join(unknown[:3])}...: give the "
+            "config.json that was saved with them"
+        )
+    return model
+
+
+def load_masked_mixer(directory: Path, problem: str) -> PreTrainedModel:
+    """`load_model`, of a masked mixer alone, with or without a tokenizer beside it; see
+    `check_masked_mixer`.
+    """
+    check_checkpoint(directory, tokenizer=False)
+    config = load_config(directory)
+    check_masked_mixer(directory, config, problem)
+    return load_model(directory, config)
+
+
+def check_masked_mixer(directory: Path, config: PreTrainedConfig, problem: str) -> None:
+    """Raises UserError for another architecture; `problem` says what such a model is or lacks."""
+    if not isinstance(config, MaskedMixerConfig):
+        raise UserError(
+            f"checkpoint {directory} is a {config.model_type}, {problem}: give one of a masked mixer"
+        )
+
+
+def load_config(directory: Path) -> PreTrainedConfig:
+    """Raises UserError for a model that AutoModelForCausalLM cannot build, and for sizes below 1,
+    which it lets pass.
+    """
+    allowed = "masked_mixer, or any causal language model that the installed transformers has (gpt2, llama, ...)"
+    try:
+        config = AutoConfig.from_pretrained(
+            str(directory), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # transformers and the hub client each raise their own kinds
+        raise UserError(
+            f"checkpoint {directory} is of no architecture that can be evaluated ({first_line(error)}); allowed: {allowed}: "
+            "check its config.json, model_type above all, or install the transformers that knows it"
+        ) from None
+    if type(config) not in AutoModelForCausalLM._model_mapping.keys():
+        raise UserError(
+            f"checkpoint {directory} is a {config.model_type}, which is not a causal language model and has no perplexity; "
+            f"allowed: {allowed}: give another checkpoint"
+        )
+    sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
+    wrong = [
+        f"{name} {value}" for name, value in sizes.items() if isinstance(value, int) and value < 1
+    ]
+    if wrong:
+        raise UserError(
+            f"the config.json of checkpoint {directory} has {', '.join(wrong)}; allowed: 1 or more: correct it"
+        )
+    return config
+
+
+def load_fast_tokenizer(directory: Path):
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # transformers and tokenizers each raise their own kinds
+        raise UserError(
+            f"the tokenizer in checkpoint {directory} cannot be read ({first_line(error)}): {REMEDIES['tokenizer.json']}"
+        ) from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise UserError(
+            f"the tokenizer in checkpoint {directory} has no fast version (tokenizer.json): save it as a fast one"
+        )
+    return tokenizer
+
+
+def check_vocabulary(directory: Path, tokenizer, vocab_size: int) -> None:
+    """A model may have more ids than its tokenizer (padding), never less, nor so many more that it
+    is another model's.
+    """
+    ids = vocabulary_size(tokenizer)
+    if not ids <= vocab_size <= ids + LARGEST_PADDING:
+        raise UserError(
+            f"checkpoint {directory} holds a tokenizer of {ids} ids and a model of {vocab_size}; allowed: as many, or up to "
+            f"{LARGEST_PADDING} more in the model: {REMEDIES['tokenizer.json']}"
+        )

@@ -1,0 +1,229 @@
+"""The report of a comparison: tables, loss curves and throughput; see mixer.comparison.result for
+the numbers.
+"""
+
+import json
+from pathlib import Path
+
+from mixer.common.files import write_text
+from mixer.comparison.result import (
+    LARGEST_GAP,
+    LARGEST_GAP_AT_END,
+    bits_per_byte,
+    interpolated,
+    losses_of,
+    training_times,
+)
+from mixer.report import (
+    COLOURS,
+    draw_overlay,
+    new_figure,
+    plot_comparison,
+    save,
+    short_number,
+    style_steps,
+)
+
+
+def report(result: dict) -> str:
+    """The result's tables and verdicts as Markdown, without pictures."""
+    return "\n\n".join([speed_table(result), loss_table(result), notes(result)]) + "\n"
+
+
+def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Path:
+    """report.md, report.json and the pictures in `output`, where each model's metrics are too.
+    `lines`: metrics by model.
+    """
+    pictures = [
+        plot_losses(lines, output / "losses.png"),
+        plot_throughput(result, output / "throughput.png"),
+    ]
+    compared = list(dict.fromkeys(name for gap in result["gaps"] for name in gap["models"]))
+    if compared:
+        pictures.append(
+            plot_comparison(
+                {name: output / f"{name}.jsonl" for name in compared}, output / "gap.png"
+            )
+        )
+    write_text(output / "report.json", json.dumps(result, indent=1) + "\n")
+    shown = "\n\n".join(f"![{picture.stem}]({picture.name})" for picture in pictures)
+    write_text(
+        output / "report.md",
+        f"# Comparison: {', '.join(result['models'])}\n\n{report(result)}\n{shown}\n",
+    )
+    return output / "report.md"
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Markdown; the first column is text, the others are numbers."""
+    lines = [
+        list(rows[0]),
+        ["---"] + ["---:"] * (len(rows[0]) - 1),
+        *(list(row.values()) for row in rows),
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def speed_table(result: dict) -> str:
+    limit, rows = result["limit"], []
+    for name, model in result["models"].items():
+        speed, share = model["tokens_per_second"], model["token_mixing_share"]
+        limited = limit and model["model"]["architecture"] == "masked_mixer"
+        rows.append(
+            {
+                "model": name,
+                "parameters, M": f"{model['parameters'] / 1e6:.1f}",
+                "tokens/s": f"{speed['median']:,.0f}",
+                "lowest to highest": f"{speed['lowest']:,.0f} to {speed['highest']:,.0f}",
+                "of the limit": f"{speed['median'] / limit['median']:.2f}" if limited else "-",
+                "useful TFLOP/s": f"{model['useful_tflops']:.3g}",
+                "executed TFLOP/s": f"{model['executed_tflops']:.3g}",
+                "share of peak": f"{model['useful_share_of_peak']:.1%}"
+                if model["useful_share_of_peak"]
+                else "-",
+                "peak memory, GB": f"{model['peak_memory_gb']:.1f}",
+                "token mixing": f"{share:.1%}" if share is not None else "not measured",
+            }
+        )
+    if limit:
+        row = {title: "" for title in rows[0]} | {
+            "model": "no mixing (limit)",
+            "tokens/s": f"{limit['median']:,.0f}",
+        }
+        rows.append(
+            row | {"lowest to highest": f"{limit['lowest']:,.0f} to {limit['highest']:,.0f}"}
+        )
+    return table(rows)
+
+
+def loss_table(result: dict) -> str:
+    rows = [
+        {
+            "model": name,
+            "steps": f"{model['steps']:,}",
+            "tokens, M": f"{model['tokens'] / 1e6:.1f}",
+            "training, s": f"{model['training_seconds']:.1f}",
+            "start-up, s": f"{model['start_up_seconds']:.1f}",
+            "last training loss": f"{model['last_loss']:.4f}",
+            "validation loss": f"{model['validation_loss']:.4f}",
+            "bits per byte": f"{model['validation_bits_per_byte']:.4f}",
+        }
+        for name, model in result["models"].items()
+    ]
+    return table(rows)
+
+
+def notes(result: dict) -> str:
+    """What the numbers are, and whether the backends agree."""
+    settings = result["settings"]
+    train, context = settings["train"], settings["model"]["max_position_embeddings"]
+    samples = train["batch_size"] * train["gradient_accumulation_steps"] * result["processes"]
+    repeats = len(next(iter(result["models"].values()))["tokens_per_second"]["all"])
+    hardware = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
+    lines = [verdict(gap) for gap in result["gaps"]]
+    if result["seconds"]:
+        lines.append(
+            f"Each model has the steps that it was timed to do in {result['seconds']:g} s, and its schedule ends with them."
+        )
+    lines += [
+        f"tokens/s: median of {repeats} runs in turn, {result['timing_steps']} steps each after as many. Limit: the masked mixer "
+        "without its token mixing. Useful operations leave out the masked half. Token mixing: forward and backward, as a share "
+        "of the profiled steps' time (on a GPU, of its kernels'); a transformer's is attention without its projections. Peak "
+        "memory: what PyTorch allocated on the GPU, on a CPU what the process held. Training time is without start-up, "
+        "evaluation and saving.",
+        *(
+            shape(name, model["model"])
+            for name, model in result["models"].items()
+            if model["model"]["architecture"] == "llama"
+        ),
+        f"{samples} x {context} tokens a step, precision {train['mixed_precision']}, seed {settings['seed']}, "
+        f"{result['processes']} process(es). Measured on {hardware}; commit {result['commit'][:10]}: `{result['command']}`",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def shape(name: str, model: dict) -> str:
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    return (
+        f"{name}: transformers' LlamaForCausalLM, hidden {hidden}, {heads} heads of {hidden // heads}, "
+        f"{model['num_hidden_layers']} layers, gated MLP of {model['intermediate_size']}."
+    )
+
+
+def verdict(gap: dict) -> str:
+    first, second = gap["models"]
+    return (
+        f"{first} and {second} {'agree' if gap['within_tolerance'] else 'do NOT agree'}: training losses apart by "
+        f"{gap['largest']:.2%} at most (step {gap['at_step']}; tolerance {LARGEST_GAP:.1%}), {gap['mean']:.2%} on average over "
+        f"{gap['steps_compared']} logged steps; over the last {gap['steps_at_end']} their means by {gap['of_means_at_end']:.3%} "
+        f"(tolerance {LARGEST_GAP_AT_END:.1%}), single steps by {gap['mean_at_end']:.2%}."
+    )
+
+
+def plot_losses(lines: dict[str, list[dict]], output: Path) -> Path:
+    """Training loss by step and by training time, and validation bits per byte by training time."""
+    by_step = {name: losses_of(of_model) for name, of_model in lines.items()}
+    by_time = {}
+    for name, losses in by_step.items():
+        times = training_times(lines[name])
+        by_time[name] = {interpolated(times, step): loss for step, loss in losses.items()}
+    figure = new_figure(figsize=(13, 4.4))
+    left, middle, right = figure.subplots(1, 3)
+    draw_overlay(left, by_step)
+    left.set_title("Training loss by step")
+    style_steps(left)
+    draw_overlay(middle, by_time)
+    middle.set_title("by training time")
+    for index, (name, of_model) in enumerate(lines.items()):
+        bits = bits_per_byte(of_model)
+        colour = COLOURS[index % len(COLOURS)]
+        right.plot(
+            list(bits), list(bits.values()), color=colour, marker="o", markersize=3.5, label=name
+        )
+    right.set_title("Validation, bits per byte")
+    right.set_ylabel("bits per byte")
+    right.legend(loc="upper right")
+    for axes in (middle, right):
+        axes.set_xlabel("training time (s)")
+        axes.set_xlim(left=0)
+    return save(figure, output)
+
+
+def plot_throughput(result: dict, output: Path) -> Path:
+    """A bar for each model, from the slowest to the fastest of its runs a line, and the limit."""
+    speeds = {name: model["tokens_per_second"] for name, model in result["models"].items()}
+    figure = new_figure(figsize=(8, 1.4 + 0.5 * len(speeds)))
+    axes = figure.add_subplot()
+    for index, (name, speed) in enumerate(speeds.items()):
+        reach = [[speed["median"] - speed["lowest"]], [speed["highest"] - speed["median"]]]
+        axes.barh(
+            name,
+            speed["median"],
+            xerr=reach,
+            color=COLOURS[index % len(COLOURS)],
+            height=0.6,
+            capsize=4,
+        )
+        axes.annotate(
+            f"{short_number(speed['median'])}",
+            (0, name),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color="white",
+        )
+    if result["limit"]:
+        axes.axvline(
+            result["limit"]["median"],
+            color="#000000",
+            linestyle="--",
+            linewidth=1.2,
+            label="no token mixing: the limit",
+        )
+        figure.legend(loc="outside lower right")
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.xaxis.set_major_formatter(short_number)
+    axes.set_xlabel("tokens/s")
+    axes.set_title("Training speed")
+    return save(figure, output)

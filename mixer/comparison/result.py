@@ -1,0 +1,172 @@
+"""The numbers of a comparison, from the metrics of its runs; see mixer.compare for how these are
+made.
+"""
+
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+
+import torch
+
+from mixer.common.hardware import peak_tflops
+from mixer.common.provenance import hardware
+from mixer.data.manifest import Manifest
+from mixer.models.architecture import model_class, model_config
+from mixer.training.config import RunConfig
+
+# What the backends of one model are held to: they compute the same, but for rounding.
+LARGEST_GAP = 5e-3  # between the training losses, relative, at every logged step
+LARGEST_GAP_AT_END = 1e-3  # between their means over the last logged steps
+END = 0.1  # share of the logged steps that is the end
+
+
+@dataclass
+class Timing:
+    """A short run."""
+
+    tokens_per_second: float
+    peak_memory_gb: float  # on a CPU, of the process
+    token_mixing_share: (
+        float | None
+    )  # of the step's time; None where it was not profiled or is not known
+
+
+@dataclass
+class Measured:
+    """A model of the comparison: its short runs, and the lines of metrics of the one in full."""
+
+    name: str
+    is_mixer: bool
+    run: RunConfig
+    timings: list[Timing]
+    lines: list[dict]
+
+
+def result_of(measured: list[Measured], limit: list[Timing], conditions: dict) -> dict:
+    """Everything that the report shows, as JSON has it. `limit`: the masked mixer's short runs
+    without token mixing.
+    """
+    result = {"hardware": hardware(), **conditions, "settings": asdict(measured[0].run)}
+    result["models"] = {one.name: model_result(one, conditions["processes"]) for one in measured}
+    result["limit"] = spread(limit) if limit else None
+    mixers = [one for one in measured if one.is_mixer]
+    same_steps = not conditions["seconds"]
+    result["gaps"] = [gap(mixers[0], other) for other in mixers[1:]] if same_steps else []
+    return result
+
+
+def model_result(one: Measured, processes: int) -> dict:
+    vocabulary = Manifest.load(one.run.data.directory).vocab_size
+    config = model_config(one.run.model, vocabulary, None)
+    with torch.device("meta"):
+        model = model_class(config)(config)
+    speed, flops = spread(one.timings), model.flops_per_token()
+    peak = peak_tflops(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"), one.run.train.mixed_precision
+    )
+    tflops = {kind: speed["median"] * flops[kind] / 1e12 for kind in ("useful", "executed")}
+    shares = [
+        timing.token_mixing_share for timing in one.timings if timing.token_mixing_share is not None
+    ]
+    times, losses = training_times(one.lines), losses_of(one.lines)
+    validation = [line for line in one.lines if "validation_loss" in line]
+    return {
+        "model": {
+            name: getattr(config, name, given) for name, given in asdict(one.run.model).items()
+        },  # nulls resolved
+        "vocab_size": vocabulary,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens_per_second": speed,
+        "flops_per_token": flops,
+        "useful_tflops": tflops["useful"],
+        "executed_tflops": tflops["executed"],
+        "useful_share_of_peak": tflops["useful"] / (peak * processes) if peak else None,
+        "peak_memory_gb": max(timing.peak_memory_gb for timing in one.timings),
+        "token_mixing_share": shares[0] if shares else None,
+        "steps": max(losses),
+        "tokens": one.lines[-1]["tokens"],
+        "training_seconds": times[max(times)],
+        "start_up_seconds": start_up(one.lines),
+        "last_loss": losses[max(losses)],
+        "validation_loss": validation[-1]["validation_loss"],
+        "validation_bits_per_byte": validation[-1]["validation_bits_per_byte"],
+    }
+
+
+def spread(timings: list[Timing]) -> dict:
+    rates = [timing.tokens_per_second for timing in timings]
+    return {"median": median(rates), "lowest": min(rates), "highest": max(rates), "all": rates}
+
+
+def losses_of(lines: list[dict]) -> dict[int, float]:
+    """Training loss by step, where it is finite."""
+    return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
+
+
+def bits_per_byte(lines: list[dict]) -> dict[float, float]:
+    """Validation bits per byte by training time, after the evaluation before the first step."""
+    times = training_times(lines)
+    return {
+        interpolated(times, line["step"]): line["validation_bits_per_byte"]
+        for line in lines
+        if line["step"] and "validation_loss" in line
+    }
+
+
+def training_times(lines: list[dict]) -> dict[int, float]:
+    """Seconds of training up to each logged step: without evaluation and saving, and without the
+    start-up.
+    """
+    times, passed = {}, -start_up(lines)
+    for line in lines:
+        if "loss" in line:
+            passed += line["seconds"]
+            times[line["step"]] = passed
+    return times
+
+
+def start_up(lines: list[dict]) -> float:
+    """Seconds that the first logged window took longer than its steps do later: first calls, and
+    compilation.
+    """
+    windows = [line for line in lines if "loss" in line]
+    steps = [
+        window["step"] - before
+        for window, before in zip(windows, [0, *(w["step"] for w in windows)], strict=False)
+    ]
+    if len(windows) < 2:
+        return 0.0
+    step = median(
+        window["seconds"] / count for window, count in zip(windows[1:], steps[1:], strict=True)
+    )
+    return max(0.0, windows[0]["seconds"] - steps[0] * step)
+
+
+def interpolated(values: dict[int, float], at: int) -> float:
+    """A value between those of logged steps, and from 0 at step 0."""
+    import numpy as np
+
+    return float(np.interp(at, [0, *values], [0.0, *values.values()]))
+
+
+def gap(first: Measured, second: Measured) -> dict:
+    """How far the second's training losses are from the first's, relative to these, at the steps
+    that both logged.
+    """
+    ours, theirs = losses_of(first.lines), losses_of(second.lines)
+    steps = sorted(ours.keys() & theirs.keys())
+    gaps = {step: abs(theirs[step] - ours[step]) / ours[step] for step in steps}
+    worst = max(gaps, key=gaps.get)
+    end = steps[-max(1, round(END * len(steps))) :]
+    at_end = abs(mean(theirs[step] for step in end) / mean(ours[step] for step in end) - 1)
+    return {
+        "models": [first.name, second.name],
+        "steps_compared": len(steps),
+        "by_step": gaps,
+        "largest": gaps[worst],
+        "at_step": worst,
+        "mean": mean(gaps.values()),
+        "steps_at_end": len(end),
+        "of_means_at_end": at_end,
+        "mean_at_end": mean(gaps[step] for step in end),
+        "within_tolerance": gaps[worst] <= LARGEST_GAP and at_end <= LARGEST_GAP_AT_END,
+    }

@@ -1,0 +1,104 @@
+"""What a directory of prepared data holds, and the checks on it.
+
+A prepared directory holds
+
+    train.bin, validation.bin             token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
+    train.docs.bin, validation.docs.bin   where each document ends in it (uint64, exclusive, EOS included)
+    tokenizer/                            what AutoTokenizer.from_pretrained reads
+    manifest.json                         settings, counts and hashes
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mixer.common.errors import UserError
+from mixer.data.tokenizer import digest
+
+FORMAT = 1
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class SplitManifest:
+    """Counts of one split. `bytes` (UTF-8) and `words` (split at white space) are of the text;
+    `tokens` counts EOS.
+    """
+
+    documents: int
+    bytes: int
+    words: int
+    tokens: int
+    max_token_id: int
+    tokens_sha256: str
+    documents_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared directory holds. `fingerprint` is one hash over the settings and the hashes
+    of all files.
+    """
+
+    dtype: str
+    vocab_size: int
+    eos_token_id: int
+    tokenizer_sha256: str
+    tokenizer_bytes: int  # bytes of text the BPE was trained on; 0 for an existing tokenizer
+    settings: dict
+    splits: dict[str, SplitManifest]
+    fingerprint: str
+    format: int = FORMAT
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Manifest":
+        """Read `directory`/manifest.json. Raises UserError if it is missing, damaged, or of another
+        format.
+        """
+        file = Path(directory) / "manifest.json"
+        if not file.is_file():
+            raise UserError(
+                f"{directory} holds no prepared data (no manifest.json); prepare it first, or correct data.directory"
+            )
+        try:
+            values = json.loads(file.read_text())
+            if values["format"] != FORMAT:
+                raise UserError(
+                    f"{file} has format {values['format']}, this code reads {FORMAT}; delete {directory} and prepare again"
+                )
+            values["splits"] = {
+                name: SplitManifest(**counts) for name, counts in values["splits"].items()
+            }
+            return cls(**values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{file} is damaged ({type(error).__name__}: {error}); delete {directory} and prepare again"
+            ) from error
+
+    def verify(self, directory: str | Path) -> None:
+        """Raise UserError unless the files in `directory` have the recorded sizes and the tokenizer
+        its hash.
+        """
+        directory = Path(directory)
+        again = f"delete {directory} and prepare again"
+        for name, split in self.splits.items():
+            sizes = {
+                f"{name}.bin": split.tokens * np.dtype(self.dtype).itemsize,
+                f"{name}.docs.bin": split.documents * 8,
+            }
+            for file, size in sizes.items():
+                found = (
+                    (directory / file).stat().st_size if (directory / file).is_file() else "missing"
+                )
+                if found != size:
+                    raise UserError(
+                        f"{directory / file} should have {size} bytes and is {found}: cut short or replaced; {again}"
+                    )
+        if not (directory / "tokenizer" / "tokenizer.json").is_file():
+            raise UserError(f"{directory / 'tokenizer' / 'tokenizer.json'} is missing; {again}")
+        if digest(directory / "tokenizer") != self.tokenizer_sha256:
+            raise UserError(
+                f"{directory / 'tokenizer'} is not the tokenizer that made the token files; put it back, or {again}"
+            )

@@ -1,0 +1,284 @@
+"""Perplexity of checkpoints on a text, with the conventions beside every number."""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mixer.checkpoints.checkpoint import read_trainer
+from mixer.checkpoints.pretrained import check_checkpoint, load_checkpoint, weights_sha256
+from mixer.common.errors import UserError
+from mixer.evaluation.checks import check_causality, compare_backends
+from mixer.evaluation.measure import Plan, choose_device, join_processes, measure
+from mixer.evaluation.scoring import TokenScores, check_stride, evaluate_streams, evaluate_tokens
+from mixer.evaluation.texts import (
+    Text,
+    limit,
+    put_eos_first,
+    text_from_files,
+    text_from_hub,
+    validation_text,
+)
+from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+from mixer.ops import BACKENDS
+
+__all__ = [
+    "EvalOptions",
+    "TokenScores",
+    "evaluate_checkpoint",
+    "evaluate_streams",
+    "evaluate_tokens",
+    "load_checkpoint",
+]
+
+FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
+LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
+
+
+@dataclass
+class EvalOptions:
+    """What to evaluate, and how."""
+
+    checkpoint: str = field(
+        metadata={
+            "help": "a checkpoint, e.g. runs/demo/step-600, or any Hugging Face causal LM's directory"
+        }
+    )
+    text: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "UTF-8 text files to score, a document each; of .jsonl and .parquet files each row is one"
+        },
+    )
+    data: str = field(
+        default="", metadata={"help": "prepared data directory; default: the one of the run"}
+    )
+    hub: str = field(
+        default="", metadata={"help": "dataset of the hub to score, each row a document"}
+    )
+    subset: str = field(default="", metadata={"help": "hub: the dataset's configuration"})
+    split: str = field(default="test", metadata={"help": "hub: the split to read"})
+    text_field: str = field(default="text", metadata={"help": "field of a row that holds its text"})
+    max_documents: int = field(
+        default=0, metadata={"help": "score at most that many rows of a file or dataset; 0: all"}
+    )
+    window: int | None = field(
+        default=None, metadata={"help": "longest window in tokens; default: the model's context"}
+    )
+    stride: int | None = field(
+        default=None,
+        metadata={
+            "help": "tokens between windows, 1..window; default: the window (disjoint windows)"
+        },
+    )
+    batch_size: int = field(default=16, metadata={"help": "windows per forward"})
+    max_tokens: int = field(default=0, metadata={"help": "score at most that many tokens; 0: all"})
+    first_token: str = field(
+        default="skip",
+        metadata={"help": "first token of a stream: skip, or eos: score it after an EOS"},
+    )
+    last_window: str = field(
+        default="short",
+        metadata={
+            "help": "last window of a stream: short, or full: let it begin earlier, as long as the others"
+        },
+    )
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+    dtype: str = field(default="fp32", metadata={"help": "fp32, fp16 or bf16 (autocast)"})
+    backend: str = field(
+        default="",
+        metadata={"help": "auto, cuda, panels or dense; default: what the checkpoint says"},
+    )
+    compare_backends: bool = field(
+        default=False,
+        metadata={"help": "also score each masked mixer through dense, panels and cuda"},
+    )
+
+
+def exp_or_none(value: float) -> float | None:
+    """exp, or None where fp64 has no such number: word perplexity of an untrained model can be that
+    large.
+    """
+    return math.exp(value) if value < 709 else None
+
+
+def perplexities(scores: TokenScores, size: int, words: int) -> dict:
+    """Perplexity per token, word and byte, and bits per byte (nats / ln 2 / bytes)."""
+    return {
+        "loss": scores.loss,
+        "token_perplexity": exp_or_none(scores.loss),
+        "word_perplexity": exp_or_none(scores.nats / max(words, 1)),
+        "byte_perplexity": exp_or_none(scores.nats / size),
+        "bits_per_byte": scores.nats / math.log(2) / size,
+    }
+
+
+def check_options(options: EvalOptions) -> None:
+    """Raises UserError for whatever is wrong before a model is loaded, so that no hour is lost on
+    the checkpoints before.
+    """
+    for name, least in (("batch_size", 1), ("max_tokens", 0), ("max_documents", 0)):
+        value = getattr(options, name)
+        if value < least:
+            raise UserError(
+                f"{name} {value} is too small: give {least} or more"
+                + ("" if least else " (0: all)")
+            )
+    if options.window is not None and options.window < 1:
+        raise UserError(
+            f"window {options.window} is too small: give 1 or more tokens, at most the model's context"
+        )
+    if options.stride is not None and options.stride < 1:
+        raise UserError(
+            f"stride {options.stride} is too small, windows would never move on: give 1 or more, at most the window"
+        )
+    choices = {"first_token": FIRST_TOKEN, "last_window": LAST_WINDOW, "backend": ("", *BACKENDS)}
+    for name, allowed in choices.items():
+        value = getattr(options, name)
+        if value not in allowed:
+            raise UserError(
+                f"{name} {value!r} is unknown: choose one of {', '.join(filter(None, allowed))}"
+            )
+    if sum(map(bool, (options.text, options.data, options.hub))) > 1:
+        raise UserError(
+            "more than one text was given: give --text FILE..., --data DIR or --hub NAME, not both or all"
+        )
+    directory = Path(options.checkpoint)
+    check_checkpoint(directory)
+    if not (options.text or options.hub or options.data):
+        data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
+        if not data:
+            raise UserError(f"{directory} does not say which data it was trained on: {give}")
+        if not Path(data).is_dir():  # a relative one is of where training was started
+            raise UserError(
+                f"{directory} was trained on the data in {data}, which is not here ({Path.cwd()}): {give}"
+            )
+
+
+def data_directory(options: EvalOptions) -> str | None:
+    return options.data or read_trainer(Path(options.checkpoint)).get("data_directory")
+
+
+def choose_window(options: EvalOptions, model) -> tuple[int, int]:
+    """(window, stride) in tokens."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    window = options.window or context
+    if window is None:
+        raise UserError(
+            f"{options.checkpoint} does not say its context (max_position_embeddings): give --window N"
+        )
+    if context is not None and window > context:
+        raise UserError(
+            f"window {window} is larger than the context of {options.checkpoint}: give 1..{context}"
+        )
+    return window, check_stride(window if options.stride is None else options.stride, window)
+
+
+def choose_text(options: EvalOptions, window: int, tokenizer) -> Text:
+    if options.text:
+        text = text_from_files(options.text, tokenizer, options.text_field, options.max_documents)
+    elif options.hub:
+        text = text_from_hub(
+            options.hub,
+            options.subset,
+            options.split,
+            options.text_field,
+            options.max_documents,
+            tokenizer,
+        )
+    else:
+        text = validation_text(Path(data_directory(options)), window, tokenizer)
+    text = limit(text, options.max_tokens, tokenizer)
+    return put_eos_first(text, tokenizer) if options.first_token == "eos" else text
+
+
+def check_tokens(text: Text, vocab_size: int) -> None:
+    largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
+    if largest >= vocab_size:
+        raise UserError(
+            f"{text.name} has token {largest}, the model's vocabulary ends at {vocab_size - 1}: "
+            "give data that was prepared with the checkpoint's own tokenizer"
+        )
+
+
+def evaluate_checkpoint(options: EvalOptions) -> dict:
+    """Load a checkpoint, score its text and return the numbers with their conventions.
+
+    Under `accelerate launch` the processes share the windows out, and each returns the numbers of
+    the whole. Raises UserError for an incomplete or damaged checkpoint, one that is no causal
+    language model or has another model's tokenizer, a missing, empty, too short or non-UTF-8 text,
+    missing data, a window or stride that does not fit, an unknown setting, and a dtype that the
+    device lacks.
+    """
+    place = join_processes(choose_device(options.device, options.dtype))
+    check_options(options)
+    directory = Path(options.checkpoint)
+    model, tokenizer = load_checkpoint(directory, place.device, options.backend)
+    model.config.get_text_config().use_cache = (
+        False  # else a transformer keeps keys and values that nothing reads
+    )
+    window, stride = choose_window(options, model)
+    plan = Plan(window, stride, options.last_window, options.batch_size, options.dtype)
+    text = choose_text(options, window, tokenizer)
+    check_tokens(text, model.config.get_text_config().vocab_size)
+    causality = check_causality(model, max(text.streams, key=len), plan, place)
+    scores, cost = measure(model, text.streams, plan, place)
+    if not math.isfinite(scores.nats):
+        raise UserError(
+            f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; if it stays, the checkpoint diverged"
+        )
+    is_mixer = isinstance(model.config, MaskedMixerConfig)
+    compared = (
+        compare_backends(model, text.streams, plan, place)
+        if options.compare_backends and is_mixer
+        else []
+    )
+    return {
+        **describe_model(directory, model, tokenizer),
+        **describe_text(text, tokenizer),
+        "first_token": FIRST_TOKEN[options.first_token],
+        "window": window,
+        "stride": stride,
+        "last_window": LAST_WINDOW[options.last_window],
+        "windows": scores.windows,
+        "tokens_scored": scores.tokens,
+        "nats": scores.nats,
+        **perplexities(scores, text.bytes, text.words),
+        "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
+        "dtype": options.dtype,
+        "device": str(place),
+        **cost,
+        "causality": causality,
+        "backends": compared,
+        "loss_by_position": scores.loss_by_position,
+        "count_by_position": scores.count_by_position.tolist(),
+    }
+
+
+def describe_model(directory: Path, model, tokenizer) -> dict:
+    serialised = tokenizer.backend_tokenizer.to_str()
+    return {
+        "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
+        "checkpoint": str(directory),
+        "step": read_trainer(directory).get("step"),
+        "architecture": model.config.model_type,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocabulary": model.config.get_text_config().vocab_size,
+        "tokenizer_ids": len(tokenizer),
+        "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
+        "weights_sha256": weights_sha256(directory),
+    }
+
+
+def describe_text(text: Text, tokenizer) -> dict:
+    eos = tokenizer.eos_token_id
+    return {
+        "text": text.name,
+        "bytes": text.bytes,
+        "words": text.words,
+        "sizes_counted_from": text.counted,
+        "streams": len(text.streams),
+        "eos_scored": sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
+        if eos is not None
+        else 0,
+    }

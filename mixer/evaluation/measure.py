@@ -1,0 +1,145 @@
+"""Scores of a text by all processes of a launch together, with the time and the memory that they
+took.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from mixer.common.errors import UserError
+from mixer.common.hardware import peak_memory_gb
+from mixer.evaluation.scoring import (
+    TokenScores,
+    add_processes,
+    evaluate_streams,
+    token_nats,
+    window_batches,
+)
+
+DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process computes, and which one of how many it is."""
+
+    device: torch.device
+    index: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return name if self.count == 1 else f"{self.count} x {name}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a text is cut and computed."""
+
+    window: int
+    stride: int
+    last_window: str = "short"
+    batch_size: int = 16
+    dtype: str = "fp32"
+
+
+def choose_device(name: str, dtype: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device {name!r} is unknown: choose auto, cpu or cuda")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "device cuda was asked for and PyTorch sees no CUDA device: use --device cpu, or install a CUDA build"
+        )
+    device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and dtype == "bf16" and torch.cuda.get_device_capability() < (8, 0):
+        raise UserError(
+            f"{torch.cuda.get_device_name()} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32"
+        )
+    return device
+
+
+def join_processes(device: torch.device) -> Place:
+    """This process's place in its launch (`accelerate launch`, torchrun); alone where there is
+    none.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Place(device)
+    from accelerate import PartialState
+
+    state = PartialState(cpu=device.type == "cpu")
+    return Place(state.device, state.process_index, state.num_processes)
+
+
+def is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def end_processes() -> None:
+    """Leaves what join_processes joined."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict]:
+    """(scores of all processes together, {"tokens_per_second", "peak_memory_gb", "memory"}).
+
+    Throughput counts the scored tokens of all processes; the first batch is computed once before,
+    untimed. Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU, or
+    on a CPU the peak of the whole process.
+    """
+    dtype = DTYPES[plan.dtype]
+    on_gpu = place.device.type == "cuda"
+    try:
+        warm_up(model, streams, plan, place)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(place.device)
+        start = time.perf_counter()
+        scores = evaluate_streams(
+            model,
+            streams,
+            plan.window,
+            plan.stride,
+            plan.batch_size,
+            place.device,
+            dtype,
+            plan.last_window,
+            (place.index, place.count),
+        )
+    except torch.cuda.OutOfMemoryError:
+        raise UserError(
+            f"{plan.batch_size} windows of {plan.window} tokens do not fit into the memory of {place.device}: give a smaller "
+            "--batch-size, a smaller --window, or --dtype bf16"
+        ) from None
+    memory = peak_memory_gb(place.device)
+    if place.count > 1:
+        scores = add_processes(scores, place.device)
+        memory = largest(memory, place.device)
+    seconds = time.perf_counter() - start
+    kind = "allocated on the GPU" if on_gpu else "resident, of the whole process"
+    return scores, {
+        "tokens_per_second": scores.tokens / seconds,
+        "peak_memory_gb": memory,
+        "memory": kind,
+    }
+
+
+@torch.no_grad()
+def warm_up(model, streams, plan: Plan, place: Place) -> None:
+    """The first call builds kernels and fills caches, which is not what throughput means."""
+    inputs, targets = next(
+        window_batches(streams, plan.window, plan.stride, plan.batch_size, plan.last_window)
+    )
+    token_nats(
+        model, inputs.to(place.device), targets.to(place.device), DTYPES[plan.dtype]
+    ).sum().item()
+
+
+def largest(value: float, device: torch.device) -> float:
+    """Of the values of all processes."""
+    value = torch.tensor(value, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
+    return value.item()

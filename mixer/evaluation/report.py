@@ -1,0 +1,190 @@
+"""The report of an evaluation: a table, the conventions of each row, and a picture; see
+mixer.evaluation.evaluate for the numbers.
+"""
+
+import json
+from pathlib import Path
+
+from mixer.checkpoints.pretrained import weights_sha256
+from mixer.common.errors import UserError
+from mixer.common.files import write_text
+from mixer.report import plot_loss_by_position
+
+COLUMNS = {
+    "checkpoint": "label",
+    "tokens scored": "tokens_scored",
+    "loss (nats/token)": "loss",
+    "token ppl": "token_perplexity",
+    "word ppl": "word_perplexity",
+    "byte ppl": "byte_perplexity",
+    "bits/byte": "bits_per_byte",
+    "window": "window",
+    "stride": "stride",
+    "first token": "first_token",
+    "last window": "last_window",
+    "tokens/s": "tokens_per_second",
+    "peak memory, GB": "peak_memory_gb",
+}
+# What tells one evaluation from another: the same again may take the place of the one before.
+ASKED = (
+    "weights_sha256",
+    "text",
+    "bytes",
+    "tokens_scored",
+    "window",
+    "stride",
+    "first_token",
+    "last_window",
+)
+ASKED += ("backend", "dtype", "device")
+BACKEND_COLUMNS = {
+    "backend": "backend",
+    "loss (nats/token)": "loss",
+    "difference": "difference",
+    "largest difference at a position": "position_difference",
+    "tokens/s": "tokens_per_second",
+    "peak memory, GB": "peak_memory_gb",
+}
+
+
+def format_number(value) -> str:
+    """The form of a table's cell: text as it is, small numbers as 1e-07, large ones whole, others
+    with four decimals.
+    """
+    if value is None:
+        return "over 1e308"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or abs(value) >= 1e3:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+    return f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.1g}"
+
+
+def table(rows: list[dict], columns: dict[str, str]) -> str:
+    """Markdown: a row for each of `rows`, the columns' titles mapped to its keys; numbers to the
+    right.
+    """
+    numeric = ["---:" if not isinstance(rows[0][key], str) else "---" for key in columns.values()]
+    lines = [
+        list(columns),
+        numeric,
+        *([format_number(row[key]) for key in columns.values()] for row in rows),
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def evaluation_report(results: list[dict]) -> str:
+    """Markdown: one row a checkpoint; the conventions stand in the row and under the table."""
+    notes = [evaluation_notes(result) for result in results]
+    if len({result["tokenizer_sha256"] for result in results}) > 1:
+        notes.append(
+            "- The tokenizers differ: compare bits/byte and the perplexities per byte and word, not those per token."
+        )
+    parts = [table(results, COLUMNS), "\n".join(notes)]
+    parts += [backends_report(result) for result in results if result["backends"]]
+    return "\n\n".join(parts)
+
+
+def evaluation_notes(r: dict) -> str:
+    kind = "disjoint"
+    if r["stride"] < r["window"]:
+        kind = (
+            f"after the first, each target sees at least {r['window'] - r['stride'] + 1:,} tokens"
+        )
+    spare = r["vocabulary"] - r["tokenizer_ids"]
+    padding = f", {spare} of them unused by the tokenizer" if spare > 0 else ""
+    return (
+        f"- {r['label']}: {r['architecture']}, {r['parameters']:,} parameters, vocabulary {r['vocabulary']:,}{padding}; "
+        f"{r['text']}, {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
+        f"counted from {r['sizes_counted_from']}, unscored first tokens included); {r['streams']:,} stream(s), first "
+        f"token of each {r['first_token']}; {r['eos_scored']:,} EOS among the scored tokens; {r['windows']:,} windows "
+        f"of at most {r['window']:,}, stride {r['stride']:,} ({kind}), the last of a stream {r['last_window']}; backend "
+        f"{r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}. {causality_note(r['causality'])}"
+    )
+
+
+def causality_note(c: dict) -> str:
+    places = ", ".join(map(str, c["changed_from"]))
+    return (
+        f"Causal: in a window of {c['window']:,}, with all tokens changed from place {places} on, logits before that place "
+        f"moved by {c['largest_move_before']:.2g} at most, those after by {c['smallest_move_after']:.2g} at least."
+    )
+
+
+def backends_report(result: dict) -> str:
+    """The same checkpoint and text through each backend; those that cannot run here are named
+    below.
+    """
+    ran = [row for row in result["backends"] if "problem" not in row]
+    lines = [
+        f"{result['label']} through each mixing backend (differences in nats per token, to the first row's):",
+        "",
+    ]
+    # On a CPU only the process's own peak is known, which one backend's run leaves to the next.
+    columns = {
+        title: key
+        for title, key in BACKEND_COLUMNS.items()
+        if key != "peak_memory_gb" or "cpu" not in result["device"]
+    }
+    lines += [table(ran, columns), ""] if ran else []
+    lines += [
+        f"- {row['backend']}: {row['problem']}" for row in result["backends"] if "problem" in row
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def well_counted(losses: list, counts: list[int]) -> list:
+    """Without the positions that few windows score: under a stride, the early ones come from the
+    first window alone.
+    """
+    return [
+        loss if 10 * count >= max(counts) else None
+        for loss, count in zip(losses, counts, strict=True)
+    ]
+
+
+def tell_apart(results: list[dict]) -> list[dict]:
+    """The same, but where two checkpoints have one label, runs of one name in two places, each is
+    called by its path.
+    """
+    places = {(result["label"], result["checkpoint"]) for result in results}
+    labels = [label for label, _ in places]
+    return [r | {"label": r["checkpoint"]} if labels.count(r["label"]) > 1 else r for r in results]
+
+
+def asked(results: list[dict]) -> list[list]:
+    """What an evaluation was asked for, of its results."""
+    return [[*(result[name] for name in ASKED), bool(result["backends"])] for result in results]
+
+
+def evaluations_of(checkpoint: Path) -> list[dict]:
+    """The results, in all reports beside the checkpoint (eval-*), that are of its very weights.
+
+    Raises UserError for a report that cannot be read.
+    """
+    weights, found = weights_sha256(checkpoint), []
+    for file in sorted(checkpoint.resolve().parent.glob("eval-*/report.json")):
+        try:
+            results = json.loads(file.read_text(encoding="utf-8"))
+            found += [result for result in results if result.get("weights_sha256") == weights]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{file} is no report that eval.py wrote ({error!r}): evaluate again, or delete it"
+            ) from None
+    return found
+
+
+def write_evaluation(results: list[dict], directory) -> Path:
+    """report.json, report.md and loss_by_position.png in `directory`."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / "report.json", json.dumps(results, indent=2) + "\n")
+    picture = "![Loss by position](loss_by_position.png)"
+    write_text(
+        directory / "report.md", f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n"
+    )
+    curves = {
+        r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results
+    }
+    plot_loss_by_position(curves, directory / "loss_by_position.png")
+    return directory

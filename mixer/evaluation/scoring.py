@@ -1,0 +1,198 @@
+"""Scores of token streams, window by window.
+
+A window is at most `context` tokens long; windows are `stride` tokens apart. Of each window only
+the targets that no earlier window scored are counted, so every token but the first of a stream is
+scored exactly once. With stride = context (the default) windows are disjoint; a smaller stride
+gives every target after the first window at least `context - stride + 1` tokens to look back on, at
+the price of context / stride times the work. A stream's last window may be shorter than the others
+("short"), or begin earlier so that it is as long ("full", the convention of lm-evaluation-harness);
+it counts the same targets either way.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from mixer.common.errors import UserError
+
+
+@dataclass
+class TokenScores:
+    """Sums over the scored tokens, in fp64.
+
+    `nats_by_position[p]` and `count_by_position[p]` belong to the target of position p in its
+    window, i.e. the one that is predicted from p + 1 tokens. Both are (context,).
+    """
+
+    nats_by_position: np.ndarray  # (context,) float64
+    count_by_position: np.ndarray  # (context,) int64
+    windows: int = 0
+
+    @property
+    def nats(self) -> float:
+        return float(self.nats_by_position.sum())
+
+    @property
+    def tokens(self) -> int:
+        return int(self.count_by_position.sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per scored token."""
+        return self.nats / self.tokens
+
+    @property
+    def loss_by_position(self) -> list[float | None]:
+        """Mean nats of each window position; None where no target was scored."""
+        sums, counts = self.nats_by_position.tolist(), self.count_by_position.tolist()
+        return [n / c if c else None for n, c in zip(sums, counts, strict=True)]
+
+
+def plan_windows(
+    length: int, context: int, stride: int, last_window: str = "short"
+) -> Iterator[tuple[int, int, int]]:
+    """Windows over a stream of `length` tokens, as (begin, end, first counted position).
+
+    A window reads tokens[begin:end] and predicts tokens[begin + 1 : end + 1]; the targets from
+    `first counted position` on are those no earlier window scored.
+    """
+    begin, scored, targets = 0, 0, length - 1
+    while scored < targets:
+        end = min(begin + context, targets)
+        start = max(0, end - context) if last_window == "full" else begin
+        yield start, end, scored - start
+        scored = end
+        begin += stride
+
+
+def window_batches(
+    streams: Sequence[np.ndarray],
+    context: int,
+    stride: int,
+    batch_size: int,
+    last_window: str = "short",
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of windows: inputs and targets, (batch, longest window) int64, targets -100 where not
+    counted.
+
+    Short windows are padded on the right: the model is causal, so padding there changes no earlier
+    logit.
+    """
+    batch: list[tuple[np.ndarray, int]] = []
+    for tokens in streams:
+        for begin, end, first in plan_windows(len(tokens), context, stride, last_window):
+            batch.append((tokens[begin : end + 1], first))
+            if len(batch) == batch_size:
+                yield collate(batch)
+                batch = []
+    if batch:
+        yield collate(batch)
+
+
+def collate(batch: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows of n + 1 tokens -> inputs and targets (batch, longest n)."""
+    longest = max(len(window) for window, _ in batch) - 1
+    inputs = np.zeros((len(batch), longest), dtype=np.int64)
+    targets = np.full((len(batch), longest), -100, dtype=np.int64)
+    for row, (window, first) in enumerate(batch):
+        inputs[row, : len(window) - 1] = window[:-1]
+        targets[row, first : len(window) - 1] = window[1 + first :]
+    return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def token_nats(
+    model, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """-log p of each target in nats, (batch, tokens) fp64; zero where the target is -100."""
+    with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
+        logits = model(input_ids=inputs).logits  # (batch, tokens, vocab)
+    if logits.dtype != torch.float64:
+        logits = logits.float()  # the softmax over the vocabulary is never taken in half precision
+    return (
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        .view_as(targets)
+        .double()
+    )
+
+
+@torch.no_grad()
+def evaluate_streams(
+    model,
+    streams,
+    context,
+    stride=None,
+    batch_size=16,
+    device="cpu",
+    dtype=None,
+    last_window="short",
+    share=(0, 1),
+) -> TokenScores:
+    """Score several independent token streams; see `evaluate_tokens`.
+
+    share: (index, count): score every count-th batch of windows from the index-th on, so that the
+    scores of all indices add up to the whole; see `add_processes`.
+    """
+    stride = check_stride(context if stride is None else stride, context)
+    if not any(len(tokens) > 1 for tokens in streams):
+        raise UserError(
+            "the text is shorter than 2 tokens, so nothing can be predicted: give a longer text"
+        )
+    scores = TokenScores(np.zeros(context), np.zeros(context, dtype=np.int64))
+    batches = window_batches(streams, context, stride, batch_size, last_window)
+    was_training = model.training
+    model.eval()
+    try:
+        for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
+            inputs, targets = inputs.to(device), targets.to(device)
+            nats = token_nats(model, inputs, targets, dtype).sum(0).cpu().numpy()  # (tokens,)
+            scores.nats_by_position[: len(nats)] += nats
+            scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
+            scores.windows += len(inputs)
+    finally:
+        model.train(was_training)
+    return scores
+
+
+def add_processes(scores: TokenScores, device: torch.device) -> TokenScores:
+    """The sum of the scores of all processes of a launch, in each of them; `device` is where they
+    exchange tensors.
+    """
+    counts = np.append(scores.count_by_position, scores.windows)  # exact in fp64 up to 2^53
+    totals = torch.from_numpy(np.concatenate([scores.nats_by_position, counts])).to(device)
+    torch.distributed.all_reduce(totals)
+    nats, counts = np.split(totals.cpu().numpy(), [len(scores.nats_by_position)])
+    return TokenScores(nats, counts[:-1].astype(np.int64), int(counts[-1]))
+
+
+def evaluate_tokens(
+    model,
+    tokens,
+    context,
+    stride=None,
+    batch_size=16,
+    device="cpu",
+    dtype=None,
+    last_window="short",
+) -> TokenScores:
+    """Score one token stream: every token but the first exactly once.
+
+    model: maps input_ids (batch, tokens <= context) int64 to `.logits` (batch, tokens, vocab), on
+    `device`. tokens: (tokens,) integers. stride: tokens between windows, 1..context; None: context,
+    i.e. disjoint windows. With stride < context the first window counts all its targets, each later
+    one its last `stride` targets (the last window may be shorter, or with last_window="full" begin
+    earlier). dtype: autocast's, or None. Sums are fp64. Raises UserError for a stride outside
+    1..context and for fewer than 2 tokens.
+    """
+    return evaluate_streams(
+        model, [np.asarray(tokens)], context, stride, batch_size, device, dtype, last_window
+    )
+
+
+def check_stride(stride: int, context: int) -> int:
+    if not 1 <= stride <= context:
+        raise UserError(f"stride {stride} is outside 1..{context} (the window): choose one inside")
+    return stride

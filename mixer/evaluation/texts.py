@@ -1,0 +1,181 @@
+"""What is scored: token streams made from files, rows, hub datasets or prepared data, and the size
+of their text.
+
+Each document is a stream of its own: no separator between documents, none at their ends, tokenised
+exactly as the preparation of training data does it. Packed prepared data is one stream with an EOS
+after each document.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mixer.common.errors import UserError
+from mixer.data.corpus import SUFFIXES, DataConfig, documents
+from mixer.data.token_file import TokenFile
+from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder
+
+
+@dataclass
+class Text:
+    """Token streams to score, and the size of the text they stand for."""
+
+    name: str
+    streams: list[np.ndarray] = field(default_factory=list)  # each (tokens,)
+    bytes: int = 0  # of the UTF-8 encoding
+    words: int = 0  # what str.split() counts
+    counted: str = "the text"  # where bytes and words come from
+
+    def add(self, document: str, encode: Callable[[list[str]], list[list[int]]]) -> None:
+        self.streams.append(
+            np.concatenate(
+                [np.array(ids, dtype=np.int64) for ids in encode(list(pieces(document)))]
+            )
+        )
+        self.bytes += len(document.encode("utf-8", errors="replace"))
+        self.words += len(document.split())
+
+    def check(self) -> "Text":
+        if not any(len(tokens) > 1 for tokens in self.streams):
+            raise UserError(
+                f"{self.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
+            )
+        return self
+
+
+def text_from_files(
+    paths: Sequence[str], tokenizer, text_field: str = "text", max_documents: int = 0
+) -> Text:
+    """A document for each plain file, and for each row of a .jsonl, .json or .parquet file (also
+    .gz, .zst).
+
+    Raises UserError for a file that is missing, not UTF-8, empty, or shorter than 2 tokens.
+    """
+    encode = raw_encoder(tokenizer)
+    text = Text(", ".join(str(path) for path in paths), counted="the files")
+    for path in map(Path, paths):
+        if not path.is_file():
+            problem = "is not a file" if path.exists() else "does not exist"
+            raise UserError(f"text file {path} {problem}: give the path of a UTF-8 text file")
+        alone = Text(f"text file {path}")
+        for document in read_documents(path, text_field, max_documents):
+            alone.add(document, encode)
+        alone.check()
+        text.streams += alone.streams
+        text.bytes += alone.bytes
+        text.words += alone.words
+    return text
+
+
+def read_documents(path: Path, text_field: str, max_documents: int) -> Iterable[str]:
+    for source, suffixes in SUFFIXES.items():
+        if path.name.endswith(suffixes):
+            return documents(
+                DataConfig(
+                    source=source,
+                    path=str(path),
+                    text_field=text_field,
+                    max_documents=max_documents,
+                )
+            )
+    try:
+        content = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"text file {path} is not UTF-8 (byte {error.start}): convert it, e.g. iconv -f latin1 -t utf-8"
+        ) from None
+    if not content.strip():
+        raise UserError(f"text file {path} is empty: give a file with text in it")
+    return [content]
+
+
+def text_from_hub(
+    name: str, subset: str, split: str, text_field: str, max_documents: int, tokenizer
+) -> Text:
+    """A document for each row of a dataset of the hub, read as a stream; `name` may also be a
+    directory of data files.
+    """
+    settings = DataConfig(
+        source="hub",
+        path=name,
+        subset=subset,
+        split=split,
+        text_field=text_field,
+        max_documents=max_documents,
+    )
+    text = Text(" ".join(filter(None, (name, subset, split))), counted="the documents")
+    encode = raw_encoder(tokenizer)
+    for document in documents(settings):
+        text.add(document, encode)
+    return text.check()
+
+
+def validation_text(directory: Path, context: int, tokenizer) -> Text:
+    """The validation split of prepared data: packed, one stream with an EOS after each document;
+    else one per document.
+
+    Raises UserError if the data is missing or damaged, or was prepared with another tokenizer than
+    `tokenizer`.
+    """
+    split = TokenFile(directory, "validation", context)
+    if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{directory} was prepared with another tokenizer than the checkpoint's: give data of its run, or --text"
+        )
+    streams = (
+        [split.tokens]
+        if split.packed
+        else np.split(split.tokens, split.document_ends[:-1].astype(np.int64))
+    )
+    counts = split.manifest.splits["validation"]
+    return Text(
+        f"validation split of {directory}", streams, counts.bytes, counts.words, "the manifest"
+    )
+
+
+def decoded_size(streams: Sequence[np.ndarray], tokenizer) -> tuple[int, int]:
+    """UTF-8 bytes and words of the decoded streams, each cut at its EOS tokens, which stand for no
+    text.
+    """
+    size, words = 0, 0
+    for tokens in streams:
+        cuts = (
+            np.flatnonzero(tokens == tokenizer.eos_token_id)
+            if tokenizer.eos_token_id is not None
+            else []
+        )
+        for piece in np.split(tokens, cuts):
+            document = tokenizer.decode(
+                piece.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            size += len(document.encode("utf-8", errors="replace"))
+            words += len(document.split())
+    return size, words
+
+
+def limit(text: Text, max_tokens: int, tokenizer) -> Text:
+    """The beginning of the text with at most `max_tokens` targets; its size is that of the decoded
+    tokens.
+    """
+    if max_tokens <= 0 or sum(len(tokens) - 1 for tokens in text.streams) <= max_tokens:
+        return text
+    kept, left = [], max_tokens
+    for tokens in text.streams:
+        if left < 1:
+            break
+        kept.append(tokens[: left + 1])
+        left -= len(kept[-1]) - 1
+    size, words = decoded_size(kept, tokenizer)
+    return Text(f"{text.name} (first {max_tokens} tokens)", kept, size, words, "the decoded tokens")
+
+
+def put_eos_first(text: Text, tokenizer) -> Text:
+    """The same streams with an EOS before each, so that their first token is scored too."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "first_token eos needs a tokenizer with an EOS token, this one has none: use first_token skip"
+        )
+    text.streams = [np.concatenate(([tokenizer.eos_token_id], tokens)) for tokens in text.streams]
+    return text

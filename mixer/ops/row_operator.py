@@ -1,0 +1,210 @@
+"""Generation's product, one row of the weight for each sample's new token: the operator
+`mixer::mix_row`.
+
+The kernel (csrc/mix_row.cu) reads the memory of earlier inputs once. It writes the new input into
+it, finds the positions on the device and needs no workspace, so that a decoding step can be
+captured in a CUDA graph. Where it cannot serve, the same is done in plain PyTorch.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from mixer.models.masked_mixer import plain
+from mixer.ops import cuda
+
+
+def mix_row(
+    memory: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    backend: str = "auto",
+) -> Tensor:
+    """One new token of each sample: writes x into the memory at its position, and mixes it with all
+    before it.
+
+        y[b, c] = bias[h, p] + residual[b, c] + sum_t sum_{j <= p} weight[h, t, p, j] * memory[b, h,
+        j, c + t - (K - 1) // 2]
+
+    Args:
+        memory: (batch, heads, length, channels of a head), a view into preallocated memory; changed in place. What lies
+            behind a sample's position does not matter.
+        x: (batch, 1, channels) in the memory's dtype.
+        weight: (heads, kernel_size, context, context), x's dtype or fp32; bias: (heads, context), in the weight's dtype.
+        residual: as x, or None.
+        positions: (batch or 1, 1) int64, below length; 1 where all samples agree. Their values are not checked, which would
+            wait for the GPU; the kernel answers one outside the memory with NaN and writes nothing.
+        backend: as of `triangular_conv`; the kernel serves "auto" and "cuda" alike.
+
+    Returns:
+        y: (batch, 1, channels), in x's dtype, under autocast in its dtype.
+
+    Raises:
+        ValueError: shapes, devices or the type of the positions do not fit.
+
+    The kernel has no derivative: where a gradient may be asked for, under autocast, and for
+    kernel_size > 1, this is plain PyTorch.
+    """
+    _check(memory, x, weight, bias, residual, positions)
+    if not torch.compiler.is_compiling():
+        return _mix_row(memory, x, weight, bias, residual, positions, backend)
+    if needs_pytorch(
+        memory, x, weight, bias, residual
+    ):  # the compiler must see it: the operator is opaque, without a derivative
+        return plain.mix_row(memory, x, weight, bias, residual, positions)
+    return torch.ops.mixer.mix_row(memory, x, weight, bias, residual, positions, backend)
+
+
+def _check(
+    memory: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+) -> None:
+    """All at once, since it is done for each block and token; the kernel would read and write
+    beyond what does not fit.
+    """
+    batch, heads, length, width = memory.shape
+    context = weight.shape[-1]
+    fits = (
+        length <= context
+        and x.shape == (batch, 1, heads * width)
+        and weight.shape == (heads, weight.shape[1], context, context)
+        and bias.shape == (heads, context)
+        and (residual is None or (residual.shape == x.shape and residual.device == x.device))
+        and positions.shape in ((1, 1), (batch, 1))
+        and positions.dtype == torch.int64
+        and memory.device == x.device == weight.device == bias.device == positions.device
+    )
+    if not fits:
+        given = {
+            "memory": memory,
+            "x": x,
+            "weight": weight,
+            "bias": bias,
+            "residual": residual,
+            "positions": positions,
+        }
+        described = (
+            f"{name} {tuple(t.shape)} {t.dtype} on {t.device}"
+            for name, t in given.items()
+            if t is not None
+        )
+        raise ValueError(
+            f"mix_row got {', '.join(described)}; they must be on one device: memory (batch, heads, length, channels of a head), "
+            "x and residual (batch, 1, channels of all heads), weight (heads, kernel_size, context, context) with context >= "
+            "length, bias (heads, context), positions (batch or 1, 1) int64"
+        )
+
+
+def _mix_row(memory, x, weight, bias, residual, positions, backend) -> Tensor:
+    if serves(memory, x, weight, bias, residual, backend):
+        return launch(memory, x, weight, bias, residual, positions)
+    return plain.mix_row(memory, x, weight, bias, residual, positions)
+
+
+_operator = torch.library.custom_op("mixer::mix_row", mutates_args=("memory",), schema=(
+    "(Tensor(a!) memory, Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor positions, str backend) -> Tensor"
+))(_mix_row)  # fmt: skip
+
+
+@_operator.register_fake
+def _(memory, x, weight, bias, residual, positions, backend):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def serves(
+    memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str
+) -> bool:
+    """Whether the kernel takes this call. The first time on a device it builds the kernels, which
+    no graph capture may do.
+    """
+    if not x.is_cuda or backend not in ("auto", "cuda") or weight.shape[1] != 1:
+        return False
+    if needs_pytorch(memory, x, weight, bias, residual):
+        return False
+    alike = memory.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
+    return alike and weight.dtype in (x.dtype, torch.float32) and cuda.unavailable_reason(x) is None
+
+
+def needs_pytorch(*tensors: Tensor | None) -> bool:
+    """Whether something is asked for that the kernel does not have: a gradient of one of these, or
+    autocast.
+    """
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return True
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+def launch(
+    memory: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+) -> Tensor:
+    """`mix_row` by the kernel, whose conditions `serves` has checked."""
+    batch, heads, length, width = memory.shape
+    if memory.stride()[2:] != (width, 1):
+        raise ValueError(
+            f"memory has strides {memory.stride()}; a head's tokens must lie side by side, its channels dense"
+        )
+    x, weight, bias = dense_channels(x), weight.contiguous(), bias.contiguous()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    params = cuda.Params.from_buffer_copy(
+        template(x.device.index, x.dtype, weight.dtype, batch, heads, width, weight.shape[2])
+    )
+    params.tokens = params.columns = length
+    params.memory, (params.memory_batch_stride, params.memory_head_stride, _, _) = (
+        memory.data_ptr(),
+        memory.stride(),
+    )
+    params.x, params.x_batch_stride = x.data_ptr(), x.stride(0)
+    params.weight, params.bias, params.bias_dtype = (
+        weight.data_ptr(),
+        bias.data_ptr(),
+        cuda.DTYPES[bias.dtype],
+    )
+    params.positions, params.positions_stride = (
+        positions.data_ptr(),
+        positions.stride(0) if len(positions) > 1 else 0,
+    )
+    if residual is not None:
+        residual = dense_channels(residual)
+        params.residual, params.residual_batch_stride = residual.data_ptr(), residual.stride(0)
+    params.y = y.data_ptr()
+    cuda.call("mixer_mix_row", params)
+    return y
+
+
+def dense_channels(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# Made once for a shape: setting each field in each call takes the host several times as long as a
+# copy does.
+@functools.cache
+def template(
+    index: int,
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    batch: int,
+    heads: int,
+    width: int,
+    context: int,
+) -> cuda.Params:
+    params = cuda.Params(
+        batch=batch, channels=heads * width, context=context, heads=heads, taps=1, dtype=cuda.DTYPES[dtype],
+        weight_dtype=cuda.DTYPES[weight],
+    )  # fmt: skip
+    cuda.add_device(params, index)
+    return params

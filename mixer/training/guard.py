@@ -1,0 +1,125 @@
+"""Gradients that are not finite: kept from the weights on the device, counted, and traced to where
+they come from.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mixer.common.errors import UserError
+from mixer.distributed.parallel import Hosts, local_part
+
+
+@dataclass
+class Skipped:
+    """What the guard saw since it was last looked at."""
+
+    steps: int  # skipped
+    first: int  # the first skipped step, 0 for none
+    last: int  # the last one
+    in_a_row: int  # the longest row of skipped steps, which may have begun before
+
+
+class Guard:
+    """Skips each optimizer step whose gradient is not finite, without waiting for the device.
+
+    The step is skipped on the device: torch's fused AdamW leaves everything as it is where its
+    `found_inf` is 1, which is how GradScaler skips steps too (and does here, with fp16). `look` is
+    the one place that waits, and belongs where the loop waits anyway. With `stop_at_first`, nothing
+    changes after the first such step either, until it is looked at.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaled: bool,
+        stop_at_first: bool,
+        device: torch.device,
+    ):
+        self.optimizer, self.scaled, self.stop_at_first = optimizer, scaled, stop_at_first
+        self.row = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # skipped steps up to now without one between
+        self._forget()
+
+    def before_step(self, gradient_norm: Tensor, step: int) -> None:
+        """To be called with the gradient's norm before the optimizer's step number `step`."""
+        bad = ~torch.isfinite(gradient_norm)
+        if self.stop_at_first and not self.scaled:
+            bad = bad | (self.first > 0)
+        if not self.scaled:
+            self.optimizer.found_inf, self.optimizer.grad_scale = bad.float(), None
+        self.steps += bad
+        self.first = torch.where(bad & (self.first == 0), step, self.first)
+        self.last = torch.where(bad, step, self.last)
+        self.row = torch.where(bad, self.row + 1, 0)
+        self.longest = torch.maximum(self.longest, self.row)
+
+    def look(self) -> Skipped:
+        """What happened since the last look. Waits for the device."""
+        found = Skipped(*torch.stack([self.steps, self.first, self.last, self.longest]).tolist())
+        self._forget()
+        return found
+
+    def _forget(self) -> None:
+        self.steps, self.first, self.last, self.longest = (
+            torch.zeros_like(self.row) for _ in range(4)
+        )
+
+
+def require_finite(found: Skipped, limit: int, stop_at_first: bool, scaled: bool, trace) -> None:
+    """Raises UserError where skipped steps must end the run; `trace(step)` says where a step's bad
+    numbers are.
+    """
+    if not found.steps:
+        return
+    if stop_at_first and not scaled:
+        raise UserError(
+            f"the gradient of step {found.first} is not finite: {trace(found.first)}. The weights were left as they were before "
+            "it, and the last checkpoint is good. Lower optim.lr or raise optim.warmup_steps and give the same command again, or "
+            "set train.non_finite=skip to skip such steps"
+        )
+    if found.in_a_row >= limit:
+        mend = (
+            "train.mixed_precision=bf16 (or no) has no such limit"
+            if scaled
+            else "lower optim.lr or raise optim.warmup_steps"
+        )
+        raise UserError(
+            f"{found.in_a_row} steps in a row were skipped, up to step {found.last}, as their gradients were not finite "
+            f"({trace(found.last)}); allowed: fewer than train.max_skipped_steps = {limit}. The last checkpoint is good; {mend}"
+        )
+
+
+def where_not_finite(model: nn.Module, backward, batches: list, own_gradients, hosts: Hosts) -> str:
+    """Repeats a step's forward and backward passes, and says on which processes what is not finite.
+
+    `backward(batch)` runs both passes of a micro-batch and returns its loss. In the context
+    `own_gradients` they stay on each process, so that the process they come from shows.
+    """
+    with own_gradients:
+        losses = [float(backward(batch)) for batch in batches]
+    parameters = list(model.named_parameters())
+    weights = [name for name, parameter in parameters if _bad(parameter)]
+    gradients = [
+        name
+        for name, parameter in parameters
+        if parameter.grad is not None and _bad(parameter.grad)
+    ]
+    for _, parameter in parameters:
+        parameter.grad = None
+    parts = [f"loss {loss}" for loss in losses if not abs(loss) < float("inf")]
+    parts += [f"weight of {_few(weights)}"] if weights else []
+    parts += [f"gradient of {_few(gradients)}"] if gradients else []
+    reports = hosts.gather(", ".join(parts))
+    found = [f"on process {rank}: {report}" for rank, report in enumerate(reports) if report]
+    return "; ".join(found) or "repeated, the step is finite"
+
+
+def _bad(tensor: Tensor) -> bool:
+    return not bool(torch.isfinite(local_part(tensor)).all())
+
+
+def _few(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,137 @@
+"""Where a run's numbers go: metrics.jsonl always, the terminal, and wandb where asked for."""
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mixer.common.files import write_text
+
+
+@dataclass
+class LoggingConfig:
+    log_every: int = field(default=10, metadata={"help": "steps between lines of metrics"})
+    wandb: str = field(
+        default="disabled",
+        metadata={"help": "mirror the metrics to wandb: disabled, offline or online"},
+    )
+    wandb_project: str = field(default="masked-mixer", metadata={"help": "wandb's project"})
+    profile_step: int = field(default=20, metadata={"help": "the first step of a profile"})
+    profile_steps: int = field(
+        default=0, metadata={"help": "steps to write a Chrome trace of; 0 for none"}
+    )
+
+
+class Metrics:
+    """The metrics of one run, written by its main process alone."""
+
+    def __init__(self, directory: Path, config: LoggingConfig, run: dict, wandb_id: str | None):
+        self.path = directory / "metrics.jsonl"
+        self.file = open(self.path, "a", encoding="utf-8")
+        self.wandb = _start_wandb(config, directory, run, wandb_id)
+        self.wandb_id = self.wandb.id if self.wandb else wandb_id
+        self.validation_losses: dict[int, float] = {}  # by step
+
+    def rewind(self, step: int, again: set[str]) -> None:
+        """Drops what a killed run wrote after its checkpoint of `step`, so that no step stands in
+        the file twice.
+
+        Of `step` itself, lines with one of the keys in `again` go too: they are about to be written
+        again. So does a line that the kill cut short. wandb gets what it has not: its own process
+        may have lost lines with the kill.
+        """
+        kept = []
+        for text in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if line["step"] < step or (line["step"] == step and not again & line.keys()):
+                kept.append(text + "\n")
+                self._note_validation(line)
+                if self.wandb and line["step"] >= self.wandb.step:
+                    self._mirror(line)
+        write_text(self.path, "".join(kept))
+        self.file.close()
+        self.file = open(self.path, "a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """One JSON line, flushed; the same to wandb. `line` holds at least "step"; JSON has null
+        for what is not finite.
+        """
+        self.file.write(json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n")
+        self.file.flush()
+        self._note_validation(line)
+        if self.wandb:
+            self._mirror(line)
+
+    def _mirror(self, line: dict[str, Any]) -> None:
+        values = {key: value for key, value in line.items() if key != "step"}
+        self._try(lambda: self.wandb.log(values, step=line["step"]))
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        """wandb works in a process of its own, which dies when a whole job is sent a signal: the
+        run must not end with it.
+        """
+        try:
+            call()
+        except Exception as error:
+            self.wandb = None
+            _say_failed(error)
+            if isinstance(
+                error, ConnectionError
+            ):  # or wandb would try once more when Python ends, with a traceback
+                import wandb
+
+                with suppress(ConnectionError):
+                    wandb.teardown()
+
+    def _note_validation(self, line: dict[str, Any]) -> None:
+        if "validation_loss" in line:
+            self.validation_losses[line["step"]] = line["validation_loss"]
+
+    def close(self) -> None:
+        self.file.close()
+        if self.wandb:
+            self._try(self.wandb.finish)
+
+
+def _in_json(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _start_wandb(config: LoggingConfig, directory: Path, run: dict, wandb_id: str | None):
+    if config.wandb == "disabled":
+        return None
+    try:
+        import wandb
+    except ImportError:
+        print(
+            "wandb is not installed: metrics go to metrics.jsonl alone (pip install wandb)",
+            flush=True,
+        )
+        return None
+    try:
+        return wandb.init(
+            project=config.wandb_project,
+            name=directory.name,
+            dir=directory,
+            mode=config.wandb,
+            config=run,
+            id=wandb_id,
+            resume="allow" if wandb_id else None,
+        )
+    except Exception as error:  # no network, or nobody logged in
+        _say_failed(error)
+        return None
+
+
+def _say_failed(error: Exception) -> None:
+    print(
+        f"wandb has failed, the run goes on without: {type(error).__name__}: {error}; metrics.jsonl has every line, and wandb "
+        "gets those that it has not when the run is resumed (logging.wandb=offline needs no network)",
+        flush=True,
+    )

@@ -1,0 +1,107 @@
+"""How fast a run is: time, throughput and memory between two lines of metrics, and a profile of a
+few steps.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from mixer.common.hardware import peak_memory_gb, peak_tflops
+
+
+class Timer:
+    """Wall time between two lines of metrics, without saving and evaluation."""
+
+    def __init__(self):
+        self._begin()
+
+    def _begin(self) -> None:
+        self.tokens, self.waited, self.left_out = 0, 0.0, 0.0
+        self.started = time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for data."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training."""
+        began = time.perf_counter()
+        yield
+        self.left_out += time.perf_counter() - began
+
+    def step(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    def window(
+        self, flops_per_token: float, accelerator: Accelerator, precision: str
+    ) -> dict[str, float]:
+        """Throughput since the last call, of all processes together; the share is of their devices'
+        peak.
+        """
+        if accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.started - self.left_out
+        line = throughput(
+            self.tokens / seconds,
+            flops_per_token,
+            accelerator.num_processes,
+            accelerator.device,
+            precision,
+        )
+        line |= {"seconds": seconds, "data_wait_share": self.waited / seconds}
+        line["peak_memory_gb"] = peak_memory_gb(accelerator.device)
+        self._begin()
+        return line
+
+
+def throughput(
+    tokens_per_second: float, flops_per_token: float, devices: int, device, precision: str
+) -> dict[str, float]:
+    """Useful TFLOP/s of all devices together and, where their peak is known, the share of it."""
+    tflops = tokens_per_second * flops_per_token / 1e12
+    peak = peak_tflops(device, precision)
+    line = {"tokens_per_second": tokens_per_second, "useful_tflops": tflops}
+    return line | ({"peak_share": tflops / (peak * devices)} if peak else {})
+
+
+class Profiler:
+    """A Chrome trace (chrome://tracing, ui.perfetto.dev) of `steps` steps from step `first` on, of
+    one process.
+    """
+
+    def __init__(self, directory: Path, first: int, steps: int, say):
+        self.path, self.first, self.last, self.say = (
+            directory / f"profile-step-{first}.json",
+            first,
+            first + steps - 1,
+            say,
+        )
+        self.profile = None
+
+    def before_step(self, step: int) -> None:
+        if self.last >= self.first == step:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self.profile = torch.profiler.profile(activities=activities)
+            self.profile.start()
+
+    def after_step(self, step: int) -> None:
+        if self.profile is not None and step == self.last:
+            self.close()
+
+    def close(self) -> None:
+        """Writes what there is."""
+        if self.profile is not None:
+            self.profile.stop()
+            self.profile.export_chrome_trace(str(self.path))
+            self.profile = None
+            self.say(f"profile of steps {self.first} to {self.last}: {self.path}")

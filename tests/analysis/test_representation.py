@@ -1,0 +1,194 @@
+"""Promises of `python -m mixer.representation`: what a layer keeps of a text is found, what it
+drops is not.
+"""
+
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_evaluate import assert_png
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.common.errors import UserError
+from mixer.data.tokenizer import train_tokenizer
+from mixer.ops import triangular_conv
+from mixer.representation import first_layers, hamming_score, main, reconstruct
+
+EVERYTHING = slice(None)
+
+
+def test_tokens_that_the_mixing_reads_are_found_and_those_it_ignores_are_not():
+    torch.manual_seed(0)
+    texts, length = 6, 12
+    embedding = torch.randn(100, 32)
+    tokens = torch.randint(100, (texts, length))
+    weight = (torch.eye(length) + 0.1 * torch.randn(length, length)).tril()[None, None]
+    inverse = torch.linalg.pinv(embedding)
+
+    def score(weight):
+        guess, left = reconstruct(
+            lambda x: triangular_conv(x, weight), embedding[tokens], EVERYTHING, 500, 0.02, seed=1
+        )
+        return guess, left, hamming_score(guess, tokens, inverse)
+
+    _, left, whole = score(weight)
+    assert whole == 0 and left < 0.02
+    weight[..., 3:6] = 0  # no output depends on tokens 3, 4 and 5
+    guess, left, blind = score(weight)
+    assert left < 0.02  # the outputs are matched all the same
+    seen = [place for place in range(length) if place not in (3, 4, 5)]
+    assert hamming_score(guess[:, seen], tokens[:, seen], inverse) == 0
+    assert blind == pytest.approx(3 / length, abs=0.02)  # a guess among 100 tokens may be right
+
+
+@pytest.mark.parametrize("kind", ["mixer", "llama", "gpt2"])
+def test_a_layers_output_is_the_models_own(kind):
+    torch.manual_seed(0)
+    size = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 12,
+    }
+    heads = {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    model = {
+        "mixer": lambda: MaskedMixerForCausalLM(MaskedMixerConfig(**size, num_mixer_heads=2)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**size, **heads, intermediate_size=32)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**size, **heads)),
+    }[kind]().eval()
+    tokens = torch.randint(50, (2, 9))
+    embedded = model.get_input_embeddings()(tokens)
+    if kind == "mixer":
+        wanted = list(
+            itertools.accumulate(model.model.layers, lambda x, block: block(x), initial=embedded)
+        )
+    else:  # transformers itself tells them, of the last block only what is normalised
+        wanted = model(tokens, output_hidden_states=True).hidden_states[:-1]
+    for layer in range(1, len(wanted)):
+        torch.testing.assert_close(first_layers(model, layer)(embedded), wanted[layer])
+
+
+def options(checkpoint: Path, output: Path, *more) -> list[str]:
+    return list(
+        map(str, ["--checkpoint", checkpoint, "--device", "cpu", "--output", output, *more])
+    )
+
+
+def test_the_command_finds_a_text_in_all_outputs_and_its_last_token_alone_in_the_last(
+    finished, tmp_path
+):
+    main(
+        options(
+            finished / "step-12",
+            tmp_path / "pages",
+            "--layers",
+            0,
+            2,
+            "--tokens",
+            12,
+            "--texts",
+            8,
+            "--steps",
+            300,
+        )
+    )
+    rows = json.loads((tmp_path / "pages/representation.json").read_text())["rows"]
+    assert {(row["weights"], row["layer"]) for row in rows} == {
+        (w, n) for w in ("trained", "random") for n in (0, 2)
+    }
+    for row in rows:
+        expected = 0 if row["outputs"] == "all" else 11 / 12
+        assert row["hamming"] == pytest.approx(expected, abs=0.02), (
+            row
+        )  # a guess among 400 tokens may be right
+        assert row["bits"] == pytest.approx((1 - row["hamming"]) * 12 * math.log2(400))
+        assert row["distance_left"] < 0.05
+    assert "| last | trained | 2 | 0.9" in (tmp_path / "pages/representation.md").read_text()
+    assert_png(tmp_path / "pages/representation.png")
+
+
+def test_a_transformer_of_transformers_is_tested_as_a_mixer_is(tmp_path):
+    text = "def read(self, size): return self.text[:size]\n" * 9
+    (tmp_path / "book.txt").write_text(text)
+    tokenizer = train_tokenizer([text], 300)
+    size = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
+    size |= {"num_attention_heads": 2, "max_position_embeddings": 16, "initializer_range": 0.2}
+    torch.manual_seed(1)
+    for part in (tokenizer, LlamaForCausalLM(LlamaConfig(**size))):
+        part.save_pretrained(tmp_path / "llama")
+    how = [
+        "--text",
+        tmp_path / "book.txt",
+        "--layers",
+        0,
+        1,
+        "--tokens",
+        8,
+        "--texts",
+        4,
+        "--steps",
+        300,
+    ]
+    main(options(tmp_path / "llama", tmp_path / "pages", *how))
+    result = json.loads((tmp_path / "pages/representation.json").read_text())
+    assert result["architecture"] == "llama" and len(result["rows"]) == 8
+    score = {
+        (row["weights"], row["outputs"], row["layer"]): row["hamming"] for row in result["rows"]
+    }
+    for weights in ("trained", "random"):
+        assert (
+            score[weights, "all", 0] == 0 and score[weights, "last", 0] > 0.8
+        )  # a guess among 280 tokens may be right
+        assert score[weights, "all", 1] < score[weights, "last", 1]
+    assert score["trained", "all", 1] != score["random", "all", 1]
+
+
+def test_a_second_test_of_other_settings_leaves_the_first_ones_results(finished, tmp_path):
+    shutil.copytree(finished / "step-12", tmp_path / "step-12")
+    (tmp_path / "book.txt").write_text("def read(self, size): return self.text[:size]\n" * 9)
+    how = [
+        "--checkpoint",
+        tmp_path / "step-12",
+        "--text",
+        tmp_path / "book.txt",
+        "--tokens",
+        4,
+        "--texts",
+        1,
+    ]
+    for layer, steps in ((0, 1), (0, 2), (1, 1), (0, 1)):
+        main([str(word) for word in (*how, "--layers", layer, "--steps", steps)])
+    written = {
+        path.parent.name: json.loads(path.read_text())
+        for path in tmp_path.glob("*/representation.json")
+    }
+    found = {
+        name: (result["rows"][0]["layer"], result["steps"]) for name, result in written.items()
+    }
+    first = "representation-step-12"
+    assert found == {first: (0, 1), f"{first}-2": (0, 2), f"{first}-3": (1, 1)}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (("--layers", 3), r"--layers 3 does not fit the checkpoint: give 0\.\.2"),
+        (("--tokens", 33), r"--tokens 33 does not fit the checkpoint: give 1\.\.32"),
+        (("--texts", 0), "--texts 0 is too small: give more than 0"),
+    ],
+)
+def test_what_the_checkpoint_does_not_have_is_refused_saying_what_it_has(
+    finished, tmp_path, given, message
+):
+    with pytest.raises(UserError, match=message):
+        main(options(finished / "step-12", tmp_path, *given))

@@ -1,0 +1,360 @@
+"""Checkpoints that survive: kills in mid-save, full disks, directories without access, damage, and
+slow disks.
+"""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import read_lines, read_timeless
+
+from mixer.checkpoints import checkpoint, writer
+from mixer.checkpoints.checkpoint import damage, find_resume, incomplete, link_best, prune, step_of
+from mixer.common.errors import UserError
+
+
+def good_steps(run: Path) -> list[int]:
+    return sorted(
+        step_of(path) for path in run.glob("step-*") if step_of(path) >= 0 and damage(path) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("harm", "named"),
+    [
+        (
+            lambda step: os.truncate(step / "model.safetensors", 1000),
+            "model.safetensors has 1000 bytes",
+        ),
+        (
+            lambda step: (step / "trainer_state/optimizer-1-of-1.safetensors").unlink(),
+            "optimizer-1-of-1.safetensors is missing",
+        ),
+        (
+            lambda step: flip_a_bit(step / "model.safetensors"),
+            "model.safetensors is not what was written",
+        ),
+        (
+            lambda step: (step / "trainer_state/files.json").write_text('{"mod'),
+            "files.json cannot be read",
+        ),
+        (lambda step: (step / "trainer_state/files.json").unlink(), "files.json is missing"),
+    ],
+    ids=["truncated", "missing", "flipped bit", "listing cut", "no listing"],
+)
+def test_a_damaged_checkpoint_is_passed_over_named_and_replaced(
+    write_config, finished, launch, harm, named
+):
+    good = (finished / "step-12/model.safetensors").read_bytes()
+    harm(finished / "step-12")
+    with pytest.raises(UserError, match=f"cannot be used.*{named}.*give another one"):
+        find_resume(finished, str(finished / "step-12"))
+    with pytest.raises(UserError, match=f"cannot be used.*{named}.*give another one"):
+        find_resume(finished.parent / "new", str(finished / "step-12"))
+    lines = []
+    assert find_resume(finished, "auto", lines.append) == finished / "step-8"
+    assert len(lines) == 1 and named in lines[0]
+    harm_only = shutil.copytree(finished / "step-12", finished.parent / "other/step-12")
+    with pytest.raises(UserError, match="1 checkpoint.* none can be used; choose another name"):
+        find_resume(harm_only.parent, "auto", lines.append)
+    if "not what was written" in named:  # and once through the whole of train.py
+        output = launch("--config", write_config()).succeed()
+        assert output.count("passing over") == 1 and f"resuming {finished / 'step-8'}" in output
+        assert (finished / "step-12/model.safetensors").read_bytes() == good
+        assert good_steps(finished) == [8, 12]
+
+
+def flip_a_bit(file: Path) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(5000)
+        byte = opened.read(1)[0]
+        opened.seek(5000)
+        opened.write(bytes([byte ^ 1]))
+
+
+def test_a_kill_between_any_two_changes_to_the_disk_leaves_a_good_checkpoint(
+    write_config, launch, tmp_path
+):
+    """Each run dies at another of the system calls that a save makes: renames, syncs, links and
+    deletions.
+    """
+    config = write_config(
+        checkpoint={"save_every": 2},
+        train={"steps": 8, "batch_size": 8, "eval_every": 2, "eval_samples": 8},
+    )
+    launch("--config", config, "name=whole").succeed()
+    run, place, survived = tmp_path / "runs/small", 0, 0
+    while place < 400:
+        before = good_steps(run)
+        ranks = launch(
+            "--config", config, environment={"DIE_AT": str(place)}, before=die_at_a_change
+        )
+        code = ranks.wait()[0]
+        assert code in (0, -signal.SIGKILL), ranks.output
+        after = good_steps(run)
+        assert not before or after[-1] >= before[-1]
+        assert not (run / "best").is_symlink() or incomplete(run / "best") is None
+        if code == 0:
+            break
+        survived += 1
+        place += 5
+    assert survived > 5 and after[-1] == 8
+    assert read_timeless(run) == read_timeless(tmp_path / "runs/whole")
+
+
+def die_at_a_change() -> None:
+    """SIGKILL to itself before the n-th call that changes what is on the disk."""
+    left = int(os.environ["DIE_AT"])
+
+    def counted(function):
+        def call(*arguments, **options):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("rename", "replace", "fsync", "mkdir", "rmdir", "symlink"):
+        setattr(os, name, counted(getattr(os, name)))
+    writer.save_file = counted(writer.save_file)
+
+
+def limit_file_size() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["FILE_LIMIT"]),) * 2)
+
+
+def test_a_file_that_cannot_grow_ends_the_run_with_one_line_and_the_last_good_checkpoint_stays(
+    write_config, finished, launch
+):
+    """A quota's or a full disk's effect on the thread that writes, by the system's own limit on the
+    size of files.
+    """
+    environment = {"FILE_LIMIT": str(100_000)}
+    ranks = launch(
+        "--config",
+        write_config(),
+        "train.steps=20",
+        environment=environment,
+        before=limit_file_size,
+    )
+    assert ranks.wait() == [2]
+    errors = [line for line in ranks.output.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1 and "Traceback" not in ranks.output
+    assert (
+        "could not be written" in errors[0]
+        and f"the run can go on from {finished / 'step-12'}: make space" in errors[0]
+    )
+    assert good_steps(finished) == [8, 12] and not list(finished.glob("*.partial"))
+    assert "step 20/20" in launch("--config", write_config(), "train.steps=20").succeed()
+
+
+def mount_memory(place: Path) -> None:
+    """A file system of 2 MB at `place`, a new directory; skips the test where none can be
+    mounted.
+    """
+    place.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2000k", "tmpfs", place], capture_output=True
+    ).returncode:
+        pytest.skip("no file system can be mounted here: that takes root's rights")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    mount_memory(disk)
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_with_space_it_goes_on_exactly(
+    write_config, launch, small_disk, tmp_path
+):
+    config = write_config(train={"steps": 12, "batch_size": 8, "eval_every": 0, "eval_samples": 8})
+    launch("--config", config, "name=whole").succeed()
+    (small_disk / "filler").write_bytes(
+        b"x" * 500_000
+    )  # room for two checkpoints, not for the third beside them
+    ranks = launch("--config", config, f"output_dir={small_disk}", "checkpoint.save_every=3")
+    assert ranks.wait() == [2]
+    assert "No space left on device" in ranks.output and "Traceback" not in ranks.output
+    good = good_steps(small_disk / "small")
+    assert good and f"can go on from {small_disk / 'small'}/step-{good[-1]}" in ranks.output
+    (small_disk / "filler").unlink()
+    assert (
+        f"resuming {small_disk / 'small'}/step-{good[-1]}"
+        in launch("--config", config, f"output_dir={small_disk}").succeed()
+    )
+    assert read_timeless(small_disk / "small") == read_timeless(tmp_path / "runs/whole")
+
+
+def test_a_directory_without_access_is_one_clear_line(write_config, finished, tmp_path):
+    """Root may write everywhere: as root, the run gives up that right first."""
+    give_up = (
+        ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
+    )
+    command = [
+        *give_up,
+        sys.executable,
+        "train.py",
+        "--config",
+        str(write_config()),
+        "train.steps=20",
+    ]
+    if give_up and (
+        shutil.which("setpriv") is None or subprocess.run([*give_up, "true"]).returncode
+    ):
+        pytest.skip("root without setpriv")
+    before = good_steps(finished)
+    for place in (finished, finished.parent):
+        place.chmod(0o555)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
+    finally:
+        for place in (finished, finished.parent):
+            place.chmod(0o755)
+    assert done.returncode == 2
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"Permission denied: '{finished}" in error and "give access" in error
+    assert "Traceback" not in done.stderr and good_steps(finished) == before
+
+
+def fake_checkpoint(directory: Path, step: int) -> Path:
+    path = directory / f"step-{step}"
+    (path / "trainer_state").mkdir(parents=True)
+    (path / "model.safetensors").write_text(str(step))
+    listing = {
+        "model.safetensors": {
+            "size": len(str(step)),
+            "sha256": checkpoint.sha256(path / "model.safetensors"),
+        }
+    }
+    (path / "trainer_state/files.json").write_text(json.dumps(listing))
+    return path
+
+
+def test_pruning_keeps_the_newest_the_best_every_nth_and_counts_complete_ones_alone(tmp_path):
+    for step in range(10, 110, 10):
+        fake_checkpoint(tmp_path, step)
+    link_best(tmp_path, {20: 1.5, 30: 1.2, 35: 0.1, 40: float("nan"), 50: 1.3, 60: None})
+    assert os.readlink(tmp_path / "best") == "step-30"  # 35 has no checkpoint, 40 no loss
+    os.truncate(tmp_path / "step-100/model.safetensors", 1)
+    prune(tmp_path, keep=2, keep_every=40)
+    assert sorted(step_of(path) for path in tmp_path.glob("step-*")) == [30, 40, 80, 90, 100]
+    assert find_resume(tmp_path, "auto", lambda line: None) == tmp_path / "step-90"
+
+
+@pytest.fixture
+def busy(finished):
+    """In checkpoint 8, what cannot be deleted: a place where a file system is mounted, as on NFS a
+    file that is being read.
+    """
+    mount_memory(finished / "step-8/held")
+    yield finished
+    for held in finished.glob("step-8*/held"):
+        subprocess.run(["umount", "-l", held], check=True)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_ends_no_run_and_stops_no_start(
+    write_config, busy, launch
+):
+    for steps in (20, 28):
+        output = launch("--config", write_config(), f"train.steps={steps}").succeed()
+        assert output.count(f"{busy / 'step-8.old.partial'} could not be deleted (") == 1
+    assert good_steps(busy)[-2:] == [24, 28]
+
+
+def test_a_checkpoint_moved_to_another_disk_stays_there_when_its_link_is_pruned(
+    write_config, finished, launch, tmp_path
+):
+    moved = shutil.move(finished / "step-8", tmp_path / "moved")
+    (finished / "step-8").symlink_to(moved)
+    launch("--config", write_config(), "train.steps=20").succeed()
+    assert damage(moved) is None and not (finished / "step-8").is_symlink()
+
+
+def test_best_points_to_the_lowest_validation_loss(write_config, launch, tmp_path):
+    launch(
+        "--config",
+        write_config(),
+        "train.steps=40",
+        "train.eval_every=4",
+        "optim.lr=0.3",
+        "optim.schedule=constant",
+    ).succeed()
+    run = tmp_path / "runs/small"
+    losses = {
+        line["step"]: line["validation_loss"]
+        for line in read_lines(run)
+        if "validation_loss" in line and line["step"]
+    }
+    best = min(losses, key=losses.get)
+    assert os.readlink(run / "best") == f"step-{best}"
+    assert sorted({best, 36, 40}) == good_steps(run)
+
+
+def no_links() -> None:
+    """As on exFAT, and on some network and object stores."""
+
+    def symlink(target, *_, **__):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), target)
+
+    os.symlink = symlink
+
+
+def test_a_file_system_without_links_ends_no_run(write_config, launch, tmp_path):
+    output = launch("--config", write_config(), before=no_links).succeed()
+    assert f"{tmp_path / 'runs/small/best'} could not be linked to step-12 (" in output
+    assert good_steps(tmp_path / "runs/small") == [8, 12]
+
+
+def slow_disk() -> None:
+    """Writing takes a second longer, without the processor, as on a slow disk."""
+    real = writer.save_file
+
+    def slowly(*arguments, **options):
+        time.sleep(1)
+        real(*arguments, **options)
+
+    writer.save_file = slowly
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(write_config, launch, tmp_path):
+    config = write_config(
+        train={"steps": 2000, "batch_size": 8, "eval_every": 0, "eval_samples": 8}
+    )
+    options = ["checkpoint.save_every=5", "logging.log_every=1"]
+    ranks = launch("--config", config, *options, before=slow_disk)
+    ranks.until((tmp_path / "runs/small/step-5").exists)
+    lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
+    assert len(lines) >= 10  # 10, where the next save waits for this one
+    assert max(line["seconds"] for line in lines[5:9]) < 0.5
+    ranks.stop()
+    assert good_steps(tmp_path / "runs/small")[-1] == max(
+        line["step"] for line in read_lines(tmp_path / "runs/small")
+    )
+
+
+def fail_in_the_thread() -> None:
+    def failing(*arguments):
+        raise ValueError("made to fail")
+
+    writer._write_model = failing
+
+
+def test_an_error_of_the_writing_thread_ends_the_run(write_config, launch):
+    ranks = launch("--config", write_config(), "train.steps=100000", before=fail_in_the_thread)
+    assert ranks.wait() == [1]
+    assert "ValueError: made to fail" in ranks.output

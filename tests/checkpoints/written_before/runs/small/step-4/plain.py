@@ -1,0 +1,120 @@
+"""The triangular convolution with nothing but torch: the masked-weight matmul, single rows of it, and its counts.
+
+It goes with every saved model (mixer/carried.py), so it imports nothing of the package.
+
+Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context, context), out then in;
+bias (heads, context).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BACKENDS = ("auto", "cuda", "panels", "dense")
+
+# Rows of a panel. p panels do (p + 1) / 2p of the dense product, but thin ones run at a lower rate: two panels, and from 1024
+# tokens on panels of 512 rows, were the fastest on an H200 (benchmarks/results/token_mixing_h200.md).
+MIN_PANEL_ROWS = 64
+MAX_PANEL_ROWS = 512
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, channels) -> view (heads, batch, tokens, channels of a head)."""
+    return x.unflatten(-1, (heads, -1)).permute(2, 0, 1, 3)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(heads, batch, tokens, channels of a head) -> contiguous (batch, tokens, channels)."""
+    return x.permute(1, 2, 0, 3).flatten(2)
+
+
+def shift_channels(x: Tensor, distance: int) -> Tensor:
+    """out[..., c] = x[..., c + distance], zero where c + distance lies outside the head."""
+    width = x.shape[-1]
+    if distance == 0:
+        return x
+    if abs(distance) >= width:
+        return torch.zeros_like(x)
+    return F.pad(x[..., max(distance, 0) : width + min(distance, 0)], (max(-distance, 0), max(distance, 0)))
+
+
+def tap_shift(tap: int, taps: int) -> int:
+    """Channels by which tap `tap` looks to the right: nn.Conv1d(padding="same") puts (taps - 1) // 2 on the left."""
+    return tap - (taps - 1) // 2
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """The masked-weight matmul, as one writes it in PyTorch: masked with tril, multiplied in full."""
+    heads, taps = weight.shape[:2]
+    tokens = x.shape[1]
+    mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
+    parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
+    y = torch.matmul(mask[:, None, 0], shift_channels(parts, tap_shift(0, taps)))
+    for tap in range(1, taps):
+        y = y + torch.matmul(mask[:, None, tap], shift_channels(parts, tap_shift(tap, taps)))
+    if bias is not None:
+        y = y + bias[:, None, :tokens, None].to(y.dtype)
+    y = merge_heads(y)
+    return y if residual is None else y + residual
+
+
+def mix_rows(memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
+    """The triangular convolution of a few tokens, given the inputs of all tokens so far: one row of the weight for each.
+
+    Args:
+        memory: (batch, heads, length, channels of a head), x of the positions 0 to length - 1, of these tokens too; what lies
+            behind a token's own position is not read.
+        weight: (heads, taps, context, context); bias: (heads, context).
+        positions: (batch or 1, new tokens) int64, where each new token stands; 1 where all samples agree.
+
+    Returns:
+        (batch, new tokens, channels), in memory's dtype.
+    """
+    heads, taps = weight.shape[:2]
+    length, new = memory.shape[2], positions.shape[1]
+    rows = weight[..., :length][:, :, positions]  # (heads, taps, batch or 1, new, length)
+    later = torch.arange(length, device=memory.device) > positions[..., None]  # (batch or 1, new, length)
+    rows = rows.masked_fill(later, 0).to(memory.dtype).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    products = (rows @ memory).unflatten(2, (taps, new))  # memory is read once, whatever the number of taps
+    # Shifting over the channels and mixing over the tokens commute, and the few results are less than all the inputs.
+    y = bias[:, positions].transpose(0, 1)[..., None].to(products.dtype)  # (batch or 1, heads, new, 1)
+    for tap in range(taps):
+        y = y + shift_channels(products[:, :, tap], tap_shift(tap, taps))
+    return y.transpose(1, 2).flatten(2)
+
+
+def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
+    """Writes rows (batch, heads, new, channels of a head) into the memory at positions (batch or 1, new)."""
+    if positions.shape[0] == 1:
+        memory.index_copy_(2, positions[0], rows)
+    else:
+        samples = torch.arange(len(positions), device=positions.device)[:, None]
+        memory[samples, :, positions] = rows.transpose(1, 2)
+
+
+def mix_row(
+    memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, positions: Tensor, backend: str = "auto"
+) -> Tensor:
+    """One new token of each sample, x (batch, 1, channels): written into the memory and mixed. `mixer.ops.mix_row` in plain
+    PyTorch, whose arguments it takes: `backend` makes no difference here.
+    """
+    write_rows(memory, split_heads(x, weight.shape[0]).transpose(0, 1), positions)
+    y = mix_rows(memory, weight, bias, positions)
+    return y if residual is None else y + residual.to(y.dtype)  # under autocast the stream has its dtype
+
+
+def panel_bounds(tokens: int) -> list[tuple[int, int]]:
+    """Rows (start, end) of each panel. They start at multiples of 8, where a 16-bit weight lies on 16 bytes."""
+    half = (tokens + 15) // 16 * 8
+    rows = min(max(half, MIN_PANEL_ROWS), MAX_PANEL_ROWS)
+    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+
+
+def products_per_triangle(tokens: int, backend: str) -> int:
+    """Pairs (i, j) that a backend multiplies for one triangle of `tokens` rows; tokens * (tokens + 1) / 2 are needed."""
+    if backend == "dense":
+        return tokens * tokens
+    if backend == "panels":
+        return sum((end - start) * end for start, end in panel_bounds(tokens))
+    rows = 64  # the kernels skip the upper half in tiles of 64
+    return sum((min(start + rows, tokens) - start) * min(start + rows, tokens) for start in range(0, tokens, rows))

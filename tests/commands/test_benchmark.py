@@ -1,0 +1,402 @@
+"""The benchmark of token mixing: run as a user runs it, at toy size on a CPU, and told apart from a
+wrong backend.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import nvrtc
+import pytest
+import torch
+from launching import run_python
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.common.errors import UserError
+from mixer.ops import panels as reference
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "benchmarks" / "token_mixing.py")
+TOY = "--device cpu --channels 32 --batch-tokens 256 --rounds 2 --batch-ms 0.2 --commit abc123".split()
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """The benchmark's modules, imported as the script imports them."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import token_mixing
+
+    return token_mixing
+
+
+def measure(benchmark, monkeypatch, output: Path, *options: str) -> tuple[dict, str]:
+    monkeypatch.setattr(
+        sys, "argv", ["token_mixing.py", *TOY, "--tokens", "48", "--output", str(output), *options]
+    )
+    benchmark.main()
+    return json.loads(output.with_suffix(".json").read_text()), output.with_suffix(
+        ".md"
+    ).read_text()
+
+
+def row(case: dict, name: str) -> dict:
+    return next(row for row in case["variants"] if row["name"] == name)
+
+
+def forward_line(text: str) -> list[str]:
+    """Cells of the first line of numbers under the forward's title."""
+    line = next(
+        line
+        for line in text.split("## Forward, weight packed")[1].splitlines()
+        if line.startswith("| 48 ")
+    )
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_measures_and_draws(tmp_path):
+    output = tmp_path / "results" / "toy"
+    command = [SCRIPT, *TOY, "--suite", "both", "--tokens", "48,128", "--output", output]
+    done = run_python(*command, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    result = json.loads(output.with_suffix(".json").read_text())
+    assert (
+        result["hardware"]["device"] == "cpu"
+        and result["commit"] == "abc123"
+        and result["ours"] == "panels"
+    )
+    cases = {(case["suite"], case["operation"], case["tokens"]): case for case in result["cases"]}
+    operations = "forward grad_input grad_weight grad_weight_bias fused pack autograd".split()
+    assert {key for key in cases if key[0] == "main"} == {
+        ("main", name, t) for name in operations for t in (48, 128)
+    }
+    assert ("sweep", "autograd", 128) in cases
+    for case in result["cases"]:
+        assert case["floor_ms"] > 0
+        for variant in case["variants"]:
+            assert variant["failure"] is None and variant["error"] < 5e-3 and variant["ms"] > 0, (
+                case,
+                variant,
+            )
+    assert {variant["family"] for variant in cases["main", "forward", 48]["variants"]} >= {
+        "ours",
+        "dense",
+        "Conv1d",
+        "panels",
+    }
+    text = output.with_suffix(".md").read_text()
+    assert "Without a number" not in text and "commit abc123" in text
+    draws_from_json_alone(output, tmp_path)
+
+
+def draws_from_json_alone(output: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere.json"
+    output.with_suffix(".json").rename(moved)
+    assert (
+        run_python(
+            SCRIPT, "--plot", moved, output=tmp_path / "drawn", directory=tmp_path
+        ).returncode
+        == 0
+    )
+    for name in ("elsewhere.png", "elsewhere_speedup.png", "elsewhere_sweep.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name
+    assert (tmp_path / "elsewhere.md").read_text() == output.with_suffix(".md").read_text()
+
+
+def test_measuring_needs_no_matplotlib(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import token_mixing as t; t.main()"
+    )
+    options = [*TOY, "--tokens", "48", "--operations", "forward", "--output", tmp_path / "r"]
+    done = run_python(program, *options, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda right, x, *rest: right(x, *rest) * 1.01, "relative RMSE 0.01"),
+        (lambda right, x, *rest: torch.empty_like(x), "relative RMSE nan"),
+        (lambda right, x, *rest: right(x, *rest)[:, :-1], "shape"),
+    ],
+    ids=["inaccurate", "unwritten", "short"],
+)
+def test_no_speedup_for_a_wrong_result(benchmark, monkeypatch, tmp_path, wrong, reason):
+    right = reference.forward
+    monkeypatch.setattr(reference, "forward", lambda *arguments: wrong(right, *arguments))
+    result, text = measure(
+        benchmark, monkeypatch, tmp_path / "wrong", "--operations", "forward,grad_input"
+    )
+    ours = row(result["cases"][0], "panels")
+    assert reason in ours["failure"] and "ms" not in ours
+    cells = forward_line(text)
+    assert cells[1] == "failed" and cells[-4:] == ["-"] * 4
+    assert f"forward, 48 tokens: panels: {ours['failure']}" in text
+    assert row(result["cases"][1], "panels")["ms"] > 0  # the gradient is right and has its number
+
+
+def test_a_wrong_alternative_is_not_compared_with(benchmark, monkeypatch, tmp_path):
+    import token_mixing_variants
+
+    monkeypatch.setattr(
+        token_mixing_variants, "panels_forward", lambda slot, panels: slot.y
+    )  # writes nothing
+    result, text = measure(benchmark, monkeypatch, tmp_path / "wrong", "--operations", "forward")
+    assert "nan" in row(result["cases"][0], "p=2")["failure"]
+    assert float(forward_line(text)[-4]) > 0 and "p=2: wrong" in text
+
+
+def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
+    right = reference.grad_weight
+
+    def leaking(*arguments):
+        dweight, dbias = right(*arguments)
+        dweight[..., 0, -1] = 1e-30
+        return dweight, dbias
+
+    monkeypatch.setattr(reference, "grad_weight", leaking)
+    result, _ = measure(
+        benchmark, monkeypatch, tmp_path / "leak", "--operations", "grad_weight,autograd"
+    )
+    for case in result["cases"]:
+        assert row(case, "panels")["failure"] == "wrong: not zero above the diagonal"
+
+
+@pytest.mark.parametrize("heads,taps", [(1, 3), (4, 1), (2, 5)])
+def test_every_alternative_is_right_with_heads_and_taps(benchmark, heads, taps):
+    shape = benchmark.Shape(
+        40, channels=32, batch_tokens=120, heads=heads, taps=taps, dtype="float32"
+    )
+    torch.manual_seed(0)
+    data = benchmark.Data(shape, "cpu", "panels")
+    expected = benchmark.Expected(data)
+    for operation in benchmark.SWEEP_OPERATIONS:
+        wanted = expected(operation)
+        for variant in benchmark.VARIANTS[operation](data, False):
+            found = benchmark.check(variant, operation, expected, wanted)
+            assert found["failure"] is None and found["error"] < 1e-5, (
+                operation,
+                variant.name,
+                found,
+            )
+
+
+def test_the_time_limit_leaves_out_what_it_names(benchmark, monkeypatch, tmp_path):
+    options = ("--seconds", "0", "--operations", "forward")
+    result, text = measure(benchmark, monkeypatch, tmp_path / "late", *options)
+    assert (
+        not result["cases"] and result["left_out"][0]["tokens"] == 48 and "the time was up" in text
+    )
+
+
+def test_floor_is_memory_for_short_contexts_and_arithmetic_for_long(benchmark):
+    floors = {
+        tokens: benchmark.floor_ms(benchmark.Shape(tokens), "forward", 4.27e9, 797)
+        for tokens in (512, 8192)
+    }
+    assert floors[512] == pytest.approx(0.063, abs=5e-4) and floors[8192] == pytest.approx(
+        0.701, rel=0.01
+    )
+    assert benchmark.useful_flops(benchmark.Shape(512), "forward") == 65536 * 1024 * 513
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--output PATH"),
+        (
+            ["--output", "x", "--operations", "forwards"],
+            "--operations has forwards; allowed: forward, grad_input",
+        ),
+        (["--output", "x", "--suite", "sweep", "--tokens", "7"], "no shape of suite sweep"),
+    ],
+)
+def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["token_mixing.py", "--device", "cpu", *arguments])
+    with pytest.raises(UserError, match=message):
+        benchmark.main()
+
+
+# ------------------------------------------------------------------------------------------------ kernels for older GPUs
+
+
+@nvrtc.needs_nvrtc
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("volta_forward", "compute_70"), ("ampere_grad_input", "compute_80")]
+)
+def test_ceiling_of_older_kernels_is_their_source_without_the_triangle(
+    benchmark, tmp_path, name, architecture
+):
+    """What takes the triangle out finds it in the source as it now is, and what is left
+    compiles.
+    """
+    from portable_dense import write_sources
+
+    source = write_sources(tmp_path / "dense") / f"{name}.cu"
+    assert b"mma.sync" in nvrtc.compile_source(source, architecture)[0]
+
+
+def test_share_of_the_ceiling_is_of_useful_operations_and_of_right_results(benchmark):
+    import portable_kernels
+
+    def case(failure: str | None) -> dict:
+        ours = {
+            "name": "cuda",
+            "family": "ours",
+            "failure": failure,
+            **({} if failure else {"ms": 2.0}),
+        }
+        dense = {"name": "matmul", "family": "dense", "failure": None, "ms": 1.0}
+        numbers = {
+            "capability": 80,
+            "dtype": "float16",
+            "tokens": 64,
+            "batch": 2,
+            "channels": 8,
+            "ceiling_tflops": 200.0,
+        }
+        return numbers | {"operation": "forward", "useful_flops": 3e11, "variants": [ours, dense]}
+
+    right, wrong = portable_kernels.rows_of(
+        [case(None), case("wrong: relative RMSE 1")]
+    ).splitlines()[2:]
+    assert [cell.strip() for cell in right.split("|")[2:-1]] == [
+        "64",
+        "2.000",
+        "150",
+        "75",
+        "1.000",
+        "300",
+        "0.50",
+    ]
+    assert [cell.strip() for cell in wrong.split("|")[2:-1]] == [
+        "64",
+        "-",
+        "-",
+        "-",
+        "1.000",
+        "300",
+        "-",
+    ]
+
+
+def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
+    sizes = "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4 --batches 1,2 --repeats 1"
+    command = [ROOT / "benchmarks" / "generation.py", *sizes.split(), "--output", tmp_path / "toy"]
+    done = run_python(*command, "--commit", "abc123", output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    result, text = (
+        json.loads((tmp_path / "toy.json").read_text()),
+        (tmp_path / "toy.md").read_text(),
+    )
+    kinds = {
+        ("Llama", "cached"),
+        *(
+            ("mixer", kind)
+            for kind in ("cached", "cached, static", "cached, static, compiled", "uncached")
+        ),
+    }
+    assert {(row["model"], row["cache"], row["batch"]) for row in result["generate"]} == {
+        (*k, b) for k in kinds for b in (1, 2)
+    }
+    assert all(
+        row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0
+        for row in result["step"]
+    )
+    assert "Batch 2, mixer cached" in text and "commit abc123" in text
+    shape = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    cache = MaskedMixerForCausalLM(MaskedMixerConfig(**shape))(
+        torch.zeros(1, 42, dtype=torch.int64), use_cache=True
+    )
+    kept = 2 * sum(layer.keys[:, :, :42].numel() for layer in cache.past_key_values.layers) / 1e6
+    assert (
+        f"The floor counts the weights alone: {kept:.3g} MB of kept inputs a sample come on top."
+        in text
+    )
+    done = run_python(*command, "--new", "30", output=tmp_path / "refused")
+    assert (
+        done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stdout
+    )
+
+
+def test_a_training_step_is_timed_and_profiled(tmp_path):
+    small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 --batch-ms 1 --commit abc123"
+    forms = "eager,eager_activation,reference"
+    output = tmp_path / "results" / "step"
+    options = [
+        *small.split(),
+        "--tokens",
+        "32,48",
+        "--forms",
+        forms,
+        "--profile",
+        "--output",
+        output,
+    ]
+    done = run_python(
+        ROOT / "benchmarks" / "training_step.py",
+        *options,
+        output=tmp_path / "printed",
+        directory=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout
+    result, text = (
+        json.loads(output.with_suffix(".json").read_text()),
+        output.with_suffix(".md").read_text(),
+    )
+    assert [(case["tokens"], case["batch"]) for case in result["cases"]] == [(32, 3), (48, 2)]
+    for case in result["cases"]:
+        assert list(case["forms"]) == forms.split(",")
+        for row in case["forms"].values():
+            assert (
+                row["ms"] > 0
+                and row["losses"][2] < row["losses"][0]
+                and row["profile"]["kinds"]["optimizer"] > 0
+            )
+    assert "| eager: ours, eager |" in text and "## Where the time goes, 2 x 48 tokens" in text
+
+
+def test_the_gaps_between_finished_runs_are_those_of_every_pair(tmp_path):
+    losses = {"one": [4.0, 2.0], "two": [4.0, 2.1], "three": [4.4, 2.0]}
+    for name, (first, second) in losses.items():
+        lines = [{"step": step, "loss": loss} for step, loss in ((10, first), (20, second))]
+        lines.append(
+            {"step": 20, "tokens": 640, "validation_loss": 2.5, "validation_bits_per_byte": 1.5}
+        )
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [
+        ROOT / "benchmarks" / "loss_gaps.py",
+        "--output",
+        tmp_path / "gaps",
+        "--measured",
+        "a machine",
+    ]
+    done = run_python(
+        *command,
+        *(f"{name}={tmp_path / name}.jsonl" for name in losses),
+        output=tmp_path / "printed",
+    )
+    assert done.returncode == 0, done.stdout
+    found = {
+        tuple(gap["models"]): gap["largest"]
+        for gap in json.loads((tmp_path / "gaps.json").read_text())["gaps"]
+    }
+    assert found == pytest.approx(
+        {("one", "two"): 0.05, ("one", "three"): 0.1, ("two", "three"): 0.1}
+    )
+    assert (
+        "| one / three | 10.00% | 10 |" in (tmp_path / "gaps.md").read_text()
+        and (tmp_path / "gaps.png").exists()
+    )
+    done = run_python(
+        *command, f"one={tmp_path}/one.jsonl", "two=nothing", output=tmp_path / "refused"
+    )
+    assert (
+        done.returncode == 2 and "two=nothing given; allowed: two or more NAME=FILE" in done.stdout
+    )

@@ -1,0 +1,223 @@
+"""Weights of the reference implementation: what they compute there they compute here, and back;
+what is strange is named.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_model import small_model, tokens
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from mixer.common.errors import UserError
+from mixer.convert import from_reference, main, to_reference
+from mixer.data.tokenizer import train_tokenizer
+
+VOCABULARY, HIDDEN, CONTEXT, BLOCKS = 50, 16, 12, 2
+
+
+def conv(taps=1) -> nn.Conv1d:
+    return nn.Conv1d(CONTEXT, CONTEXT, taps, padding="same")
+
+
+def masked(layer: nn.Conv1d, x: torch.Tensor) -> torch.Tensor:
+    """The layer with the upper half of its (out, in) weights taken as zero, tokens being its
+    channels.
+    """
+    lower = torch.tril(torch.ones(CONTEXT, CONTEXT))[..., None]
+    return nn.functional.conv1d(x, layer.weight * lower, layer.bias, padding="same")
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int, taps: int):
+        super().__init__()
+        self.proj_head = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN // heads) for _ in range(heads))
+        self.convs = nn.ModuleList(conv(taps) for _ in range(heads))
+        self.out_proj = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        mixed = [
+            masked(layer, proj(x)) for layer, proj in zip(self.convs, self.proj_head, strict=True)
+        ]
+        return self.out_proj(torch.cat(mixed, dim=2))
+
+
+class ReferenceBlock(nn.Module):
+    def __init__(self, kind: str, taps: int, width: int):
+        super().__init__()
+        self.seq_layernorm, self.patch_layernorm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.patch_ff = nn.Sequential(nn.Linear(HIDDEN, width), nn.GELU(), nn.Linear(width, HIDDEN))
+        self.kind = kind
+        if kind == "expanded":
+            self.conv = nn.Sequential(conv(taps), nn.GELU(), conv(taps))
+        elif kind == "flat":
+            self.conv = conv(taps)
+        else:
+            setattr(self, kind, Heads(4, taps))
+
+    def mix(self, x):
+        if self.kind == "flat":
+            return masked(self.conv, x)
+        if self.kind == "expanded":
+            return masked(self.conv[2], nn.functional.gelu(masked(self.conv[0], x)))
+        return getattr(self, self.kind)(x)
+
+    def forward(self, x):
+        x = x + self.mix(self.seq_layernorm(x))
+        return x + self.patch_ff(self.patch_layernorm(x))
+
+
+class Reference(nn.Module):
+    """The layers of a LanguageMixer under the names that its state dicts have; `kind` flat,
+    expanded, mixerhead or conv.
+    """
+
+    def __init__(self, kind="flat", taps=1, width=4 * HIDDEN):
+        super().__init__()
+        torch.manual_seed(3)
+        self.wte = nn.Embedding(VOCABULARY, HIDDEN)
+        self.mixerblocks = nn.ModuleList(ReferenceBlock(kind, taps, width) for _ in range(BLOCKS))
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        for norm in (m for m in self.modules() if isinstance(m, nn.LayerNorm)):
+            nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+
+    def forward(self, input_ids):
+        x = self.wte(input_ids)
+        for block in self.mixerblocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("kind", ["flat", "expanded", "mixerhead", "conv"])
+@pytest.mark.parametrize("taps", [1, 3, 4])
+@pytest.mark.parametrize("prefix", ["", "model.", "module.model."])
+def test_logits_are_the_references_both_ways(kind, taps, prefix):
+    reference, ids = Reference(kind, taps, width=40), tokens()
+    model = from_reference({prefix + key: tensor for key, tensor in reference.state_dict().items()})
+    expected = reference(ids)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
+    back = to_reference(model, heads_under="conv" if kind == "conv" else "mixerhead")
+    other = Reference(kind, taps, width=40)
+    nn.init.zeros_(other.wte.weight)
+    other.load_state_dict(back)  # strict: all keys and shapes
+    torch.testing.assert_close(other(ids), expected, rtol=0, atol=1e-5)
+
+
+def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch, capsys):
+    def command(*arguments):
+        monkeypatch.setattr("sys.argv", ["convert", *map(str, arguments)])
+        main()
+        return capsys.readouterr().out
+
+    reference, old, new, back = (
+        Reference("mixerhead", taps=3),
+        tmp_path / "old.safetensors",
+        tmp_path / "new",
+        tmp_path / "b",
+    )
+    save_file(reference.half().state_dict(), old)
+    train_tokenizer(["a few words"], 300).save_pretrained(tmp_path / "large")
+    with pytest.raises(
+        UserError, match="has [0-9]+ ids, the model 50 embeddings; allowed: as many"
+    ):
+        command(old, "--output", new, "--tokenizer", tmp_path / "large")
+    wide = {
+        name: torch.zeros(2000, reference.wte.weight.shape[1])
+        for name in ("wte.weight", "lm_head.weight")
+    }
+    save_file(reference.state_dict() | wide, tmp_path / "wide.safetensors")
+    with pytest.raises(
+        UserError,
+        match="has [0-9]+ ids, the model 2000 embeddings; allowed: as many, or up to 1024 more",
+    ):
+        command(tmp_path / "wide.safetensors", "--output", new, "--tokenizer", tmp_path / "large")
+    assert "4 heads, kernel size 3, 2 layers" in command(old, "--output", new)
+    expected = reference.float()(tokens())
+    torch.testing.assert_close(
+        AutoModelForCausalLM.from_pretrained(new)(tokens()).logits, expected, rtol=0, atol=1e-5
+    )
+    command(new, "--output", back / "old.safetensors", "--back", "--heads-under", "conv")
+    again = Reference("conv", taps=3)
+    again.load_state_dict(load_file(back / "old.safetensors"))
+    torch.testing.assert_close(again(tokens()), expected, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="exists already"):
+        command(old, "--output", new)
+    with pytest.raises(UserError, match="is not a .safetensors file"):
+        command(tmp_path / "old.bin", "--output", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda s: s.update({"mixerblocks.1.convr.weight": torch.zeros(12, 12, 1)}),
+            r"unknown: mixerblocks.1.convr.weight \(12,",
+        ),
+        (lambda s: s.pop("mixerblocks.1.conv.bias"), r"missing: mixerblocks.1.conv.bias \(12,\)"),
+        (
+            lambda s: s.pop("mixerblocks.0.conv.weight"),
+            "lack mixerblocks.0.conv.weight, which tells the model's sizes",
+        ),
+        (
+            lambda s: s.pop("wte.weight"),
+            "not the weights of a LanguageMixer: 0 keys are wte.weight",
+        ),
+        (
+            lambda s: s.update({"lm_head.weight": torch.zeros(49, 16)}),
+            r"lm_head.weight has shape \(49, 16\), expected \(50, 16\)",
+        ),
+        (
+            lambda s: s.update({"mixerblocks.0.conv.weight": torch.zeros(24, 12, 1)}),
+            r"shape \(24, 12, 1\), expected \(24, 24, 1\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(change, words):
+    state = Reference().state_dict()
+    change(state)
+    with pytest.raises(UserError, match=words):
+        from_reference(state)
+
+
+def test_only_a_whole_masked_mixer_goes_back(tmp_path, monkeypatch):
+    def refused(checkpoint, words):
+        output = tmp_path / "back.safetensors"
+        monkeypatch.setattr(
+            "sys.argv", ["convert", str(checkpoint), "--output", str(output), "--back"]
+        )
+        with pytest.raises(UserError, match=words):
+            main()
+        assert not output.exists()
+
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 12,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(**sizes, intermediate_size=64, num_attention_heads=2)
+    ).save_pretrained(tmp_path / "llama")
+    refused(
+        tmp_path / "llama",
+        "llama is a llama, which the reference implementation does not have: give one of a masked mixer",
+    )
+    refused(tmp_path / "none", "none is not a directory")
+    small_model().save_pretrained(tmp_path / "mixer")
+    file = tmp_path / "mixer" / "model.safetensors"
+    weights = load_file(file)
+    save_file(
+        {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"},
+        file,
+        metadata={"format": "pt"},
+    )
+    refused(tmp_path / "mixer", "lacks the weights lm_head.weight")
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(tmp_path / "mixer", "model.safetensors .* is damaged or cut short")
+
+
+def test_models_that_the_reference_does_not_have_are_refused():
+    with pytest.raises(UserError, match="does not have a final norm .* nor expansion with heads"):
+        to_reference(small_model(final_norm=True, mixer_expansion=True, num_mixer_heads=2))
+    tied, ids = small_model(tie_word_embeddings=True), tokens()  # a tied weight is written twice
+    torch.testing.assert_close(from_reference(to_reference(tied))(ids).logits, tied(ids).logits)

@@ -1,0 +1,234 @@
+"""Ending early: signals, and processes that die."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, read_lines
+
+from mixer.checkpoints.checkpoint import damage, step_of
+
+LONG = {"steps": 1_000_000, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
+
+
+def last_saved(run: Path) -> int:
+    (saved,) = (path for path in run.glob("step-*") if step_of(path) >= 0)
+    assert damage(saved) is None
+    return step_of(saved)
+
+
+def started(launch, config, tmp_path, processes: int, *options):
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    ranks = launch("--config", config, "checkpoint.save_every=0", *options, processes=processes)
+    return ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name
+)
+def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(
+    write_config, launch, tmp_path, number, processes
+):
+    ranks = started(launch, write_config(train=LONG), tmp_path, processes)
+    began, before = time.monotonic(), read_lines(tmp_path / "runs/small")[-1]["step"]
+    output = ranks.signal(number, rank=processes - 1).succeed()
+    assert time.monotonic() - began < 20
+    step = last_saved(tmp_path / "runs/small")
+    assert f"stopped by a signal after step {step}" in output
+    assert (
+        read_lines(tmp_path / "runs/small")[-1]["step"] == step >= before
+    )  # no step after the saved one
+
+
+def test_a_signal_saves_and_ends_with_success_where_the_reader_of_the_output_has_gone(
+    write_config, launch, tmp_path
+):
+    """Ctrl-C reaches all of `train.py | tee log`, and tee is gone at once."""
+    config, metrics = write_config(train=LONG), tmp_path / "runs/small/metrics.jsonl"
+    ranks = launch("--config", config, "checkpoint.save_every=0", before=reader_has_gone)
+    ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
+    assert ranks.signal(signal.SIGINT).wait() == [0]
+    assert last_saved(tmp_path / "runs/small") >= 5
+
+
+def reader_has_gone() -> None:
+    reader, writer = os.pipe()
+    os.dup2(writer, sys.stdout.fileno())
+    os.close(reader)
+    os.close(writer)
+
+
+def test_the_step_of_the_signal_is_the_last_whatever_log_every_is(write_config, launch, tmp_path):
+    """Agreement does not wait for a logging step: these steps take a tenth of a second, and only
+    each 1000th logs.
+    """
+    config = write_config(train=LONG, logging={"log_every": 1000})
+    ranks = launch("--config", config, "checkpoint.save_every=10", processes=2, before=slow_steps)
+    ranks.until((tmp_path / "runs/small/step-10").exists)
+    began = time.monotonic()
+    ranks.stop()
+    assert time.monotonic() - began < 10
+    assert max(step_of(path) for path in (tmp_path / "runs/small").glob("step-*")) < 30
+
+
+def slow_steps() -> None:
+    from mixer.training import objective
+
+    real = objective.token_nats
+    objective.token_nats = lambda *arguments: time.sleep(0.1) or real(*arguments)
+
+
+def test_a_second_signal_leaves_at_once_but_not_one_passed_on_by_a_launcher(
+    write_config, launch, tmp_path
+):
+    ranks = started(launch, write_config(train=LONG), tmp_path, 1)
+    assert ranks.signal(signal.SIGTERM).signal(signal.SIGTERM).wait() == [0]  # the same one, twice
+
+    endless = launch("--config", write_config(train=LONG, name="endless"), before=steps_without_end)
+    endless.until((tmp_path / "runs/endless/metrics.jsonl").exists)
+    time.sleep(0.5)
+    endless.signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert endless.running()
+    assert endless.signal(signal.SIGINT).wait() == [-signal.SIGINT]
+
+
+def steps_without_end() -> None:
+    from mixer.training import loop
+
+    loop.learning_rate = lambda *arguments: [time.sleep(0.1) for _ in range(600)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, number):
+    """torchrun, as accelerate launch starts it: it passes signals on, waits for its processes, and
+    itself exits with 1.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "train.py",
+    ]
+    config = ["--config", str(write_config(train=LONG)), "checkpoint.save_every=0"]
+    environment = os.environ | {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1"}
+    launcher = subprocess.Popen(
+        command + config,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    while not (metrics.exists() and '"step": 5,' in metrics.read_text()):
+        assert launcher.poll() is None, launcher.communicate()[0]
+        time.sleep(0.05)
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=60)
+    assert not any(
+        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+    )
+    assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
+
+
+def test_the_first_process_of_a_container_saves_at_a_signal(write_config, tmp_path):
+    """It has no parent, and gets no signal that it does not handle."""
+    own = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*own, "true"], capture_output=True).returncode
+    ):
+        pytest.skip(
+            "here no namespace of processes can be made: that takes unshare and root's rights"
+        )
+    options = ["--config", str(write_config(train=LONG)), "checkpoint.save_every=0"]
+    command = [*own, "--kill-child", sys.executable, "train.py", *options]
+    container = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    while not (metrics.exists() and '"step": 5,' in metrics.read_text()):
+        assert container.poll() is None, container.communicate()[0]
+        time.sleep(0.05)
+    (first,) = psutil.Process(container.pid).children()
+    first.terminate()
+    output, _ = container.communicate(timeout=60)
+    assert container.returncode == 0
+    assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
+
+
+def test_a_process_that_fails_ends_the_others_and_its_error_is_the_one_shown(
+    write_config, tmp_path
+):
+    script = tmp_path / "failing.py"
+    script.write_text(
+        "import os, sys; sys.path.insert(0, '.')\n"
+        "import train; from mixer import objective; from mixer.common.errors import run_command\n"
+        "real, calls = objective.token_nats, []\n"
+        "def token_nats(*arguments):\n"
+        "    calls.append(1)\n"
+        "    if os.environ['RANK'] == '1' and len(calls) > 5: raise RuntimeError('a fault of process one alone')\n"
+        "    return real(*arguments)\n"
+        "objective.token_nats = token_nats\n"
+        "run_command(train.main)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+    ]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, "--config", str(write_config(train=LONG))],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    first = done.stderr.index("process 1 failed:\n")
+    assert "RuntimeError: a fault of process one alone" in done.stderr[first:]
+    assert (
+        done.stderr.count(
+            "Traceback (most recent call last)",
+            0,
+            done.stderr.index("a fault of process one alone"),
+        )
+        == 1
+    )
+    assert "process 0 failed" not in done.stderr
+
+
+def test_a_process_that_is_killed_ends_the_others_and_is_named_as_the_cause(
+    write_config, launch, tmp_path
+):
+    ranks = started(launch, write_config(train=LONG), tmp_path, 2)
+    began = time.monotonic()
+    ranks.signal(signal.SIGKILL, rank=1)
+    ranks.ranks[0].join(60)
+    assert ranks.ranks[0].exitcode == 1 and time.monotonic() - began < 30
+    assert "another process of this run ended without saying why: it was killed" in ranks.output
+
+
+def test_a_configuration_error_is_shown_once_by_several_processes(write_config, launch):
+    ranks = launch("--config", write_config(), "train.stepz=3", processes=4)
+    assert ranks.wait() == [2] * 4
+    assert ranks.output.count("unknown key train.stepz") == 1
+    refused = launch("--config", write_config(), "data.directory=/proc/nothing", processes=2)
+    assert 0 not in refused.wait()
+    assert refused.output.count("choose another data.directory") == 1

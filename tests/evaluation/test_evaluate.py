@@ -1,0 +1,495 @@
+"""Promises of evaluation: the numbers are what their names say, and bad input is met with a
+message.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from runpy import run_path
+
+import numpy as np
+import pytest
+import torch
+from launching import run_python
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, inspect, report, representation
+from mixer.checkpoints.checkpoint import load_trainer
+from mixer.common.errors import UserError
+from mixer.convert import convert_back
+from mixer.data.corpus import DataConfig
+from mixer.data.prepare import prepare
+from mixer.data.tokenizer import load_tokenizer
+from mixer.evaluation.evaluate import (
+    EvalOptions,
+    evaluate_checkpoint,
+    evaluate_streams,
+    evaluate_tokens,
+)
+from mixer.evaluation.report import tell_apart, well_counted
+from mixer.evaluation.scoring import plan_windows
+from mixer.export import export
+from mixer.report import plot_comparison, plot_loss_by_position, plot_training, read_metrics
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = 12
+WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
+
+
+def tiny_model(vocab_size=23, context=CONTEXT):
+    torch.manual_seed(0)
+    config = MaskedMixerConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        num_hidden_layers=2,
+        max_position_embeddings=context,
+        mixing_backend="dense",
+    )
+    return MaskedMixerForCausalLM(config).eval()
+
+
+def by_hand(model, tokens, context, stride, last_window):
+    """(target index, position, nats) one target at a time, each from exactly the promised
+    context.
+    """
+    scored = []
+    with torch.no_grad():
+        for target in range(1, len(tokens)):
+            window = max(
+                0, math.ceil((target - context) / stride)
+            )  # the first window that holds the target
+            begin = window * stride
+            if last_window == "full" and begin + context >= len(tokens) - 1:
+                begin = max(
+                    0, len(tokens) - 1 - context
+                )  # the last window ends where the others would, and is as long
+            logits = (
+                model(input_ids=torch.tensor([tokens[begin:target].tolist()]))
+                .logits[0, -1]
+                .double()
+            )
+            nats = torch.logsumexp(logits, 0) - logits[tokens[target]]
+            scored.append((target, target - begin - 1, nats.item()))
+    return scored
+
+
+@pytest.mark.parametrize("length", [2, 5, CONTEXT, CONTEXT + 1, CONTEXT + 2, 40])
+@pytest.mark.parametrize("stride", [None, 1, 5, CONTEXT])
+@pytest.mark.parametrize("last_window", ["short", "full"])
+def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
+    model = tiny_model().double()
+    tokens = np.random.default_rng(length).integers(0, 23, length)
+    scores = evaluate_tokens(model, tokens, CONTEXT, stride, batch_size=3, last_window=last_window)
+    expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT, last_window)
+    assert scores.tokens == length - 1
+    assert math.exp(scores.loss) == pytest.approx(
+        math.exp(sum(nats for *_, nats in expected) / (length - 1)), rel=1e-12
+    )
+    for position, loss in enumerate(scores.loss_by_position):
+        here = [nats for _, p, nats in expected if p == position]
+        assert scores.count_by_position[position] == len(here)
+        assert loss == (pytest.approx(np.mean(here), rel=1e-10) if here else None)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 7, CONTEXT])
+@pytest.mark.parametrize("length", [2, 11, 12, 13, 14, 24, 25, 26, 61])
+def test_each_token_but_the_first_is_scored_exactly_once(length, stride):
+    targets = []
+    for begin, end, first in plan_windows(length, CONTEXT, stride):
+        assert 1 <= end - begin <= CONTEXT and first < end - begin
+        targets += range(begin + 1 + first, end + 1)
+    assert targets == list(range(1, length))
+
+
+def test_streams_together_are_their_sum_and_leave_the_model_in_its_mode():
+    model = tiny_model().double().train()
+    streams = [np.random.default_rng(n).integers(0, 23, n) for n in (1, 3, 30, 17)]
+    together = evaluate_streams(model, streams, CONTEXT, 4, batch_size=5)
+    apart = [evaluate_tokens(model, tokens, CONTEXT, 4) for tokens in streams if len(tokens) > 1]
+    assert together.nats == pytest.approx(sum(scores.nats for scores in apart), rel=1e-12)
+    assert together.tokens == 2 + 29 + 16
+    assert model.training
+
+
+@pytest.mark.parametrize("stride", [-1, 0, CONTEXT + 1])
+def test_stride_outside_the_context_is_refused(stride):
+    with pytest.raises(UserError, match=f"stride {stride} is outside 1..{CONTEXT}"):
+        evaluate_tokens(tiny_model(), np.arange(20), CONTEXT, stride)
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A prepared corpus and a checkpoint directory, as training leaves them."""
+    root = tmp_path_factory.mktemp("run")
+    generator = np.random.default_rng(0)
+    documents = [" ".join(generator.choice(WORDS, 40)) + "." for _ in range(60)]
+    (root / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    )
+    for name, packed in (("data", True), ("rows", False)):
+        source = {
+            "source": "jsonl",
+            "path": str(root / "corpus.jsonl"),
+            "directory": str(root / name),
+        }
+        prepare(
+            DataConfig(**source, vocab_size=300, validation_fraction=0.2, packed=packed),
+            progress=lambda line: None,
+        )
+    tokenizer = load_tokenizer(root / "data")
+    checkpoint = root / "demo" / "step-7"
+    tiny_model(len(tokenizer), 32).save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    (checkpoint / "trainer_state").mkdir()
+    state = {"step": 7, "tokens": 224, "data_directory": str(root / "data")}
+    (checkpoint / "trainer_state" / "trainer.json").write_text(json.dumps(state))
+    (root / "book.txt").write_text(documents[0] + "\n", encoding="utf-8")
+    return root
+
+
+def evaluate(run, **options):
+    return evaluate_checkpoint(
+        EvalOptions(checkpoint=str(run / "demo" / "step-7"), device="cpu", **options)
+    )
+
+
+def counts(run, name):
+    return json.loads((run / name / "manifest.json").read_text())["splits"]["validation"]
+
+
+def test_the_validation_split_of_the_run_is_scored_whole_with_the_manifests_sizes(run):
+    result, split = evaluate(run), counts(run, "data")
+    assert result["step"] == 7
+    assert result["tokens_scored"] == split["tokens"] - 1
+    assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
+    assert result["eos_scored"] == split["documents"]
+    assert result["stride"] == result["window"] == 32
+
+
+def test_unpacked_data_is_scored_document_by_document(run):
+    result, split = evaluate(run, data=str(run / "rows")), counts(run, "rows")
+    assert result["streams"] == split["documents"]
+    assert result["tokens_scored"] == split["tokens"] - split["documents"]
+
+
+def test_decoding_counts_the_bytes_and_words_that_the_manifest_counts(run):
+    # One token less than the whole: what is left out is the last EOS, which stands for no text.
+    split = counts(run, "data")
+    result = evaluate(run, max_tokens=split["tokens"] - 2)
+    assert result["tokens_scored"] == split["tokens"] - 2
+    assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
+
+
+@pytest.mark.parametrize("first_token, extra", [("skip", -1), ("eos", 0)])
+def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extra):
+    book = (run / "book.txt").read_text(encoding="utf-8")
+    result = evaluate(run, text=[str(run / "book.txt")], stride=16, first_token=first_token)
+    assert result["bytes"] == len(book.encode()) and result["words"] == len(book.split())
+    tokens = load_tokenizer(run / "data")(book)["input_ids"]
+    assert result["tokens_scored"] == len(tokens) + extra
+    per_byte = math.log2(result["token_perplexity"]) * result["tokens_scored"] / result["bytes"]
+    assert result["bits_per_byte"] == pytest.approx(per_byte, rel=1e-12)
+    assert math.log2(result["byte_perplexity"]) == pytest.approx(per_byte, rel=1e-12)
+    assert math.log(result["word_perplexity"]) * result["words"] == pytest.approx(
+        result["nats"], rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("backend", ["panels", "auto"])
+def test_backends_give_the_same_loss(run, backend):
+    assert evaluate(run, backend=backend)["loss"] == pytest.approx(
+        evaluate(run, backend="dense")["loss"], rel=1e-5
+    )
+
+
+def test_bf16_is_close_to_fp32(run):
+    assert evaluate(run, dtype="bf16")["loss"] == pytest.approx(evaluate(run)["loss"], rel=1e-2)
+
+
+def assert_png(path, least=5000):
+    content = Path(path).read_bytes()
+    assert (
+        content[:8] == b"\x89PNG\r\n\x1a\n" and content[-8:-4] == b"IEND" and len(content) > least
+    )
+
+
+def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
+    checkpoint = run / "demo" / "step-7"
+    options = ["--checkpoint", checkpoint, checkpoint, "--device", "cpu", "--max-tokens", 300]
+    done = run_python("eval.py", *options, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    output = run / "demo" / "eval-step-7"
+    results = json.loads((output / "report.json").read_text())
+    assert len(results) == 2 and results[0]["tokens_scored"] == 300
+    for text in (done.stdout, (output / "report.md").read_text()):
+        assert "| demo/step-7 | 300 |" in text and "EOS among the scored tokens" in text
+        assert f"{results[0]['bits_per_byte']:.4f}" in text
+    assert_png(output / "loss_by_position.png")
+
+
+def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
+    checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "demo" / "step-7")
+    for how in ([], ["--window", "16"], ["--stride", "8"], [], ["--window", "16"]):
+        run_path(str(ROOT / "eval.py"))["main"](
+            [
+                "--checkpoint",
+                str(checkpoint),
+                "--text",
+                str(run / "book.txt"),
+                "--device",
+                "cpu",
+                *how,
+            ]
+        )
+    reports = sorted(checkpoint.parent.glob("eval-*/report.json"))
+    assert [report.parent.name for report in reports] == [
+        "eval-step-7",
+        "eval-step-7-2",
+        "eval-step-7-3",
+    ]
+    results = [json.loads(report.read_text())[0] for report in reports]
+    assert [(result["window"], result["stride"]) for result in results] == [
+        (32, 32),
+        (16, 16),
+        (32, 8),
+    ]
+
+
+def test_runs_of_one_name_in_two_places_are_called_by_their_paths(run, tmp_path):
+    shutil.copytree(run / "demo" / "step-7", tmp_path / "demo" / "step-7")
+    here, there = (str(place / "demo" / "step-7") for place in (run, tmp_path))
+    results = [
+        evaluate_checkpoint(EvalOptions(path, device="cpu", max_tokens=50))
+        for path in (here, there)
+    ]
+    assert [result["label"] for result in tell_apart(results)] == [here, there]
+    assert tell_apart(results[:1] * 2) == results[:1] * 2
+
+
+def test_where_no_results_can_go_is_said_before_they_are_computed(run, tmp_path, capsys):
+    checkpoint, file = run / "demo" / "step-7", tmp_path / "file"
+    file.touch()
+    for main in (run_path(str(ROOT / "eval.py"))["main"], inspect.main, representation.main):
+        with pytest.raises(
+            UserError,
+            match=f"results cannot go to {file}: of {file}, it is a file; choose another --output",
+        ):
+            main(["--checkpoint", str(checkpoint), "--output", str(file)])
+    for write in (export, convert_back):
+        with pytest.raises(UserError, match=f"results cannot go to {file}.*it is a file"):
+            write(checkpoint, file / "new.safetensors", "mit")
+    with pytest.raises(UserError, match=f"results cannot go to {file}.*it is a file"):
+        report.main([str(write_metrics(tmp_path / "run", 0)), "--output", str(file / "new.png")])
+    assert capsys.readouterr().out == ""
+
+
+def test_eval_py_says_error_and_exits_2(run, tmp_path):
+    done = run_python("eval.py", "--checkpoint", run / "nothing", output=tmp_path / "printed")
+    assert done.returncode == 2
+    assert done.stdout.strip().splitlines()[-1].startswith("error: checkpoint")
+    assert "Traceback" not in done.stdout
+
+
+def bad_texts(root):
+    (root / "empty.txt").write_text("")
+    (root / "short.txt").write_text("a")
+    (root / "latin.txt").write_bytes("café".encode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"text": ["{root}/none.txt"]}, "none.txt does not exist"),
+        ({"text": ["{root}/data"]}, "data is not a file: give the path of a UTF-8 text file"),
+        ({"text": ["{root}/empty.txt"]}, "empty.txt is empty"),
+        ({"text": ["{root}/short.txt"]}, "short.txt is shorter than 2 tokens"),
+        ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8 .byte 3"),
+        ({"text": ["{root}/book.txt"], "data": "{root}/data"}, "not both"),
+        ({"data": "{root}/no-data"}, "no-data holds no prepared data"),
+        ({"stride": 33}, "stride 33 is outside 1..32"),
+        ({"batch_size": 0}, "batch_size 0 is too small"),
+        ({"max_tokens": -1}, "max_tokens -1 is too small"),
+        ({"dtype": "fp8"}, "dtype 'fp8' is unknown"),
+        ({"backend": "magic"}, "backend 'magic' is unknown"),
+    ],
+)
+def test_each_bad_input_has_its_message(run, options, message):
+    bad_texts(run)
+
+    def place(value):
+        return value.format(root=run) if isinstance(value, str) else value
+
+    options = {
+        key: [place(v) for v in value] if isinstance(value, list) else place(value)
+        for key, value in options.items()
+    }
+    with pytest.raises(UserError, match=message):
+        evaluate(run, **options)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(run, tmp_path, missing):
+    for name in {"config.json", "model.safetensors", "tokenizer.json"} - {missing}:
+        (tmp_path / name).write_bytes((run / "demo" / "step-7" / name).read_bytes())
+    with pytest.raises(UserError, match=f"incomplete, it lacks {missing}"):
+        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+
+
+def test_a_truncated_checkpoint_and_a_run_directory_are_refused(run, tmp_path):
+    for path in (run / "demo" / "step-7").glob("*.*"):
+        content = path.read_bytes()
+        (tmp_path / path.name).write_bytes(
+            content[:-100] if path.suffix == ".safetensors" else content
+        )
+    with pytest.raises(UserError, match="cannot be read"):
+        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+    with pytest.raises(UserError, match="is a run, not a checkpoint.*step-7"):
+        evaluate_checkpoint(EvalOptions(checkpoint=str(run / "demo")))
+
+
+def test_a_checkpoint_without_some_weight_or_with_another_is_refused(run, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for path in (run / "demo" / "step-7").glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(run / "demo" / "step-7" / "model.safetensors")
+    norm = weights["model.layers.0.mlp_norm.weight"]
+    others = [key for key in weights if key != "lm_head.weight"]
+    faults = {
+        "lacks the weights lm_head.weight": {key: weights[key] for key in others},
+        "has weights that its config.json has no place for, model.layers.2.mlp_norm": weights
+        | {"model.layers.2.mlp_norm.weight": norm.clone()},
+    }
+    for message, found in faults.items():
+        save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path), text=[str(run / "book.txt")]))
+
+
+def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
+    shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
+    state = {"step": 7, "tokens": 224, "data_directory": "data/of-a-run"}
+    (tmp_path / "step-7" / "trainer_state" / "trainer.json").write_text(json.dumps(state))
+    with pytest.raises(
+        UserError,
+        match="was trained on the data in data/of-a-run, which is not here .*: give --data DIR",
+    ):
+        evaluate_checkpoint(EvalOptions(str(tmp_path / "step-7"), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        (b'{"step": 7, "tok', "JSONDecodeError: "),
+        (b"\xff\xfe", "UnicodeDecodeError: "),
+        (b"[7]", "TypeError: "),
+        (b'{"step": 7}', "KeyError: 'tokens'"),
+        (
+            b'{"step": "7", "tokens": 224, "data_directory": 3}',
+            "step, data_directory of another type",
+        ),
+    ],
+    ids=["cut", "no-text", "no-object", "lacking", "other-types"],
+)
+def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content, problem):
+    checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
+    (checkpoint / "trainer_state" / "trainer.json").write_bytes(content)
+    uses = [
+        lambda: evaluate_checkpoint(
+            EvalOptions(str(checkpoint), text=[str(run / "book.txt")], device="cpu")
+        ),
+        lambda: export(checkpoint, tmp_path / "given", "mit"),
+        lambda: load_trainer(checkpoint, {}, allow_other_data=False),
+    ]
+    for use in uses:
+        with pytest.raises(
+            UserError,
+            match=rf"trainer.json is damaged \({problem}.*: copy the checkpoint again, or give another",
+        ):
+            use()
+    assert not (tmp_path / "given").exists()
+
+
+def test_data_of_another_tokenizer_is_refused(run, tmp_path):
+    (tmp_path / "a.txt").write_text("quite other words " * 30)
+    (tmp_path / "b.txt").write_text("zebra quagga xylophone " * 30)
+    source = {"source": "text", "path": str(tmp_path), "directory": str(tmp_path / "data")}
+    prepare(
+        DataConfig(**source, vocab_size=290, validation_fraction=0.5), progress=lambda line: None
+    )
+    with pytest.raises(UserError, match="another tokenizer"):
+        evaluate(run, data=str(tmp_path / "data"))
+
+
+# ------------------------------------------------------------------------------------------------------- pictures
+
+
+def write_metrics(directory, seed, lines=300):
+    directory.mkdir()
+    generator = np.random.default_rng(seed)
+    with open(directory / "metrics.jsonl", "w") as file:
+        for step in range(1, lines + 1):
+            loss = 2 + 7 * math.exp(-step / 40) + 0.05 * generator.standard_normal()
+            line = {
+                "step": step,
+                "loss": loss,
+                "lr": 1e-3 * min(1, step / 20),
+                "tokens_per_second": 9000 + step,
+            }
+            file.write(json.dumps(line) + "\n")
+            if step % 50 == 0:
+                file.write(json.dumps({"step": step, "validation_loss": loss + 0.1}) + "\n")
+    return directory
+
+
+def test_pictures_are_made_from_metrics(tmp_path):
+    runs = {
+        name: write_metrics(tmp_path / name, seed) for seed, name in enumerate(("cuda", "dense"))
+    }
+    assert_png(plot_training(runs["cuda"]), 20000)
+    assert_png(plot_comparison(runs, tmp_path / "gap.png"), 20000)
+    assert_png(
+        plot_loss_by_position(
+            {"a": [None, 3.0, 2.5, 2.0], "b": [5.0, 3.5, 2.5, 2.0]}, tmp_path / "position.png"
+        )
+    )
+    write_metrics(tmp_path / "one", 0, lines=1)
+    assert_png(plot_training(tmp_path / "one"))
+    command = [
+        "-m",
+        "mixer.report",
+        runs["cuda"],
+        runs["dense"],
+        "--output",
+        tmp_path / "command.png",
+    ]
+    done = run_python(*command, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    assert_png(tmp_path / "command.png", 20000)
+    report.main([str(runs["dense"] / "metrics.jsonl")])
+    assert_png(runs["dense"] / "training.png", 20000)
+    report.main([str(run / "metrics.jsonl") for run in runs.values()] + ["--output", str(tmp_path)])
+    assert_png(tmp_path / "comparison.png", 20000)
+
+
+def test_positions_that_few_windows_score_are_left_out_of_the_picture():
+    assert well_counted([9.0, 8.0, 3.0], [1, 10, 100]) == [None, 8.0, 3.0]
+
+
+@pytest.mark.parametrize("broken", ['{"step": 2, "lo', "[1, 2]", '{"loss": 3.0}', ""])
+def test_a_broken_line_of_metrics_is_named(tmp_path, broken):
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"step": 1, "loss": 2.0}}\n{broken}\n{{"step": 3, "loss": 2.0}}\n'
+    )
+    with pytest.raises(UserError, match="metrics.jsonl line 2 is not"):
+        read_metrics(tmp_path)
+
+
+def test_the_report_command_says_error_and_exits_2(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    done = run_python("-m", "mixer.report", tmp_path, output=tmp_path / "printed")
+    assert done.returncode == 2
+    assert "error:" in done.stdout and "line 1" in done.stdout and "Traceback" not in done.stdout

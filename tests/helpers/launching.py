@@ -1,0 +1,201 @@
+"""Real processes of Python programs that start at once: forked from one that has already imported
+everything.
+
+A program takes seconds to import what it needs, for each process of each test. Here a process is
+forked and runs the program as `python` does, or, as a rank of train.py, with the environment that
+torchrun gives; signals, files and exits are as ever.
+"""
+
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def _fork(target: Callable, *arguments) -> multiprocessing.Process:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mixer.training.loop", "launching"])
+    process = context.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _enter(directory: str, environment: dict[str, str], output: str) -> None:
+    """Gives a forked process a group, a directory and an environment of its own; what it prints
+    goes to a file.
+    """
+    os.setpgid(0, 0)
+    os.chdir(directory)
+    sys.path.insert(0, str(ROOT))
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def _rank(
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    output: str,
+    before: Callable | None,
+) -> None:
+    """What a forked rank of train.py or eval.py does; `before` may change what it is about to
+    run.
+    """
+    from mixer.common.errors import run_command
+
+    _enter(str(ROOT), environment, output)
+    if before:
+        before()
+    sys.argv = [f"{program}.py", *arguments]
+    run_command(importlib.import_module(program).main)
+
+
+def _program(
+    arguments: list[str], environment: dict[str, str], directory: str, output: str
+) -> None:
+    _enter(directory, environment, output)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def start_python(
+    *arguments, output: Path, directory: Path = ROOT, **environment: str
+) -> multiprocessing.Process:
+    """`python SCRIPT ...` or `python -m MODULE ...`; what it prints, errors too, goes to a file."""
+    return _fork(
+        _program,
+        [str(argument) for argument in arguments],
+        environment,
+        str(directory),
+        str(output),
+    )
+
+
+def run_python(
+    *arguments, output: Path, directory: Path = ROOT, patience: float = 120
+) -> subprocess.CompletedProcess:
+    """The same, awaited; what it prints, errors too, is its stdout."""
+    process = start_python(*arguments, output=output, directory=directory)
+    process.join(patience)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Launch:
+    """Ranks of one train.py, or eval.py. `output` is what all of them have printed."""
+
+    def __init__(
+        self,
+        output: Path,
+        *arguments,
+        program="train",
+        processes=1,
+        environment: dict | None = None,
+        before=None,
+    ):
+        self.file = output
+        output.unlink(missing_ok=True)
+        common = {
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        common |= {
+            "LOCAL_WORLD_SIZE": str(processes),
+            "ACCELERATE_USE_CPU": "true",
+            **(environment or {}),
+        }
+        self.ranks = []
+        for rank in range(processes):
+            own = (
+                common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if processes > 1
+                else dict(environment or {})
+            )
+            self.ranks.append(
+                _fork(
+                    _rank,
+                    program,
+                    [str(argument) for argument in arguments],
+                    own,
+                    str(output),
+                    before,
+                )
+            )
+
+    @property
+    def output(self) -> str:
+        return self.file.read_text() if self.file.exists() else ""
+
+    def running(self) -> bool:
+        return any(rank.is_alive() for rank in self.ranks)
+
+    def until(self, condition: Callable[[], bool], patience: float = 60) -> "Launch":
+        """Waits for something that the run is to bring about."""
+        deadline = time.monotonic() + patience
+        while not condition():
+            assert self.running() and time.monotonic() < deadline, (
+                f"did not happen in {patience} s: {self.output}"
+            )
+            time.sleep(0.005)
+        return self
+
+    def signal(self, number: int, rank: int = 0) -> "Launch":
+        os.kill(self.ranks[rank].pid, number)
+        return self
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
+
+    def wait(self, patience: float = 120) -> list[int]:
+        """The exit code of each rank; as under torchrun, one that fails takes the others with it,
+        after a while.
+        """
+        deadline = time.monotonic() + patience
+        while self.running() and time.monotonic() < deadline:
+            if any(rank.exitcode not in (None, 0) for rank in self.ranks):
+                deadline = min(deadline, time.monotonic() + 10)
+            time.sleep(0.005)
+        for rank in self.ranks:
+            if rank.is_alive():
+                rank.kill()
+            rank.join()
+        return [rank.exitcode for rank in self.ranks]
+
+    def succeed(self, patience: float = 120) -> str:
+        codes = self.wait(patience)
+        assert set(codes) == {0}, f"exit codes {codes}: {self.output}"
+        return self.output
+
+    def stop(self) -> str:
+        """SIGTERM to the first rank, and what was printed up to the end."""
+        return self.signal(signal.SIGTERM).succeed()

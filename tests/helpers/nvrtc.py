@@ -1,0 +1,147 @@
+"""Compiles the CUDA kernels with the NVRTC of a CUDA 12 wheel, which knows sm_70 as nvcc 13 does
+not.
+
+    python tests/helpers/nvrtc.py DIRECTORY     # writes X.ptx for compute_70 of each X.cu with kernels, for ptx_library.py
+
+`pip install -e ".[sm70]"` installs the wheels, the headers of an older CUDA than the compiler's:
+what they lack would end a build there. The kernels' own source is compiled as it is. NVRTC takes no
+host code, so what launches the kernels is compiled for the device, too, and thereby makes all their
+instances.
+"""
+
+import ctypes
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixer.common.errors import UserError, run_command
+from mixer.ops import build
+
+MEND = 'pip install -e ".[sm70]"'
+HOST_ONLY = {"api.cu", "schedule.cu", "tensor_supports.cu"}  # hold no kernel
+# What the kernels take of headers that NVRTC does not have.
+HEADERS = {
+    "stdint.h": """
+        typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t;
+        typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;
+        typedef unsigned long long uint64_t; typedef unsigned long uintptr_t;""",
+    "type_traits": """
+        namespace std {
+        template <bool, typename A, typename B> struct conditional { typedef A type; };
+        template <typename A, typename B> struct conditional<false, A, B> { typedef B type; };
+        template <bool condition, typename A, typename B>
+        using conditional_t = typename conditional<condition, A, B>::type;
+        template <bool condition> struct bool_constant { static constexpr bool value = condition; };
+        }""",
+}
+
+
+def wheel_path(name: str) -> Path | None:
+    """A path inside the nvidia wheels of CUDA 12, None where no wheel has it."""
+    nvidia = importlib.util.find_spec(
+        "nvidia"
+    )  # a namespace package: one entry for each site-packages
+    for folder in (nvidia.submodule_search_locations or []) if nvidia else []:
+        if (path := Path(folder) / name).exists():
+            return path
+    return None
+
+
+def is_here() -> bool:
+    return bool(
+        wheel_path("cuda_nvrtc/lib/libnvrtc.so.12")
+        and wheel_path("cuda_runtime/include/cuda_fp16.h")
+    )
+
+
+needs_nvrtc = pytest.mark.skipif(not is_here(), reason=f"no NVRTC of CUDA 12 here: {MEND}")
+
+
+def sources() -> list[Path]:
+    """The .cu files with kernels of which a library for sm_70 is built."""
+    files = [path for path in build.source_files(build.SOURCES) if path.suffix == ".cu"]
+    return [
+        path for path in files if not path.name.startswith("hopper") and path.name not in HOST_ONLY
+    ]
+
+
+def load() -> ctypes.CDLL:
+    """Raises UserError where there is no NVRTC of CUDA 12."""
+    if not is_here():
+        raise UserError(
+            f"NVRTC and the headers of CUDA 12 are not installed; `{MEND}` installs them"
+        )
+    library = ctypes.CDLL(str(wheel_path("cuda_nvrtc/lib/libnvrtc.so.12")))
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    load().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def text_list(values: list[str]) -> ctypes.Array:
+    return (ctypes.c_char_p * len(values))(*(value.encode() for value in values))
+
+
+def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
+    """(machine code for sm_X or PTX for compute_X, the log with ptxas's report). Raises UserError
+    with the log.
+    """
+    library, program = load(), ctypes.c_void_p()
+    options = [
+        f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v",
+        f"--include-path={path.parent}", f"--include-path={wheel_path('cuda_runtime/include')}",
+    ]  # fmt: skip
+    names, bodies = text_list(list(HEADERS)), text_list(list(HEADERS.values()))
+    text, name = path.read_text().encode(), path.name.encode()
+    library.nvrtcCreateProgram(ctypes.byref(program), text, name, len(HEADERS), bodies, names)
+    uselocale = ctypes.CDLL(None).uselocale
+    uselocale.argtypes, uselocale.restype = [ctypes.c_void_p], ctypes.c_void_p
+    before = uselocale(None)
+    status = library.nvrtcCompileProgram(program, len(options), text_list(options))
+    uselocale(
+        before
+    )  # NVRTC leaves this thread with "C", in which Python would read every file as ASCII
+    log = result(library, "ProgramLog", program).rstrip(b"\0").decode()
+    if status != 0:
+        raise UserError(
+            f"NVRTC could not compile {path}: {library.nvrtcGetErrorString(status).decode()}\n{log}"
+        )
+    binary = result(library, "PTX" if architecture.startswith("compute") else "CUBIN", program)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary, log
+
+
+def result(library: ctypes.CDLL, name: str, program: ctypes.c_void_p) -> bytes:
+    """What nvrtcGet<name> hands out."""
+    size = ctypes.c_size_t()
+    getattr(library, f"nvrtcGet{name}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{name}")(program, buffer)
+    return buffer.raw
+
+
+def write_ptx(paths: list[Path], directory: Path) -> None:
+    """X.ptx for compute_70 of each X.cu."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        ptx, _ = compile_source(path, "compute_70")
+        (directory / path.with_suffix(".ptx").name).write_bytes(ptx.rstrip(b"\0"))
+    print(f"PTX for compute_70 by NVRTC {build.dotted(version())}: {directory}")
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise UserError(
+            "give the directory to write the PTX to: `python tests/helpers/nvrtc.py build/ptx`"
+        )
+    write_ptx(sources(), Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,23 @@
+"""What tests that compile the CUDA kernels need to know of this machine."""
+
+import shutil
+
+import pytest
+
+from mixer.common.errors import UserError
+from mixer.ops import build
+
+
+def has_nvcc() -> bool:
+    try:
+        return build.find_compiler() is not None
+    except UserError:
+        return False
+
+
+needs_gxx = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++ here, which torch.compile needs on a CPU"
+)
+needs_nvcc = pytest.mark.skipif(
+    not has_nvcc(), reason="no nvcc here: the kernels cannot be compiled"
+)

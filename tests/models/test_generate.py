@@ -1,0 +1,423 @@
+"""Generation: with its cache it writes what the full forward would, one text or a padded batch,
+however it is asked.
+"""
+
+import copy
+
+import accelerate
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from test_model import small_model, tokens
+from torch._dynamo.backends.common import aot_autograd
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.generation.utils import logger
+
+from mixer.common.errors import UserError
+from mixer.data.tokenizer import train_tokenizer
+from mixer.generate import continuations, main
+from mixer.models.masked_mixer.cache import MixingCache
+
+VARIANTS = [
+    {},
+    {"num_mixer_heads": 4, "mixer_kernel_size": 3},
+    {"mixer_expansion": True, "mixer_kernel_size": 2, "final_norm": True},
+    {"num_mixer_heads": 2, "mixer_expansion": True, "tie_word_embeddings": True},
+]
+every_variant = pytest.mark.parametrize(
+    "variant", VARIANTS, ids=["flat", "heads-taps", "expansion-taps", "heads-expansion"]
+)
+LENGTHS = (4, 1, 6, 3)
+SETTINGS = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "several": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+}
+
+
+def lively_model(**variant):
+    """Large weights, so that a wrong row or place changes the tokens."""
+    model = small_model(**({"max_position_embeddings": 16} | variant))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for conv in (layer.mixing.conv, layer.mixing.second_conv):
+                if conv is not None:
+                    conv.weight.mul_(8).tril_()
+    return model
+
+
+def prompts() -> list[torch.Tensor]:
+    return [
+        row[:length] + 1 - (row[:length] == 49).long()
+        for row, length in zip(tokens(batch=4), LENGTHS, strict=True)
+    ]
+
+
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input_ids, attention_mask), both (4, 6)."""
+    ids, mask = (
+        torch.zeros(4, max(LENGTHS), dtype=torch.int64),
+        torch.zeros(4, max(LENGTHS), dtype=torch.int64),
+    )
+    for row, prompt in enumerate(prompts()):
+        place = slice(len(prompt)) if side == "right" else slice(-len(prompt), None)
+        ids[row, place], mask[row, place] = prompt, 1
+    return ids, mask
+
+
+def generate(model, ids, new=8, **how):
+    return model.generate(
+        ids, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, **({"do_sample": False} | how)
+    )[:, -new:]
+
+
+@every_variant
+def test_each_step_with_the_cache_has_the_logits_of_the_full_forward(variant):
+    model, ids = lively_model(**variant), tokens()
+    expected, cache = model(ids).logits, None
+    for start, end in (
+        (0, 5),
+        (5, 6),
+        (6, 9),
+        (9, 10),
+        (10, 11),
+        (11, 12),
+    ):  # one token at a time, or some
+        output = model(ids[:, start:end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        assert cache.get_seq_length() == end
+        torch.testing.assert_close(output.logits, expected[:, start:end], rtol=1e-4, atol=1e-5)
+
+
+@every_variant
+@pytest.mark.parametrize(
+    "batch", [1, 3]
+)  # of one token, products are written otherwise for the compiler
+@torch.no_grad()
+def test_a_compiled_step_has_the_logits_of_the_full_forward(variant, batch):
+    model, ids = lively_model(**variant), tokens(batch, 6)
+    cache = MixingCache(model.config, static=True)
+    model(ids[:, :-1], past_key_values=cache)
+    torch._dynamo.reset()
+    step = torch.compile(model.model._blocks, backend="aot_eager", fullgraph=True, dynamic=False)
+    x = step(ids[:, -1:], [layer.keys for layer in cache.layers], torch.tensor([[5]]))
+    torch.testing.assert_close(model.lm_head(x), model(ids).logits[:, -1:])
+
+
+@every_variant
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_has_the_logits_of_each_text_alone(variant, side):
+    model, (ids, mask) = lively_model(**variant), padded(side)
+    logits = model(ids, attention_mask=mask).logits
+    for row, prompt in enumerate(prompts()):
+        alone = model(prompt[None]).logits[0]
+        torch.testing.assert_close(logits[row][mask[row].bool()], alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits[row, -1], alone[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_of_a_padded_batch_are_those_of_each_text_alone():
+    model, (ids, mask) = lively_model(final_norm=True), padded("left")
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert len(states) == 1 + len(model.model.layers)
+    torch.testing.assert_close(model.lm_head(states[-1]), model(ids, attention_mask=mask).logits)
+    for row, prompt in enumerate(prompts()):
+        alone = model(prompt[None], output_hidden_states=True).hidden_states
+        for state, of_alone in zip(states, alone, strict=True):
+            torch.testing.assert_close(
+                state[row, -len(prompt) :], of_alone[0], rtol=1e-4, atol=1e-5
+            )
+    written = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=3,
+        return_dict_in_generate=True,
+        output_hidden_states=True,
+    )
+    assert [state[0].shape[1] for state in written.hidden_states] == [ids.shape[1], 1, 1]
+
+
+@every_variant
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
+    model, ids = lively_model(**variant), tokens(batch)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = mask[0, 7] = 0
+    cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+    for start, end in ((5, 9), (9, 12)):
+        logits = model(
+            ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache
+        ).logits
+    alone = model(ids[:1, mask[0].bool()]).logits
+    torch.testing.assert_close(logits[:1], alone[:, -3:], rtol=1e-4, atol=1e-5)
+
+
+@every_variant
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("how", SETTINGS)
+def test_padded_batches_cached_and_uncached_write_what_each_prompt_gives_alone(variant, side, how):
+    model, (ids, mask), settings = lively_model(**variant), padded(side), SETTINGS[how]
+    alone = torch.cat(
+        [generate(model, prompt[None], use_cache=False, **settings) for prompt in prompts()]
+    )
+    assert torch.equal(generate(model, ids, attention_mask=mask, **settings), alone)
+    assert torch.equal(
+        generate(model, ids, attention_mask=mask, use_cache=False, **settings), alone
+    )
+
+
+@every_variant
+def test_sampling_draws_the_same_with_and_without_the_cache(variant):
+    model, (ids, mask) = lively_model(**variant), padded("left")
+    drawn = []
+    for use_cache in (True, False):
+        torch.manual_seed(5)
+        drawn.append(
+            generate(
+                model,
+                ids,
+                attention_mask=mask,
+                use_cache=use_cache,
+                do_sample=True,
+                num_return_sequences=2,
+            )
+        )
+    assert torch.equal(*drawn) and drawn[0].unique(dim=0).shape[0] > 4
+
+
+def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():
+    """Prompt lookup gives several tokens at once and takes back those that were wrong."""
+    model, ids = lively_model(num_mixer_heads=2, mixer_kernel_size=3), tokens(batch=1, length=6)
+    ids[0, 3:] = ids[0, :3]
+    expected = generate(model, ids, use_cache=False)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3, eos_token_id=0), expected)
+    to_the_end = generate(
+        model, ids, new=10, use_cache=False
+    )  # of the context: no guess goes on behind it
+    assert torch.equal(generate(model, ids, new=10, prompt_lookup_num_tokens=9), to_the_end)
+    cache = MixingCache(model.config)
+    assert torch.equal(generate(model, ids, prefill_chunk_size=2, past_key_values=cache), expected)
+    cache.reset()
+    assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+
+
+@every_variant
+@pytest.mark.parametrize("how", ["greedy", "several"])
+def test_a_static_cache_writes_the_same(variant, how):
+    model, (ids, mask), settings = lively_model(**variant), padded("left"), SETTINGS[how]
+    expected = generate(model, ids, attention_mask=mask, **settings)
+    assert torch.equal(
+        generate(model, ids, attention_mask=mask, cache_implementation="static", **settings),
+        expected,
+    )
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_static_cache_is_made_where_all_parameters_stay_in_their_place(offloaded):
+    model, ids = lively_model(), tokens(batch=1, length=4)
+    expected = generate(model, ids)
+    if offloaded:
+        accelerate.cpu_offload(model, "cpu")
+    how = {"cache_implementation": "static", "return_dict_in_generate": True}
+    written = model.generate(
+        ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **how
+    )
+    assert torch.equal(written.sequences[:, -8:], expected)
+    assert written.past_key_values.static is not offloaded
+
+
+def test_a_wish_to_compile_that_nothing_grants_is_said(monkeypatch):
+    model, ids = lively_model(), tokens(batch=2, length=5)
+    for how in (
+        {},
+        {"cache_implementation": "static"},
+    ):  # a step is compiled with a static cache on a GPU
+        said = []
+        monkeypatch.setattr(logger, "warning_once", said.append)
+        assert torch.equal(
+            generate(model, ids, compile_config=CompileConfig(), **how), generate(model, ids)
+        )
+        assert any("unable to meet the criteria for compilation" in line for line in said)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_cache_serves_other_texts_after_a_reset_and_a_copy_goes_on_alone(static):
+    model, cache = lively_model(), MixingCache(lively_model().config, static)
+    for batch, length in ((2, 6), (2, 3), (3, 4)):
+        ids = tokens(batch, length)
+        expected = generate(model, ids)
+        model(ids[:, :-1], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+        assert torch.equal(generate(model, ids, past_key_values=copied), expected)
+        cache.reset()
+
+
+def test_the_dead_half_of_the_weight_is_never_read():
+    model, (ids, mask) = lively_model(), padded("left")
+    expected = generate(model, ids, attention_mask=mask)
+    for layer in model.model.layers:
+        layer.mixing.conv.weight.data[..., *torch.triu_indices(16, 16, 1)] = torch.nan
+    assert torch.equal(generate(model, ids, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_steps_are_those_of_the_full_forward(dtype):
+    model, ids = small_model(num_mixer_heads=2).to(dtype), tokens()
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    step = model(ids[:, 8:9], past_key_values=cache).logits
+    assert step.dtype == dtype and cache.layers[0].keys.dtype == dtype
+    torch.testing.assert_close(step, model(ids).logits[:, 8:9], rtol=3e-2, atol=3e-2)
+
+
+@every_variant
+def test_under_autocast_the_cache_gives_nearly_the_same(variant):
+    model, ids = small_model(**variant), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids).logits
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        for place in range(8, 12):
+            step = model(ids[:, place : place + 1], past_key_values=cache).logits
+            assert step.dtype == expected.dtype
+            torch.testing.assert_close(step, expected[:, place : place + 1], rtol=5e-2, atol=5e-2)
+
+
+def test_the_loss_of_a_padded_batch_is_that_of_its_texts():
+    model = lively_model()
+    for side in ("left", "right"):
+        ids, mask = padded(side)
+        loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        single = [
+            (model(p[None], labels=p[None]).loss, len(p) - 1) for p in prompts() if len(p) > 1
+        ]
+        torch.testing.assert_close(loss, sum(x * n for x, n in single) / sum(n for _, n in single))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(["def read(self, size):", "def write(self, text):"] * 4, 300)
+
+
+def test_pipeline_and_streamer(tokenizer):
+    model = lively_model(vocab_size=300, max_position_embeddings=64)
+    ids = tokenizer("def read", return_tensors="pt").input_ids
+    expected = tokenizer.decode(generate(model, ids)[0])
+    how = {"max_new_tokens": 8, "do_sample": False}
+    writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    texts = writer(["def read", "def write(self, te"], batch_size=2, return_full_text=False, **how)
+    assert texts[0][0]["generated_text"] == expected
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    model.generate(ids, streamer=streamer, pad_token_id=0, **how)
+    assert "".join(streamer) == expected
+    with pytest.raises(ValueError, match="the prompt is empty; give at least one token"):
+        writer("", **how)
+
+
+def test_what_cannot_be_generated_from_is_refused():
+    model = small_model()
+    with pytest.raises(
+        ValueError,
+        match="4 tokens and 9 new ones were asked for, 13 together; .* give max_new_tokens=8",
+    ):
+        model.generate(tokens(length=4), max_new_tokens=9)
+    with pytest.raises(ValueError, match="the model's context is 12: shorten the prompt$"):
+        model.generate(tokens(length=12), max_new_tokens=1)
+    with pytest.raises(ValueError, match="the prompt is empty; give at least one token"):
+        model.generate(tokens(length=0), max_new_tokens=2)
+    ids, mask = padded("left")
+    mask[2] = 0
+    with pytest.raises(ValueError, match=r"the prompts of samples \[2\] are empty, all padding"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2)
+    cache = model(tokens(), use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError,
+        match=r"no tokens but the 12 in the cache; give more, or past_key_values.reset\(\)",
+    ):
+        model.generate(tokens(length=4), max_new_tokens=2, past_key_values=cache)
+    with pytest.raises(
+        ValueError,
+        match="the input has 13 tokens, 12 of them in the cache, the model's context is 12",
+    ):
+        model(tokens(length=1), past_key_values=cache)
+    with pytest.raises(
+        ValueError,
+        match="past_key_values is a DynamicCache; a masked mixer needs a MixingCache: leave it out",
+    ):
+        model.generate(tokens(length=4), max_new_tokens=2, past_key_values=DynamicCache())
+    embedded = model.get_input_embeddings()(tokens())
+    for given, named in (
+        ({"inputs_embeds": embedded}, "inputs_embeds"),
+        ({"input_ids": tokens(), "position_ids": tokens()}, "pos"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{named}\w* given; a masked mixer reads input_ids alone"
+        ):
+            model(**given)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 1\); it must be \(3, 2\)"):
+        model(tokens(length=2), attention_mask=torch.ones(3, 1))
+
+
+def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, monkeypatch, capsys):
+    lively_model(vocab_size=300, max_position_embeddings=64).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def write(*prompts):
+        arguments = [
+            "--checkpoint",
+            str(tmp_path),
+            "--new-tokens",
+            "4",
+            "--temperature",
+            "0",
+            "--prompt",
+            *prompts,
+        ]
+        monkeypatch.setattr("sys.argv", ["generate", *arguments])
+        main()
+        return capsys.readouterr().out.rstrip("\n")
+
+    alone = [write("def read(self"), write("def")]
+    assert write("def read(self", "def") == "\n\n".join(alone) and alone[0].startswith(
+        "def read(self"
+    )
+    with pytest.raises(UserError, match="prompt 2 of 2 is empty"):
+        write("def", "")
+    with pytest.raises(UserError, match="--temperature is -1; allowed: 0 "):
+        continuations(str(tmp_path), ["def"], 4, -1.0, 0)
+    with pytest.raises(UserError, match="--seed is -1; allowed: 0 to 4294967295"):
+        continuations(str(tmp_path), ["def"], 4, 0.0, -1)
+    with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):
+        write("def read(self, size): " * 20)
+
+
+def test_products_of_a_compiled_step_of_one_token_are_left_to_the_compiler():
+    """It makes none of a product that brings its bias along; several tokens have the library's,
+    bias and all.
+    """
+    model, found = lively_model().eval(), []
+
+    def note(graph, _inputs):
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found.append({name: names.count(f"aten.{name}.default") for name in ("mm", "addmm")})
+        return make_boxed_func(graph.forward)
+
+    for length in (1, 3):
+        torch._dynamo.reset()
+        ids = tokens(batch=1, length=length)
+        compiled = torch.compile(
+            model.model._blocks,
+            fullgraph=True,
+            dynamic=False,
+            backend=aot_autograd(fw_compiler=note),
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(ids), model.model(ids).last_hidden_state)
+    products = 2 * len(model.model.layers)
+    assert found == [{"mm": products, "addmm": 0}, {"mm": 0, "addmm": products}]

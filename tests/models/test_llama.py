@@ -1,0 +1,106 @@
+"""The transformer that masked mixers are compared with: trained, saved, resumed and counted as they
+are.
+"""
+
+import pytest
+import torch
+from conftest import read_losses
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from mixer.common.errors import UserError
+from mixer.models.architecture import model_class, model_config
+from mixer.training.config import load_config
+
+LLAMA = "model.architecture=llama"
+
+
+def build(*overrides: str):
+    model = load_config(
+        None, [LLAMA, "model.num_hidden_layers=2", "model.max_position_embeddings=64", *overrides]
+    ).model
+    config = model_config(model, vocab_size=500, eos_token_id=0)
+    return model_class(config)(config)
+
+
+def test_it_is_trained_resumed_and_saved_for_transformers(write_config, launch, tmp_path):
+    config = write_config()
+    launch("--config", config, LLAMA, "name=whole", "optim.lr=1e-2", "train.steps=16").succeed()
+    launch("--config", config, LLAMA, "name=parts", "optim.lr=1e-2", "train.steps=16").until(
+        lambda: (tmp_path / "runs/parts/step-4/trainer_state/files.json").exists()
+    ).stop()
+    launch("--config", config, LLAMA, "name=parts", "optim.lr=1e-2", "train.steps=16").succeed()
+    losses = read_losses(tmp_path / "runs/whole")
+    assert read_losses(tmp_path / "runs/parts") == losses
+    assert losses[16] < losses[1] - 0.5
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/whole/step-16")
+    assert type(saved).__name__ == "LlamaForCausalLM" and saved.config.architectures == [
+        "LlamaForCausalLM"
+    ]
+    assert not (tmp_path / "runs/whole/step-16/modeling.py").exists()
+    other = launch("--config", config, "name=whole")
+    assert other.wait() == [2]
+    assert (
+        "model_type is llama in the checkpoint and masked_mixer in the configuration"
+        in other.output
+    )
+
+
+def test_the_residual_stream_has_the_autocast_type():
+    model, types = build("model.hidden_size=64"), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, inputs, output: types.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    model(torch.zeros(1, 8, dtype=torch.int64))
+    assert types == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+def test_its_operations_are_those_that_torch_counts_with_the_causal_half_of_attention():
+    model, tokens = build("model.hidden_size=128"), 64
+    model.set_attn_implementation("eager")  # whose products, of the masked half too, torch counts
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    counts = model.flops_per_token()
+    masked = counts["token_mixing"] * (tokens - 1) / (tokens + 1)
+    assert (counts["useful"] + masked) * tokens == pytest.approx(
+        counter.get_total_flops(), rel=2e-3
+    )  # rotary tables
+    assert counts["executed"] == counts["useful"] + counts["token_mixing"] / 6
+
+
+def test_its_mlp_has_as_many_parameters_as_the_masked_mixers():
+    ours = load_config(None, ["model.num_hidden_layers=2", "model.max_position_embeddings=8"]).model
+    config = model_config(ours, 500, 0)
+    with torch.device("meta"):
+        sizes = [
+            sum(p.numel() for p in model.model.layers[0].mlp.parameters())
+            for model in (build(), model_class(config)(config))
+        ]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+
+
+def test_keys_of_the_other_architecture_are_refused():
+    with pytest.raises(UserError) as caught:
+        load_config(None, [LLAMA, "model.mixing_backend=dense", "model.num_mixer_heads=4"])
+    assert (
+        "model.mixing_backend is 'dense', which architecture llama does not have; leave it out"
+        in str(caught.value)
+    )
+    assert "model.num_mixer_heads is 4" in str(caught.value)
+    with pytest.raises(
+        UserError, match="num_attention_heads is 4, which architecture masked_mixer does not have"
+    ):
+        load_config(None, ["model.num_attention_heads=4"])
+    with pytest.raises(
+        UserError,
+        match="num_attention_heads is 3; allowed: 1 or more, that divide hidden_size 64 into heads",
+    ):
+        load_config(None, [LLAMA, "model.hidden_size=64", "model.num_attention_heads=3"])
+    with pytest.raises(
+        UserError,
+        match="recompute = 'activation', which is for masked mixers; allowed for architecture llama",
+    ):
+        load_config(None, [LLAMA, "train.recompute=activation"])
+    with pytest.raises(UserError, match="architecture is 'gpt'; allowed: masked_mixer, llama"):
+        load_config(None, ["model.architecture=gpt"])

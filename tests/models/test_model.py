@@ -1,0 +1,159 @@
+"""The model: its definition, saving and loading, generation, and the counts of its operations."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+
+SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
+VARIANTS = [
+    dict(
+        zip(
+            (
+                "num_mixer_heads",
+                "mixer_kernel_size",
+                "mixer_expansion",
+                "tie_word_embeddings",
+                "final_norm",
+            ),
+            v,
+            strict=True,
+        )
+    )
+    for v in itertools.product((1, 4), (1, 3), (False, True), (False, True), (False, True))
+]
+
+
+def small_model(**changes) -> MaskedMixerForCausalLM:
+    torch.manual_seed(0)
+    return MaskedMixerForCausalLM(MaskedMixerConfig(**(SMALL | changes))).eval()
+
+
+def tokens(batch=3, length=12) -> torch.Tensor:
+    return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_flat_mixer_is_the_papers_block():
+    model = small_model()
+    ids = tokens()
+    x = model.model.embed_tokens(ids)
+    for block in model.model.layers:
+        conv = nn.Conv1d(12, 12, 1)
+        conv.weight.data = block.mixing.conv.weight.data[0, 0].tril()[..., None]
+        conv.bias.data = block.mixing.conv.bias.data[0]
+        x = x + conv(block.mixing_norm(x))
+        x = x + nn.Sequential(block.mlp.up_proj, nn.GELU(), block.mlp.down_proj)(block.mlp_norm(x))
+    torch.testing.assert_close(model(ids).logits, x @ model.lm_head.weight.T)
+
+
+def test_weights_start_as_pytorchs_own_layers_do():
+    model = small_model(hidden_size=64, max_position_embeddings=64)
+    torch.manual_seed(0)
+    conv, linear = nn.Conv1d(64, 64, 1), nn.Linear(64, 256)
+    block = model.model.layers[0]
+    lower = torch.tril(torch.ones(64, 64, dtype=torch.bool))
+    weight = block.mixing.conv.weight[0, 0]
+    assert torch.count_nonzero(weight[~lower]) == 0
+    assert weight[lower].std().item() == pytest.approx(conv.weight.std().item(), rel=0.1)
+    assert block.mlp.up_proj.weight.std().item() == pytest.approx(
+        linear.weight.std().item(), rel=0.1
+    )
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda v: "-".join(str(int(x)) for x in v.values())
+)
+def test_every_variant_is_causal_agrees_on_backends_and_survives_saving(variant, tmp_path):
+    model = small_model(**variant, mixing_backend="dense")
+    ids = tokens()
+    logits = model(ids).logits
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 50
+    assert torch.equal(model(changed).logits[:, :7], logits[:, :7])
+    model.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, mixing_backend="panels").eval()
+    assert type(loaded) is MaskedMixerForCausalLM
+    torch.testing.assert_close(loaded(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    same = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert all(
+        torch.equal(a, b) for a, b in zip(same.parameters(), model.parameters(), strict=True)
+    )
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == same.config.to_dict()
+
+
+def test_shorter_input_has_the_logits_of_the_longer_ones_beginning():
+    model = small_model()
+    torch.testing.assert_close(model(tokens()[:, :5]).logits, model(tokens()).logits[:, :5])
+    assert model(tokens(), logits_to_keep=2).logits.shape == (3, 2, 50)
+
+
+def test_loss_is_the_mean_cross_entropy_of_the_next_token():
+    model, ids = small_model(), tokens()
+    expected = nn.functional.cross_entropy(
+        model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
+    torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+
+
+def test_generate_is_the_argmax_of_the_full_forward():
+    model, ids = small_model(), tokens(batch=2, length=4)
+    expected = ids
+    for _ in range(8):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), expected
+    )
+
+
+def test_input_and_generation_beyond_the_context_are_refused():
+    model = small_model()
+    with pytest.raises(
+        ValueError, match="context is 12: shorten the prompt or give max_new_tokens=8"
+    ):
+        model.generate(tokens(length=4), max_new_tokens=9)
+    with pytest.raises(ValueError, match="the input has 13 tokens, the model's context is 12"):
+        model(tokens(length=13))
+
+
+def test_operations_counted_by_hand():
+    counts = small_model(mixing_backend="dense").flops_per_token()
+    linear = 2 * (2 * 2 * 16 * 64) + 2 * 16 * 50  # two blocks of two Linears, lm_head
+    mixing = 2 * 2 * 16 * (12 + 1) / 2  # two blocks, (tokens + 1) / 2 products a token
+    assert counts["useful"] == 3 * (linear + mixing)
+    assert counts["token_mixing"] == 3 * mixing
+    assert counts["executed"] == 3 * (linear + 2 * 2 * 16 * 12)
+    assert small_model(mixing_backend="cuda").flops_per_token()["executed"] <= counts["executed"]
+
+
+def test_a_profile_shows_the_time_in_token_mixing():
+    with torch.profiler.profile() as profile:
+        small_model()(tokens())
+    assert {event.key: event.count for event in profile.key_averages()}["token_mixing"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_mixer_heads": 3}, "does not divide hidden_size 16; allowed: 1, 2, 4, 8, 16"),
+        ({"mixing_backend": "fast"}, "allowed: auto, cuda, panels, dense"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be an integer of at least 1"),
+    ],
+)
+def test_bad_shapes_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        MaskedMixerConfig(**(SMALL | change))
+
+
+def test_training_needs_no_datasets_wandb_or_matplotlib():
+    code = "import sys, mixer, mixer.training.loop; print([m for m in ('datasets', 'wandb', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,226 @@
+"""Generation's kernel without a GPU: its source runs on the CPU, called as the operator calls
+it.
+"""
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from test_generate import generate, lively_model, padded
+from toolchain import needs_nvcc
+
+from mixer.models.masked_mixer import plain
+from mixer.ops import build, cuda, mix_row
+from mixer.ops import row_operator as rows
+
+HERE = Path(__file__).parent
+PROCESSORS = {
+    "": 4,
+    build.HOPPER_FLAG: 20,
+}  # so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
+# (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, rows that start
+# off 16 bytes, part of a block
+SHAPES = [(1, 1, 64), (3, 2, 20), (2, 3, 5), (20, 1, 136)]
+TYPES = [
+    (torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
+]  # fmt: skip
+
+
+EMULATED = [  # (CUDA's words, the emulator's, how often)
+    (
+        r"(\w+<[^<>;]*>)<<<(\w+), (\w+), 0, \w+>>>\(([^;]*?)\);",
+        r"emulator::launch(\2, \3, [&] { \1(\4); });",
+        1,
+    ),
+    (
+        r"__shared__ float (\w+)\[(\w+)\];",
+        r"float* \1 = reinterpret_cast<float*>(emulator::shared(4 * \2));",
+        1,
+    ),
+    (
+        r"__shared__ float (\w+)\[(\w+)\]\[(.*)\];",
+        r"auto \1 = reinterpret_cast<float (*)[\3]>(emulator::shared(4 * \2 * (\3)));",
+        1,
+    ),
+    (r"\bblockDim\.", "emulator::block_size.", 2),
+    (r"asm volatile\(\"griddepcontrol.*", "", 2),
+    (r"(void (\w+_cluster)\(\)) \{.*\}", r"\1 { emulator::\2(); }", 2),
+    (
+        r"(void send_to_first\(.*?\)) \{\n(.*\n)*?\}",
+        r"\1 { emulator::send_to_first(place, value); }",
+        1,
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=["", build.HOPPER_FLAG], ids=["", "hopper"])
+def library(request, tmp_path_factory) -> ctypes.CDLL:
+    """The kernel's source, with words that the emulator knows, compiled for the CPU."""
+    directory = tmp_path_factory.mktemp("emulator")
+    text = (build.SOURCES / "mix_row.cu").read_text()
+    for words, emulated, times in EMULATED:
+        text, count = re.subn(words, emulated, text)
+        assert count == times, f"the emulator knows the kernel no longer: {words}"
+    assert not re.search(r"<<<|__shared__ |\basm\b", text)
+    (directory / "mix_row.inc").write_text(text)
+    nvcc = str(build.find_compiler().path)  # it knows where its headers are
+    flags = [
+        "-shared",
+        "-Xcompiler=-fPIC,-fno-strict-aliasing",
+        "-std=c++17",
+        "-O2",
+        "-w",
+        "-cudart=none",
+    ]
+    flags += [request.param] if request.param else []
+    folders = [f"-I{build.SOURCES}", f"-I{directory}"]
+    subprocess.run(
+        [
+            nvcc,
+            *flags,
+            *folders,
+            str(HERE / "mix_row_emulator.cpp"),
+            "-o",
+            str(directory / "mix_row.so"),
+        ],
+        check=True,
+    )
+    library = ctypes.CDLL(str(directory / "mix_row.so"))
+    library.processors = PROCESSORS[request.param]
+    return library
+
+
+@pytest.fixture
+def kernel(library, monkeypatch) -> list[str]:
+    """Calls of the kernel go to the emulator; returns the list of those made."""
+    calls = []
+
+    def call(name: str, params: cuda.Params) -> None:
+        calls.append(name)
+        assert getattr(library, name)(ctypes.byref(params)) == 0
+
+    monkeypatch.setattr(cuda, "call", call)
+    monkeypatch.setattr(
+        cuda, "add_device", lambda params, index: setattr(params, "processors", library.processors)
+    )
+    yield calls
+    rows.template.cache_clear()
+
+
+def case(batch, heads, width, length, dtype, weight_dtype, ragged=True):
+    """Arguments of mix_row, with NaN wherever nothing may be read."""
+    generator = torch.Generator().manual_seed(length)
+    context = length + 3
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    positions = torch.randint(0, length, (batch if ragged else 1, 1), generator=generator)
+    positions[0] = length - 1
+    everywhere = positions.expand(batch, 1)
+    memory = draw(batch, heads, context, width).to(dtype)
+    memory.masked_fill_(torch.arange(context)[:, None] >= everywhere[:, None, None], torch.nan)
+    weight = (draw(heads, 1, context, context) / length**0.5).to(weight_dtype)
+    weight[..., *torch.triu_indices(context, context, 1)] = torch.nan
+    x, residual = (draw(batch, 1, heads * width).to(dtype) for _ in range(2))
+    return (
+        memory[:, :, :length],
+        x,
+        weight,
+        draw(heads, context).to(weight_dtype),
+        residual,
+        positions,
+    )
+
+
+def exact(memory, x, weight, bias, residual, positions):
+    memory = memory.double().nan_to_num(
+        0
+    )  # an exact zero of the weight stands before what is not read
+    return plain.mix_row(
+        memory, *(t.double() for t in (x, weight, bias, residual)), positions
+    ), memory
+
+
+@needs_nvcc
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype, weight_dtype", TYPES, ids=str)
+def test_the_kernels_source_is_right_on_the_cpu(shape, dtype, weight_dtype, kernel):
+    for length in (1, 7, 129):
+        arguments = case(*shape, length, dtype, weight_dtype, ragged=length != 7)
+        expected, written = exact(*arguments)
+        memory, residual = arguments[0], arguments[4] if length != 1 else None
+        y = rows.launch(*arguments[:4], residual, arguments[5])
+        expected = expected if residual is not None else expected - arguments[4].double()
+        torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
+        assert torch.equal(memory.double().nan_to_num(0), written)
+
+
+@needs_nvcc
+def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
+    memory, *inputs, _ = case(2, 1, 16, 7, torch.float32, torch.float32)
+    before = memory.clone()
+    for outside in (7, -1):
+        y = rows.launch(memory, *inputs, torch.tensor([[outside], [0]]))
+        assert y[0].isnan().all() and y[1].isfinite().all()
+        assert torch.equal(memory[0].nan_to_num(0), before[0].nan_to_num(0))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
+def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
+    model, (ids, mask) = lively_model(num_mixer_heads=2, mixer_expansion=True), padded("left")
+    settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
+    expected = generate(model, ids, **settings)
+    assert not kernel
+    monkeypatch.setattr(rows, "serves", lambda *arguments: True)
+    assert torch.equal(generate(model, ids, **settings), expected)
+    assert len(kernel) == 3 * 2 * len(
+        model.model.layers
+    )  # the first of the 4 tokens comes from the prompt
+
+
+@pytest.mark.parametrize("taps", [1, 3])
+def test_the_operator_keeps_the_contract_of_torch(taps):
+    memory, x, weight, bias, residual, positions = case(3, 2, 20, 7, torch.float32, torch.float32)
+    weight = weight.nan_to_num(0).expand(-1, taps, -1, -1).contiguous()
+    for last in (residual, None):
+        arguments = (memory.nan_to_num(0).clone(), x, weight, bias, last, positions, "auto")
+        torch.library.opcheck(torch.ops.mixer.mix_row, arguments)
+
+
+@pytest.mark.parametrize("how", ["plain", "autocast", "gradient"])
+def test_compiled_and_eager_calls_agree(how):
+    memory, x, weight, bias, residual, positions = case(3, 2, 20, 7, torch.float32, torch.float32)
+    parameters = [weight.nan_to_num(0).requires_grad_(how == "gradient"), bias]
+
+    def step(memory):
+        return mix_row(memory, x, *parameters, residual, positions)
+
+    results = []
+    for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        written = memory.nan_to_num(0).clone()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            y = call(written)
+        results.append([y.detach(), written])
+        if how == "gradient":
+            results[-1] += torch.autograd.grad(y.sum(), parameters[:1])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("wrong", ["memory", "x", "weight", "bias", "residual", "positions"])
+def test_arguments_that_do_not_fit_are_named_before_anything_is_written(wrong):
+    names = ("memory", "x", "weight", "bias", "residual", "positions")
+    arguments = dict(zip(names, case(3, 2, 20, 7, torch.float32, torch.float32), strict=True))
+    before = arguments["memory"].clone()
+    arguments[wrong] = arguments[wrong].int() if wrong == "positions" else arguments[wrong][1:]
+    with pytest.raises(
+        ValueError,
+        match=rf"mix_row got .*{wrong} .*; they must be on one device: memory \(batch, heads",
+    ):
+        mix_row(**arguments)
+    assert wrong == "memory" or torch.equal(arguments["memory"].nan_to_num(0), before.nan_to_num(0))

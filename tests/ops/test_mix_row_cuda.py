@@ -1,0 +1,200 @@
+"""Generation's kernel and captured steps on a GPU: `pytest tests/ops/test_mix_row_cuda.py`."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from test_generate import SETTINGS, generate, lively_model, padded, tokens
+from test_mix_row import TYPES, case, exact
+from transformers import CompileConfig
+
+from mixer.models.masked_mixer.cache import MixingCache
+from mixer.ops import cuda, mix_row
+from mixer.ops import row_operator as rows
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device here", allow_module_level=True)
+
+LENGTHS = [1, 7, 129, 1500]
+SHAPES = [
+    (1, 1, 1024),
+    (3, 1, 40),
+    (64, 1, 1024),
+    (3, 8, 128),
+    (64, 4, 10),
+    (1, 2, 20),
+]  # (batch, heads, channels of a head)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    reason = cuda.unavailable_reason()
+    assert reason is None, reason
+
+
+def on_gpu(arguments):
+    """The same on the GPU; the memory stays a view into a longer one, with NaN behind it."""
+    memory, *others = arguments
+    whole = memory._base.cuda()
+    return whole[:, :, : memory.shape[2]], *(t.cuda() for t in others)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype, weight_dtype", TYPES, ids=str)
+def test_as_near_to_fp64_as_the_type_allows(shape, dtype, weight_dtype, length):
+    arguments = on_gpu(
+        case(*shape, length, dtype, weight_dtype, ragged=length % 2 == 0 or shape[0] == 3)
+    )
+    assert rows.serves(*arguments[:5], "auto")
+    expected, written = exact(*arguments)
+    y = mix_row(*arguments)
+    torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    assert torch.equal(arguments[0].double().nan_to_num(0), written)
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_two_runs_agree_bit_for_bit(batch):
+    arguments = on_gpu(case(batch, 1, 1024, 1500, torch.bfloat16, torch.float32))
+    first = mix_row(*arguments)
+    assert all(torch.equal(mix_row(*arguments), first) for _ in range(20))
+
+
+def test_a_captured_call_goes_on_from_the_positions_in_memory():
+    memory, x, weight, bias, residual, positions = on_gpu(
+        case(3, 2, 64, 129, torch.bfloat16, torch.float32)
+    )
+    memory.nan_to_num_(0)
+    mix_row(memory.clone(), x, weight, bias, residual, positions)  # what is built on first use
+    graph, replayed = torch.cuda.CUDAGraph(), memory.clone()
+    with torch.cuda.graph(graph):
+        y = mix_row(replayed, x, weight, bias, residual, positions)
+    for step in range(5):
+        positions.copy_(torch.tensor([[step], [128 - step], [60]]))
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, mix_row(memory, x, weight, bias, residual, positions))
+        assert torch.equal(replayed, memory)
+
+
+def test_plain_pytorch_serves_where_a_gradient_is_asked_for():
+    memory, x, weight, bias, residual, positions = on_gpu(
+        case(3, 1, 40, 7, torch.float32, torch.float32)
+    )
+    weight = weight.nan_to_num(0).requires_grad_()
+    mix_row(memory.nan_to_num(0), x, weight, bias, residual, positions).sum().backward()
+    assert weight.grad[0, 0, positions[0]].count_nonzero() > 0
+
+
+VARIANTS = [
+    {},
+    {"num_mixer_heads": 4, "mixer_kernel_size": 3},
+    {"mixer_expansion": True, "num_mixer_heads": 2},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["flat", "heads-taps", "expansion"])
+@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
+def test_a_model_writes_what_it_writes_uncached(variant, how, cache):
+    model, (ids, mask) = lively_model(**variant).cuda(), padded("left")
+    settings = {"attention_mask": mask.cuda(), **SETTINGS[how]}
+    expected = generate(model, ids.cuda(), use_cache=False, **settings)
+    assert torch.equal(
+        generate(model, ids.cuda(), cache_implementation=cache, **settings), expected
+    )
+
+
+COMPILED = {
+    "cache_implementation": "static",
+    "compile_config": CompileConfig(),
+    "return_dict_in_generate": True,
+}
+COMPILED |= {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["flat", "heads-taps", "expansion"])
+@pytest.mark.parametrize("texts", [1, 4])  # of one, the compiler makes the products itself
+def test_a_compiled_step_writes_the_same(texts, variant):
+    model, (ids, mask) = lively_model(**variant).cuda(), padded("left")
+    ids, mask = ids[:texts].cuda(), mask[:texts].cuda()
+    expected = generate(model, ids, attention_mask=mask, use_cache=False)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    written = model.generate(ids, attention_mask=mask, **COMPILED)
+    assert torch.equal(written.sequences[:, -8:], expected)
+    assert graphs["unique_graphs"] == 1 and written.past_key_values.captured is not None
+
+
+def test_a_step_that_cannot_be_compiled_is_captured_as_it_is(monkeypatch, caplog):
+    def no_compiler(*arguments, **options):
+        raise RuntimeError("no compiler")
+
+    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
+    monkeypatch.setattr(torch, "compile", lambda *arguments, **options: no_compiler)
+    written = model.generate(ids, **COMPILED)
+    assert (
+        torch.equal(written.sequences[:, -8:], generate(model, ids))
+        and written.past_key_values.captured is not None
+    )
+    assert "could not be compiled, it runs without (RuntimeError: no compiler)" in caplog.text
+
+
+def test_steps_are_captured_once_and_last_through_a_reset():
+    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
+    cache, graphs = MixingCache(model.config, static=True), set()
+    for prompt in (ids, ids[:, :3]):
+        assert torch.equal(generate(model, prompt, past_key_values=cache), generate(model, prompt))
+        graphs.add(id(cache.captured.graph))
+        cache.reset()
+    assert len(graphs) == 1
+
+
+def test_a_step_is_captured_anew_for_moved_parameters_and_another_model():
+    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
+    other = lively_model(final_norm=True).cuda()
+    cache = MixingCache(model.config, static=True)
+    generate(model, ids, past_key_values=cache)
+    freed = model.cpu()  # what the graph read is memory for others now
+    others = [
+        torch.full_like(parameter, torch.nan, device="cuda") for parameter in freed.parameters()
+    ]
+    for moved in (model.cuda(), other):
+        cache.reset()
+        assert torch.equal(generate(moved, ids, past_key_values=cache), generate(moved, ids))
+    del others
+
+
+def test_a_cache_is_copied_with_its_captured_step():
+    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
+    cache = MixingCache(model.config, static=True)
+    expected = generate(model, ids, past_key_values=cache)
+    assert cache.captured is not None
+    copied = copy.deepcopy(cache)
+    copied.reset()
+    assert torch.equal(generate(model, ids, past_key_values=copied), expected)
+    assert copied.captured is not cache.captured
+
+
+def test_captured_steps_leave_no_memory_behind():
+    model, ids, used = lively_model().cuda(), tokens(batch=2, length=5).cuda(), []
+    for _ in range(4):
+        generate(model, ids, cache_implementation="static")
+        gc.collect()
+        used.append(torch.cuda.memory_allocated())
+    assert used[1:] == used[1:2] * 3  # the first also leaves what libraries keep
+
+
+@torch.no_grad()
+def test_a_captured_step_has_the_logits_of_one_that_is_not():
+    model, ids = lively_model().cuda(), tokens(batch=2).cuda()
+    caches = [MixingCache(model.config, static=static) for static in (True, False)]
+    for start, end in ((0, 4), *((place, place + 1) for place in range(4, 12))):
+        steps = [
+            model(ids[:, start:end], past_key_values=cache, use_cache=True).logits
+            for cache in caches
+        ]
+        torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-5)
+    assert caches[0].captured is not None and caches[1].captured is None

@@ -1,0 +1,233 @@
+"""The triangular convolution on a CPU: dense and panels against the definition, and the operator's
+promises.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from mixer.common.errors import UserError
+from mixer.models.masked_mixer.plain import products_per_triangle
+from mixer.ops import triangular_conv
+from mixer.ops.panels import packed_columns
+
+# Every value of every dimension of interest occurs: tokens, channels, batch, heads, taps, context
+# beyond the tokens.
+SHAPES = [  # tokens, context, channels, batch, heads, taps
+    (1, 1, 8, 1, 1, 1),
+    (7, 9, 40, 3, 1, 3),
+    (63, 63, 8, 1, 2, 1),
+    (64, 80, 64, 3, 4, 4),
+    (65, 65, 40, 1, 8, 5),
+    (127, 128, 8, 32, 1, 1),
+    (128, 128, 96, 1, 4, 3),
+    (129, 200, 8, 3, 2, 4),
+    (200, 200, 40, 1, 1, 5),
+    (300, 320, 16, 3, 2, 3),
+    (512, 512, 8, 1, 1, 1),
+    (1000, 1000, 8, 1, 1, 1),
+]
+
+
+def make(tokens, context, channels, batch, heads, taps, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(tokens * 31 + channels)
+
+    def normal(*shape):
+        return (
+            torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        )
+
+    x, residual = normal(batch, tokens, channels), normal(batch, tokens, channels)
+    return x, normal(heads, taps, context, context), normal(heads, context), residual
+
+
+def definition(x, weight, bias, residual):
+    """PyTorch's own Conv1d for each head, its (out, in, taps) weight masked lower-triangular;
+    inputs padded to the context.
+    """
+    heads, taps, context, _ = weight.shape
+    tokens = x.shape[1]
+    padded = nn.functional.pad(x, (0, 0, 0, context - tokens))
+    parts = []
+    for head, part in enumerate(padded.chunk(heads, dim=-1)):
+        masked = weight[head].tril().permute(1, 2, 0)
+        parts.append(nn.functional.conv1d(part, masked, bias[head], padding="same")[:, :tokens])
+    return torch.cat(parts, dim=-1) + residual
+
+
+def gradients(function, arguments, dy):
+    y = function(*arguments)
+    return [y, *torch.autograd.grad(y, arguments, dy)]
+
+
+def test_the_operator_and_the_short_way_agree_bit_for_bit():
+    """Eager calls leave the operator's dispatch out; the compiler goes through it."""
+    arguments = make(129, 200, 8, 3, 2, 4)
+    dy = torch.randn_like(arguments[0])
+    through_operator = gradients(
+        lambda *a: torch.ops.mixer.triangular_conv(*a, "panels")[0], arguments, dy
+    )
+    directly = gradients(lambda *a: triangular_conv(*a, backend="panels"), arguments, dy)
+    assert all(torch.equal(a, b) for a, b in zip(through_operator, directly, strict=True))
+    assert triangular_conv(*arguments, backend="panels").grad_fn.name() == "_EagerBackward"
+
+
+@pytest.mark.parametrize("backend", ["dense", "panels"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_output_and_gradients_are_those_of_a_masked_conv1d(backend, shape):
+    arguments = make(*shape)
+    dy = torch.randn_like(arguments[0])
+    expected = gradients(definition, arguments, dy)
+    found = gradients(lambda *a: triangular_conv(*a, backend=backend), arguments, dy)
+    for name, ours, theirs in zip(
+        ("y", "dx", "dweight", "dbias", "dresidual"), found, expected, strict=True
+    ):
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    assert torch.count_nonzero(found[2].triu(1)) == 0  # exactly zero above the diagonal
+
+
+@pytest.mark.parametrize("backend", ["dense", "panels"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_small_integers_come_out_exactly(backend, dtype):
+    x, weight, bias, residual = (t.detach().sign().to(dtype) for t in make(65, 70, 16, 2, 2, 3))
+    y = triangular_conv(x, weight, bias, residual, backend=backend)
+    assert torch.equal(
+        y.double(), definition(x.double(), weight.double(), bias.double(), residual.double())
+    )
+
+
+@pytest.mark.parametrize("backend", ["dense", "panels"])
+@pytest.mark.parametrize("shape", [(7, 9, 6, 2, 2, 3), (70, 70, 2, 1, 1, 1)], ids=str)
+def test_gradcheck(backend, shape):
+    arguments = make(*shape)
+    assert torch.autograd.gradcheck(
+        lambda *a: triangular_conv(*a, backend=backend), arguments, fast_mode=True
+    )
+
+
+def test_second_derivatives_of_panels_are_refused():
+    arguments = make(9, 12, 6, 2, 2, 3)
+    y = triangular_conv(*arguments, backend="panels")
+    gradient = torch.autograd.grad(y.square().sum(), arguments[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_opcheck_of_the_operators():
+    x, weight, bias, residual = make(9, 12, 6, 2, 2, 3, torch.float32)
+    dense = torch.ops.mixer.triangular_conv_dense.default
+    for extra in ((bias, residual), (None, None)):
+        torch.library.opcheck(
+            torch.ops.mixer.triangular_conv.default, (x, weight, *extra, "panels")
+        )
+        torch.library.opcheck(dense, (x, weight, *extra))
+    packed = torch.ops.mixer.triangular_conv(x, weight, bias, residual, "panels")[1].detach()
+    dy = torch.randn_like(x)
+    torch.library.opcheck(
+        torch.ops.mixer.triangular_conv_grad_input.default, (dy, packed, "panels")
+    )
+    arguments = (dy, x.detach(), 12, 3, 2, torch.float32, True, "panels")
+    torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_weight.default, arguments)
+
+
+@pytest.mark.parametrize("backend", ["dense", "panels"])
+def test_compiles_without_a_graph_break(backend):
+    arguments = make(9, 12, 6, 2, 2, 3, torch.float32)
+    function = lambda *a: triangular_conv(*a, backend=backend)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    dy = torch.randn_like(arguments[0])
+    for ours, eager in zip(
+        gradients(compiled, arguments, dy), gradients(function, arguments, dy), strict=True
+    ):
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("backend", ["dense", "panels"])
+def test_no_token_sees_a_later_one_to_the_last_bit(backend):
+    x, weight, bias, residual = (t.detach() for t in make(200, 200, 24, 2, 2, 3, torch.float32))
+    y = triangular_conv(x, weight, bias, residual, backend=backend)
+    for t in (1, 64, 65, 199):
+        changed = x.clone()
+        changed[:, t:] = torch.randn_like(changed[:, t:]) * 1e3
+        assert torch.equal(
+            triangular_conv(changed, weight, bias, residual, backend=backend)[:, :t], y[:, :t]
+        )
+
+
+@pytest.mark.parametrize("backend", ["dense", "panels"])
+def test_the_upper_half_of_the_weight_is_never_read(backend):
+    x, weight, bias, residual = make(70, 80, 16, 2, 2, 3)
+    poisoned = (
+        weight.detach()
+        .masked_fill(torch.ones(80, 80, dtype=torch.bool).triu(1), float("nan"))
+        .requires_grad_()
+    )
+    dy = torch.randn_like(x)
+    clean = gradients(
+        lambda *a: triangular_conv(*a, backend=backend), (x, weight, bias, residual), dy
+    )
+    dirty = gradients(
+        lambda *a: triangular_conv(*a, backend=backend), (x, poisoned, bias, residual), dy
+    )
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["dense", "panels"])
+def test_strided_inputs_give_the_same_as_contiguous_ones(backend):
+    x, weight, bias, residual = (t.detach() for t in make(65, 65, 16, 3, 2, 1))
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not strided.is_contiguous()
+    y = triangular_conv(strided, weight, bias, residual.mT.contiguous().mT, backend=backend)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, triangular_conv(x, weight, bias, residual, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["dense", "panels"])
+def test_autocast_casts_the_input_and_leaves_fp32_gradients_to_the_parameter(backend):
+    x, weight, bias, residual = make(65, 65, 16, 3, 2, 1, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = triangular_conv(x, weight, bias, residual, backend=backend)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert weight.grad.dtype == bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("tokens, share", [(64, 1), (512, 3 / 4), (2048, 5 / 8), (8192, 17 / 32)])
+def test_share_of_the_dense_work_that_panels_do(tokens, share):
+    assert products_per_triangle(tokens, "panels") / products_per_triangle(tokens, "dense") == share
+    assert packed_columns(9) == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": torch.zeros(2, 3)}, ValueError, "batch, tokens, channels"),
+        ({"x": torch.zeros(2, 10, 6)}, ValueError, "10 tokens but the weight's context is 9"),
+        ({"x": torch.zeros(2, 7, 5)}, ValueError, "use a multiple of 2"),
+        ({"x": torch.zeros(2, 7, 6, dtype=torch.int64)}, TypeError, "allowed: bfloat16"),
+        ({"weight": torch.zeros(2, 3, 9, 8)}, ValueError, "heads, kernel_size, context, context"),
+        ({"weight": torch.zeros(2, 3, 9, 9, dtype=torch.float16)}, TypeError, "cast the weight"),
+        (
+            {"weight": torch.zeros(2, 3, 9, 9, device="meta")},
+            ValueError,
+            "move one to the other's device",
+        ),
+        ({"bias": torch.zeros(9)}, ValueError, r"it must be \(2, 9\)"),
+        ({"bias": torch.zeros(2, 9, dtype=torch.float64)}, TypeError, "in the weight's dtype"),
+        ({"residual": torch.zeros(2, 7, 5)}, ValueError, "x's shape and dtype"),
+        ({"residual": torch.zeros(2, 7, 6, dtype=torch.float16)}, TypeError, "x's shape and dtype"),
+        ({"backend": "kuda"}, ValueError, "allowed: auto, cuda, panels, dense"),
+        ({"backend": "cuda"}, UserError, "cannot run here"),
+    ],
+)
+def test_bad_arguments_are_refused_with_what_is_allowed(change, error, words):
+    arguments = {
+        "x": torch.zeros(2, 7, 6),
+        "weight": torch.zeros(2, 3, 9, 9),
+        "bias": torch.zeros(2, 9),
+    }
+    with pytest.raises(error, match=words):
+        triangular_conv(**(arguments | change))

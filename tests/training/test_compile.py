@@ -1,0 +1,182 @@
+"""torch.compile of training, and recomputation: faster or smaller, and otherwise nothing
+changes.
+"""
+
+import pytest
+import torch
+from conftest import read_lines, read_losses
+from safetensors.torch import load_file
+from test_model import small_model, tokens
+from test_resume import assert_same
+from toolchain import needs_gxx
+
+from mixer.models.masked_mixer import modeling
+from mixer.models.masked_mixer.gelu import gelu, short_gelu
+from mixer.training.config import load_config
+from mixer.training.loop import train
+from mixer.training.objective import Objective, compiled_parts, set_recompute
+
+# Eight samples a step on two processes, in micro-batches; an evaluation whose last batches are
+# smaller, or empty on a process.
+TRAIN = {
+    "steps": 12,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "eval_every": 5,
+    "eval_samples": 9,
+}
+
+
+def compile_quickly() -> None:
+    """Code without vector instructions, and no compiling processes beside the ranks: less work for
+    the C++ compiler.
+    """
+    from torch._inductor import config
+
+    config.cpp.vec_isa_ok, config.compile_threads = False, 1
+
+
+@needs_gxx
+def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resumes_exactly(
+    write_config, launch, tmp_path
+):
+    config = write_config(train=TRAIN | {"compile": "blocks"})
+    output = launch("--config", config, "name=whole", processes=2, before=compile_quickly).succeed()
+    assert "train.compile=blocks: compiled in" in output
+    parts = launch(
+        "--config",
+        config,
+        "name=parts",
+        "checkpoint.save_every=5",
+        processes=2,
+        before=compile_quickly,
+    )
+    parts.until((tmp_path / "runs/parts/step-5").exists).kill()
+    launch("--config", config, "name=parts", processes=2, before=compile_quickly).succeed()
+    whole, parts, eager = (tmp_path / "runs" / name for name in ("whole", "parts", "eager"))
+    assert_same(parts, whole, 12)
+
+    launch("--config", config, "name=eager", "train.compile=no", "train.batch_size=4").succeed()
+    assert read_losses(whole) == pytest.approx(read_losses(eager), rel=1e-5)
+    validation = [
+        [line["validation_loss"] for line in read_lines(run) if "validation_loss" in line]
+        for run in (whole, eager)
+    ]
+    assert len(validation[0]) == 4 and validation[0] == pytest.approx(validation[1], rel=1e-5)
+    assert (
+        load_file(whole / "step-12/model.safetensors").keys()
+        == load_file(eager / "step-12/model.safetensors").keys()
+    )
+
+
+def test_a_run_compiles_four_graphs_whatever_its_layers_steps_and_last_batches(
+    write_config, small_run, capsys, monkeypatch
+):
+    monkeypatch.setattr(torch, "compile", with_backend("aot_eager"))
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    counts.clear()
+    config = write_config(model=small_run["model"] | {"num_hidden_layers": 10})
+    train(
+        load_config(str(config), ["train.compile=blocks", "train.eval_samples=19", "train.steps=7"])
+    )
+    assert "train.compile=blocks: compiled in" in capsys.readouterr().out
+    assert counts["unique_graphs"] == 4  # a block and the loss, with gradients and without
+
+
+def with_backend(name: str):
+    """torch.compile without the code generation, which takes most of its time."""
+    real = torch.compile
+    return lambda function, options=None, **how: real(function, **how, backend=name)
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise RuntimeError("a backward pass that was not compiled")
+
+
+def blocks_that_fail_backward() -> None:
+    """After the loss and lm_head have gone backward, and left a gradient."""
+    torch.compile = lambda part, **_: (
+        part if part.__name__ == "score" else lambda x: FailsBackward.apply(part(x))
+    )
+
+
+@pytest.mark.parametrize(
+    "before", [None, blocks_that_fail_backward], ids=["no compiler", "backward"]
+)
+def test_where_compiling_fails_the_run_says_why_and_goes_on_without(
+    write_config, launch, finished, tmp_path, before
+):
+    options = {
+        "environment": {"PATH": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        "before": before,
+    }
+    output = launch(
+        "--config", write_config(), "name=fallen", "train.compile=blocks", **options
+    ).succeed()
+    assert output.count("train.compile=blocks failed, the run goes on without: ") == 1
+    assert "needs a C++ compiler on a CPU" in output
+    assert read_losses(tmp_path / "runs/fallen") == read_losses(finished)
+
+
+KEPT = {
+    "none": 12,
+    "activation": 8,
+    "block": 1,
+}  # activations of (batch, tokens, channels), as set_recompute lists them
+
+
+@pytest.mark.parametrize("gelu", [gelu, short_gelu], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("what", KEPT)
+def test_a_compiled_block_keeps_for_backward_what_is_listed(what, gelu, monkeypatch):
+    monkeypatch.setattr(modeling, "gelu", gelu)
+    torch._dynamo.reset()
+    model = small_model(num_hidden_layers=1, hidden_size=64).train()
+    set_recompute(model, what)
+    objective = Objective(model)
+    for module, name in compiled_parts(objective, "blocks"):
+        backend = "aot_eager_decomp_partition"  # the compiler's own choice of what is kept
+        setattr(
+            module,
+            name,
+            torch.compile(getattr(module, name), fullgraph=True, dynamic=False, backend=backend),
+        )
+    x = torch.randn(8, 12, 64, dtype=torch.bfloat16, requires_grad=True)
+    kept = {}
+
+    def note(tensor):
+        if tensor.shape[0] in (8, 8 * 12):  # not the weights
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        y = model.model.layers[0](x)
+    large = [tensor for tensor in kept.values() if tensor.numel() >= x.numel()]
+    assert sum(tensor.nbytes for tensor in large) == KEPT[what] * x.nbytes
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("what", ["activation", "block"])
+def test_recomputing_changes_no_gradient(what):
+    inputs, targets = tokens()[:, :-1], tokens()[:, 1:]
+    gradients = {}
+    for choice in ("none", what):
+        model = small_model().train()
+        set_recompute(model, choice)
+        assert (
+            not model.get_input_embeddings()._forward_hooks
+        )  # an older torch would not compile evaluation with one
+        Objective(model)(inputs, targets).sum().backward()
+        gradients[choice] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(
+        torch.equal(gradient, gradients["none"][name]) for name, gradient in gradients[what].items()
+    )

@@ -1,0 +1,120 @@
+"""The configuration: every problem is named at once, and what is given arrives."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from launching import run_python
+
+from mixer.common.errors import UserError
+from mixer.models.architecture import model_config
+from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.training.config import describe_options, load_config, save_config
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_each_shipped_configuration_builds_its_model(path):
+    run = load_config(str(path), [])
+    with torch.device("meta"):
+        model = MaskedMixerForCausalLM(model_config(run.model, run.data.vocab_size, 0))
+    assert model.config.max_position_embeddings == run.model.max_position_embeddings
+    assert run.name == path.stem
+
+
+def test_the_papers_setting_and_its_switched_twin():
+    paper, dense = (
+        load_config(str(ROOT / "configs" / name), []) for name in ("v100.yaml", "v100_dense.yaml")
+    )
+    model = (
+        paper.model.hidden_size,
+        paper.model.num_hidden_layers,
+        paper.model.max_position_embeddings,
+    )
+    assert (*model, paper.data.vocab_size) == (1024, 16, 512, 8000)
+    assert (paper.train.batch_size, paper.train.mixed_precision, paper.train.steps) == (
+        32,
+        "fp16",
+        200_000,
+    )
+    assert (paper.optim.lr, paper.optim.warmup_steps) == (5e-4, 500)
+    dense.model.mixing_backend, dense.name = paper.model.mixing_backend, paper.name
+    assert dense == paper  # nothing but the switch
+
+
+def test_every_problem_is_reported_at_once(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        "model: {hiden_size: 64, num_mixer_heads: 3}\ntrain: {steps: many, batch_size: 1.5}\noptim: {schedule: cosin}\n"
+    )
+    with pytest.raises(UserError) as caught:
+        graphs = [
+            "train.cuda_graphs=true",
+            "train.gradient_accumulation_steps=2",
+            "train.recompute=block",
+        ]
+        load_config(
+            str(path), ["lr=1", "data.packed=maybe", "optim.beta1=1.0", "nonsense", *graphs]
+        )
+    message = str(caught.value)
+    for expected in (
+        "12 problems",
+        "unknown key model.hiden_size = 64; did you mean model.hidden_size?",
+        "train.steps = 'many' is a str; allowed: int",
+        "train.batch_size = 1.5 is a float; allowed: int",
+        "optim.schedule = 'cosin'; allowed: cosine, linear, constant; did you mean cosine?",
+        "unknown key lr = 1; did you mean optim.lr?",
+        "data.packed = 'maybe' is a str; allowed: bool",
+        "model.num_mixer_heads is 3, which does not divide hidden_size 1024",
+        "optim.beta1 = 1.0; allowed: 0 up to but not including 1",
+        "train.cuda_graphs = true with train.compile = 'no'; allowed with it: blocks, model",
+        "train.cuda_graphs = true with train.recompute = 'block', which cannot be recorded; allowed with it: none, activation",
+        "allowed with train.gradient_accumulation_steps = 2: false",
+        "'nonsense' on the command line: write overrides as section.key=value",
+    ):
+        assert expected in message
+
+
+def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("optim: {lr: 5e-4}\nmodel: {intermediate_size: null}\ntrain:\n")
+    run = load_config(
+        str(path),
+        [
+            "optim.lr=1e-3",
+            "--train.steps=700",
+            "train.mixed_precision=no",
+            "train.tf32=false",
+            "data.path=",
+            "name=42",
+        ],
+    )
+    assert (run.optim.lr, run.train.steps, run.train.mixed_precision, run.train.tf32) == (
+        1e-3,
+        700,
+        "no",
+        False,
+    )
+    assert (run.data.path, run.name) == ("", "42")
+    save_config(run, tmp_path / "resolved.yaml")
+    assert load_config(str(tmp_path / "resolved.yaml"), []) == run
+    assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["steps"] == 700
+
+
+def test_a_missing_file_names_those_that_exist_and_exits_with_2(tmp_path):
+    done = run_python("train.py", "--config", "configs/v10.yaml", output=tmp_path / "printed")
+    assert done.returncode == 2
+    assert (
+        "no configuration file configs/v10.yaml; there are: configs/comparison.yaml, configs/demo.yaml"
+        in done.stdout
+    )
+    assert "Traceback" not in done.stdout
+
+
+def test_help_lists_every_key_with_its_meaning():
+    text = describe_options()
+    assert "optim.lr: float = 0.0005\n      peak learning rate" in text
+    assert "data.directory" in text and "checkpoint.resume" in text

@@ -1,0 +1,154 @@
+"""Training as a person starts it: real launches, on made and built-in data."""
+
+import json
+import os
+
+import pytest
+import torch
+from conftest import read_lines, read_losses, run
+
+from mixer.common.errors import UserError
+from mixer.common.hardware import check_precision
+from mixer.data.prepare import prepare
+from mixer.models.architecture import model_config
+from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.training.config import load_config
+from mixer.training.loop import train
+from mixer.training.optim import OptimConfig, build_optimizer, learning_rate
+
+
+def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
+    write_config, launch, tmp_path
+):
+    config = write_config()
+    launch("--config", config, "name=one").succeed()
+    output = run(
+        "--config", config, "name=two", "train.batch_size=4", processes=2
+    )  # by accelerate launch
+    assert "2 process(es)" in output
+    options = ["train.batch_size=2", "train.gradient_accumulation_steps=4"]
+    launch("--config", config, "name=accumulated", *options).succeed()
+    one, two, accumulated = (
+        read_losses(tmp_path / "runs" / name) for name in ("one", "two", "accumulated")
+    )
+    assert list(one) == list(range(1, 13))
+    assert two == pytest.approx(one, rel=1e-5)
+    assert accumulated == pytest.approx(one, rel=1e-5)
+
+
+def test_unpacked_rows_of_unequal_length_count_each_token_once_on_two_processes(
+    write_config, small_run, launch, tmp_path
+):
+    data = small_run["data"] | {"directory": str(tmp_path / "rows"), "packed": False}
+    config = write_config(data=data)
+    launch("--config", config, "name=one").succeed()
+    launch("--config", config, "name=two", "train.batch_size=4", processes=2).succeed()
+    one, two = (read_lines(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert read_losses(tmp_path / "runs/two") == pytest.approx(
+        read_losses(tmp_path / "runs/one"), rel=1e-5
+    )
+    assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
+    assert 0 < one[-1]["tokens"] <= 12 * 8 * 32
+
+
+def test_the_backends_train_alike_and_the_loss_falls(write_config, launch, tmp_path):
+    config = write_config()
+    for backend in ("dense", "panels"):
+        launch(
+            "--config",
+            config,
+            f"name={backend}",
+            f"model.mixing_backend={backend}",
+            "train.steps=40",
+        ).succeed()
+    dense, panels = read_losses(tmp_path / "runs/dense"), read_losses(tmp_path / "runs/panels")
+    assert panels == pytest.approx(dense, rel=1e-4)
+    assert dense[40] < dense[1] - 0.5
+
+
+def test_a_run_leaves_its_configuration_metrics_and_checkpoints(write_config, launch, tmp_path):
+    launch(
+        "--config", write_config(), "train.mixed_precision=bf16", "optim.schedule=linear"
+    ).succeed()
+    directory = tmp_path / "runs/small"
+    lines = read_lines(directory)
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 6, 12]
+    first, last = (line for line in lines if line["step"] in (1, 12) and "loss" in line)
+    assert {
+        "tokens",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "useful_tflops",
+        "data_wait_share",
+    } <= set(last)
+    assert last["tokens"] == 12 * 8 * 32
+    assert first["lr"] == pytest.approx(2e-3 / 3)
+    assert load_config(str(directory / "config.yaml"), []).train.mixed_precision == "bf16"
+    assert sorted(p.name for p in directory.glob("step-*")) == ["step-12", "step-8"]  # two are kept
+    assert json.loads((directory / "step-12/config.json").read_text())["mixing_backend"] == "auto"
+
+
+def test_a_second_launch_beside_a_misspelt_key_starts_nothing(write_config, launch, tmp_path):
+    ranks = launch("--config", write_config(), "train.stepz=3")
+    assert 0 not in ranks.wait()
+    assert "unknown key train.stepz = 3; did you mean train.steps?" in ranks.output
+    assert not os.path.exists(tmp_path / "runs")
+
+
+def test_weight_decay_is_for_matrices_alone():
+    run_config = load_config(
+        None,
+        ["model.hidden_size=16", "model.num_hidden_layers=1", "model.max_position_embeddings=8"],
+    )
+    model = MaskedMixerForCausalLM(model_config(run_config.model, 20, 0))
+    decayed, kept = (
+        {n for n, p in model.named_parameters() if any(p is q for q in group["params"])}
+        for group in build_optimizer(model, OptimConfig()).param_groups
+    )
+    assert kept == {n for n, _ in model.named_parameters() if n.endswith("bias") or "norm" in n}
+    assert "model.layers.0.mixing.conv.weight" in decayed
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_floor():
+    rates = [
+        learning_rate(OptimConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1), step, 110)
+        for step in range(111)
+    ]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
+    linear = OptimConfig(lr=1.0, warmup_steps=0, schedule="linear")
+    assert learning_rate(linear, 25, 100) == pytest.approx(0.75)
+    assert learning_rate(OptimConfig(lr=1.0, warmup_steps=0, schedule="constant"), 99, 100) == 1.0
+
+
+def test_a_precision_the_device_lacks_is_refused(monkeypatch):
+    with pytest.raises(UserError, match="set train.mixed_precision=no"):
+        check_precision(torch.device("cpu"), "fp16")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-32GB")
+    with pytest.raises(
+        UserError, match="Tesla V100.* has no bf16 arithmetic.*mixed_precision=fp16"
+    ):
+        check_precision(torch.device("cuda"), "bf16")
+
+
+def test_a_context_longer_than_the_data_is_refused(small_run, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(4):
+        (text / f"{number}.txt").write_text(
+            f"The quick brown fox number {number} jumps over the lazy dog. " * 3
+        )
+    overrides = [
+        f"data.directory={tmp_path / 'data'}",
+        f"data.path={text}",
+        "data.source=text",
+        "data.vocab_size=300",
+    ]
+    run_config = load_config(
+        None, [*overrides, "data.validation_fraction=0.3", f"output_dir={tmp_path / 'runs'}"]
+    )
+    assert prepare(run_config.data).splits["train"].tokens < 512
+    with pytest.raises(UserError, match="context of 512 needs at least 513"):
+        train(run_config)

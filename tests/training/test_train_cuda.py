@@ -1,0 +1,190 @@
+"""Training on real GPUs: fp16, exact resumes, nothing waited for between logging steps, DDP and
+FSDP.
+
+pytest tests/training/test_train_cuda.py          # on 1, 2 or 4 GPUs; without one, all of it is skipped
+"""
+
+import math
+import os
+import signal
+
+import pytest
+import torch
+from conftest import read_lines, read_losses
+from test_resume import assert_same
+from test_scale_out import FSDP
+
+GPUS = torch.cuda.device_count()
+ON_GPU = {"ACCELERATE_USE_CPU": "false"}
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
+
+SECTIONS = {
+    "model": {"hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 64},
+    "train": {"steps": 24, "batch_size": 8, "eval_every": 6, "eval_samples": 16},
+}
+DDP = [pytest.param(count, {}, id=f"{count}-ddp") for count in (1, 2, 4)]
+LAUNCHES = [*DDP, *(pytest.param(count, FSDP, id=f"{count}-fsdp") for count in (2, 4))]
+COPIES = ("train.all_reduce=copy_engines",)
+GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true", *COPIES)  # both of DDP alone
+
+
+def launches_with(**kinds: tuple[str, tuple[str, ...]]):
+    """Tests of processes, engine, precision and changed: every launch with every kind, graphs with
+    those that can have them.
+    """
+    cases = [
+        (name, kind, launch)
+        for name, kind in kinds.items()
+        for launch in (DDP if kind[1] == GRAPHS else LAUNCHES)
+    ]
+    every = [
+        pytest.param(*launch.values, *kind, id=f"{name}-{launch.id}")
+        for name, kind, launch in cases
+    ]
+    return pytest.mark.parametrize(("processes", "engine", "precision", "changed"), every)
+
+
+def options_for(processes: int, engine: dict) -> dict:
+    if GPUS < processes:
+        pytest.skip(f"{processes} GPUs are needed, {GPUS} are here")
+    return {"processes": processes, "environment": ON_GPU | engine}
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+@pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
+def test_losses_of_each_precision_and_engine_are_those_of_one_gpu_in_fp32(
+    write_config, launch, tmp_path, processes, engine, precision
+):
+    options = options_for(processes, engine)
+    config = write_config(**SECTIONS)
+    launch("--config", config, "name=one", "train.tf32=false", environment=ON_GPU).succeed()
+    changes = [
+        f"train.batch_size={8 // processes}",
+        f"train.mixed_precision={precision}",
+        "train.tf32=false",
+    ]
+    launch("--config", config, "name=many", *changes, **options).succeed()
+    lines = [line for line in read_lines(tmp_path / "runs/many") if "loss" in line]
+    if lines[-1]["skipped_steps"] == 0:
+        tolerance = 1e-4 if precision == "no" else 3e-2
+        assert read_losses(tmp_path / "runs/many") == pytest.approx(
+            read_losses(tmp_path / "runs/one"), rel=tolerance
+        )
+    assert all("loss_scale" in line for line in lines) == (precision == "fp16")
+
+
+@launches_with(
+    fp16=("fp16", ()),
+    bf16=("bf16", ()),
+    compiled=("bf16", ("train.compile=blocks",)),
+    graphs=("fp16", GRAPHS),
+)
+def test_a_killed_run_resumes_exactly(
+    write_config, launch, tmp_path, processes, engine, precision, changed
+):
+    options = options_for(processes, engine)
+    config = write_config(**SECTIONS)
+    changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}", *changed]
+    own_cache = iter(range(4))  # a compiler that begins anew must come to the same kernels
+
+    def begin(*arguments):
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"compiled-{next(own_cache)}")}
+        environment = options["environment"] | cache
+        return launch(
+            "--config", config, *arguments, *changes, **(options | {"environment": environment})
+        )
+
+    begin("name=whole").succeed(patience=200)
+    for stop_at in (
+        (12,) if "train.compile=blocks" in changed else (7, 12)
+    ):  # compiling takes most of a minute
+        ranks = begin("name=parts", f"checkpoint.save_every={stop_at}")
+        ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists, patience=150).kill()
+    begin("name=parts").succeed(patience=200)
+    assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 24)
+
+
+def overflowing() -> None:
+    """Losses so large that fp16's gradients overflow at its first scale, and always where
+    LOSS_FACTOR is infinite.
+    """
+    from mixer.training import objective
+
+    real = objective.token_nats
+    objective.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
+
+
+def test_fp16_overflows_are_skipped_counted_and_end_the_run_where_they_do_not_end(
+    write_config, launch, tmp_path
+):
+    config = write_config(**SECTIONS)
+    changes = ["train.mixed_precision=fp16", "train.max_skipped_steps=10", "train.max_grad_norm=1"]
+    environment = ON_GPU | {"LOSS_FACTOR": "4096"}
+    launch("--config", config, *changes, environment=environment, before=overflowing).succeed()
+    lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
+    assert 0 < lines[-1]["skipped_steps"] < 20
+    before, counted = 65536.0, 0
+    for line in lines:  # a skipped step halves the scale
+        assert (line["loss_scale"] == before / 2) == (line["skipped_steps"] == counted + 1)
+        before, counted = line["loss_scale"], line["skipped_steps"]
+    environment = ON_GPU | {"LOSS_FACTOR": str(math.inf)}
+    ranks = launch(
+        "--config", config, "name=never", *changes, environment=environment, before=overflowing
+    )
+    assert ranks.wait() == [2]
+    assert "10 steps in a row were skipped, up to step 10" in ranks.output
+
+
+def forbid_waiting() -> None:
+    """Anything that waits for the GPU is an error, except in steps that log, save or evaluate (each
+    4th here).
+    """
+    from mixer.training import loop
+
+    real = loop.learning_rate
+
+    def rate(config, step, steps):
+        torch.cuda.set_sync_debug_mode("error" if step >= 4 and (step + 1) % 4 else "default")
+        return real(config, step, steps)
+
+    loop.learning_rate = rate
+
+
+@launches_with(fp16=("fp16", ()), bf16=("bf16", ()), graphs=("bf16", GRAPHS))
+def test_nothing_waits_for_the_gpu_between_logging_steps(
+    write_config, launch, processes, engine, precision, changed
+):
+    options = options_for(processes, engine)
+    config = write_config(**SECTIONS, logging={"log_every": 4}, checkpoint={"save_every": 12})
+    changes = [
+        f"train.mixed_precision={precision}",
+        "train.eval_every=12",
+        f"train.batch_size={8 // processes}",
+    ]
+    launch("--config", config, *changes, *changed, before=forbid_waiting, **options).succeed()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_graphs_and_copy_engines_change_no_loss(write_config, launch, tmp_path, processes):
+    """And the sums of the copy engines not even a bit of two processes', whose order cannot
+    differ.
+    """
+    options = options_for(processes, {})
+    config = write_config(**SECTIONS)
+    changes = ["train.mixed_precision=bf16", f"train.batch_size={8 // processes}"]
+    launch("--config", config, "name=plain", *changes, "train.compile=blocks", **options).succeed()
+    output = launch("--config", config, "name=graphs", *changes, *GRAPHS, **options).succeed()
+    assert ", as CUDA graphs" in output
+    plain, graphs = (read_losses(tmp_path / "runs" / name) for name in ("plain", "graphs"))
+    assert graphs == (plain if processes == 2 else pytest.approx(plain, rel=1e-3))
+
+
+def test_a_process_that_dies_ends_those_that_wait_for_its_gradients(write_config, launch, tmp_path):
+    options, metrics = options_for(2, {}), tmp_path / "runs/small/metrics.jsonl"
+    config = write_config(**SECTIONS, logging={"log_every": 2})
+    ranks = launch(
+        "--config", config, "train.steps=100000", "train.batch_size=4", *COPIES, **options
+    )
+    ranks.until(lambda: metrics.exists() and '"step": 8,' in metrics.read_text(), patience=120)
+    assert ranks.signal(signal.SIGKILL, rank=1).wait()[0] == 1
+    assert "another process of this run ended without saying why" in ranks.output
