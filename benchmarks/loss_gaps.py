@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.comparison.result import LARGEST_GAP, LARGEST_GAP_AT_END, gap, losses_of
-from mixer.report import plot_comparison, read_metrics
+from mixer.reporting.curves import plot_comparison
+from mixer.reporting.metrics_file import read_metrics
 
 
 def main() -> None:

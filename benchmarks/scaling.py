@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.common.provenance import ROOT, commit, hardware
-from mixer.report import read_metrics
+from mixer.reporting.metrics_file import read_metrics
 
 ENGINES = {"ddp": "configs/accelerate/1x8.yaml", "fsdp": "configs/accelerate/1x8_fsdp.yaml"}
 WINDOWS = 5

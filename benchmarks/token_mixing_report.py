@@ -299,7 +299,7 @@ def plot_roofline(result: dict, path: Path) -> Path:
     """Useful TFLOP/s over useful operations per byte that must move; two measured ceilings; a point
     for each context.
     """
-    from mixer.report import new_figure, save
+    from mixer.reporting.figure import new_figure, save
 
     figure = new_figure(figsize=(12, 5.2))
     grid = figure.subplots(1, 3, sharex=True, sharey=True)
@@ -329,7 +329,7 @@ def tflops(case: dict, family: str) -> float | None:
 
 
 def draw_points(axes, result: dict, cases: list[dict]) -> None:
-    from mixer.report import COLOURS
+    from mixer.reporting.figure import COLOURS
 
     looks = {"ours": ("o", COLOURS[0]), "panels": ("s", COLOURS[2]), "dense": ("^", COLOURS[1])}
     for family, (marker, colour) in looks.items():
@@ -427,7 +427,7 @@ def plot_speedups(result: dict, path: Path) -> Path:
     """Bars over the contexts, one picture an operation: ours over the best dense product, Conv1d
     and panels.
     """
-    from mixer.report import COLOURS, new_figure, save
+    from mixer.reporting.figure import COLOURS, new_figure, save
 
     looks = {
         "dense": (COLOURS[1], ""),
@@ -485,7 +485,7 @@ def bars(
 
 def plot_sweep(result: dict, path: Path) -> Path:
     """Ours over the best alternative in every case of the sweep, a column for each operation."""
-    from mixer.report import COLOURS, new_figure, save
+    from mixer.reporting.figure import COLOURS, new_figure, save
 
     operations = [
         operation

@@ -32,7 +32,7 @@ from mixer.comparison.result import Measured, Timing, losses_of, result_of
 from mixer.comparison.trace import token_mixing_share
 from mixer.models.architecture import OF_LLAMA, OF_MIXERS, ModelConfig
 from mixer.models.masked_mixer.plain import BACKENDS
-from mixer.report import read_metrics
+from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
 
 LIMIT = "no mixing"

@@ -19,9 +19,10 @@ from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_masked_mixer, load_checkpoint
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable
-from mixer.evaluation.report import COLUMNS, evaluation_notes, evaluations_of, table
+from mixer.evaluation.report import COLUMNS, evaluation_notes, evaluations_of, select
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.report import read_metrics
+from mixer.reporting.metrics_file import read_metrics
+from mixer.reporting.tables import table
 from mixer.training.config import read_yaml
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -158,7 +159,7 @@ def _evaluation(results: list[dict], title: str, dtype: torch.dtype) -> str:
         notes.append(
             f"- Evaluated before the weights were rounded to {str(dtype).removeprefix('torch.')}."
         )
-    return table(rows, EVALUATION_COLUMNS) + "\n\n" + "\n".join(notes)
+    return table([select(row, EVALUATION_COLUMNS) for row in rows]) + "\n\n" + "\n".join(notes)
 
 
 def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:

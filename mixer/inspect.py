@@ -23,8 +23,9 @@ from mixer.analysis.matrices import (
 from mixer.checkpoints.pretrained import load_masked_mixer
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable, directory_for, write_text
-from mixer.evaluation.report import table
-from mixer.report import log_means, new_figure, save
+from mixer.reporting.curves import log_means
+from mixer.reporting.figure import new_figure, save
+from mixer.reporting.tables import table
 
 LAYERS = "viridis"  # colours of the layers, first to last
 FEWEST = 8  # weights: a lag with fewer is left out of the pictures, its mean being mostly noise
@@ -245,7 +246,7 @@ def index(checkpoints: list[str], read: list[Layers]) -> str:
         for number, matrices in enumerate(read[-1])
         for name, matrix in matrices.items()
     ]
-    parts = [f"# Mixing matrices of {checkpoints[-1]}", table(rows, {key: key for key in rows[0]})]
+    parts = [f"# Mixing matrices of {checkpoints[-1]}", table(rows)]
     if len(read) > 1:
         parts[0] += (
             f"\n\nChanges are since {', '.join(checkpoints[:-1])}; the table's since the first."

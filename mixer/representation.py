@@ -42,8 +42,8 @@ from mixer.evaluation.evaluate import (
     describe_model,
 )
 from mixer.evaluation.measure import choose_device
-from mixer.evaluation.report import table
-from mixer.report import COLOURS, new_figure, save
+from mixer.reporting.figure import COLOURS, new_figure, save
+from mixer.reporting.tables import table
 
 READ = {"all": slice(None), "last": slice(-1, None)}  # the tokens whose outputs are compared
 TOKENS = (16, 32, 64, 128)
@@ -260,7 +260,7 @@ def report(result: dict) -> str:
         f"gradient descent on the L1 distance, rate {result['lr']:g} falling to a tenth, from Gaussian noise; at most "
         f"{max(row['distance_left'] for row in result['rows']):.1%} of the noise's distance is left."
     )
-    return f"{table(rows, {key: key for key in rows[0]})}\n\n{notes}"
+    return f"{table(rows)}\n\n{notes}"
 
 
 def plot(result: dict, output: Path) -> Path:

@@ -14,15 +14,9 @@ from mixer.comparison.result import (
     losses_of,
     training_times,
 )
-from mixer.report import (
-    COLOURS,
-    draw_overlay,
-    new_figure,
-    plot_comparison,
-    save,
-    short_number,
-    style_steps,
-)
+from mixer.reporting.curves import draw_overlay, plot_comparison
+from mixer.reporting.figure import COLOURS, new_figure, save, short_number, style_steps
+from mixer.reporting.tables import table
 
 
 def report(result: dict) -> str:
@@ -52,16 +46,6 @@ def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Pa
         f"# Comparison: {', '.join(result['models'])}\n\n{report(result)}\n{shown}\n",
     )
     return output / "report.md"
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Markdown; the first column is text, the others are numbers."""
-    lines = [
-        list(rows[0]),
-        ["---"] + ["---:"] * (len(rows[0]) - 1),
-        *(list(row.values()) for row in rows),
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def speed_table(result: dict) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from mixer.checkpoints.pretrained import weights_sha256
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
-from mixer.report import plot_loss_by_position
+from mixer.reporting.curves import plot_loss_by_position
+from mixer.reporting.tables import table
 
 COLUMNS = {
     "checkpoint": "label",
@@ -47,30 +48,9 @@ BACKEND_COLUMNS = {
 }
 
 
-def format_number(value) -> str:
-    """The form of a table's cell: text as it is, small numbers as 1e-07, large ones whole, others
-    with four decimals.
-    """
-    if value is None:
-        return "over 1e308"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) or abs(value) >= 1e3:
-        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
-    return f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.1g}"
-
-
-def table(rows: list[dict], columns: dict[str, str]) -> str:
-    """Markdown: a row for each of `rows`, the columns' titles mapped to its keys; numbers to the
-    right.
-    """
-    numeric = ["---:" if not isinstance(rows[0][key], str) else "---" for key in columns.values()]
-    lines = [
-        list(columns),
-        numeric,
-        *([format_number(row[key]) for key in columns.values()] for row in rows),
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def select(result: dict, columns: dict[str, str]) -> dict:
+    """A row of a table: the columns' titles mapped to what `result` has under their keys."""
+    return {title: result[key] for title, key in columns.items()}
 
 
 def evaluation_report(results: list[dict]) -> str:
@@ -80,7 +60,7 @@ def evaluation_report(results: list[dict]) -> str:
         notes.append(
             "- The tokenizers differ: compare bits/byte and the perplexities per byte and word, not those per token."
         )
-    parts = [table(results, COLUMNS), "\n".join(notes)]
+    parts = [table([select(result, COLUMNS) for result in results]), "\n".join(notes)]
     parts += [backends_report(result) for result in results if result["backends"]]
     return "\n\n".join(parts)
 
@@ -126,7 +106,7 @@ def backends_report(result: dict) -> str:
         for title, key in BACKEND_COLUMNS.items()
         if key != "peak_memory_gb" or "cpu" not in result["device"]
     }
-    lines += [table(ran, columns), ""] if ran else []
+    lines += [table([select(row, columns) for row in ran]), ""] if ran else []
     lines += [
         f"- {row['backend']}: {row['problem']}" for row in result["backends"] if "problem" in row
     ]

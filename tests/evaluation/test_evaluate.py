@@ -29,7 +29,8 @@ from mixer.evaluation.evaluate import (
 from mixer.evaluation.report import tell_apart, well_counted
 from mixer.evaluation.scoring import plan_windows
 from mixer.export import export
-from mixer.report import plot_comparison, plot_loss_by_position, plot_training, read_metrics
+from mixer.reporting.curves import plot_comparison, plot_loss_by_position, plot_training
+from mixer.reporting.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 12
