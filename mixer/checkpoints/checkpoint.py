@@ -22,7 +22,7 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from mixer.common.errors import UserError
 from mixer.common.files import UMASK, flush, flush_tree
+from mixer.common.options import option
 from mixer.data.manifest import Manifest
 from mixer.distributed.parallel import as_held
 from mixer.models.architecture import model_class
@@ -49,31 +50,19 @@ TRAINER_FIELDS = {
 
 @dataclass
 class CheckpointConfig:
-    save_every: int = field(
-        default=1000, metadata={"help": "steps between checkpoints; 0 for one at the end alone"}
+    save_every: int = option(
+        1000, "steps between checkpoints; 0 for one at the end alone", at_least=0
     )
-    save_last: bool = field(
-        default=True,
-        metadata={"help": "a checkpoint at the end; false for a run that is only timed"},
+    save_last: bool = option(True, "a checkpoint at the end; false for a run that is only timed")
+    keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
+    keep_every: int = option(
+        0, "also keep a checkpoint where this divides its step; 0 for none", at_least=0
     )
-    keep: int = field(
-        default=2,
-        metadata={"help": "newest checkpoints to keep, 2 or more; the best one is kept too"},
+    resume: str = option(
+        "auto", "auto (the run's newest complete checkpoint), never, or a directory to begin from"
     )
-    keep_every: int = field(
-        default=0, metadata={"help": "keep each checkpoint whose step this divides; 0 for none"}
-    )
-    resume: str = field(
-        default="auto",
-        metadata={
-            "help": "auto (the run's newest complete checkpoint), never, or a directory to begin from"
-        },
-    )
-    allow_other_data: bool = field(
-        default=False,
-        metadata={
-            "help": "resume though the data or its tokenizer are not those of the checkpoint"
-        },
+    allow_other_data: bool = option(
+        False, "resume though the data or its tokenizer are not those of the checkpoint"
     )
 
 

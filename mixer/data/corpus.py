@@ -10,12 +10,12 @@ import hashlib
 import itertools
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from mixer.common.errors import UserError
+from mixer.common.options import option, option_problems
 
-SOURCES = ("builtin", "text", "jsonl", "parquet", "hub")
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
 SUFFIXES = {
     "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
@@ -25,73 +25,62 @@ BUILTIN_SUBSETS = ("", "packages")
 LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def _setting(default, text: str):
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class DataConfig:
     """What to train on, and where the prepared files go."""
 
-    source: str = _setting(
-        "builtin", "builtin (Python's standard library), text, jsonl, parquet or hub"
+    source: str = option(
+        "builtin",
+        "where the text is from; builtin is the source of Python's standard library",
+        choices=("builtin", "text", "jsonl", "parquet", "hub"),
     )
-    path: str = _setting(
+    path: str = option(
         "", "text, jsonl, parquet: a file, directory or glob; hub: the dataset's name"
     )
-    subset: str = _setting(
+    subset: str = option(
         "",
-        "hub: the dataset's configuration, such as sample-10BT; builtin: packages adds the source of the installed packages",
+        "hub: the dataset's configuration, such as sample-10BT; "
+        "builtin: packages adds the source of the installed packages",
     )
-    split: str = _setting(
+    split: str = option(
         "train", "hub: the split to read; train and validation are both cut from it"
     )
-    text_field: str = _setting(
-        "text", "jsonl, parquet, hub: the field that holds a document's text"
-    )
-    tokenizer: str = _setting(
+    text_field: str = option("text", "jsonl, parquet, hub: the field that holds a document's text")
+    tokenizer: str = option(
         "train", "train (a byte-level BPE on the source), a local directory, or a hub name"
     )
-    vocab_size: int = _setting(
-        8000, "size of the BPE that is trained; unused with an existing tokenizer"
+    vocab_size: int = option(
+        8000,
+        "size of the BPE that is trained; unused with an existing tokenizer",
+        at_least=SMALLEST_VOCABULARY,
     )
-    directory: str = _setting("data/builtin", "where the prepared token files go")
-    packed: bool = _setting(
+    directory: str = option("data/builtin", "where the prepared token files go")
+    packed: bool = option(
         True, "true: documents joined by EOS, cut at the context; false: one document a row, padded"
     )
-    validation_fraction: float = _setting(
-        0.01, "share of the documents held out for validation: above 0, below 1"
+    validation_fraction: float = option(
+        0.01, "share of the documents held out for validation", above=0, below=1
     )
-    max_documents: int = _setting(0, "read only this many documents; 0: all")
-    workers: int = _setting(0, "threads that tokenise; 0: one for each core")
+    max_documents: int = option(0, "read only this many documents; 0: all", at_least=0)
+    workers: int = option(0, "threads that tokenise; 0: one for each core", at_least=0)
 
 
 def check(config: DataConfig) -> None:
     """Raise UserError for a setting that cannot work, before anything is read or written."""
-    if config.source not in SOURCES:
-        raise UserError(f"data.source is {config.source!r}; allowed: {', '.join(SOURCES)}")
+    problems = option_problems(config, "data.")
+    if problems:
+        raise UserError("; ".join(problems))
     if config.source != "builtin" and not config.path:
         wanted = "a dataset's name" if config.source == "hub" else "a file, directory or glob"
         raise UserError(f"data.path is empty; source {config.source!r} needs {wanted} there")
     if config.source == "builtin" and config.subset not in BUILTIN_SUBSETS:
         raise UserError(
-            f"data.subset is {config.subset!r}; source builtin allows packages (the source of the installed packages too), or "
-            "nothing for the standard library alone: set data.subset=packages or data.subset="
+            f"data.subset is {config.subset!r}; source builtin allows packages (the source of the "
+            "installed packages too), or nothing for the standard library alone: set "
+            "data.subset=packages or data.subset="
         )
     if not config.directory:
         raise UserError("data.directory is empty; set it to where the prepared files should go")
-    if not 0 <= config.validation_fraction < 1:
-        raise UserError(
-            f"data.validation_fraction is {config.validation_fraction}; allowed: 0 (no validation) or more, below 1"
-        )
-    if config.tokenizer == "train" and config.vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(
-            f"data.vocab_size is {config.vocab_size}; a byte-level BPE needs at least {SMALLEST_VOCABULARY} "
-            "(256 bytes and the end-of-text token)"
-        )
-    for name in ("max_documents", "workers"):
-        if getattr(config, name) < 0:
-            raise UserError(f"data.{name} is {getattr(config, name)}; allowed: 0 or more")
 
 
 def documents(config: DataConfig) -> Iterator[str]:
@@ -121,8 +110,6 @@ def split_of(index: int, text: str, validation_fraction: float) -> str:
     reordered, and exact copies of it land on the same side. The first two documents are fixed, so
     that neither split is empty once there are two documents.
     """
-    if not validation_fraction:
-        return "train"
     if index < 2:
         return "validation" if index else "train"
     return "validation" if _hash(text) < validation_fraction * 2**64 else "train"

@@ -148,10 +148,10 @@ def _write(config: DataConfig, partial: Path, progress) -> Manifest:
     writers = {name: _SplitWriter(partial, name, dtype, tokenizer.eos_token_id) for name in SPLITS}
     _tokenise(config, raw_encoder(tokenizer), writers, progress)
     splits = {name: writer.finish() for name, writer in writers.items()}
-    if config.validation_fraction and not splits["validation"].documents:
+    if not splits["validation"].documents:
         raise UserError(
-            f"the corpus ({config.source} {config.path}) is a single document, so none is left for validation: the two "
-            "splits are made of whole documents. Give at least two documents, or set data.validation_fraction to 0"
+            f"the corpus ({config.source} {config.path}) is a single document, so none is left "
+            "for validation: each split holds whole documents. Give at least two documents"
         )
     values = {
         "dtype": dtype,

@@ -19,45 +19,58 @@ from omegaconf.errors import OmegaConfBaseException
 from mixer.checkpoints.checkpoint import CheckpointConfig
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
+from mixer.common.options import allowed_values, option, option_problems
 from mixer.data.corpus import DataConfig
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.metrics import LoggingConfig
 from mixer.training.optim import OptimConfig
 
 
-def option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class TrainConfig:
     """The loop."""
 
-    steps: int = option(1000, "optimizer steps of the whole run")
-    batch_size: int = option(32, "samples per process and micro-batch")
-    gradient_accumulation_steps: int = option(1, "micro-batches per optimizer step")
-    mixed_precision: str = option("no", "no (fp32), fp16 or bf16")
-    max_grad_norm: float = option(1.0, "clip the gradient's global norm to this; 0 for no clipping")
+    steps: int = option(1000, "optimizer steps of the whole run", at_least=1)
+    batch_size: int = option(32, "samples per process and micro-batch", at_least=1)
+    gradient_accumulation_steps: int = option(1, "micro-batches per optimizer step", at_least=1)
+    mixed_precision: str = option(
+        "no", "the type of the arithmetic; no is fp32", choices=("no", "fp16", "bf16")
+    )
+    max_grad_norm: float = option(
+        1.0, "clip the gradient's global norm to this; 0 for no clipping", at_least=0
+    )
     non_finite: str = option(
-        "stop", "on a loss or gradient that is not finite (without fp16): stop, or skip the step"
+        "stop",
+        "on a loss or gradient that is not finite (without fp16): stop the run, or skip the step",
+        choices=("stop", "skip"),
     )
     max_skipped_steps: int = option(
-        50, "end the run after so many skipped steps in a row (fp16 overflows too)"
+        50, "end the run after so many skipped steps in a row (fp16 overflows too)", at_least=1
     )
-    eval_every: int = option(1000, "steps between evaluations; 0 for one at the end alone")
-    eval_samples: int = option(2048, "samples of the validation split per evaluation; 0 for all")
+    eval_every: int = option(
+        1000, "steps between evaluations; 0 for one at the end alone", at_least=0
+    )
+    eval_samples: int = option(
+        2048, "samples of the validation split per evaluation; 0 for all", at_least=0
+    )
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
-        "no", "torch.compile: no, blocks (each block and the loss) or model (all at once)"
+        "no",
+        "torch.compile of nothing, of each block and the loss, or of the whole model at once",
+        choices=("no", "blocks", "model"),
     )
     cuda_graphs: bool = option(
-        False, "replay what torch.compile makes as CUDA graphs, which spares the host its launches"
+        False, "replay what torch.compile makes as CUDA graphs, which saves kernel launches"
     )
     all_reduce: str = option(
-        "nccl", "DDP's sums of gradients: nccl, or copy_engines (GPUs of one host, over NVLink)"
+        "nccl",
+        "how DDP sums gradients; copy_engines is for GPUs of one host, over NVLink",
+        choices=("nccl", "copy_engines"),
     )
     recompute: str = option(
-        "none", "what backward computes again to save memory: none, activation (the GELU) or block"
+        "none",
+        "what backward computes again to save memory: nothing, the GELU, or whole blocks",
+        choices=("none", "activation", "block"),
     )
 
 
@@ -119,13 +132,14 @@ def save_config(run: RunConfig, path: Path) -> None:
 
 
 def describe_options() -> str:
-    """Every key with its type, default and meaning, for --help."""
-    lines = []
+    """Every key with its type, default, allowed values and meaning, for --help."""
+    lines = ["keys (give them in the YAML file, or as section.key=value):"]
     for key, item in _options(RunConfig):
-        lines.append(
-            f"  {key}: {_type_name(item.type)} = {item.default!r}\n      {item.metadata.get('help', '')}"
-        )
-    return "keys (give them in the YAML file, or as section.key=value):\n" + "\n".join(lines)
+        allowed = allowed_values(item)
+        lines.append(f"  {key}: {_type_name(item.type)} = {item.default!r}")
+        lines[-1] += f"; allowed: {allowed}" if allowed else ""
+        lines.append(f"      {item.metadata['help']}")
+    return "\n".join(lines)
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -242,55 +256,12 @@ def _type_name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind)) if not hasattr(kind, "__args__") else str(kind)
 
 
-CHOICES = {
-    "train.mixed_precision": ("no", "fp16", "bf16"),
-    "train.non_finite": ("stop", "skip"),
-    "train.compile": ("no", "blocks", "model"),
-    "train.all_reduce": ("nccl", "copy_engines"),
-    "train.recompute": ("none", "activation", "block"),
-    "optim.schedule": ("cosine", "linear", "constant"),
-    "logging.wandb": ("disabled", "offline", "online"),
-    "data.source": ("builtin", "text", "jsonl", "parquet", "hub"),
-}
-AT_LEAST = {
-    "train.steps": 1,
-    "train.batch_size": 1,
-    "train.gradient_accumulation_steps": 1,
-    "train.max_grad_norm": 0,
-    "train.eval_every": 0,
-    "train.eval_samples": 0,
-    "optim.lr": 0,
-    "optim.warmup_steps": 0,
-    "optim.weight_decay": 0,
-    "checkpoint.save_every": 0,
-    "train.max_skipped_steps": 1,
-    "checkpoint.keep": 2,
-    "checkpoint.keep_every": 0,
-    "logging.log_every": 1,
-    "logging.profile_step": 1,
-    "logging.profile_steps": 0,
-    "data.max_documents": 0,
-    "data.workers": 0,
-}
-
-
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
-    value = dict(_flatten(dataclasses.asdict(run)))
-    problems = [
-        f"{key} = {value[key]!r}; allowed: {', '.join(allowed)}"
-        + "".join(
-            f"; did you mean {near}?"
-            for near in difflib.get_close_matches(str(value[key]), allowed, n=1)
-        )
-        for key, allowed in CHOICES.items()
-        if value[key] not in allowed
-    ]
-    problems += [
-        f"{key} = {value[key]}; allowed: {low} or more"
-        for key, low in AT_LEAST.items()
-        if value[key] < low
-    ]
+    problems = []
+    for item in dataclasses.fields(run):
+        if dataclasses.is_dataclass(item.type):
+            problems += option_problems(getattr(run, item.name), f"{item.name}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     if run.train.recompute == "activation" and run.model.architecture == "llama":
         problems.append(
@@ -311,17 +282,6 @@ def _value_problems(run: RunConfig) -> list[str]:
         )
     if not run.name or "/" in run.name or run.name in (".", ".."):
         problems.append(f"name = {run.name!r}; allowed: a directory name without slashes")
-    if not 0 < run.data.validation_fraction < 1:
-        problems.append(
-            f"data.validation_fraction = {run.data.validation_fraction}; allowed: between 0 and 1"
-        )
-    if not 0 <= run.optim.min_lr_ratio <= 1:
-        problems.append(f"optim.min_lr_ratio = {run.optim.min_lr_ratio}; allowed: 0 to 1")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(run.optim, name) < 1:
-            problems.append(
-                f"optim.{name} = {getattr(run.optim, name)}; allowed: 0 up to but not including 1"
-            )
     if run.optim.warmup_steps > run.train.steps:
         problems.append(
             f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = {run.train.steps}; allowed: at most that"

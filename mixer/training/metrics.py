@@ -4,25 +4,23 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mixer.common.files import write_text
+from mixer.common.options import option
 
 
 @dataclass
 class LoggingConfig:
-    log_every: int = field(default=10, metadata={"help": "steps between lines of metrics"})
-    wandb: str = field(
-        default="disabled",
-        metadata={"help": "mirror the metrics to wandb: disabled, offline or online"},
+    log_every: int = option(10, "steps between lines of metrics", at_least=1)
+    wandb: str = option(
+        "disabled", "copy the metrics to wandb", choices=("disabled", "offline", "online")
     )
-    wandb_project: str = field(default="masked-mixer", metadata={"help": "wandb's project"})
-    profile_step: int = field(default=20, metadata={"help": "the first step of a profile"})
-    profile_steps: int = field(
-        default=0, metadata={"help": "steps to write a Chrome trace of; 0 for none"}
-    )
+    wandb_project: str = option("masked-mixer", "wandb's project")
+    profile_step: int = option(20, "the first step of a profile", at_least=1)
+    profile_steps: int = option(0, "steps to write a Chrome trace of; 0 for none", at_least=0)
 
 
 class Metrics:

@@ -1,28 +1,30 @@
 """AdamW with weight decay where it belongs, and the learning rate as a function of the step."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from mixer.common.options import option
+
 
 @dataclass
 class OptimConfig:
-    lr: float = field(default=5e-4, metadata={"help": "peak learning rate"})
-    schedule: str = field(
-        default="cosine", metadata={"help": "after the warm-up: cosine, linear or constant"}
+    lr: float = option(5e-4, "peak learning rate", at_least=0)
+    schedule: str = option(
+        "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant")
     )
-    warmup_steps: int = field(default=500, metadata={"help": "steps of linear warm-up"})
-    min_lr_ratio: float = field(
-        default=0.0, metadata={"help": "final learning rate as a share of lr (cosine, linear)"}
+    warmup_steps: int = option(500, "steps of linear warm-up", at_least=0)
+    min_lr_ratio: float = option(
+        0.0, "final learning rate as a share of lr (cosine, linear)", at_least=0, at_most=1
     )
-    weight_decay: float = field(
-        default=0.01, metadata={"help": "AdamW's; on weights alone, not on biases and norms"}
+    weight_decay: float = option(
+        0.01, "AdamW's; on weights alone, not on biases and norms", at_least=0
     )
-    beta1: float = field(default=0.9, metadata={"help": "AdamW's decay of the first moment"})
-    beta2: float = field(default=0.999, metadata={"help": "AdamW's decay of the second moment"})
-    eps: float = field(default=1e-8, metadata={"help": "AdamW's epsilon"})
+    beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
+    beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
+    eps: float = option(1e-8, "AdamW's epsilon", above=0)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

@@ -1,5 +1,7 @@
 """The configuration: every problem is named at once, and what is given arrives."""
 
+import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,22 @@ from launching import run_python
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.training.config import describe_options, load_config, save_config
+from mixer.training.config import RunConfig, describe_options, load_config, save_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def flat(sections: dict, prefix: str = "") -> dict:
+    """{"train": {"steps": 1}} -> {"train.steps": 1}"""
+    found = {}
+    for name, value in sections.items():
+        is_section = isinstance(value, dict)
+        found |= flat(value, f"{name}.") if is_section else {f"{prefix}{name}": value}
+    return found
+
+
+FLOATS = [key for key, value in flat(asdict(RunConfig())).items() if isinstance(value, float)]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -69,7 +83,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "unknown key lr = 1; did you mean optim.lr?",
         "data.packed = 'maybe' is a str; allowed: bool",
         "model.num_mixer_heads is 3, which does not divide hidden_size 1024",
-        "optim.beta1 = 1.0; allowed: 0 up to but not including 1",
+        "optim.beta1 = 1.0; allowed: 0 or more and below 1",
         "train.cuda_graphs = true with train.compile = 'no'; allowed with it: blocks, model",
         "train.cuda_graphs = true with train.recompute = 'block', which cannot be recorded; allowed with it: none, activation",
         "allowed with train.gradient_accumulation_steps = 2: false",
@@ -114,7 +128,35 @@ def test_a_missing_file_names_those_that_exist_and_exits_with_2(tmp_path):
     assert "Traceback" not in done.stdout
 
 
-def test_help_lists_every_key_with_its_meaning():
+@pytest.mark.parametrize("key", FLOATS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_refused(key, value):
+    with pytest.raises(
+        UserError, match=rf"1 problem.*\n.*{key} (=|is) {value}; (allowed:|it must)"
+    ):
+        load_config(None, [f"{key}=.{value}".replace(".-", "-.")])
+
+
+def test_a_value_out_of_bounds_is_refused_with_what_is_allowed():
+    for given, allowed in {
+        "train.steps=0": "1 or more",
+        "optim.eps=0": "above 0",
+        "optim.min_lr_ratio=1.5": "0 or more and at most 1",
+        "data.validation_fraction=0": "above 0 and below 1",
+        "data.validation_fraction=1": "above 0 and below 1",
+        "checkpoint.keep=1": "2 or more",
+        "logging.wandb=on": "disabled, offline, online",
+    }.items():
+        with pytest.raises(UserError, match=f"allowed: {allowed}"):
+            load_config(None, [given])
+    assert load_config(None, ["optim.min_lr_ratio=1"]).optim.min_lr_ratio == 1
+
+
+def test_help_lists_every_key_with_its_default_meaning_and_allowed_values():
     text = describe_options()
-    assert "optim.lr: float = 0.0005\n      peak learning rate" in text
-    assert "data.directory" in text and "checkpoint.resume" in text
+    for key, value in flat(asdict(RunConfig())).items():
+        assert re.search(
+            rf"^  {key}: .+ = {re.escape(repr(value))}(; allowed: .+)?\n {{6}}\w", text, re.M
+        ), key
+    assert "optim.lr: float = 0.0005; allowed: 0 or more\n      peak learning rate" in text
+    assert "optim.schedule: str = 'cosine'; allowed: cosine, linear, constant\n" in text
