@@ -5,15 +5,12 @@ in real processes.
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from launching import Launch
 
-ROOT = Path(__file__).parent.parent
 # One thread: small products are faster so, and the same on every machine. No hub, so that nothing
 # waits for a network. Training on the CPU also where there is a GPU: what a GPU gives is measured
 # by benchmarks/ and tests/training/golden_losses.py.
@@ -114,63 +111,6 @@ def launch(tmp_path):
     yield begin
     for each in launched:
         each.kill()
-
-
-def start(*arguments, processes: int = 1) -> subprocess.Popen:
-    """Starts `train.py ARGUMENTS`, several processes by `accelerate launch --cpu`, as a group of
-    processes of its own.
-    """
-    launch = [
-        str(Path(sys.executable).with_name("accelerate")),
-        "launch",
-        "--cpu",
-        "--num_processes",
-        str(processes),
-    ]
-    return subprocess.Popen(
-        (launch if processes > 1 else [sys.executable]) + ["train.py", *map(str, arguments)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def run(*arguments, processes: int = 1) -> str:
-    """The output of a finished `train.py`, which must succeed."""
-    process = start(*arguments, processes=processes)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
-
-
-def read_lines(run_directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
-
-
-TIMES = {
-    "seconds",
-    "tokens_per_second",
-    "useful_tflops",
-    "peak_share",
-    "data_wait_share",
-    "peak_memory_gb",
-}
-
-
-def read_timeless(run_directory: Path) -> list[dict]:
-    """What metrics.jsonl says of each step, without the times: the same for every exact repetition
-    of a run.
-    """
-    return [
-        {key: value for key, value in line.items() if key not in TIMES}
-        for line in read_lines(run_directory)
-    ]
-
-
-def read_losses(run_directory: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_lines(run_directory) if "loss" in line}
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ made.
 import numpy as np
 import pytest
 import torch
+from checkpoints import documents, save_checkpoint
 from launching import run_python
-from test_evaluate import assert_png
-from test_lm_eval import documents, save_checkpoint
+from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.analysis.matrices import (

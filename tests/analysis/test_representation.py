@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_evaluate import assert_png
+from pictures import assert_png
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import read_lines, read_timeless
+from runs import read_lines, read_timeless
 
 from mixer.checkpoints import checkpoint, writer
 from mixer.checkpoints.checkpoint import damage, find_resume, incomplete, link_best, prune, step_of

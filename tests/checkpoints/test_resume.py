@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import read_losses, read_timeless
 from launching import Launch
+from runs import assert_same, read_losses, read_timeless
 from safetensors.torch import load_file
 
 from mixer.common.errors import UserError
@@ -24,26 +24,6 @@ from mixer.training.config import load_config
 from mixer.training.loop import train
 
 KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "3"))
-
-
-def state_files(checkpoint: Path) -> dict[str, bytes]:
-    """All that training goes on from, byte for byte."""
-    return {
-        str(file.relative_to(checkpoint)): file.read_bytes()
-        for file in checkpoint.rglob("*")
-        if file.is_file()
-    }
-
-
-def assert_same(run: Path, reference: Path, step: int) -> None:
-    """The same last checkpoint, every file of it, and the same lines of metrics: none doubled,
-    missing or different.
-    """
-    found, wanted = state_files(run / f"step-{step}"), state_files(reference / f"step-{step}")
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if found[name] != wanted[name]] == []
-    assert read_timeless(run) == read_timeless(reference)
-    assert not list(run.glob("*.partial"))
 
 
 def test_a_run_killed_at_random_ends_as_an_undisturbed_one(write_config, launch, tmp_path):

@@ -4,8 +4,8 @@ what is strange is named.
 
 import pytest
 import torch
+from models import small_model, tokens
 from safetensors.torch import load_file, save_file
-from test_model import small_model, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

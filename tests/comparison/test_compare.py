@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read_losses
 from launching import run_python
+from runs import read_losses
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, compare
 from mixer.common.errors import UserError

@@ -12,17 +12,10 @@ import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from conftest import ROOT, read_losses, read_timeless
 from launching import free_port
+from runs import FSDP, ROOT, read_losses, read_timeless
 from safetensors.torch import load_file
 
-FSDP = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
 CONFIGS = sorted((ROOT / "configs/accelerate").glob("*.yaml"))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, read_lines
+from runs import ROOT, read_lines
 
 from mixer.checkpoints.checkpoint import damage, step_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_lm_eval import CONTEXT, documents, save_checkpoint
+from checkpoints import CONTEXT, documents, save_checkpoint
 from transformers import (
     BertConfig,
     BertLMHeadModel,

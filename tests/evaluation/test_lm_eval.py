@@ -10,47 +10,13 @@ import sys
 import pytest
 import torch
 import yaml
-from transformers import GPT2Config, GPT2LMHeadModel
+from checkpoints import WORDS, documents, save_checkpoint
 
-from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.data.tokenizer import train_tokenizer
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, load_checkpoint
 
 pytest.importorskip(
     "lm_eval", reason="lm-eval is not installed: pip install -c constraints.txt -e .[eval]"
 )
-
-WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
-CONTEXT = 32
-
-
-def documents() -> list[str]:
-    """Far longer than the context, about as long, shorter, and of one word."""
-    generator = torch.Generator().manual_seed(3)
-    picked = [
-        torch.randint(len(WORDS), (size,), generator=generator).tolist()
-        for size in (150, 9, 31, 4, 1, 64)
-    ]
-    return [" ".join(WORDS[word] for word in words) for words in picked]
-
-
-def save_checkpoint(directory, kind: str) -> None:
-    tokenizer = train_tokenizer(documents() * 20, 300)
-    torch.manual_seed(0)
-    size = {
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": CONTEXT,
-        "num_hidden_layers": 2,
-        "hidden_size": 16,
-    }
-    if kind == "gpt2":
-        model = GPT2LMHeadModel(
-            GPT2Config(**size, num_attention_heads=2, eos_token_id=0, bos_token_id=0)
-        )
-    else:
-        model = MaskedMixerForCausalLM(MaskedMixerConfig(**size))
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 def harness_numbers(directory, folder) -> dict:

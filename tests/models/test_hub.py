@@ -13,11 +13,10 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import ROOT
 from huggingface_hub import ModelCard
 from launching import run_python
-from test_generate import generate, lively_model, padded
-from test_model import small_model, tokens
+from models import generate, lively_model, padded, small_model, tokens
+from runs import ROOT
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

@@ -4,7 +4,7 @@ are.
 
 import pytest
 import torch
-from conftest import read_losses
+from runs import read_losses
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch
+from models import SMALL, small_model, tokens
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 
-SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
 VARIANTS = [
     dict(
         zip(
@@ -29,15 +29,6 @@ VARIANTS = [
     )
     for v in itertools.product((1, 4), (1, 3), (False, True), (False, True), (False, True))
 ]
-
-
-def small_model(**changes) -> MaskedMixerForCausalLM:
-    torch.manual_seed(0)
-    return MaskedMixerForCausalLM(MaskedMixerConfig(**(SMALL | changes))).eval()
-
-
-def tokens(batch=3, length=12) -> torch.Tensor:
-    return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def test_the_flat_mixer_is_the_papers_block():

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_generate import generate, lively_model, padded
+from mix_row_cases import TYPES, case, exact
+from models import generate, lively_model, padded
 from toolchain import needs_nvcc
 
-from mixer.models.masked_mixer import plain
 from mixer.ops import build, cuda, mix_row
 from mixer.ops import row_operator as rows
 
@@ -24,12 +24,6 @@ PROCESSORS = {
 # (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, rows that start
 # off 16 bytes, part of a block
 SHAPES = [(1, 1, 64), (3, 2, 20), (2, 3, 5), (20, 1, 136)]
-TYPES = [
-    (torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float16, torch.float16),
-    (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
-]  # fmt: skip
-
-
 EMULATED = [  # (CUDA's words, the emulator's, how often)
     (
         r"(\w+<[^<>;]*>)<<<(\w+), (\w+), 0, \w+>>>\(([^;]*?)\);",
@@ -109,41 +103,6 @@ def kernel(library, monkeypatch) -> list[str]:
     )
     yield calls
     rows.template.cache_clear()
-
-
-def case(batch, heads, width, length, dtype, weight_dtype, ragged=True):
-    """Arguments of mix_row, with NaN wherever nothing may be read."""
-    generator = torch.Generator().manual_seed(length)
-    context = length + 3
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    positions = torch.randint(0, length, (batch if ragged else 1, 1), generator=generator)
-    positions[0] = length - 1
-    everywhere = positions.expand(batch, 1)
-    memory = draw(batch, heads, context, width).to(dtype)
-    memory.masked_fill_(torch.arange(context)[:, None] >= everywhere[:, None, None], torch.nan)
-    weight = (draw(heads, 1, context, context) / length**0.5).to(weight_dtype)
-    weight[..., *torch.triu_indices(context, context, 1)] = torch.nan
-    x, residual = (draw(batch, 1, heads * width).to(dtype) for _ in range(2))
-    return (
-        memory[:, :, :length],
-        x,
-        weight,
-        draw(heads, context).to(weight_dtype),
-        residual,
-        positions,
-    )
-
-
-def exact(memory, x, weight, bias, residual, positions):
-    memory = memory.double().nan_to_num(
-        0
-    )  # an exact zero of the weight stands before what is not read
-    return plain.mix_row(
-        memory, *(t.double() for t in (x, weight, bias, residual)), positions
-    ), memory
 
 
 @needs_nvcc

@@ -5,8 +5,8 @@ import gc
 
 import pytest
 import torch
-from test_generate import SETTINGS, generate, lively_model, padded, tokens
-from test_mix_row import TYPES, case, exact
+from mix_row_cases import TYPES, case, exact
+from models import SETTINGS, generate, lively_model, padded, tokens
 from transformers import CompileConfig
 
 from mixer.models.masked_mixer.cache import MixingCache

@@ -4,10 +4,9 @@ changes.
 
 import pytest
 import torch
-from conftest import read_lines, read_losses
+from models import small_model, tokens
+from runs import assert_same, read_lines, read_losses
 from safetensors.torch import load_file
-from test_model import small_model, tokens
-from test_resume import assert_same
 from toolchain import needs_gxx
 
 from mixer.models.masked_mixer import modeling

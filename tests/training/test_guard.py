@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import read_lines
+from runs import read_lines
 
 from mixer.checkpoints.checkpoint import damage
 from mixer.common.errors import UserError

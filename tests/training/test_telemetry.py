@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, read_lines
+from runs import ROOT, read_lines
 
 from mixer.common.hardware import peak_tflops
 from mixer.models.architecture import model_config

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import read_lines, read_losses, run
+from runs import read_lines, read_losses, run
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import check_precision

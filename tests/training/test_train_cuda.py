@@ -10,9 +10,7 @@ import signal
 
 import pytest
 import torch
-from conftest import read_lines, read_losses
-from test_resume import assert_same
-from test_scale_out import FSDP
+from runs import FSDP, assert_same, read_lines, read_losses
 
 GPUS = torch.cuda.device_count()
 ON_GPU = {"ACCELERATE_USE_CPU": "false"}

@@ -1,0 +1,58 @@
+"""Small models with tokens for them, and generation by them."""
+
+import torch
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+
+SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
+LENGTHS = (4, 1, 6, 3)
+SETTINGS = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "several": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+}
+
+
+def small_model(**changes) -> MaskedMixerForCausalLM:
+    torch.manual_seed(0)
+    return MaskedMixerForCausalLM(MaskedMixerConfig(**(SMALL | changes))).eval()
+
+
+def tokens(batch=3, length=12) -> torch.Tensor:
+    return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def lively_model(**variant):
+    """Large weights, so that a wrong row or place changes the tokens."""
+    model = small_model(**({"max_position_embeddings": 16} | variant))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for conv in (layer.mixing.conv, layer.mixing.second_conv):
+                if conv is not None:
+                    conv.weight.mul_(8).tril_()
+    return model
+
+
+def prompts() -> list[torch.Tensor]:
+    return [
+        row[:length] + 1 - (row[:length] == 49).long()
+        for row, length in zip(tokens(batch=4), LENGTHS, strict=True)
+    ]
+
+
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input_ids, attention_mask), both (4, 6)."""
+    ids, mask = (
+        torch.zeros(4, max(LENGTHS), dtype=torch.int64),
+        torch.zeros(4, max(LENGTHS), dtype=torch.int64),
+    )
+    for row, prompt in enumerate(prompts()):
+        place = slice(len(prompt)) if side == "right" else slice(-len(prompt), None)
+        ids[row, place], mask[row, place] = prompt, 1
+    return ids, mask
+
+
+def generate(model, ids, new=8, **how):
+    return model.generate(
+        ids, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, **({"do_sample": False} | how)
+    )[:, -new:]

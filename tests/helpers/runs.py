@@ -1,0 +1,91 @@
+"""Runs of train.py in real processes, and what they leave: their metrics and checkpoints."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Environment of a launch that shards the model's weights.
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+TIMES = {
+    "seconds",
+    "tokens_per_second",
+    "useful_tflops",
+    "peak_share",
+    "data_wait_share",
+    "peak_memory_gb",
+}
+
+
+def start(*arguments, processes: int = 1) -> subprocess.Popen:
+    """Starts `train.py ARGUMENTS`, several processes by `accelerate launch --cpu`, as a group of
+    processes of its own.
+    """
+    launch = [
+        str(Path(sys.executable).with_name("accelerate")),
+        "launch",
+        "--cpu",
+        "--num_processes",
+        str(processes),
+    ]
+    return subprocess.Popen(
+        (launch if processes > 1 else [sys.executable]) + ["train.py", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(*arguments, processes: int = 1) -> str:
+    """The output of a finished `train.py`, which must succeed."""
+    process = start(*arguments, processes=processes)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def read_lines(run_directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_timeless(run_directory: Path) -> list[dict]:
+    """What metrics.jsonl says of each step, without the times: the same for every exact repetition
+    of a run.
+    """
+    return [
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in read_lines(run_directory)
+    ]
+
+
+def read_losses(run_directory: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_lines(run_directory) if "loss" in line}
+
+
+def state_files(checkpoint: Path) -> dict[str, bytes]:
+    """All that training goes on from, byte for byte."""
+    return {
+        str(file.relative_to(checkpoint)): file.read_bytes()
+        for file in checkpoint.rglob("*")
+        if file.is_file()
+    }
+
+
+def assert_same(run: Path, reference: Path, step: int) -> None:
+    """The same last checkpoint, every file of it, and the same lines of metrics: none doubled,
+    missing or different.
+    """
+    found, wanted = state_files(run / f"step-{step}"), state_files(reference / f"step-{step}")
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if found[name] != wanted[name]] == []
+    assert read_timeless(run) == read_timeless(reference)
+    assert not list(run.glob("*.partial"))
