@@ -169,37 +169,7 @@ def test_what_needs_gpus_or_whole_weights_is_refused_without_them(write_config, 
 def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     config = write_config()
     launch("--config", config, "name=one").succeed()
-    common = [
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "2",
-        "--main_process_ip",
-        "127.0.0.1",
-    ]
-    common += ["--main_process_port", str(free_port())]
-    accelerate = str(Path(sys.executable).with_name("accelerate"))
-    hosts = [
-        subprocess.Popen(
-            [
-                accelerate,
-                "launch",
-                *common,
-                "--machine_rank",
-                str(rank),
-                "train.py",
-                "--config",
-                str(config),
-                "train.batch_size=4",
-            ],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    hosts = [start_host(rank, port, config) for port in [free_port()] for rank in range(2)]
     outputs = [host.communicate(timeout=200)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert (
@@ -212,6 +182,34 @@ def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     )
     trainer = json.loads((tmp_path / "runs/small/step-12/trainer_state/trainer.json").read_text())
     assert trainer["samples"] == 96
+
+
+def start_host(rank: int, port: int, config: Path) -> subprocess.Popen:
+    """The launcher of one of two hosts with a process each."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    launcher += [f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    return subprocess.Popen(
+        [*launcher, "-m", "mixer.train", "--config", str(config), "train.batch_size=4"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_several_machines_of_cpus_are_refused_by_accelerate_launch(write_config):
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    options = ["--cpu", "--num_processes", "4", "--num_machines", "2", "--machine_rank", "0"]
+    command = [accelerate, "launch", *options, "--main_process_ip", "127.0.0.1"]
+    done = subprocess.run(
+        [*command, "--main_process_port", "29500", "train.py", "--config", str(write_config())],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode != 0
+    assert "--num_machines 2 on CPUs; allowed with accelerate launch --cpu: 1; start torchrun" in done.stderr
 
 
 def on_its_own_disk() -> None:

@@ -174,7 +174,7 @@ def test_a_process_that_fails_ends_the_others_and_its_error_is_the_one_shown(
     script = tmp_path / "failing.py"
     script.write_text(
         "import os, sys; sys.path.insert(0, '.')\n"
-        "import train; from mixer import objective; from mixer.common.errors import run_command\n"
+        "import train; from mixer.training import objective; from mixer.common.errors import run_command\n"
         "real, calls = objective.token_nats, []\n"
         "def token_nats(*arguments):\n"
         "    calls.append(1)\n"

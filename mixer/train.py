@@ -1,0 +1,30 @@
+"""Train a model:
+
+    python -m mixer.train --config configs/demo.yaml [section.key=value ...]
+    accelerate launch -m mixer.train --config configs/demo.yaml [section.key=value ...]
+
+In a checkout, train.py is the same command.
+"""
+
+import argparse
+
+from mixer.common.errors import run_command
+from mixer.distributed.launch import start_asked_for_processes
+from mixer.training.config import describe_options, load_config
+from mixer.training.loop import train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=describe_options(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", help="YAML file, see configs/; without it the defaults")
+    options, overrides = parser.parse_known_args()
+    start_asked_for_processes()
+    train(load_config(options.config, overrides))
+
+
+if __name__ == "__main__":
+    run_command(main)
