@@ -7,7 +7,7 @@ none. Each GPU is sent the others' values of its part of a bucket, takes the mea
 the others fetch it. A GPU that is early waits in its stream, not in a kernel. The order of adding
 up is that of the ranks, however DDP lays out its buckets.
 
-Measured in dev/cuda/LOG.md, "Gradients of several GPUs".
+Measured in dev/LOG.md, "Summing gradients with the copy engines".
 """
 
 import ctypes

@@ -9,7 +9,7 @@
 //
 // On Hopper the kernel may be started while the one before it in the stream ends (programmatic dependent launch), and lets the
 // next one do so: both wait, on the device, for what came before. In a compiled step, whose other kernels do so too, this saves
-// 0.7 us a call (dev/cuda/LOG.md).
+// 0.7 us a call (dev/LOG.md).
 //
 // A position outside the memory gives NaN and writes nothing.
 #include <type_traits>
