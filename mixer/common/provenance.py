@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+# The checkout; for an installed package, the directory that it is installed into.
+ROOT = Path(__file__).resolve().parents[2]
+UNKNOWN = "unknown"
 
 
 def hardware(device: str = "cuda") -> dict:
@@ -21,15 +23,22 @@ def hardware(device: str = "cuda") -> dict:
 
 
 def commit() -> str:
+    """The commit of the checkout that this code is in, "unknown" where it is in none.
+
+    An installed package may lie inside the checkout of another project, whose commit is not ours.
+    """
+    top = _first_line("git", "rev-parse", "--show-toplevel")
+    if top == UNKNOWN or Path(top).resolve() != ROOT:
+        return UNKNOWN
     return _first_line("git", "rev-parse", "HEAD")
 
 
 def _first_line(*command: str) -> str:
-    """What a program prints; "unknown" where it fails or is not installed, which is no reason to
-    lose a measurement.
+    """The first line that a program prints; "unknown" where it fails or is not installed, which is
+    no reason to lose a measurement.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return UNKNOWN
     return done.stdout.partition("\n")[0]

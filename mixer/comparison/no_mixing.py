@@ -1,8 +1,9 @@
-"""Training without token mixing: python -m mixer.comparison.no_mixing ARGUMENTS, as train.py. What
-a step would take if mixing were free.
+"""Training without token mixing, to time a step as if mixing were free:
 
-The model learns nothing of other tokens: it is there to be timed (`python -m mixer.compare` does),
-and has no checkpoints.
+    python -m mixer.comparison.no_mixing ARGUMENTS, the same as those of train.py
+
+`python -m mixer.compare` does this. The model sees no other tokens, so it is of no other use, and
+no checkpoints are written.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from mixer.training.loop import train
 
 
 class NoMixing(nn.Module):
-    """In place of TokenMixing: x + LN(x), so that the norm and the residual remain."""
+    """Takes the place of TokenMixing: x + LN(x), so that the norm and the residual remain."""
 
     def __init__(self, config):
         super().__init__()
@@ -33,11 +34,8 @@ def main() -> None:
     parser.add_argument("--config", help="YAML file, see configs/")
     options, overrides = parser.parse_known_args()
     modeling.TokenMixing = NoMixing
-    train(
-        load_config(
-            options.config, [*overrides, "checkpoint.save_every=0", "checkpoint.save_last=false"]
-        )
-    )
+    overrides += ["checkpoint.save_every=0", "checkpoint.save_last=false"]
+    train(load_config(options.config, overrides))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The report of a comparison: tables, loss curves and throughput; see mixer.comparison.result for
-the numbers.
+"""The report of a comparison: tables, loss curves and throughput, from the numbers of
+mixer.comparison.result.
 """
 
 import json
@@ -25,8 +25,8 @@ def report(result: dict) -> str:
 
 
 def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Path:
-    """report.md, report.json and the pictures in `output`, where each model's metrics are too.
-    `lines`: metrics by model.
+    """Writes report.md, report.json and the pictures into `output`, which has each model's metrics
+    already. `lines`: the metrics by model.
     """
     pictures = [
         plot_losses(lines, output / "losses.png"),
@@ -34,17 +34,12 @@ def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Pa
     ]
     compared = list(dict.fromkeys(name for gap in result["gaps"] for name in gap["models"]))
     if compared:
-        pictures.append(
-            plot_comparison(
-                {name: output / f"{name}.jsonl" for name in compared}, output / "gap.png"
-            )
-        )
+        metrics = {name: output / f"{name}.jsonl" for name in compared}
+        pictures.append(plot_comparison(metrics, output / "gap.png"))
     write_text(output / "report.json", json.dumps(result, indent=1) + "\n")
     shown = "\n\n".join(f"![{picture.stem}]({picture.name})" for picture in pictures)
-    write_text(
-        output / "report.md",
-        f"# Comparison: {', '.join(result['models'])}\n\n{report(result)}\n{shown}\n",
-    )
+    title = f"# Comparison: {', '.join(result['models'])}"
+    write_text(output / "report.md", f"{title}\n\n{report(result)}\n{shown}\n")
     return output / "report.md"
 
 
@@ -52,32 +47,32 @@ def speed_table(result: dict) -> str:
     limit, rows = result["limit"], []
     for name, model in result["models"].items():
         speed, share = model["tokens_per_second"], model["token_mixing_share"]
-        limited = limit and model["model"]["architecture"] == "masked_mixer"
+        peak = model["useful_share_of_peak"]
         rows.append(
             {
                 "model": name,
                 "parameters, M": f"{model['parameters'] / 1e6:.1f}",
                 "tokens/s": f"{speed['median']:,.0f}",
                 "lowest to highest": f"{speed['lowest']:,.0f} to {speed['highest']:,.0f}",
-                "of the limit": f"{speed['median'] / limit['median']:.2f}" if limited else "-",
                 "useful TFLOP/s": f"{model['useful_tflops']:.3g}",
                 "executed TFLOP/s": f"{model['executed_tflops']:.3g}",
-                "share of peak": f"{model['useful_share_of_peak']:.1%}"
-                if model["useful_share_of_peak"]
-                else "-",
+                "share of peak": f"{peak:.1%}" if peak else "-",
                 "peak memory, GB": f"{model['peak_memory_gb']:.1f}",
-                "token mixing": f"{share:.1%}" if share is not None else "not measured",
+                "token mixing": mixing_cell(share) if share else "-",
             }
         )
     if limit:
-        row = {title: "" for title in rows[0]} | {
+        row = {
             "model": "no mixing (limit)",
             "tokens/s": f"{limit['median']:,.0f}",
+            "lowest to highest": f"{limit['lowest']:,.0f} to {limit['highest']:,.0f}",
         }
-        rows.append(
-            row | {"lowest to highest": f"{limit['lowest']:,.0f} to {limit['highest']:,.0f}"}
-        )
+        rows.append({title: row.get(title, "") for title in rows[0]})
     return table(rows)
+
+
+def mixing_cell(share: dict) -> str:
+    return f"{share['median']:.1%} ({share['lowest']:.1%} to {share['highest']:.1%})"
 
 
 def loss_table(result: dict) -> str:
@@ -107,21 +102,24 @@ def notes(result: dict) -> str:
     lines = [verdict(gap) for gap in result["gaps"]]
     if result["seconds"]:
         lines.append(
-            f"Each model has the steps that it was timed to do in {result['seconds']:g} s, and its schedule ends with them."
+            "Each model has the steps that it was timed to do in "
+            f"{result['seconds']:g} s, and its schedule ends with them."
         )
     lines += [
-        f"tokens/s: median of {repeats} runs in turn, {result['timing_steps']} steps each after as many. Limit: the masked mixer "
-        "without its token mixing. Useful operations leave out the masked half. Token mixing: forward and backward, as a share "
-        "of the profiled steps' time (on a GPU, of its kernels'); a transformer's is attention without its projections. Peak "
-        "memory: what PyTorch allocated on the GPU, on a CPU what the process held. Training time is without start-up, "
+        f"tokens/s: median of {repeats} short runs in turn, of {result['timing_steps']} steps each "
+        "after as many others. Limit: the masked mixer without its token mixing. Token mixing: its "
+        "share of a step, 1 - tokens/s / tokens/s of the limit; in brackets from the fastest and "
+        "the slowest runs. Useful operations leave out the masked half. Peak memory: what PyTorch "
+        "allocated on the GPU, on a CPU what the process held. Training time is without start-up, "
         "evaluation and saving.",
         *(
             shape(name, model["model"])
             for name, model in result["models"].items()
             if model["model"]["architecture"] == "llama"
         ),
-        f"{samples} x {context} tokens a step, precision {train['mixed_precision']}, seed {settings['seed']}, "
-        f"{result['processes']} process(es). Measured on {hardware}; commit {result['commit'][:10]}: `{result['command']}`",
+        f"{samples} x {context} tokens a step, precision {train['mixed_precision']}, "
+        f"seed {settings['seed']}, {result['processes']} process(es). Measured on {hardware}; "
+        f"commit {result['commit'][:10]}: `{result['command']}`",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -129,18 +127,21 @@ def notes(result: dict) -> str:
 def shape(name: str, model: dict) -> str:
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
     return (
-        f"{name}: transformers' LlamaForCausalLM, hidden {hidden}, {heads} heads of {hidden // heads}, "
-        f"{model['num_hidden_layers']} layers, gated MLP of {model['intermediate_size']}."
+        f"{name}: transformers' LlamaForCausalLM, hidden {hidden}, "
+        f"{heads} heads of {hidden // heads}, {model['num_hidden_layers']} layers, "
+        f"gated MLP of {model['intermediate_size']}."
     )
 
 
 def verdict(gap: dict) -> str:
     first, second = gap["models"]
+    agree = "agree" if gap["within_tolerance"] else "do NOT agree"
     return (
-        f"{first} and {second} {'agree' if gap['within_tolerance'] else 'do NOT agree'}: training losses apart by "
-        f"{gap['largest']:.2%} at most (step {gap['at_step']}; tolerance {LARGEST_GAP:.1%}), {gap['mean']:.2%} on average over "
-        f"{gap['steps_compared']} logged steps; over the last {gap['steps_at_end']} their means by {gap['of_means_at_end']:.3%} "
-        f"(tolerance {LARGEST_GAP_AT_END:.1%}), single steps by {gap['mean_at_end']:.2%}."
+        f"{first} and {second} {agree}: training losses apart by {gap['largest']:.2%} at most "
+        f"(step {gap['at_step']}; tolerance {LARGEST_GAP:.1%}), {gap['mean']:.2%} on average over "
+        f"{gap['steps_compared']} logged steps; over the last {gap['steps_at_end']} their means by "
+        f"{gap['of_means_at_end']:.3%} (tolerance {LARGEST_GAP_AT_END:.1%}), single steps by "
+        f"{gap['mean_at_end']:.2%}."
     )
 
 
@@ -174,7 +175,7 @@ def plot_losses(lines: dict[str, list[dict]], output: Path) -> Path:
 
 
 def plot_throughput(result: dict, output: Path) -> Path:
-    """A bar for each model, from the slowest to the fastest of its runs a line, and the limit."""
+    """A bar for each model with a line from its slowest to its fastest run, and the limit."""
     speeds = {name: model["tokens_per_second"] for name, model in result["models"].items()}
     figure = new_figure(figsize=(8, 1.4 + 0.5 * len(speeds)))
     axes = figure.add_subplot()
@@ -189,7 +190,7 @@ def plot_throughput(result: dict, output: Path) -> Path:
             capsize=4,
         )
         axes.annotate(
-            f"{short_number(speed['median'])}",
+            short_number(speed["median"]),
             (0, name),
             xytext=(6, 0),
             textcoords="offset points",

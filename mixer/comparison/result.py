@@ -1,4 +1,4 @@
-"""The numbers of a comparison, from the metrics of its runs; see mixer.compare for how these are
+"""The numbers of a comparison, from the metrics of its runs; see mixer.compare for how the runs are
 made.
 """
 
@@ -13,7 +13,7 @@ from mixer.data.manifest import Manifest
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import RunConfig
 
-# What the backends of one model are held to: they compute the same, but for rounding.
+# The backends of one model compute the same but for rounding: their losses may differ by this.
 LARGEST_GAP = 5e-3  # between the training losses, relative, at every logged step
 LARGEST_GAP_AT_END = 1e-3  # between their means over the last logged steps
 END = 0.1  # share of the logged steps that is the end
@@ -21,18 +21,15 @@ END = 0.1  # share of the logged steps that is the end
 
 @dataclass
 class Timing:
-    """A short run."""
+    """What a short run measured."""
 
     tokens_per_second: float
     peak_memory_gb: float  # on a CPU, of the process
-    token_mixing_share: (
-        float | None
-    )  # of the step's time; None where it was not profiled or is not known
 
 
 @dataclass
 class Measured:
-    """A model of the comparison: its short runs, and the lines of metrics of the one in full."""
+    """A model of the comparison: its short runs, and the metrics of its full run."""
 
     name: str
     is_mixer: bool
@@ -42,12 +39,18 @@ class Measured:
 
 
 def result_of(measured: list[Measured], limit: list[Timing], conditions: dict) -> dict:
-    """Everything that the report shows, as JSON has it. `limit`: the masked mixer's short runs
-    without token mixing.
+    """Everything that the report shows, as JSON.
+
+    limit: the short runs of the masked mixer without token mixing; empty where there is no masked
+    mixer. conditions: how it was measured, copied into the result.
     """
     result = {"hardware": hardware(), **conditions, "settings": asdict(measured[0].run)}
-    result["models"] = {one.name: model_result(one, conditions["processes"]) for one in measured}
     result["limit"] = spread(limit) if limit else None
+    result["models"] = {
+        one.name: model_result(one, conditions["processes"])
+        | {"token_mixing_share": mixing_share(one, result["limit"])}
+        for one in measured
+    }
     mixers = [one for one in measured if one.is_mixer]
     same_steps = not conditions["seconds"]
     result["gaps"] = [gap(mixers[0], other) for other in mixers[1:]] if same_steps else []
@@ -59,20 +62,16 @@ def model_result(one: Measured, processes: int) -> dict:
     config = model_config(one.run.model, vocabulary, None)
     with torch.device("meta"):
         model = model_class(config)(config)
+    # The run's settings, with what was null replaced by what the model has.
+    shape = {name: getattr(config, name, given) for name, given in asdict(one.run.model).items()}
     speed, flops = spread(one.timings), model.flops_per_token()
-    peak = peak_tflops(
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"), one.run.train.mixed_precision
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = peak_tflops(device, one.run.train.mixed_precision)
     tflops = {kind: speed["median"] * flops[kind] / 1e12 for kind in ("useful", "executed")}
-    shares = [
-        timing.token_mixing_share for timing in one.timings if timing.token_mixing_share is not None
-    ]
     times, losses = training_times(one.lines), losses_of(one.lines)
     validation = [line for line in one.lines if "validation_loss" in line]
     return {
-        "model": {
-            name: getattr(config, name, given) for name, given in asdict(one.run.model).items()
-        },  # nulls resolved
+        "model": shape,
         "vocab_size": vocabulary,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens_per_second": speed,
@@ -81,7 +80,6 @@ def model_result(one: Measured, processes: int) -> dict:
         "executed_tflops": tflops["executed"],
         "useful_share_of_peak": tflops["useful"] / (peak * processes) if peak else None,
         "peak_memory_gb": max(timing.peak_memory_gb for timing in one.timings),
-        "token_mixing_share": shares[0] if shares else None,
         "steps": max(losses),
         "tokens": one.lines[-1]["tokens"],
         "training_seconds": times[max(times)],
@@ -89,6 +87,23 @@ def model_result(one: Measured, processes: int) -> dict:
         "last_loss": losses[max(losses)],
         "validation_loss": validation[-1]["validation_loss"],
         "validation_bits_per_byte": validation[-1]["validation_bits_per_byte"],
+    }
+
+
+def mixing_share(one: Measured, limit: dict | None) -> dict | None:
+    """Share of a step that token mixing takes: 1 - tokens/s of the model / tokens/s without mixing.
+
+    "lowest" and "highest" pair the slowest and the fastest of both models' short runs, so timing
+    noise larger than the share can make "lowest" negative. None where the model has no counterpart
+    without mixing, as a transformer.
+    """
+    if not (limit and one.is_mixer):
+        return None
+    speed = spread(one.timings)
+    return {
+        "median": 1 - speed["median"] / limit["median"],
+        "lowest": 1 - speed["highest"] / limit["lowest"],
+        "highest": 1 - speed["lowest"] / limit["highest"],
     }
 
 
@@ -113,9 +128,7 @@ def bits_per_byte(lines: list[dict]) -> dict[float, float]:
 
 
 def training_times(lines: list[dict]) -> dict[int, float]:
-    """Seconds of training up to each logged step: without evaluation and saving, and without the
-    start-up.
-    """
+    """Seconds of training up to each logged step, without evaluation, saving and start-up."""
     times, passed = {}, -start_up(lines)
     for line in lines:
         if "loss" in line:
@@ -125,8 +138,8 @@ def training_times(lines: list[dict]) -> dict[int, float]:
 
 
 def start_up(lines: list[dict]) -> float:
-    """Seconds that the first logged window took longer than its steps do later: first calls, and
-    compilation.
+    """Seconds of the first calls and of compilation: by how much the first logged steps took longer
+    than as many later ones.
     """
     windows = [line for line in lines if "loss" in line]
     steps = [
@@ -142,15 +155,15 @@ def start_up(lines: list[dict]) -> float:
 
 
 def interpolated(values: dict[int, float], at: int) -> float:
-    """A value between those of logged steps, and from 0 at step 0."""
+    """The value at step `at`, linear between the logged steps and from 0 at step 0."""
     import numpy as np
 
     return float(np.interp(at, [0, *values], [0.0, *values.values()]))
 
 
 def gap(first: Measured, second: Measured) -> dict:
-    """How far the second's training losses are from the first's, relative to these, at the steps
-    that both logged.
+    """How far the second model's training losses are from the first's, relative to the first's, at
+    the steps that both logged.
     """
     ours, theirs = losses_of(first.lines), losses_of(second.lines)
     steps = sorted(ours.keys() & theirs.keys())

@@ -1,0 +1,131 @@
+"""A comparison from its options to its report: check, time every model, train every model, report.
+
+See mixer.compare for the command.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from mixer.common.errors import UserError
+from mixer.common.files import check_writable
+from mixer.common.provenance import commit
+from mixer.comparison.entrants import Entrant, entrant, without_mixing
+from mixer.comparison.report import report, write_report
+from mixer.comparison.result import Measured, Timing, result_of
+from mixer.comparison.runs import LOGS, Runs
+from mixer.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What to compare, and how; the fields are the options of `python -m mixer.compare`."""
+
+    config: str
+    backends: list[str]
+    output: str
+    repeats: int
+    timing_steps: int
+    seconds: float
+    resume: bool
+    processes: int
+    commit: str
+    overrides: list[str]  # section.key=value
+    command: str  # as it was typed, for the report
+
+
+def compare(options: CompareOptions) -> Path:
+    """Times, trains and reports; returns the report's path.
+
+    Raises UserError for options that are not allowed, for an output directory that holds something
+    else, and for a run that fails.
+    """
+    entrants = [entrant(name) for name in options.backends]
+    check_options(options)
+    output = Path(options.output)
+    check_output(output, options.resume)
+    runs = Runs(options.config, tuple(options.overrides), output, options.processes)
+    # Before anything runs, so that mistakes in the settings show at once.
+    configs = {who: runs.config(who, f"name={who.folder}") for who in entrants}
+
+    limit = without_mixing()
+    timed = [*entrants, limit] if any(who.is_mixer for who in entrants) else entrants
+    timings = time_in_turn(runs, timed, options)
+    steps = {who: steps_of(who, run, timings[who], options) for who, run in configs.items()}
+    measured = [
+        Measured(who.name, who.is_mixer, run, timings[who], runs.train(who, steps[who]))
+        for who, run in configs.items()
+    ]
+    conditions = {
+        "command": options.command,
+        "commit": options.commit or commit(),
+        "processes": options.processes,
+        "seconds": options.seconds or None,
+        "timing_steps": options.timing_steps,
+    }
+    result = result_of(measured, timings.get(limit, []), conditions)
+    print("\n" + report(result))
+    return write_report(result, {one.name: one.lines for one in measured}, output)
+
+
+def check_options(options: CompareOptions) -> None:
+    if len(set(options.backends)) < len(options.backends):
+        raise UserError(
+            f"--backends {' '.join(options.backends)}: one is named twice; give each once"
+        )
+    for name in ("repeats", "timing_steps", "processes"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {getattr(options, name)}; allowed: 1 or more")
+    if not options.seconds >= 0:
+        raise UserError(
+            f"--seconds is {options.seconds:g}; allowed: above 0, or left out for train.steps"
+        )
+
+
+def check_output(output: Path, resume: bool) -> None:
+    filled = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    if filled and not resume:
+        raise UserError(
+            f"{output} exists already; choose another --output, delete it, or give --resume to go "
+            "on with a comparison that was cut short"
+        )
+    if filled and not (output / LOGS).is_dir():
+        raise UserError(
+            f"--resume: {output} is not a comparison's, which has {LOGS} in it; "
+            "choose another --output"
+        )
+    check_writable(output)
+
+
+def time_in_turn(
+    runs: Runs, timed: list[Entrant], options: CompareOptions
+) -> dict[Entrant, list[Timing]]:
+    """--repeats short runs of each model. The models take turns, so that a machine that becomes
+    slower or faster does so for all of them.
+    """
+    timings: dict[Entrant, list[Timing]] = {who: [] for who in timed}
+    for repeat in range(1, options.repeats + 1):
+        for who in timed:
+            timing = runs.time(who, options.timing_steps, repeat)
+            timings[who].append(timing)
+            speed = f"{timing.tokens_per_second:,.0f} tokens/s"
+            print(f"timing {repeat}/{options.repeats}: {who.name}, {speed}", flush=True)
+    return timings
+
+
+def steps_of(who: Entrant, run: RunConfig, timings: list[Timing], options: CompareOptions) -> int:
+    """train.steps, or the steps that take --seconds at the median speed of the short runs."""
+    if not options.seconds:
+        return run.train.steps
+    samples = run.train.batch_size * run.train.gradient_accumulation_steps * options.processes
+    rate = median(timing.tokens_per_second for timing in timings)
+    steps = max(1, round(options.seconds * rate / (samples * run.model.max_position_embeddings)))
+    warmup = run.optim.warmup_steps
+    if steps < warmup:
+        raise UserError(
+            f"--seconds {options.seconds:g} gives {who.name} {steps} steps; allowed: "
+            f"optim.warmup_steps = {warmup} or more; give more seconds or fewer warm-up steps, "
+            "and --resume, which keeps the timings"
+        )
+    return steps
