@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from mixer import doctor
-from mixer.ops import build, diagnosis
+from mixer.ops import build, diagnosis, machine
 
 ROOT = Path(doctor.__file__).parents[1]
 NVCC_13 = build.Compiler(Path("/cuda/bin/nvcc"), (13, 0), (75, 80, 90, 100))
 NVCC_12 = build.Compiler(Path("/cuda/bin/nvcc"), (12, 9), (50, 70, 75, 80, 90, 100))
-H200 = doctor.Gpu("NVIDIA H200", (9, 0), (138.0, 139.8), "/cache/lib.so", True, None)
-V100 = doctor.Gpu("Tesla V100", (7, 0), (31.0, 31.7), "/cache/lib.so", True, None)
+H200 = diagnosis.Gpu("NVIDIA H200", (9, 0), (138.0, 139.8), "/cache/lib.so", True, None)
+V100 = diagnosis.Gpu("Tesla V100", (7, 0), (31.0, 31.7), "/cache/lib.so", True, None)
 UNBUILT = dataclasses.replace(H200, library=None, loads=False, reason="no; `build it`")
-UNSEEN = doctor.Gpu("NVIDIA H200", (9, 0), (138.0, 139.8))
-CACHE = doctor.Cache("/home/me/kernels", 0o700, 1000)
-HEALTHY = doctor.Facts(
+UNSEEN = diagnosis.Gpu("NVIDIA H200", (9, 0), (138.0, 139.8))
+CACHE = diagnosis.Cache("/home/me/kernels", 0o700, 1000)
+HEALTHY = diagnosis.Facts(
     user=1000, container=False, devices=["/dev/nvidia0"], driver_library=True, driver="580.65.06", driver_cuda=(13, 0),
     cuda_init=None, visible=None, torch="2.13.0+cu130", torch_cuda=(13, 0), torch_arches=["sm_75", "sm_80", "sm_90"],
     torch_devices=1, nccl="2.28.3", nvcc=NVCC_13, nvcc_error=None, toolkits={}, ninja="1.13.0 (ninja)",
@@ -43,24 +43,24 @@ TOOLKITS = {
 V100_ON_13 = dataclasses.replace(V100, library=None, loads=False, reason="no longer compiles")
 
 
-def fake(**changes) -> doctor.Facts:
+def fake(**changes) -> diagnosis.Facts:
     return dataclasses.replace(HEALTHY, **changes)
 
 
-def blocking(facts: doctor.Facts) -> dict[str, str]:
+def blocking(facts: diagnosis.Facts) -> dict[str, str]:
     """Keys and mends of what keeps the backend from working."""
-    return {problem.key: problem.mend for problem in doctor.judge(facts) if problem.blocks}
+    return {problem.key: problem.mend for problem in diagnosis.judge(facts) if problem.blocks}
 
 
-def notes(facts: doctor.Facts) -> dict[str, str]:
-    return {problem.key: problem.mend for problem in doctor.judge(facts) if not problem.blocks}
+def notes(facts: diagnosis.Facts) -> dict[str, str]:
+    return {problem.key: problem.mend for problem in diagnosis.judge(facts) if not problem.blocks}
 
 
 # ------------------------------------------------------------------------------------------------ judging
 
 
 def test_healthy_machine_has_no_problem():
-    assert doctor.judge(HEALTHY) == []
+    assert diagnosis.judge(HEALTHY) == []
     assert "The cuda backend works here." in doctor.page(HEALTHY, [])
 
 
@@ -119,7 +119,7 @@ BROKEN = {
         dict(cache=dataclasses.replace(CACHE, mode=0o775)),
         {"cache-shared": "^chmod 700 /home/me/kernels$"},
     ),
-    "cache closed": (dict(cache=doctor.Cache("/ro", error="cannot write")), {"cache-closed": "^export MIXER_CACHE="}),
+    "cache closed": (dict(cache=diagnosis.Cache("/ro", error="cannot write")), {"cache-closed": "^export MIXER_CACHE="}),
     "someone builds": (
         dict(cache=dataclasses.replace(CACHE, builders={"/a.lock": [4711]}), gpus=[UNBUILT]),
         {"building": "^kill 4711$"},
@@ -176,12 +176,12 @@ def test_no_failure_goes_without_a_problem():
         assert blocking(facts), facts
         assert all(
             problem.what and problem.means is not None and problem.mend
-            for problem in doctor.judge(facts)
+            for problem in diagnosis.judge(facts)
         )
 
 
 def test_equal_gpus_have_one_problem():
-    assert [problem.key for problem in doctor.judge(fake(gpus=[UNBUILT] * 8))] == ["kernels"]
+    assert [problem.key for problem in diagnosis.judge(fake(gpus=[UNBUILT] * 8))] == ["kernels"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_architectures_that_serve_a_gpu(arches, capability, expected):
 
 def test_page_tells_the_mend_below_each_problem():
     facts = fake(gpus=[UNBUILT], ninja=None)
-    text = doctor.page(facts, doctor.judge(facts))
+    text = doctor.page(facts, diagnosis.judge(facts))
     assert "PROBLEM: there is no ninja\n" in text and "\n  $ pip install ninja\n" in text
     assert "NVIDIA H200, compute capability 9.0, 138.0 of 139.8 GiB free; kernels not built" in text
     assert text.endswith("The cuda backend will not work here.")
@@ -232,10 +232,10 @@ def test_missing_tools_are_facts(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([]))
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    facts = doctor.tool_facts()
+    facts = machine.tool_facts()
     assert (facts["nvcc"], facts["ninja"], facts["host_compiler"]) == (None, None, None)
     assert "there is none" in facts["nvcc_error"]
-    assert doctor.listed_gpus() == []
+    assert machine.listed_gpus() == []
 
 
 def test_broken_tools_are_facts(tmp_path, monkeypatch):
@@ -243,16 +243,16 @@ def test_broken_tools_are_facts(tmp_path, monkeypatch):
         script(tmp_path / name, "echo nonsense; exit 3")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([tmp_path / "nvcc"]))
-    facts = doctor.tool_facts()
+    facts = machine.tool_facts()
     assert facts["nvcc"] is None and "does not run" in facts["nvcc_error"]
     assert facts["host_compiler"] is None
-    assert doctor.listed_gpus() == []
+    assert machine.listed_gpus() == []
 
 
 def test_host_compiler_is_the_one_that_nvcc_is_told(tmp_path, monkeypatch):
     path = script(tmp_path / "g++-12", "echo 'g++ (Fake) 12.9'")
     monkeypatch.setenv("NVCC_PREPEND_FLAGS", f"-ccbin {path}")
-    assert doctor.tool_facts()["host_compiler"] == f"g++ (Fake) 12.9 ({path})"
+    assert machine.tool_facts()["host_compiler"] == f"g++ (Fake) 12.9 ({path})"
 
 
 def test_gpus_are_listed_where_torch_sees_none(tmp_path, monkeypatch):
@@ -261,7 +261,7 @@ def test_gpus_are_listed_where_torch_sees_none(tmp_path, monkeypatch):
         "echo '7.0, 31744, 32510, Tesla V100-SXM2-32GB'; echo '[N/A], 1, 2, odd'",
     )
     monkeypatch.setenv("PATH", str(tmp_path))
-    (gpu,) = doctor.gpu_facts(0, CACHE)
+    (gpu,) = machine.gpu_facts(0, CACHE)
     assert (gpu.name, gpu.capability, gpu.memory) == ("Tesla V100-SXM2-32GB", (7, 0), (31.0, 31.7))
     assert gpu.library is None and gpu.reason
 
@@ -275,34 +275,34 @@ def test_driver_is_asked_for_its_cuda(monkeypatch):
         def cuInit(self, flags):
             return 802
 
-    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Library())
     line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: gcc 12.2.0"
-    monkeypatch.setattr(doctor, "read", lambda path: line)
+    monkeypatch.setattr(machine, "read", lambda path: line)
     expected = dict(driver_library=True, driver="580.65.06", driver_cuda=(12, 4))
-    assert doctor.driver_facts(initialise=True) == expected | {"cuda_init": 802}
-    assert doctor.driver_facts(initialise=False) == expected | {"cuda_init": None}
+    assert machine.driver_facts(initialise=True) == expected | {"cuda_init": 802}
+    assert machine.driver_facts(initialise=False) == expected | {"cuda_init": None}
 
 
 @pytest.mark.parametrize(
     "cgroup, expected", [("0::/\n", False), ("12:devices:/kubepods/besteffort/pod1\n", True)]
 )
 def test_container_is_told_by_its_cgroup(cgroup, expected, monkeypatch):
-    monkeypatch.setattr(doctor.os.path, "exists", lambda path: False)
-    monkeypatch.setattr(doctor, "read", lambda path: cgroup)
-    assert doctor.in_container() is expected
+    monkeypatch.setattr(machine.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(machine, "read", lambda path: cgroup)
+    assert machine.in_container() is expected
 
 
 def test_cache_open_to_others_is_found(cache):
-    assert doctor.cache_facts() == doctor.Cache(str(cache), 0o700, os.geteuid())
+    assert machine.cache_facts() == diagnosis.Cache(str(cache), 0o700, os.geteuid())
     cache.chmod(0o777)
-    facts = doctor.cache_facts()
+    facts = machine.cache_facts()
     assert facts.mode == 0o777 and "others can write" in facts.error
     assert list(blocking(fake(cache=facts, user=os.geteuid()))) == ["cache-shared"]
 
 
 def test_cache_that_cannot_be_written_is_found(monkeypatch):
     monkeypatch.setenv("MIXER_CACHE", "/proc/mixer")  # even root makes no directory there
-    facts = doctor.cache_facts()
+    facts = machine.cache_facts()
     assert facts.mode is None
     assert list(blocking(fake(cache=facts))) == ["cache-closed"]
 
@@ -313,12 +313,12 @@ def test_lock_counts_only_while_its_holder_lives(cache):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
         try:
             holder.stdout.readline()
-            seen = doctor.cache_facts().builders
+            seen = machine.cache_facts().builders
         finally:
             holder.kill()
     assert list(seen) == [str(lock)]
     assert seen[str(lock)] in ([holder.pid], [])  # /proc/locks is not on every machine
-    assert lock.exists() and doctor.cache_facts().builders == {}
+    assert lock.exists() and machine.cache_facts().builders == {}
 
 
 @pytest.fixture
@@ -331,10 +331,10 @@ def one_gpu(monkeypatch):
 
 def test_doctor_does_not_wait_for_another_builder(one_gpu, cache, monkeypatch):
     monkeypatch.setattr(
-        doctor.cuda, "kernels", lambda index: pytest.fail("would wait for the lock")
+        machine.cuda, "kernels", lambda index: pytest.fail("would wait for the lock")
     )
     lock = f"{cache}/{build.source_name((9, 0), build.SOURCES)}-0.lock"
-    gpu = doctor.torch_gpu(0, dataclasses.replace(CACHE, builders={lock: [4711]}))
+    gpu = machine.torch_gpu(0, dataclasses.replace(CACHE, builders={lock: [4711]}))
     assert gpu.library is None and "another process" in gpu.reason
 
 
@@ -342,8 +342,8 @@ def test_failed_build_is_a_fact(one_gpu, cache, monkeypatch):
     def fail(index):
         raise build.BuildError("nvcc could not; `do this`")
 
-    monkeypatch.setattr(doctor.cuda, "kernels", fail)
-    gpu = doctor.torch_gpu(0, CACHE)
+    monkeypatch.setattr(machine.cuda, "kernels", fail)
+    gpu = machine.torch_gpu(0, CACHE)
     assert (gpu.library, gpu.loads, gpu.reason) == (None, False, "nvcc could not; `do this`")
     assert blocking(fake(gpus=[gpu])) == {"kernels": "do this"}
 
@@ -352,11 +352,11 @@ def test_probe_of_a_built_library_is_a_fact(one_gpu, cache, monkeypatch):
     library = cache / f"{build.source_name((9, 0), build.SOURCES)}-0" / build.LIBRARY
     library.parent.mkdir()
     library.write_bytes(b"")
-    monkeypatch.setattr(doctor.cuda, "kernels", lambda index: object())
+    monkeypatch.setattr(machine.cuda, "kernels", lambda index: object())
     for reason in (None, "the kernels do not run"):
-        monkeypatch.setattr(doctor.cuda, "device_reason", lambda index, reason=reason: reason)
-        assert doctor.gpu_facts(1, CACHE) == [
-            doctor.Gpu("NVIDIA H200", (9, 0), (128.0, 256.0), str(library), True, reason)
+        monkeypatch.setattr(machine.cuda, "device_reason", lambda index, reason=reason: reason)
+        assert machine.gpu_facts(1, CACHE) == [
+            diagnosis.Gpu("NVIDIA H200", (9, 0), (128.0, 256.0), str(library), True, reason)
         ]
 
 
@@ -365,8 +365,8 @@ def test_gpu_that_stops_answering_is_no_crash(monkeypatch):
         raise RuntimeError("CUDA error: the GPU is lost")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lost)
-    monkeypatch.setattr(doctor, "listed_gpus", lambda: [UNSEEN])
-    assert [gpu.reason for gpu in doctor.gpu_facts(1, CACHE)] == ["CUDA error: the GPU is lost"]
+    monkeypatch.setattr(machine, "listed_gpus", lambda: [UNSEEN])
+    assert [gpu.reason for gpu in machine.gpu_facts(1, CACHE)] == ["CUDA error: the GPU is lost"]
 
 
 # ------------------------------------------------------------------------------------------------ the real command
@@ -413,6 +413,6 @@ def test_command_agrees_with_the_backend():
         text=True,
         timeout=300,
     )
-    reason = doctor.cuda.device_reason(0)
+    reason = machine.cuda.device_reason(0)
     assert "Traceback" not in result.stderr
     assert (result.returncode == 0) is (reason is None), result.stdout
