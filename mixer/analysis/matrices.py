@@ -7,7 +7,10 @@ token j, lag i - j.
 
 import numpy as np
 
+from mixer.models.masked_mixer.mixing import TriangularConv
+
 SHARE = 0.9  # of a row's |W|, for its effective context
+ORDER = ("first ", "second ", "third ")  # names of a block's convolutions, if it has several
 
 
 def mixing_matrices(model) -> list[dict[str, np.ndarray]]:
@@ -18,16 +21,12 @@ def mixing_matrices(model) -> list[dict[str, np.ndarray]]:
 
 
 def layer_matrices(mixing) -> dict[str, np.ndarray]:
-    convolutions = (
-        {"": mixing.conv}
-        if mixing.second_conv is None
-        else {"first ": mixing.conv, "second ": mixing.second_conv}
-    )
+    found = [module for module in mixing.modules() if isinstance(module, TriangularConv)]
+    prefixes = [""] if len(found) == 1 else ORDER[: len(found)]
     matrices = {}
-    for prefix, convolution in convolutions.items():
-        weight = (
-            convolution.weight.detach().double().cpu().tril().numpy()
-        )  # (heads, taps, context, context)
+    for prefix, convolution in zip(prefixes, found, strict=True):
+        # (heads, taps, context, context)
+        weight = convolution.mixing_weight().detach().double().cpu().tril().numpy()
         heads, taps = weight.shape[:2]
         for head, tap in np.ndindex(heads, taps):
             place = (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")

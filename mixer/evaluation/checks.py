@@ -9,7 +9,7 @@ import torch
 
 from mixer.common.errors import UserError
 from mixer.evaluation.measure import DTYPES, Place, Plan, measure
-from mixer.models.masked_mixer.modeling import TriangularConv
+from mixer.models.masked_mixer.mixing import TriangularConv
 
 COMPARED_BACKENDS = ("dense", "panels", "cuda")  # the first is what the others are compared with
 CHANGED_PLACES = 8

@@ -3,6 +3,7 @@
 import torch
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.models.masked_mixer.mixing import TriangularConv
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
 LENGTHS = (4, 1, 6, 3)
@@ -26,10 +27,9 @@ def lively_model(**variant):
     """Large weights, so that a wrong row or place changes the tokens."""
     model = small_model(**({"max_position_embeddings": 16} | variant))
     with torch.no_grad():
-        for layer in model.model.layers:
-            for conv in (layer.mixing.conv, layer.mixing.second_conv):
-                if conv is not None:
-                    conv.weight.mul_(8).tril_()
+        for module in model.modules():
+            if isinstance(module, TriangularConv):
+                module.set_mixing_weight(8 * module.mixing_weight())
     return model
 
 

@@ -1,18 +1,18 @@
-"""The masked mixer: a causal language model that mixes tokens by a triangular convolution (arXiv
-2409.01482, section 2).
+"""The masked mixer, a causal language model for transformers (arXiv 2409.01482, section 2).
+
+A block is that of a transformer with a learned triangular convolution in place of attention:
 
     x = x + mix(LN(x));  x = x + MLP(LN(x))
 
-No position embedding (the mixing weight knows every position), no final norm unless asked, lm_head
-without bias.
+There is no position embedding, because the mixing weight has a number for every pair of positions.
+There is no norm after the last block unless `final_norm` is set, and lm_head has no bias.
 """
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from dataclasses import asdict
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
@@ -21,159 +21,27 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-# Relative, as transformers asks of code that goes with a checkpoint: there, these files stand
-# beside this one.
-from .cache import MixingCache, MixingMemory, Places
+# Imports are relative because these files are copied beside every saved model, and transformers
+# loads them from there.
+from .cache import MixingCache, Places
 from .configuration import MaskedMixerConfig
+from .flops import count_flops
 from .gelu import gelu
 from .generation import Generation
-from .plain import dense, mix_row, mix_rows, products_per_triangle
-
-try:
-    from mixer.ops import mix_row, triangular_conv  # with the kernels, where they can run
-except ImportError:  # loaded with trust_remote_code where this package is not installed
-
-    def triangular_conv(
-        x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str
-    ) -> Tensor:
-        """The masked-weight matmul, whichever backend is asked for."""
-        return dense(x, weight, bias, residual)
-
+from .linear import Linear
+from .mixing import Memory, TriangularConv, mixing_class
 
 logger = logging.get_logger(__name__)
-# transformers' Trainer shifts the labels of label smoothing for models in this table alone; others
-# would learn to copy.
+# With label smoothing, transformers' Trainer shifts the labels by one token only for the models in
+# this table. A model that is not in it would be trained to repeat its input.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
 
 
-class TriangularConv(nn.Module):
-    """The weight and bias of one triangular convolution; see `mixer.ops.triangular_conv` for
-    shapes.
-    """
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        heads, taps, context = (
-            config.num_mixer_heads,
-            config.mixer_kernel_size,
-            config.max_position_embeddings,
-        )
-        self.weight = nn.Parameter(torch.empty(heads, taps, context, context))
-        self.bias = nn.Parameter(torch.empty(heads, context))
-        self.backend = config.mixing_backend
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """As nn.Conv1d(context, context, taps) starts, then masked: the upper half is dead weight
-        and stays zero.
-        """
-        _, taps, context, _ = self.weight.shape
-        bound = 1 / math.sqrt(context * taps)
-        initialization.uniform_(self.weight, -bound, bound)
-        initialization.uniform_(self.bias, -bound, bound)
-        if not getattr(
-            self.weight, "_is_hf_initialized", False
-        ):  # loaded weights are left as they are
-            self.weight.tril_()
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        memory: MixingMemory | Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """With a memory x follows what it holds: the first tokens by the whole operation, later
-        ones by their rows alone.
-
-        A tensor is all of a memory whose tokens are counted elsewhere, for one new token of each
-        sample.
-        """
-        if isinstance(memory, Tensor):
-            return mix_row(memory, x, self.weight, self.bias, residual, positions, self.backend)
-        first = memory is None or memory.get_seq_length() == 0
-        if not first and x.shape[1] == 1:
-            return mix_row(
-                memory.extend(1), x, self.weight, self.bias, residual, positions, self.backend
-            )
-        if memory is not None:
-            parts = x.unflatten(-1, (self.weight.shape[0], -1)).transpose(
-                1, 2
-            )  # (batch, heads, new, channels of a head)
-            earlier, _ = memory.update(parts, positions=positions)
-        if first:
-            return triangular_conv(x, self.weight, self.bias, residual, backend=self.backend)
-        y = mix_rows(earlier, self.weight, self.bias, positions)
-        return (
-            y if residual is None else y + residual.to(y.dtype)
-        )  # under autocast the stream has its dtype, as above
-
-
-class Linear(nn.Linear):
-    """PyTorch's. Compiled for one token, it lets the compiler make a kernel of its own of the
-    product and what follows it.
-
-    The bias is added by itself, as a product with a bias would be left to the library. And x is
-    computed once, into memory, as the compiler does before a view by strides: left to itself it
-    computes x again in each of the product's blocks.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and x.shape[:-1].numel() == 1:
-            y = F.linear(x.as_strided(x.shape, x.stride()), self.weight)
-            return y + self.bias.to(y.dtype)
-        return super().forward(x)
-
-
-class TokenMixing(nn.Module):
-    """residual + mix(x), in the family's variants.
-
-    flat       one triangular convolution
-    expansion  two, with a GELU between
-    heads      in-projection to heads x (hidden / heads), convolution per head, concatenation, out-projection. The
-               heads' projections are one Linear, whose output is laid out head after head.
-    """
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        many = config.num_mixer_heads > 1
-        self.in_proj = Linear(config.hidden_size, config.hidden_size) if many else None
-        self.conv = TriangularConv(config)
-        self.second_conv = TriangularConv(config) if config.mixer_expansion else None
-        self.out_proj = Linear(config.hidden_size, config.hidden_size) if many else None
-
-    def forward(
-        self,
-        x: Tensor,  # (batch, tokens, channels), as residual
-        residual: Tensor,
-        memories: Sequence[MixingMemory | Tensor | None] = (None, None),  # one for each convolution
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        # The range makes the time spent here countable in any profile, whichever backend runs; the
-        # compiler has no ranges.
-        with (
-            nullcontext()
-            if torch.compiler.is_compiling()
-            else torch.profiler.record_function("token_mixing")
-        ):
-            if self.in_proj is not None:
-                x = self.in_proj(x)
-            last = self.conv
-            if self.second_conv is not None:
-                x = gelu(self.conv(x, None, memories[0], positions))
-                last, memories = self.second_conv, memories[1:]
-            if self.out_proj is not None:
-                return residual + self.out_proj(last(x, None, memories[0], positions))
-            return last(
-                x, residual, memories[0], positions
-            )  # the convolution adds the residual itself
-
-
 class MLP(nn.Module):
-    recompute_activation = (
-        False  # set by training: the backward pass computes the GELU again, its output is not kept
-    )
+    """Two linear layers with a GELU between, on each token by itself."""
+
+    # Set by training to save memory: backward computes the GELU again, and its output is not kept.
+    recompute_activation = False
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
@@ -191,17 +59,19 @@ class MLP(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
+    """Token mixing and an MLP, each after a LayerNorm and added to the residual stream."""
+
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mixing = TokenMixing(config)
+        self.mixing = mixing_class(config)(config)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
 
     def forward(
         self,
         x: Tensor,  # (batch, tokens, channels)
-        memories: Sequence[MixingMemory | Tensor | None] = (None, None),
+        memories: Sequence[Memory] = (),
         positions: Tensor | None = None,
     ) -> Tensor:
         x = self.mixing(self.mixing_norm(x), x, memories, positions)
@@ -209,6 +79,8 @@ class Block(GradientCheckpointingLayer):
 
 
 class MaskedMixerPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of every masked mixer: its names and initial weights."""
+
     config_class = MaskedMixerConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
@@ -216,8 +88,8 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """PyTorch's own defaults for each layer, as the reference implementation has them, so that
-        runs compare.
+        """Each layer gets PyTorch's own defaults, as in the reference implementation, so that runs
+        of the two can be compared.
         """
         if isinstance(module, TriangularConv):
             module.reset_parameters()
@@ -242,11 +114,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = (
-            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-            if config.final_norm
-            else nn.Identity()
-        )
+        final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.norm = final_norm if config.final_norm else nn.Identity()
         self.post_init()
 
     def forward(
@@ -262,36 +131,21 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         errors.
         """
         self._check(input_ids, attention_mask, past_key_values, kwargs)
-        new = input_ids.shape[1]
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
             use_cache, past_key_values = self._without_cache(use_cache, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        wanted = (
-            self.config.output_hidden_states
-            if output_hidden_states is None
-            else output_hidden_states
-        )
-        states: list[Tensor] | None = [] if wanted else None
-        places = Places(attention_mask, new) if attention_mask is not None else None
-        if places is not None:
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        states: list[Tensor] | None = [] if output_hidden_states else None
+        places = None
+        if attention_mask is not None:
+            places = Places(attention_mask, input_ids.shape[1])
             input_ids = places.gather(input_ids)
         if past_key_values is None:
             x = self._blocks(input_ids, states=states)
         else:
-            if places is None or past == 0:
-                positions = torch.arange(past, past + new, device=input_ids.device)[
-                    None
-                ]  # (1, new)
-            else:
-                positions = places.starts + torch.arange(
-                    new, device=input_ids.device
-                )  # (batch, new)
-            if past > 0 and new == 1 and states is None:
-                x = past_key_values.step(self._blocks, input_ids, positions)
-            else:
-                x = self._blocks(input_ids, past_key_values.layers, positions, states)
+            x = self._cached_blocks(input_ids, past_key_values, places, states)
         if places is not None:
             x, states = places.restore(x), states and [places.restore(state) for state in states]
         return BaseModelOutputWithPast(
@@ -300,16 +154,37 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             hidden_states=states and tuple(states),
         )
 
+    def _cached_blocks(
+        self,
+        input_ids: Tensor,
+        cache: MixingCache,
+        places: Places | None,
+        states: list[Tensor] | None,
+    ) -> Tensor:
+        """`_blocks` on tokens that follow those in the cache."""
+        past, new = cache.get_seq_length(), input_ids.shape[1]
+        if places is None or past == 0:
+            positions = torch.arange(past, past + new, device=input_ids.device)[None]  # (1, new)
+        else:  # (batch, new)
+            positions = places.starts + torch.arange(new, device=input_ids.device)
+        if past > 0 and new == 1 and states is None:
+            return cache.step(self._blocks, input_ids, positions)
+        return self._blocks(input_ids, cache.layers, positions, states)
+
     def _blocks(
         self,
         input_ids: Tensor,
-        memories: Sequence[MixingMemory | Tensor] = (),  # of each convolution, block after block
+        memories: Sequence[Memory] = (),
         positions: Tensor | None = None,
-        states: list[Tensor]
-        | None = None,  # gets the embedding and each block's output, the last one after the norm
+        states: list[Tensor] | None = None,
     ) -> Tensor:
-        x = self.embed_tokens(input_ids)  # (batch, new, channels)
-        each = len(memories) // len(self.layers)  # convolutions of a block
+        """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels).
+
+        `memories` has one for each convolution, block after block. `states` is filled with the
+        embedding and the output of each block, the last one after the norm.
+        """
+        x = self.embed_tokens(input_ids)
+        each = len(memories) // len(self.layers)  # convolutions in a block
         for number, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
@@ -321,17 +196,20 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         return x
 
     def _without_cache(self, use_cache: bool, cache: MixingCache | None) -> tuple[bool, None]:
-        """Blocks that are computed again in the backward pass would write to it twice. As
-        transformers' models do, says so.
+        """use_cache and past_key_values under gradient checkpointing: none, with a warning.
+
+        A block that is computed again in the backward pass would write to the cache twice.
+        transformers' own models warn in the same way.
         """
         if cache is not None and cache.get_seq_length() > 0:
             raise ValueError(
-                "past_key_values holds tokens, which gradient checkpointing cannot follow; give all tokens without a cache, or "
-                "call gradient_checkpointing_disable() first"
+                "past_key_values holds tokens, which gradient checkpointing cannot follow; give "
+                "all tokens without a cache, or call gradient_checkpointing_disable() first"
             )
         if use_cache or cache is not None:
             logger.warning_once(
-                "`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`."
+                "`use_cache=True` is incompatible with gradient checkpointing. "
+                "Setting `use_cache=False`."
             )
         return False, None
 
@@ -342,44 +220,49 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         cache: MixingCache | None,
         others: dict,
     ) -> None:
-        given = [name for name in ("inputs_embeds", "position_ids") if others.get(name) is not None]
-        if (
-            input_ids is None or given
-        ):  # which other models take; without a word they would be left out
+        """Raises ValueError for the input errors that MaskedMixerForCausalLM.forward names."""
+        # Other models read these. Ignoring them without an error would give wrong results.
+        unread = [
+            name for name in ("inputs_embeds", "position_ids") if others.get(name) is not None
+        ]
+        if input_ids is None or unread:
             raise ValueError(
-                f"{' and '.join(given) or 'no input_ids'} given; a masked mixer reads input_ids alone, and attention_mask tells "
-                "each token's position: give input_ids, and mask padding"
+                f"{' and '.join(unread) or 'no input_ids'} given; a masked mixer reads input_ids "
+                "alone, and attention_mask tells each token's position: give input_ids, and mask "
+                "padding"
             )
-        if cache is not None and not isinstance(
-            cache, MixingCache
-        ):  # one of transformers' would stay empty, without a word
+        # Another kind of cache would stay empty, and each token would be computed by itself.
+        if cache is not None and not isinstance(cache, MixingCache):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: leave it out, or give the one "
-                "that an earlier call with use_cache=True returned"
+                f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: "
+                "leave it out, or give the one that an earlier call with use_cache=True returned"
             )
         (batch, new), context = input_ids.shape, self.config.max_position_embeddings
         past = cache.get_seq_length() if cache is not None else 0
-        if new == 0:  # generate leaves out what is in the cache
+        if new == 0:  # generate() removes from its input the tokens that are in the cache
             raise ValueError(
-                f"the input has no tokens but the {past} in the cache; give more, or past_key_values.reset() before another text"
+                f"the input has no tokens but the {past} in the cache; give more, or "
+                "past_key_values.reset() before another text"
             )
         if past + new > context:
             before = f", {past} of them in the cache" if past else ""
             raise ValueError(
-                f"the input has {past + new} tokens{before}, the model's context is {context}; shorten the input"
+                f"the input has {past + new} tokens{before}, the model's context is {context}; "
+                "shorten the input"
             )
         if attention_mask is not None and tuple(attention_mask.shape) != (batch, past + new):
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be {(batch, past + new)}: (batch, tokens), "
-                "with those in the cache"
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be "
+                f"{(batch, past + new)}: (batch, tokens), with those in the cache"
             )
 
 
-class MaskedMixerForCausalLM(
-    MaskedMixerPreTrainedModel, Generation, GenerationMixin
-):  # transformers looks for the last
-    """The language model; works with `AutoModelForCausalLM.from_pretrained` once `mixer` is
-    imported.
+# GenerationMixin must be named here: transformers looks for it among the direct bases.
+class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationMixin):
+    """The language model: MaskedMixerModel and lm_head.
+
+    `AutoModelForCausalLM.from_pretrained` loads one after `import mixer`, and with
+    trust_remote_code=True without it.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -401,26 +284,34 @@ class MaskedMixerForCausalLM(
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Next-token logits, and the mean cross-entropy in nats where labels are given.
+        """Next-token logits, and the mean cross-entropy in nats if labels are given.
 
         Args:
-            input_ids: (batch, tokens) int64; with those in the cache at most max_position_embeddings.
-            attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding, on either side. Each text is
-                computed as if it stood alone; a padded place repeats the logits of the token before it.
-            labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 where not scored. The first
-                token of a text, which nothing predicts, is not scored.
-            logits_to_keep: compute the logits of only the last so many tokens, or of these positions; 0 for all.
-            past_key_values: what an earlier call returned, which these tokens follow; it is changed in place.
-            use_cache: return a cache. Generation sets it. With gradient checkpointing there is none while training.
+            input_ids: (batch, tokens) int64. Together with the tokens in the cache there may be at
+                most max_position_embeddings.
+            attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
+                on either side. Each text is computed as if it stood alone; a padded place repeats
+                the logits of the token before it.
+            labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 for
+                tokens that are not scored. The first token of a text is never scored, because
+                nothing predicts it.
+            logits_to_keep: compute the logits of only the last so many tokens, or of these
+                positions; 0 for all.
+            past_key_values: the cache that an earlier call returned, which these tokens follow. It
+                is changed in place.
+            use_cache: return a cache; generate() sets it. While training with gradient
+                checkpointing there is none.
             output_hidden_states: return them too; None for what the configuration says.
 
         Returns:
-            CausalLMOutputWithPast with logits (batch, kept tokens, vocab_size), loss, past_key_values and hidden_states: the
-            embedding and each block's output, the last one after the final norm, (batch, tokens, hidden_size) each.
+            CausalLMOutputWithPast with logits (batch, kept tokens, vocab_size), loss,
+            past_key_values and hidden_states: the embedding and the output of each block, the last
+            one after the final norm, (batch, tokens, hidden_size) each.
 
         Raises:
-            ValueError: no token, more than the context has, an attention_mask of another shape, a cache of another kind or, with
-                gradient checkpointing, one that holds tokens; inputs_embeds or position_ids, which this model does not read.
+            ValueError: there are no tokens or more than the context has; attention_mask has another
+                shape; the cache is of another kind, or holds tokens although gradient checkpointing
+                is on; inputs_embeds or position_ids are given, which this model does not read.
         """
         output = self.model(
             input_ids, attention_mask, past_key_values, use_cache, output_hidden_states, **kwargs
@@ -444,31 +335,20 @@ class MaskedMixerForCausalLM(
         )
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
-        """Floating-point operations of one training step per token, forward and backward (twice the
-        forward).
+        """Floating-point operations of one training step per token: forward, and backward, which
+        costs twice as much.
 
         Args:
             tokens: length of the sequences; None for the whole context.
 
         Returns:
-            `useful`: every product the model is defined by, the triangle counted exactly, (tokens + 1) / 2 products a token.
-            `executed`: what the configured backend multiplies ("auto" counted as cuda).
-            `token_mixing`: the part of `useful` spent in the triangular convolutions.
-            Multiplication and addition count as two; norms, GELU, embedding and softmax are left out, as is customary.
+            `useful`: every product that the model is defined by. A triangle is counted exactly: a
+            token is mixed with (tokens + 1) / 2 others on average.
+            `executed`: what the configured backend multiplies ("auto" counted as "cuda").
+            `token_mixing`: the part of `useful` that is spent in the triangular convolutions.
+            A multiplication and an addition are two operations. Norms, GELU, embedding and softmax
+            are left out, as is customary.
         """
-        config = self.config
-        tokens = config.max_position_embeddings if tokens is None else tokens
-        hidden = config.hidden_size
-        linear = 4 * hidden * config.intermediate_size
-        if config.num_mixer_heads > 1:
-            linear += 4 * hidden * hidden
-        convolutions = (2 if config.mixer_expansion else 1) * config.num_hidden_layers
-        per_product = 2 * hidden * config.mixer_kernel_size * convolutions / tokens
-        others = config.num_hidden_layers * linear + 2 * hidden * config.vocab_size
-        mixing = per_product * tokens * (tokens + 1) / 2
-        executed = per_product * products_per_triangle(tokens, config.mixing_backend)
-        return {
-            "useful": 3.0 * (others + mixing),
-            "executed": 3.0 * (others + executed),
-            "token_mixing": 3.0 * mixing,
-        }
+        tokens = self.config.max_position_embeddings if tokens is None else tokens
+        flops = count_flops(self, tokens)
+        return {name: 3.0 * count / tokens for name, count in asdict(flops).items()}

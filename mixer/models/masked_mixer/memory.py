@@ -1,0 +1,116 @@
+"""The inputs of one triangular convolution, kept while a text is generated.
+
+A new token is mixed with all tokens before it, so generation keeps what the convolution was given
+for each of them. A new token then costs one row of the mixing weight instead of the whole triangle.
+
+This file is copied beside every saved model, so it imports nothing from the rest of the package.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .plain import write_rows
+
+
+class MixingMemory(CacheLayerMixin):
+    """The inputs of one triangular convolution, as transformers has its cache layers.
+
+    `keys` is (batch, heads, context, channels of a head), allocated once at the first tokens;
+    `values`, which a mixer does not have, is empty. The length counts the columns of the batch,
+    padding and all, as transformers counts them. A static memory is read whole, so that no shape
+    changes from one token to the next.
+    """
+
+    is_croppable = True
+
+    def __init__(self, context: int, static: bool = False):
+        super().__init__()
+        self.context, self.static = context, static
+        self.cumulative_length = 0  # transformers' own reset() sets what has this name to 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        batch, heads, _, channels = key_states.shape
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, batch
+        self.keys = key_states.new_zeros(batch, heads, self.context, channels)
+        self.values = key_states.new_empty(batch, 0)
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor | None = None,
+        positions: Tensor | None = None,
+    ):
+        """Writes new inputs (batch, heads, new, channels of a head) at `positions` (batch or 1,
+        new), which follow on from each text; returns (all up to now (batch, heads, length, channels
+        of a head), None). Raises ValueError beyond the context.
+        """
+        if not self.is_initialized or (
+            self.cumulative_length == 0 and not self._is_for(key_states)
+        ):
+            self.lazy_initialization(key_states)
+        start, new = self.cumulative_length, key_states.shape[2]
+        memory = self.extend(new)
+        if positions is None or start == 0:
+            memory[:, :, start : start + new] = key_states
+        else:  # of padded texts behind the columns, of one alone, too
+            write_rows(memory, key_states, positions)
+        return memory, None
+
+    def _is_for(self, key_states: Tensor) -> bool:
+        """Whether these fit what was allocated, perhaps for an earlier text, before a reset."""
+        mine = (self.batch_size, self.dtype, self.device)
+        return mine == (len(key_states), key_states.dtype, key_states.device)
+
+    def extend(self, new: int) -> Tensor:
+        """Counts `new` tokens more, whose inputs the caller writes into what this returns: all up
+        to them, of a static memory all there is (batch, heads, length, channels of a head). Raises
+        ValueError beyond the context.
+        """
+        end = self.cumulative_length + new
+        if end > self.context:
+            raise ValueError(
+                f"{end} tokens are more than the cache's {self.context}, the model's context; generate fewer"
+            )
+        self.cumulative_length = end
+        return self.keys if self.static else self.keys[:, :, :end]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove columns; above zero it is the length to keep, as
+        transformers 5.0 gives it.
+        """
+        kept = (
+            tokens_to_remove if tokens_to_remove > 0 else self.cumulative_length + tokens_to_remove
+        )
+        self.cumulative_length = min(kept, self.cumulative_length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sample b becomes what sample beam_idx[b] was, in place: a captured step knows where the
+        memory lies.
+        """
+        if self.cumulative_length > 0:
+            used = self.keys[:, :, : self.cumulative_length]
+            used.copy_(used.index_select(0, beam_idx.to(used.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._choose(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._choose(indices)
+
+    def _choose(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.batch_size = len(self.keys)
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return self.context
+
+    get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cumulative_length + query_length, 0

@@ -1,0 +1,233 @@
+"""Token mixing: what a masked mixer has in place of attention (arXiv 2409.01482, section 2).
+
+`TriangularConv` mixes the tokens by a learned lower-triangular weight. A `TokenMixing` is what a
+block calls; the variants below are built around one or two convolutions, and `VARIANTS` chooses
+between them. A new variant is one class here, a line in VARIANTS and a field of MixerOptions in
+configuration.py.
+
+This file is copied beside every saved model. It uses the kernels of this package where they are
+installed, and plain PyTorch elsewhere.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization
+
+from .configuration import MaskedMixerConfig
+from .flops import Flops
+from .gelu import gelu
+from .linear import Linear
+from .memory import MixingMemory
+from .plain import dense, mix_row, mix_rows, products_per_triangle
+
+try:
+    from mixer.ops import mix_row, triangular_conv  # with the kernels, where they can run
+except ImportError:  # loaded with trust_remote_code where this package is not installed
+
+    def triangular_conv(
+        x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str
+    ) -> Tensor:
+        """The masked-weight matmul, whichever backend is asked for."""
+        return dense(x, weight, bias, residual)
+
+
+# What a convolution keeps of earlier tokens: nothing, a MixingMemory that counts its tokens, or the
+# bare tensor of one whose tokens are counted elsewhere (in a captured decoding step).
+Memory = MixingMemory | Tensor | None
+
+
+class TriangularConv(nn.Module):
+    """One triangular convolution: a mixing weight, a bias, and the backend that computes it.
+
+    The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
+    context). `mixer.ops.triangular_conv` defines the result.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.heads, self.taps = config.num_mixer_heads, config.mixer_kernel_size
+        self.context, self.channels = config.max_position_embeddings, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(self.heads, self.taps, self.context, self.context))
+        self.bias = nn.Parameter(torch.empty(self.heads, self.context))
+        self.backend = config.mixing_backend
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The initial weights of nn.Conv1d(context, context, taps), with the upper triangle zero.
+
+        The upper triangle is never read and never changes.
+        """
+        bound = 1 / math.sqrt(self.context * self.taps)
+        initialization.uniform_(self.weight, -bound, bound)
+        initialization.uniform_(self.bias, -bound, bound)
+        loaded = getattr(self.weight, "_is_hf_initialized", False)
+        if not loaded:  # transformers calls this for loaded weights too, which must not change
+            self.weight.tril_()
+
+    def mixing_weight(self) -> Tensor:
+        """The weight that tokens are mixed with, (heads, taps, context, context), out then in.
+
+        Nothing else reads the parameter, so another parametrisation is a change of this method and
+        of `set_mixing_weight`. What stands in the strictly upper triangle has no meaning.
+        """
+        return self.weight
+
+    @torch.no_grad()
+    def set_mixing_weight(self, weight: Tensor) -> None:
+        """Sets the parameters so that `mixing_weight` returns the lower triangle of `weight`."""
+        self.weight.copy_(weight.tril())
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        memory: Memory = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """residual + the convolution of x, both (batch, tokens, channels).
+
+        Without a memory, x holds whole texts. With one, x continues the tokens in it: the first
+        tokens go through the whole operation, and later ones need only their own rows of the
+        weight. `positions` (batch or 1, tokens) int64 says where they stand.
+        """
+        weight = self.mixing_weight()
+        if isinstance(memory, Tensor):  # one new token of each text
+            return mix_row(memory, x, weight, self.bias, residual, positions, self.backend)
+        first = memory is None or memory.get_seq_length() == 0
+        if not first and x.shape[1] == 1:
+            past = memory.extend(1)
+            return mix_row(past, x, weight, self.bias, residual, positions, self.backend)
+        if memory is not None:
+            # (batch, heads, new, channels of a head)
+            parts = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            past, _ = memory.update(parts, positions=positions)
+        if first:
+            return triangular_conv(x, weight, self.bias, residual, backend=self.backend)
+        y = mix_rows(past, weight, self.bias, positions)
+        # Under autocast the residual stream has the autocast type, as y has.
+        return y if residual is None else y + residual.to(y.dtype)
+
+    def flops(self, tokens: int) -> Flops:
+        """Of one sequence. `executed` counts what the backend multiplies, "auto" as "cuda"."""
+        each = 2 * self.channels * self.taps  # for one pair of tokens
+        useful = each * tokens * (tokens + 1) // 2
+        executed = each * products_per_triangle(tokens, self.backend)
+        return Flops(useful, executed, token_mixing=useful)
+
+
+class TokenMixing(nn.Module):
+    """residual + mix(x): what a block calls to mix its tokens. A variant of it defines `mix`.
+
+    A variant with other than one convolution says how many in `convolutions`: generation keeps a
+    memory for each.
+    """
+
+    convolutions = 1
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        memories: Sequence[Memory] = (),
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """x, residual and the result are (batch, tokens, channels); `memories` has one for each
+        convolution, or none; `positions` are those of TriangularConv.
+        """
+        memories = memories or (None,) * self.convolutions
+        if torch.compiler.is_compiling():
+            named = nullcontext()  # compiled code has no named ranges
+        else:  # so that any profile shows the time spent here, whichever backend runs
+            named = torch.profiler.record_function("token_mixing")
+        with named:
+            return self.mix(x, residual, memories, positions)
+
+    def mix(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        memories: Sequence[Memory],
+        positions: Tensor | None,
+    ) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not define mix()")
+
+
+class Flat(TokenMixing):
+    """One triangular convolution: the paper's flat mixer."""
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.conv = TriangularConv(config)
+
+    def mix(self, x, residual, memories, positions):
+        return self.conv(x, residual, memories[0], positions)
+
+
+class Expanded(TokenMixing):
+    """Two triangular convolutions with a GELU between."""
+
+    convolutions = 2
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.conv = TriangularConv(config)
+        self.second_conv = TriangularConv(config)
+
+    def mix(self, x, residual, memories, positions):
+        x = gelu(self.conv(x, None, memories[0], positions))
+        return self.second_conv(x, residual, memories[1], positions)
+
+
+class Heads(TokenMixing):
+    """A convolution of each head's channels, between an in-projection and an out-projection.
+
+    in_proj holds the projections of all heads: its outputs are laid out head after head.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.in_proj = Linear(config.hidden_size, config.hidden_size)
+        self.conv = TriangularConv(config)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def mix(self, x, residual, memories, positions):
+        x = self.conv(self.in_proj(x), None, memories[0], positions)
+        return residual + self.out_proj(x)
+
+
+class ExpandedHeads(TokenMixing):
+    """Heads, each with two convolutions and a GELU between."""
+
+    convolutions = 2
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.in_proj = Linear(config.hidden_size, config.hidden_size)
+        self.conv = TriangularConv(config)
+        self.second_conv = TriangularConv(config)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def mix(self, x, residual, memories, positions):
+        x = gelu(self.conv(self.in_proj(x), None, memories[0], positions))
+        x = self.second_conv(x, None, memories[1], positions)
+        return residual + self.out_proj(x)
+
+
+# Which configurations have which variant: the first line whose condition holds decides.
+Condition = Callable[[MaskedMixerConfig], bool]
+VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
+    (lambda config: config.num_mixer_heads > 1 and config.mixer_expansion, ExpandedHeads),
+    (lambda config: config.num_mixer_heads > 1, Heads),
+    (lambda config: config.mixer_expansion, Expanded),
+    (lambda config: True, Flat),
+]
+
+
+def mixing_class(config: MaskedMixerConfig) -> type[TokenMixing]:
+    """The variant of token mixing that a configuration asks for."""
+    return next(variant for condition, variant in VARIANTS if condition(config))
