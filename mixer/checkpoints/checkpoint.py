@@ -37,7 +37,7 @@ from mixer.common.errors import UserError
 from mixer.common.files import UMASK, flush, flush_tree
 from mixer.common.options import option
 from mixer.data.manifest import Manifest
-from mixer.distributed.parallel import as_held
+from mixer.distributed.shards import as_held
 from mixer.models.architecture import model_class
 
 FORMAT = 2

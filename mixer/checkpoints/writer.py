@@ -23,7 +23,8 @@ from mixer.checkpoints import checkpoint
 from mixer.checkpoints.checkpoint import CheckpointConfig
 from mixer.common.errors import UserError
 from mixer.common.files import flush
-from mixer.distributed.parallel import Hosts, local_part, whole
+from mixer.distributed.hosts import Hosts
+from mixer.distributed.shards import local_part, whole
 from mixer.models.carried_code import write_code
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 

@@ -28,7 +28,7 @@ def start_asked_for_processes() -> None:
     asked, _ = launch_command_parser().parse_known_args(words[words.index("launch") + 1 :])
     if (asked.num_machines or 1) > 1:
         raise UserError(
-            f"--num_machines {asked.num_machines} on CPUs; allowed with accelerate launch --cpu: 1; "
+            f"--num_machines {asked.num_machines} on CPUs; accelerate launch --cpu allows 1; "
             "start torchrun on each machine: torchrun --nnodes=MACHINES --nproc_per_node=PROCESSES "
             "--node_rank=RANK --master_addr=HOST --master_port=PORT train.py ..."
         )

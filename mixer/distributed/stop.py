@@ -3,19 +3,19 @@
 import signal
 import time
 
-from mixer.distributed.parallel import Hosts
+from mixer.distributed.hosts import Hosts
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Launchers pass a signal on to processes that may have got it themselves; within this time it is
-# still the first one.
+# A launcher passes a signal on to processes that may have received it themselves. Within this time
+# it counts as the same signal.
 SAME_SIGNAL_SECONDS = 1.0
 
 
 class Stop:
-    """Notes the first signal; the second one ends the process at once.
+    """Remembers the first signal; a second one ends the process at once.
 
-    At each step `ask` begins to ask all processes, `agreed` has the answer: meanwhile the step is
-    computed.
+    In each step `ask` starts to ask all processes whether they received a signal, and `agreed`
+    returns the answer. The step is computed in between, so asking costs no time.
     """
 
     def __init__(self, hosts: Hosts):

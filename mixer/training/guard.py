@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mixer.common.errors import UserError
-from mixer.distributed.parallel import Hosts, local_part
+from mixer.distributed.hosts import Hosts
+from mixer.distributed.shards import local_part
 
 
 @dataclass

@@ -20,14 +20,9 @@ from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer
-from mixer.distributed.parallel import (
-    Hosts,
-    build_accelerator,
-    leave_with_error,
-    settle_buckets,
-    sum_by_copy_engines,
-    whole,
-)
+from mixer.distributed.engine import build_accelerator, settle_buckets, sum_by_copy_engines
+from mixer.distributed.hosts import Hosts, leave_with_error
+from mixer.distributed.shards import whole
 from mixer.distributed.stop import Stop
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import RunConfig, save_config

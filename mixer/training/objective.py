@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.common.errors import UserError, first_line
-from mixer.distributed.parallel import Hosts
+from mixer.distributed.hosts import Hosts
 from mixer.training.validation import token_nats
 
 

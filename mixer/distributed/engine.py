@@ -1,0 +1,92 @@
+"""The engine that runs the model on all processes: accelerate with DDP or FSDP."""
+
+import os
+import socket
+
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from torch import nn
+
+from mixer.common.errors import UserError, first_line
+from mixer.distributed.hosts import Hosts
+
+
+def build_accelerator(precision: str) -> Accelerator:
+    """accelerate as its launcher set it up: one process, DDP or FSDP, on one host or several.
+
+    precision: "no" (fp32), "fp16" or "bf16". Raises UserError for version 1 of FSDP.
+    """
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    version = os.environ.get("FSDP_VERSION", "1")
+    if sharded and version != "2":
+        raise UserError(
+            f"FSDP version {version} was asked for; allowed: 2; set fsdp_version: 2, as "
+            "configs/accelerate/1x8_fsdp.yaml does"
+        )
+    # Gradients stay in the buckets in which DDP sums them; otherwise each step copies them back.
+    in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[in_buckets])
+    if sharded and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        _shard_on_cpu(accelerator, precision)
+    if accelerator.distributed_type == DistributedType.FSDP and precision != "no":
+        plugin = accelerator.state.fsdp_plugin
+        # Gradients are summed in fp32, as in DDP; accelerate would sum them in the compute type.
+        plugin.mixed_precision_policy = type(plugin.mixed_precision_policy)(
+            param_dtype=plugin.mixed_precision_policy.param_dtype,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32,
+        )
+    return accelerator
+
+
+def _shard_on_cpu(accelerator: Accelerator, precision: str) -> None:
+    """Switches FSDP on, as accelerate does on GPUs only. FSDP works over gloo too, so that tests
+    on a CPU shard the model in the same way as GPUs do.
+    """
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    for state in (accelerator.state, PartialState()):
+        state.distributed_type = DistributedType.FSDP
+    if precision != "no":
+        accelerator.state.fsdp_plugin.set_mixed_precision(precision)
+
+
+def settle_buckets(parallel: nn.Module, accelerator: Accelerator, shape: tuple[int, int]) -> None:
+    """Makes DDP choose its final gradient buckets, by a backward pass whose gradients are dropped.
+
+    DDP sums gradients bucket by bucket, and lays the buckets out anew after its first backward
+    pass. With three or more processes another layout means another order of summing. Without this
+    call the first step after a resume would differ in its last bits from the same step of an
+    uninterrupted run. `shape` is that of a micro-batch, (batch, tokens).
+    """
+    if isinstance(parallel, nn.parallel.DistributedDataParallel):
+        tokens = torch.zeros(shape, dtype=torch.int64, device=accelerator.device)
+        parallel(tokens, tokens).sum().backward()
+        parallel.zero_grad(set_to_none=True)
+
+
+def sum_by_copy_engines(parallel: nn.Module, accelerator: Accelerator, hosts: Hosts) -> None:
+    """Makes DDP sum gradients with the GPUs' copy engines instead of NCCL; see copy_engines.py.
+
+    Raises UserError where that is not possible. A single process has nothing to sum.
+    """
+    if hosts.processes == 1:
+        return
+    asked = "train.all_reduce = 'copy_engines'"
+    names = set(hosts.gather(socket.gethostname()))
+    if accelerator.distributed_type != DistributedType.MULTI_GPU or len(names) > 1:
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        found = "FSDP" if sharded else f"{accelerator.device.type} processes"
+        raise UserError(
+            f"{asked} with {found} on {len(names)} host(s); allowed: DDP on GPUs of one host; "
+            "set train.all_reduce=nccl"
+        )
+    try:
+        from mixer.distributed.copy_engines import CopyEngineMean
+
+        parallel.register_comm_hook(None, CopyEngineMean(accelerator.device).reduce)
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"{asked}, which this PyTorch or these GPUs cannot do: they must write to each other's "
+            f"memory, as over NVLink ({first_line(error)}); set train.all_reduce=nccl"
+        ) from error
