@@ -1,4 +1,4 @@
-"""Draws the explanatory pictures of the README: python docs/figures.py"""
+"""Draws the explanatory pictures of the README and docs: python docs/figures.py"""
 
 from pathlib import Path
 
