@@ -29,8 +29,7 @@ from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
 from mixer.models.masked_mixer.cache import MixingCache
-from mixer.ops import cuda, mix_row
-from mixer.ops import row_operator as rows
+from mixer.ops import choice, mix_row
 
 STATIC = ("static", "compiled")  # steps of a static cache
 CAPTURED = 3  # so many steps of a static cache, and it is captured
@@ -131,7 +130,7 @@ def ready(model, options: argparse.Namespace):
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    if options.device == "cuda" and (reason := cuda.unavailable_reason()):
+    if options.device == "cuda" and (reason := choice.unavailable_reason()):
         raise UserError(f"nothing to measure: {reason}")
     result = {"hardware": hardware(options.device)}
     result |= {
@@ -319,7 +318,7 @@ def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespac
         return mix_row(memories[slot], x, weight, bias, residual, positions)
 
     with torch.no_grad():
-        served = rows.serves(memories[0], x, weight, bias, residual, "auto")
+        served = choice.row_kernel_serves(memories[0], x, weight, bias, residual, "auto")
         if device == "cuda":
             ms = timing.replayed({"": call}, slots, 9, 10.0)[
                 ""

@@ -32,7 +32,7 @@ from token_mixing_work import OPERATIONS, Shape, useful_flops
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
-from mixer.ops import build, cuda
+from mixer.ops import build, choice, cuda
 
 ROOT = Path(__file__).parent.parent
 TOKENS = (1024, 2048, 4096, 8192)
@@ -57,7 +57,7 @@ def main() -> None:
         raise UserError(
             "give --output PATH for the results, or --write-ptx DIRECTORY to make the PTX for --ptx"
         )
-    if reason := cuda.unavailable_reason():
+    if reason := choice.unavailable_reason():
         raise UserError(f"nothing to measure: {reason}")
     print(table(measure(options)))
 

@@ -28,7 +28,7 @@ from token_mixing_work import OPERATIONS, Shape, floor_ms, least_bytes, useful_f
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
-from mixer.ops import cuda
+from mixer.ops import choice
 
 MAIN_TOKENS = (512, 1024, 2048, 4096, 8192)
 SWEEP_OPERATIONS = ("forward", "grad_input", "grad_weight", "autograd")
@@ -197,7 +197,7 @@ def backend(device: str) -> str:
     """What is measured: the kernels on a GPU, or it is an error; on a CPU the panels."""
     if device == "cpu":
         return "panels"
-    reason = cuda.unavailable_reason()
+    reason = choice.unavailable_reason()
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     return "cuda"

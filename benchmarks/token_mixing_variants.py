@@ -16,8 +16,7 @@ from token_mixing_work import Shape
 from torch import Tensor, nn
 
 from mixer.models.masked_mixer.plain import shift_channels, tap_shift
-from mixer.ops import cuda, triangular_conv
-from mixer.ops import panels as reference
+from mixer.ops import cuda, panels, triangular_conv
 from mixer.ops.panels import head_slices, multiply_into
 
 PANELS = (2, 4, 8, 16)
@@ -43,8 +42,8 @@ class Data:
         self.ours = (
             ours  # the backend that is measured: "cuda", or "panels" where the kernels do not run
         )
-        self.module: ModuleType = cuda if ours == "cuda" else reference
-        columns = reference.packed_columns(shape.tokens)
+        self.module: ModuleType = cuda if ours == "cuda" else panels
+        columns = panels.packed_columns(shape.tokens)
         weight_bytes = (
             shape.heads * shape.taps * shape.tokens * columns * shape.torch_dtype.itemsize
         )
@@ -64,7 +63,7 @@ class Data:
         weight *= (shape.tokens * shape.taps) ** -0.5
         bias = torch.randn(shape.heads, shape.tokens, device=self.device)
         # A row of the masked weight starts on 16 bytes for the alternatives too.
-        masked = reference.pack(weight, shape.tokens, dtype)[..., : shape.tokens]
+        masked = panels.pack(weight, shape.tokens, dtype)[..., : shape.tokens]
         return SimpleNamespace(
             x=x, dy=dy, residual=residual, weight=weight, bias=bias, masked=masked, conv_weight=to_conv(masked),
             packed=self.module.pack(weight, shape.tokens, dtype), narrow_bias=bias.to(dtype),
@@ -181,7 +180,7 @@ def forward(data: Data, _compiled: bool) -> list[Variant]:
             data.ours, "ours", data.on(lambda s: data.module.forward(s.x, s.packed, None, None))
         )
     ]
-    found += our_panels(data, lambda s: reference.forward(s.x, s.masked, None, None))
+    found += our_panels(data, lambda s: panels.forward(s.x, s.masked, None, None))
     found += in_panels(data, panels_forward)
 
     def conv(s):
@@ -201,7 +200,7 @@ def forward(data: Data, _compiled: bool) -> list[Variant]:
 def grad_input(data: Data, _compiled: bool) -> list[Variant]:
     heads, pad = data.shape.heads, (data.shape.taps - 1) // 2
     found = [Variant(data.ours, "ours", data.on(lambda s: data.module.grad_input(s.dy, s.packed)))]
-    found += our_panels(data, lambda s: reference.grad_input(s.dy, s.masked))
+    found += our_panels(data, lambda s: panels.grad_input(s.dy, s.masked))
     found += in_panels(data, panels_grad_input)
 
     def conv(s):
@@ -254,7 +253,7 @@ def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
             data.on(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, False)[0]),
         )
     ]
-    found += our_panels(data, lambda s: reference.grad_weight(s.dy, s.x, *sizes, False)[0])
+    found += our_panels(data, lambda s: panels.grad_weight(s.dy, s.x, *sizes, False)[0])
     found += in_panels(data, panels_grad_weight)
     found += [Variant("Conv1d", "Conv1d", data.on(conv), lambda result: from_conv(result, heads))]
     if data.single:
@@ -291,7 +290,7 @@ def grad_weight_bias(data: Data, _compiled: bool) -> list[Variant]:
             data.ours, "ours", data.on(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, True))
         )
     ]
-    found += our_panels(data, lambda s: reference.grad_weight(s.dy, s.x, *sizes, True))
+    found += our_panels(data, lambda s: panels.grad_weight(s.dy, s.x, *sizes, True))
     for p in panel_counts(data.shape.tokens):
         call = data.on(lambda s, p=p: (panels_grad_weight(s, p), s.dy.sum((0, 2))[None]))
         found.append(Variant(f"p={p}, sum", "panels", call))
@@ -309,7 +308,7 @@ def fused(data: Data, compiled: bool) -> list[Variant]:
         weight = s.masked[0, 0].expand(s.x.shape[0], -1, -1)
         return torch.baddbmm(s.residual, weight, s.x).add_(s.narrow_bias[0, :, None])
 
-    def panels(s, p):
+    def panels_and_adds(s, p):
         return panels_forward(s, p).add_(s.narrow_bias[0, :, None]).add_(s.residual)
 
     found = [
@@ -319,9 +318,11 @@ def fused(data: Data, compiled: bool) -> list[Variant]:
             data.on(lambda s: data.module.forward(s.x, s.packed, s.narrow_bias, s.residual)),
         )
     ]
-    found += our_panels(data, lambda s: reference.forward(s.x, s.masked, s.narrow_bias, s.residual))
+    found += our_panels(data, lambda s: panels.forward(s.x, s.masked, s.narrow_bias, s.residual))
     for p in panel_counts(data.shape.tokens):
-        found.append(Variant(f"p={p}, adds", "panels", data.on(lambda s, p=p: panels(s, p))))
+        found.append(
+            Variant(f"p={p}, adds", "panels", data.on(lambda s, p=p: panels_and_adds(s, p)))
+        )
     found += [
         Variant("matmul + bias + residual", "dense", data.on(separate)),
         Variant("in place", "dense", data.on(in_place)),

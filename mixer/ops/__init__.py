@@ -11,7 +11,7 @@ from mixer.ops.row_operator import mix_row
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-__all__ = ["BACKENDS", "mix_row", "triangular_conv"]
+__all__ = ["BACKENDS", "DTYPES", "mix_row", "triangular_conv"]
 
 
 def triangular_conv(

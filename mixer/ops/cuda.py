@@ -1,12 +1,12 @@
-"""The triangular convolution on CUDA: the kernels of `csrc`, called through ctypes.
+"""Calls the CUDA kernels of `csrc` through ctypes: backend `cuda` of the triangular convolution.
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, taps, context, context),
 out then in; bias (heads, context); packed (heads, taps, tokens, columns), columns = tokens rounded
 up to 8. x, dy and packed are fp32, fp16 or bf16, all arithmetic is fp32.
 
-Kernels run on the current stream of x's device, nothing here waits for the GPU, and every result is
-the same bit for bit each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
-shapes, dtypes and devices.
+Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
+gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
+shapes, dtypes and devices, and `mixer.ops.choice` that the kernels can run.
 """
 
 import ctypes
@@ -18,25 +18,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mixer.ops import timings as tuned
-
-# mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself
-# imported already.
+# mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
+# module already imported.
 
 ABI_VERSION = 4  # MIXER_ABI_VERSION in csrc/params.h
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
-POINTERS = "x weight packed bias residual y dy dx dweight dbias workspace schedule memory positions stream".split()
-STRIDES = [
-    f"{name}_{dimension}_stride"
-    for name in ("x", "residual", "dy")
-    for dimension in ("batch", "token")
+POINTERS = [
+    *("x", "weight", "packed", "bias", "residual", "y", "dy", "dx", "dweight", "dbias"),
+    *("workspace", "schedule", "memory", "positions", "stream"),
 ]
-STRIDES += ["memory_batch_stride", "memory_head_stride", "positions_stride"]
-SIZES = "batch tokens channels context heads taps columns".split()
-CODES = (
-    "dtype weight_dtype bias_dtype gradient_dtype device capability processors allow_tf32".split()
-)
+STRIDES = [
+    *("x_batch_stride", "x_token_stride"),
+    *("residual_batch_stride", "residual_token_stride"),
+    *("dy_batch_stride", "dy_token_stride"),
+    *("memory_batch_stride", "memory_head_stride", "positions_stride"),
+]
+SIZES = ["batch", "tokens", "channels", "context", "heads", "taps", "columns"]
+CODES = [
+    *("dtype", "weight_dtype", "bias_dtype", "gradient_dtype"),
+    *("device", "capability", "processors", "allow_tf32"),
+]
 
 
 class Params(ctypes.Structure):
@@ -49,7 +51,7 @@ class Params(ctypes.Structure):
     )
 
 
-# ------------------------------------------------------------------------------------------------ the four functions
+# ------------------------------------------------------------------------- the four functions
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -63,7 +65,7 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     packed = torch.empty((heads, taps, tokens, round_up(tokens)), dtype=dtype, device=weight.device)
     params = new_params(weight.device.index, dtype, heads, taps, tokens)
     params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
-    params.context, params.weight_dtype = context, DTYPES[weight.dtype]
+    params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
     call("mixer_pack", params)
     return packed
 
@@ -77,11 +79,8 @@ def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | N
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
         bias = bias.contiguous()
-        params.bias, params.bias_dtype, params.context = (
-            bias.data_ptr(),
-            DTYPES[bias.dtype],
-            bias.shape[1],
-        )
+        params.bias, params.bias_dtype = bias.data_ptr(), DTYPE_CODES[bias.dtype]
+        params.context = bias.shape[1]
     if residual is not None:
         residual = rows(residual)
         params.residual = residual.data_ptr()
@@ -118,7 +117,7 @@ def grad_weight(
     params.x, params.dy, params.dweight = x.data_ptr(), dy.data_ptr(), dweight.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
-    params.context, params.gradient_dtype = context, DTYPES[dtype]
+    params.context, params.gradient_dtype = context, DTYPE_CODES[dtype]
     if with_bias:
         params.dbias = dbias.data_ptr()
     size = kernels(device.index).mixer_grad_weight_workspace(ctypes.byref(params))
@@ -128,7 +127,7 @@ def grad_weight(
     return dweight, dbias
 
 
-# ------------------------------------------------------------------------------------------------ calling
+# ------------------------------------------------------------------------- the arguments
 
 
 def round_up(tokens: int) -> int:
@@ -136,32 +135,31 @@ def round_up(tokens: int) -> int:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x itself where its channels lie side by side and rows start on 16 bytes, else a contiguous
-    copy.
+    """x itself if its channels are dense and its rows start at multiples of 16 bytes, else a
+    contiguous copy.
 
-    Copied are e.g. an expanded gradient, or a slice that starts in the middle of 16 bytes: the fast
-    kernels load nothing narrower, and one copy costs less than the slow ones. Rows that no copy
-    could align are taken as they are.
+    A copy is made e.g. of an expanded gradient, or of a slice that starts in the middle of 16
+    bytes: the fast kernels load nothing narrower, and one copy costs less than the slow kernels.
+    Where a copy's rows would not be aligned either, x is taken as it is.
     """
-    if (
-        x.is_contiguous() and x.data_ptr() % 16 == 0
-    ):  # the common case, in each call: it must not take long
-        return x
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x  # first, because it is the common case and every call comes here
     unit = 16 // x.element_size()
     if x.stride(-1) != 1:
         return x.contiguous()
     if x.shape[-1] % unit != 0:
         return x
-    strides = [stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True) if size > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(
-        stride > 0 and stride % unit == 0 for stride in strides
-    )
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+    outer = zip(x.shape[:2], x.stride()[:2], strict=True)
+    strides = [stride for size, stride in outer if size > 1]
+    aligned = all(stride > 0 and stride % unit == 0 for stride in strides)
+    if aligned and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def product_params(x: Tensor, packed: Tensor) -> tuple[Params, Tensor | None]:
-    """Params of a product of `packed` with x (or dy), and its workspace, which the caller holds
-    until after the launch.
+    """Params of a product of `packed` with x (or dy), and its workspace, which the caller must keep
+    alive until after the launch.
     """
     heads, taps, tokens, _ = packed.shape
     params = new_params(x.device.index, x.dtype, heads, taps, tokens, x.shape[0], x.shape[2])
@@ -183,18 +181,17 @@ def new_params(
     batch: int = 0,
     channels: int = 0,
 ) -> Params:
-    """All that is the same in each call for a shape; the caller adds addresses and strides, and a
-    context beyond the tokens.
+    """What all calls of one shape have in common; the caller adds addresses, strides, and the
+    context if it is longer than the tokens.
     """
     tf32 = dtype == torch.float32 and allows_tf32()
-    return Params.from_buffer_copy(
-        template(index, dtype, tf32, heads, taps, tokens, batch, channels)
-    )
+    common = template(index, dtype, tf32, heads, taps, tokens, batch, channels)
+    return Params.from_buffer_copy(common)
 
 
-# Made once for a shape, since setting each field in each call takes the host several times as long
-# as a copy does. Never emptied: a captured graph keeps the address of the schedule, which lives as
-# long as its template.
+# Made once for a shape, because setting each field takes the host several times as long as a copy.
+# Never emptied: a captured CUDA graph keeps the address of the schedule, which lives as long as its
+# template.
 @functools.cache
 def template(
     index: int,
@@ -207,9 +204,16 @@ def template(
     channels: int,
 ) -> Params:
     params = Params(
-        batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads, taps=taps, columns=round_up(tokens),
-        dtype=DTYPES[dtype], allow_tf32=tf32,
-    )  # fmt: skip
+        batch=batch,
+        tokens=tokens,
+        channels=channels,
+        context=tokens,
+        heads=heads,
+        taps=taps,
+        columns=round_up(tokens),
+        dtype=DTYPE_CODES[dtype],
+        allow_tf32=tf32,
+    )
     add_device(params, index)
     params.tiles = schedule(params)
     params.schedule = None if params.tiles is None else params.tiles.data_ptr()
@@ -217,7 +221,7 @@ def template(
 
 
 def schedule(params: Params) -> Tensor | None:
-    """Which block works on which tiles of a product, in the memory of a device; None where the
+    """Which block works on which tiles of a product, in the device's memory; None where the
     kernels need no schedule.
 
     Raises RuntimeError inside a graph capture, which would record the copy instead of making it.
@@ -228,18 +232,19 @@ def schedule(params: Params) -> Tensor | None:
         return None
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "the first triangular_conv of a shape cannot be inside a CUDA graph capture; run it once before"
+            "the first triangular_conv of a shape cannot be inside a CUDA graph capture; "
+            "run it once before"
         )
     host = torch.empty(size, dtype=torch.uint8, device="cpu")
     library.mixer_schedule(ctypes.byref(params), host.data_ptr())
     # In a thread of its own: what this one allocates may go to a memory pool that torch.compile
     # makes for a CUDA graph, and nothing there may outlive the graph's run.
     with ThreadPoolExecutor(1) as other:
-        return other.submit(on_device, host, params.device).result()
+        return other.submit(copy_to_device, host, params.device).result()
 
 
-def on_device(host: Tensor, index: int) -> Tensor:
-    """A copy in the memory of a device, complete for all its streams."""
+def copy_to_device(host: Tensor, index: int) -> Tensor:
+    """A copy in a device's memory, complete for all of its streams."""
     copy = host.to(torch.device("cuda", index))
     torch.cuda.current_stream(index).synchronize()
     return copy
@@ -249,17 +254,6 @@ def add_device(params: Params, index: int) -> None:
     params.device, params.capability, params.processors = index, *device_facts(index)
 
 
-def allows_tf32() -> bool:
-    """Whether torch may round the factors of fp32 products to tf32
-    (torch.set_float32_matmul_precision).
-    """
-    matmul = torch.backends.cuda.matmul
-    # torch 2.9 has a new name for it and, once that is set, an error for the old one.
-    return (
-        matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    )
-
-
 @functools.cache
 def device_facts(index: int) -> tuple[int, int]:
     """(10 * major + minor of the compute capability, multiprocessors) of a device."""
@@ -267,12 +261,26 @@ def device_facts(index: int) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
+def allows_tf32() -> bool:
+    """Whether torch may round the factors of fp32 products to tf32
+    (torch.set_float32_matmul_precision).
+    """
+    matmul = torch.backends.cuda.matmul
+    # torch 2.9 has a new name for it and, once that is set, an error for the old one.
+    if hasattr(matmul, "fp32_precision"):
+        return matmul.fp32_precision == "tf32"
+    return matmul.allow_tf32
+
+
+# ------------------------------------------------------------------------- the launch
+
+
 def call(name: str, params: Params) -> None:
     """Launches on the current stream of params.device. Raises RuntimeError with the CUDA status
     when the launch fails.
 
-    Under MIXER_DEBUG=1 it waits for the GPU too, so that a kernel's failure is met here and not in
-    some later operation.
+    Under MIXER_DEBUG=1 it also waits for the GPU, so that a kernel that fails raises here and not
+    in some later operation.
     """
     index = params.device
     if torch.cuda.current_device() != index:
@@ -284,7 +292,7 @@ def call(name: str, params: Params) -> None:
         wait(f"an operation before {name}", params)  # or its failure would be taken for ours
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
-        error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
+        error = error_text(library, status)
         raise RuntimeError(f"{name} failed on cuda:{index}: {error}; {sizes(params)}")
     if debug:
         wait(name, params)
@@ -304,191 +312,76 @@ def debugging() -> bool:
 
 
 def wait(name: str, params: Params) -> None:
-    """Waits for the GPU. Raises RuntimeError that names the operator and its shapes when something
+    """Waits for the GPU. Raises RuntimeError with the operator's name and shapes if something
     failed on it.
     """
     try:
-        if (
-            not torch.cuda.is_current_stream_capturing()
-        ):  # there nothing runs yet, and waiting would end the capture
+        # Under capture nothing runs yet, and waiting would end the capture.
+        if not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(params.device)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{name} failed on cuda:{params.device}: {error}; {sizes(params)}"
-        ) from error
+        message = f"{name} failed on cuda:{params.device}: {error}; {sizes(params)}"
+        raise RuntimeError(message) from error
 
 
 def sizes(params: Params) -> str:
     """What the caller gave, for an error."""
     numbers = ", ".join(f"{name}={getattr(params, name)}" for name in SIZES)
-    dtype = next(dtype for dtype, code in DTYPES.items() if code == params.dtype)
+    dtype = next(dtype for dtype, code in DTYPE_CODES.items() if code == params.dtype)
     return f"{numbers}, {str(dtype).removeprefix('torch.')}"
+
+
+def error_text(library: ctypes.CDLL, status: int) -> str:
+    return f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
+
+
+# ------------------------------------------------------------------------- the library
 
 
 @functools.cache
 def kernels(index: int) -> ctypes.CDLL:
-    """The library for a device, built if need be. Raises BuildError."""
+    """The library for a device, built if the cache has none. Raises BuildError."""
     from mixer.ops import build
 
     return load(str(build.library(torch.cuda.get_device_capability(index))))
 
 
+def build_name(index: int) -> str:
+    """The name of this build of the kernels: that of the library's directory in the cache."""
+    return Path(kernels(index)._name).parent.name
+
+
 @functools.cache
 def load(path: str) -> ctypes.CDLL:
-    """Loads a library and declares its functions. Raises BuildError when it is not one of ours."""
+    """Loads a library and declares its functions. Raises BuildError if it is not one of ours."""
     from mixer.ops import build
 
     try:
         library = ctypes.CDLL(path)
-        for name in (
-            "mixer_pack",
-            "mixer_forward",
-            "mixer_grad_input",
-            "mixer_grad_weight",
-            "mixer_mix_row",
-            "mixer_product_workspace",
-            "mixer_grad_weight_workspace",
-            "mixer_schedule_size",
-            "mixer_kernels_capability",
-        ):
-            getattr(library, name).argtypes = [ctypes.POINTER(Params)]
-        for name in (
-            "mixer_product_workspace",
-            "mixer_grad_weight_workspace",
-            "mixer_schedule_size",
-        ):
-            getattr(library, name).restype = ctypes.c_int64
-        library.mixer_schedule.argtypes, library.mixer_schedule.restype = (
-            [ctypes.POINTER(Params), ctypes.c_void_p],
-            None,
-        )
-        library.mixer_error_string.restype = ctypes.c_char_p
+        declare(library)
         version, size = library.mixer_abi_version(), library.mixer_params_size()
     except (OSError, AttributeError) as error:
         raise build.BuildError(
-            f"cannot load the CUDA kernels ({error}). Build them anew: `rm -r {os.path.dirname(path)}`, then run again."
+            f"cannot load the CUDA kernels ({error}). "
+            f"Build them anew: `rm -r {os.path.dirname(path)}`, then run again."
         ) from error
     if (version, size) != (ABI_VERSION, ctypes.sizeof(Params)):
         raise build.BuildError(
             f"{path} has interface {version} of {size} bytes; this code calls {ABI_VERSION} of "
-            f"{ctypes.sizeof(Params)} bytes: csrc/params.h and mixer/ops/cuda.py must change together."
+            f"{ctypes.sizeof(Params)} bytes: csrc/params.h and mixer/ops/cuda.py must change "
+            "together."
         )
     return library
 
 
-# ------------------------------------------------------------------------------------------------ availability
-
-
-def unavailable_reason(x: Tensor | None = None) -> str | None:
-    """None if the kernels can run on x's device and dtype (without x: on the current device), else
-    what is missing.
-
-    The message names the one command that mends it. The first call for a device builds the library
-    where the cache has none, runs one small kernel and waits for it; the answer is kept, so that a
-    failed build is not tried again in this process. That first call must not come inside a graph
-    capture.
-    """
-    if x is not None and x.is_cuda and x.dtype in DTYPES and torch.version.hip is None:
-        return device_reason(x.device.index)  # the common case, in each step: it must not take long
-    if x is not None and not x.is_cuda:
-        return f"the CUDA kernels need a CUDA tensor; x is on {x.device}. Use backend='panels', or x.to('cuda')."
-    if x is not None and x.dtype not in DTYPES:
-        return f"the CUDA kernels take float32, float16 and bfloat16; x is {x.dtype}. Use backend='panels', or convert x."
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return "torch sees no CUDA device here, which the CUDA kernels need: `python -m torch.utils.collect_env` says why."
-    return device_reason(torch.cuda.current_device() if x is None else x.device.index)
-
-
-def slow_reason(x: Tensor, heads: int, taps: int) -> str | None:
-    """None where the kernels that would serve are the fastest we know for x's device, else why they
-    are not.
-    """
-    tf32 = x.dtype == torch.float32 and allows_tf32()
-    return slow_reason_for(x.device.index, x.dtype, tf32, x.shape[1], x.shape[2], heads, taps)
-
-
-@functools.cache
-def slow_reason_for(
-    index: int, dtype: torch.dtype, tf32: bool, tokens: int, channels: int, heads: int, taps: int
-) -> str | None:
-    """By the times that `python -m mixer.ops.tune` has taken on this GPU, or else by what we know
-    of its kind.
-
-    On an H200 the kernels for Ampere's tensor cores take 1.5 to 2.2 times as long as cuBLAS's dense
-    products (dev/cuda/LOG.md), and those without tensor cores longer; panels, which are cuBLAS,
-    then win although they multiply more.
-    """
-    serving = kernels_capability(index, channels, heads, taps, DTYPES[dtype], tf32)
-    name = str(dtype).removeprefix("torch.")
-    case = tuned.Case(name, tf32, serving, tokens, channels, heads, taps)
-    if row := tuned.nearest(tuned.read(table_path(index)), case):
-        return (
-            None
-            if row.faster == "cuda"
-            else f"it was faster here in the nearest case measured ({row.describe()})"
-        )
-    major, minor = divmod(device_facts(index)[0], 10)
-    if serving == 90 or (serving == 80 and major < 9):
-        return None
-    if serving == 70:
-        return (
-            f"nobody has timed our tensor-core kernels for compute capability {major}.{minor} yet: "
-            "`python -m mixer.ops.tune` does, and 'auto' then takes the faster one"
-        )
-    return (
-        f"for {dtype}, {channels} channels, {heads} heads and kernel size {taps} there are no tensor-core kernels made for "
-        f"compute capability {major}.{minor} (they want 16-bit types, before 8.0 fp16, and heads of a multiple of 8 channels)"
-    )
-
-
-def table_path(index: int) -> Path:
-    """Where the times measured with these kernels on this device lie."""
-    return tuned.table_path(
-        torch.cuda.get_device_name(index), Path(kernels(index)._name).parent.name
-    )
-
-
-def kernels_capability(
-    index: int, channels: int, heads: int, taps: int, dtype: int, tf32: bool
-) -> int:
-    """Compute capability (70, 80, 90) of the GPUs whose tensor cores the kernels that serve use; 0:
-    none.
-    """
-    params = Params(
-        batch=1, tokens=1, context=1, columns=8, channels=channels, heads=heads, taps=taps, dtype=dtype,
-        allow_tf32=tf32,
-    )  # fmt: skip
-    add_device(params, index)
-    return kernels(index).mixer_kernels_capability(ctypes.byref(params))
-
-
-@functools.cache
-def device_reason(index: int) -> str | None:
-    """Why the kernels cannot run on a device: the build's message, or what the probe met."""
-    from mixer.ops import build
-
-    try:
-        library = kernels(index)
-    except build.BuildError as error:
-        return str(error)
-    status = library.mixer_probe(index)
-    return (
-        None if status == 0 else probe_message(library, status, torch.cuda.get_device_name(index))
-    )
-
-
-def probe_message(library: ctypes.CDLL, status: int, device: str) -> str:
-    """What a failed probe means. Most often nvcc is newer than the driver."""
-    runtime, driver = (
-        divmod(version, 1000)
-        for version in (library.mixer_runtime_version(), library.mixer_driver_version())
-    )
-    error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
-    text = f"the CUDA kernels were built but do not run on {device}: {error}."
-    if runtime[0] > driver[0] > 0:
-        return (
-            f"{text} They were built with CUDA {runtime[0]}.{runtime[1] // 10}, and the driver supports "
-            f"{driver[0]}.{driver[1] // 10}: point CUDA_HOME at a CUDA {driver[0]}.x toolkit, "
-            f"e.g. `export CUDA_HOME=/usr/local/cuda-{driver[0]}`, or update the driver."
-        )
-    return f"{text} Build with the toolkit that matches the driver: `export CUDA_HOME=/path/to/cuda`, then run again."
+def declare(library: ctypes.CDLL) -> None:
+    """The argument and result types of the library's functions; see csrc/api.cu."""
+    launches = ("pack", "forward", "grad_input", "grad_weight", "mix_row", "kernels_capability")
+    byte_counts = ("product_workspace", "grad_weight_workspace", "schedule_size")
+    for name in (*launches, *byte_counts):
+        getattr(library, f"mixer_{name}").argtypes = [ctypes.POINTER(Params)]
+    for name in byte_counts:
+        getattr(library, f"mixer_{name}").restype = ctypes.c_int64
+    library.mixer_schedule.argtypes = [ctypes.POINTER(Params), ctypes.c_void_p]
+    library.mixer_schedule.restype = None
+    library.mixer_error_string.restype = ctypes.c_char_p

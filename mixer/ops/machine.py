@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from mixer.ops import build, cuda
+from mixer.ops import build, choice, cuda
 from mixer.ops.diagnosis import Cache, Facts, Gpu, Version
 
 
@@ -175,7 +175,7 @@ def torch_gpu(index: int, cache: Cache) -> Gpu:
     try:
         cuda.kernels(index)
         loads = True
-        reason = cuda.device_reason(index)
+        reason = choice.device_reason(index)
     except Exception as error:  # whatever a broken driver makes of it is what we came for
         reason = str(error)
     return dataclasses.replace(gpu, library=built_library(capability), loads=loads, reason=reason)

@@ -1,62 +1,25 @@
-"""The operator `mixer::triangular_conv`: fake kernel, autograd formula and the choice between
-kernels and panels.
+"""The operator `mixer::triangular_conv`: its fake kernels and its autograd formula.
 
-`panels` and `cuda` share it: each backend module offers pack, forward, grad_input and grad_weight.
-The weight is packed (masked, cast, padded) once in forward and the packed copy is saved for
-backward. `dense` is registered beside it as a composite operator, which autograd and torch.compile
-see through: the baseline gets every fusion the compiler has.
+The backends `panels` and `cuda` share it: the module of each has the functions pack, forward,
+grad_input and grad_weight. The weight is packed (masked, cast, padded) once in forward, and the
+packed copy is saved for backward. `dense` is registered beside it as a composite operator, which
+autograd and torch.compile see through: the baseline gets every fusion the compiler has.
 
-Outside the compiler the same four functions are called by a plain autograd function: the dispatch
-of a custom operator nearly doubles the host's time for a forward and backward, which at short
-contexts is longer than the GPU's.
+Outside the compiler a plain autograd function calls the same four functions: the dispatch of a
+custom operator nearly doubles the host's time for a forward and backward, which at short contexts
+is longer than the GPU's.
 """
-
-import functools
-import logging
 
 import torch
 from torch import Tensor
 
-from mixer.common.errors import UserError
 from mixer.models.masked_mixer import plain
-from mixer.ops import cuda
-from mixer.ops import panels as reference
-
-logger = logging.getLogger("mixer.ops")
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    logger.warning(message)
-
-
-def resolve_backend(backend: str, x: Tensor, heads: int, taps: int) -> str:
-    """The backend that runs for x: `cuda` or `panels`. `auto` says once which it took where it is
-    not the kernels.
-
-    Raises UserError for backend="cuda" where the kernels cannot run, with what is missing and what
-    mends it.
-    """
-    if backend == "panels":
-        return backend
-    reason = cuda.unavailable_reason(x)
-    if backend == "cuda" and reason is not None:
-        raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
-    if backend == "cuda":
-        return backend
-    if reason is not None:
-        reason = f"'cuda' cannot run here: {reason}"
-    else:
-        reason = cuda.slow_reason(x, heads, taps)
-    if reason is None:
-        return "cuda"
-    if x.is_cuda:  # on a CPU nobody expects the kernels
-        _say_once(f"mixing backend 'auto' takes 'panels', since {reason}")
-    return "panels"
+from mixer.ops import choice, cuda, panels
 
 
 def _module(backend: str, x: Tensor, heads: int, taps: int):
-    return cuda if resolve_backend(backend, x, heads, taps) == "cuda" else reference
+    """The module whose four functions run for x."""
+    return {"cuda": cuda, "panels": panels}[choice.resolve_backend(backend, x, heads, taps)]
 
 
 @torch.library.custom_op("mixer::triangular_conv", mutates_args=())
@@ -73,7 +36,7 @@ def triangular_conv(
 def _(x, weight, bias, residual, backend):
     heads, taps = weight.shape[:2]
     tokens = x.shape[1]
-    packed = x.new_empty((heads, taps, tokens, reference.packed_columns(tokens)))
+    packed = x.new_empty((heads, taps, tokens, panels.packed_columns(tokens)))
     return torch.empty_like(x, memory_format=torch.contiguous_format), packed
 
 
@@ -98,17 +61,15 @@ def grad_weight(
     with_bias: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return _module(backend, x, heads, taps).grad_weight(
-        dy, x, context, taps, heads, dtype, with_bias
-    )
+    module = _module(backend, x, heads, taps)
+    return module.grad_weight(dy, x, context, taps, heads, dtype, with_bias)
 
 
 @grad_weight.register_fake
 def _(dy, x, context, taps, heads, dtype, with_bias, backend):
-    dbias_shape = (heads, context) if with_bias else (0,)
-    return dy.new_empty((heads, taps, context, context), dtype=dtype), dy.new_empty(
-        dbias_shape, dtype=dtype
-    )
+    dweight = dy.new_empty((heads, taps, context, context), dtype=dtype)
+    dbias = dy.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
+    return dweight, dbias
 
 
 def _setup_context(ctx, inputs, output):
@@ -128,8 +89,8 @@ def _save(ctx, x: Tensor, weight: Tensor, packed: Tensor) -> None:
 
 
 def _gradients(ctx, dy: Tensor | None, input_gradient, weight_gradient, *backend: str):
-    """Gradients for (x, weight, bias, residual, backend) by a module's functions, or by the
-    operators that take its name.
+    """Gradients for (x, weight, bias, residual, backend), by a backend module's functions or by the
+    operators, which take the backend's name as their last argument.
     """
     if dy is None:
         return None, None, None, None, None
@@ -140,13 +101,8 @@ def _gradients(ctx, dy: Tensor | None, input_gradient, weight_gradient, *backend
     if needs_weight or needs_bias:
         sizes = (ctx.context, ctx.taps, ctx.heads)
         dweight, dbias = weight_gradient(dy, x, *sizes, ctx.weight_dtype, needs_bias, *backend)
-    return (
-        dx,
-        dweight if needs_weight else None,
-        dbias if needs_bias else None,
-        dy if needs_residual else None,
-        None,
-    )
+    dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
+    return dx, dweight, dbias, dy if needs_residual else None, None
 
 
 def _backward(ctx, dy, _):
@@ -169,7 +125,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # Only under create_graph=True is there a graph to keep what follows out of.
+        # Gradients are enabled here only under create_graph=True: a second derivative is asked for.
         return (_eager_backward_once if torch.is_grad_enabled() else _eager_backward)(ctx, dy)
 
 
@@ -183,8 +139,8 @@ _eager_backward_once = torch.autograd.function.once_differentiable(_eager_backwa
 def apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, backend: str
 ) -> Tensor:
-    """y by the operator, or directly where nobody looks at the operator: outside the compiler and
-    its relatives.
+    """y by the operator, or by the plain autograd function where nobody needs to see an operator:
+    outside the compiler, dispatch modes and tensor subclasses.
     """
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     if plain and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:

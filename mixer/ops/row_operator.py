@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mixer.models.masked_mixer import plain
-from mixer.ops import cuda
+from mixer.ops import choice, cuda
 
 
 def mix_row(
@@ -52,9 +52,8 @@ def mix_row(
     _check(memory, x, weight, bias, residual, positions)
     if not torch.compiler.is_compiling():
         return _mix_row(memory, x, weight, bias, residual, positions, backend)
-    if needs_pytorch(
-        memory, x, weight, bias, residual
-    ):  # the compiler must see it: the operator is opaque, without a derivative
+    if choice.row_needs_pytorch(memory, x, weight, bias, residual):
+        # Not inside the operator, which is opaque to the compiler and has no derivative.
         return plain.mix_row(memory, x, weight, bias, residual, positions)
     return torch.ops.mixer.mix_row(memory, x, weight, bias, residual, positions, backend)
 
@@ -104,7 +103,7 @@ def _check(
 
 
 def _mix_row(memory, x, weight, bias, residual, positions, backend) -> Tensor:
-    if serves(memory, x, weight, bias, residual, backend):
+    if choice.row_kernel_serves(memory, x, weight, bias, residual, backend):
         return launch(memory, x, weight, bias, residual, positions)
     return plain.mix_row(memory, x, weight, bias, residual, positions)
 
@@ -119,31 +118,6 @@ def _(memory, x, weight, bias, residual, positions, backend):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def serves(
-    memory: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str
-) -> bool:
-    """Whether the kernel takes this call. The first time on a device it builds the kernels, which
-    no graph capture may do.
-    """
-    if not x.is_cuda or backend not in ("auto", "cuda") or weight.shape[1] != 1:
-        return False
-    if needs_pytorch(memory, x, weight, bias, residual):
-        return False
-    alike = memory.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
-    return alike and weight.dtype in (x.dtype, torch.float32) and cuda.unavailable_reason(x) is None
-
-
-def needs_pytorch(*tensors: Tensor | None) -> bool:
-    """Whether something is asked for that the kernel does not have: a gradient of one of these, or
-    autocast.
-    """
-    if torch.is_autocast_enabled(tensors[0].device.type):
-        return True
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
-
-
 def launch(
     memory: Tensor,
     x: Tensor,
@@ -152,7 +126,7 @@ def launch(
     residual: Tensor | None,
     positions: Tensor,
 ) -> Tensor:
-    """`mix_row` by the kernel, whose conditions `serves` has checked."""
+    """`mix_row` by the kernel, for arguments that `choice.row_kernel_serves` has accepted."""
     batch, heads, length, width = memory.shape
     if memory.stride()[2:] != (width, 1):
         raise ValueError(
@@ -172,7 +146,7 @@ def launch(
     params.weight, params.bias, params.bias_dtype = (
         weight.data_ptr(),
         bias.data_ptr(),
-        cuda.DTYPES[bias.dtype],
+        cuda.DTYPE_CODES[bias.dtype],
     )
     params.positions, params.positions_stride = (
         positions.data_ptr(),
@@ -203,8 +177,8 @@ def template(
     context: int,
 ) -> cuda.Params:
     params = cuda.Params(
-        batch=batch, channels=heads * width, context=context, heads=heads, taps=1, dtype=cuda.DTYPES[dtype],
-        weight_dtype=cuda.DTYPES[weight],
+        batch=batch, channels=heads * width, context=context, heads=heads, taps=1, dtype=cuda.DTYPE_CODES[dtype],
+        weight_dtype=cuda.DTYPE_CODES[weight],
     )  # fmt: skip
     cuda.add_device(params, index)
     return params

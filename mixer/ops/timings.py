@@ -1,8 +1,7 @@
-"""Times of `cuda` and `panels` measured on this machine, by which backend `auto` chooses: `python
--m mixer.ops.tune` takes them.
+"""The table of times of `cuda` and `panels` measured on this machine; backend `auto` chooses by it.
 
-One file for each GPU and each build of the kernels lies in the kernels' cache: other kernels, or
-another GPU, have no times until they are measured anew.
+`python -m mixer.ops.tune` measures and writes it. The kernels' cache holds one file for each GPU
+and each build of the kernels: other kernels, or another GPU, have no times until they are measured.
 """
 
 import dataclasses
@@ -16,16 +15,16 @@ from pathlib import Path
 
 from mixer.common.files import write_text
 
-# mixer.ops.build is imported where it is called: `python -m mixer.ops.build` must not find itself
-# imported already.
+# mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
+# module already imported.
 
 logger = logging.getLogger("mixer.ops")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What decides how long a call takes; `kernels` is which set of ours serves, by compute
-    capability (0: the portable one).
+    """What decides how long a call takes. `kernels`: the set of our kernels that serves, by the
+    compute capability that it is written for (0: the portable set).
     """
 
     dtype: str
@@ -51,34 +50,31 @@ class Row(Case):
 
     def describe(self) -> str:
         return (
-            f"{self.dtype}{' as tf32' if self.tf32 else ''}, {self.batch} x {self.tokens} tokens, {self.channels} channels, "
-            f"{self.heads} heads, kernel size {self.taps}: cuda {self.cuda_ms:.3f} ms, panels {self.panels_ms:.3f} ms"
+            f"{self.dtype}{' as tf32' if self.tf32 else ''}, {self.batch} x {self.tokens} tokens, "
+            f"{self.channels} channels, {self.heads} heads, kernel size {self.taps}: "
+            f"cuda {self.cuda_ms:.3f} ms, panels {self.panels_ms:.3f} ms"
         )
 
 
 def table_path(device: str, library: str) -> Path:
-    """Where the times of a GPU, by its name, and a build of the kernels, by the name of its
-    directory, are or would be.
+    """The file, which need not exist, for a GPU (its name) and a build of the kernels (the name of
+    its directory).
     """
     from mixer.ops import build
 
-    return (
-        build.cache_path()
-        / f"tuned-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}-{library}.json"
-    )
+    gpu = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return build.cache_path() / f"tuned-{gpu}-{library}.json"
 
 
 def write(path: Path, rows: list[Row], facts: dict) -> None:
-    """`facts` say for people what was measured."""
-    write_text(
-        path,
-        json.dumps(facts | {"rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n",
-    )
+    """Writes the table. `facts` tell a person who reads it what was measured."""
+    table = facts | {"rows": [dataclasses.asdict(row) for row in rows]}
+    write_text(path, json.dumps(table, indent=1) + "\n")
 
 
 @functools.cache
 def read(path: Path) -> tuple[Row, ...]:
-    """The measured rows, none where there is no table. What cannot be read is ignored, with a
+    """The measured rows; none without a table. A table that cannot be read is ignored, with a
     warning.
     """
     try:
@@ -87,14 +83,14 @@ def read(path: Path) -> tuple[Row, ...]:
         return ()
     except (OSError, ValueError, TypeError, KeyError) as error:
         logger.warning(
-            f"ignoring the measured times in {path}, which cannot be read ({type(error).__name__}: {error}); "
-            "measure anew with `python -m mixer.ops.tune`"
+            f"ignoring the measured times in {path}, which cannot be read "
+            f"({type(error).__name__}: {error}); measure anew with `python -m mixer.ops.tune`"
         )
         return ()
 
 
 def parse_row(values: dict) -> Row:
-    """Raises TypeError or ValueError where a value is missing, unknown, of another type or
+    """Raises TypeError or ValueError if a value is missing, unknown, of a wrong type or
     impossible.
     """
     row = Row(**values)
@@ -108,22 +104,18 @@ def parse_row(values: dict) -> Row:
 
 
 def nearest(rows: tuple[Row, ...], case: Case) -> Row | None:
-    """The row of the same type and kernels whose sizes differ by the least factor, all factors
-    multiplied; None without one.
+    """The row of the same type and kernels whose sizes are nearest (the product of the factors by
+    which they differ is least); None if there is none of this type and kernels.
     """
 
+    def kind(case: Case) -> tuple:
+        return case.dtype, case.tf32, case.kernels
+
+    def sizes(case: Case) -> tuple[int, ...]:
+        return case.tokens, case.channels, case.heads, case.taps
+
     def distance(row: Row) -> float:
-        pairs = (
-            (row.tokens, case.tokens),
-            (row.channels, case.channels),
-            (row.heads, case.heads),
-            (row.taps, case.taps),
-        )
+        pairs = zip(sizes(row), sizes(case), strict=True)
         return sum(abs(math.log2(measured / wanted)) for measured, wanted in pairs)
 
-    alike = [
-        row
-        for row in rows
-        if (row.dtype, row.tf32, row.kernels) == (case.dtype, case.tf32, case.kernels)
-    ]
-    return min(alike, key=distance, default=None)
+    return min((row for row in rows if kind(row) == kind(case)), key=distance, default=None)

@@ -1,14 +1,14 @@
-"""Measures our CUDA kernels against panels on the GPU at hand, for backend `auto` to take the
-faster one from then on:
+"""Measures our CUDA kernels against panels on this machine's GPU; backend `auto` then takes the
+faster one:
 
     python -m mixer.ops.tune
 
 It takes a minute or two. A forward and backward of each case is timed with bias and residual, after
-a check that both backends agree; `auto` looks up the measured case nearest to its own.
+a check that both backends agree. `auto` looks up the measured case nearest to its own.
 """
 
 import argparse
-import os
+import itertools
 import statistics
 from collections.abc import Callable
 
@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 
 from mixer.common.errors import UserError, run_command
-from mixer.ops import build, cuda, triangular_conv
-from mixer.ops import timings as tuned
+from mixer.ops import build, choice, cuda, timings, triangular_conv
 from mixer.ops.timings import Case, Row
 
 BATCH_TOKENS = 32768
+SIZES = itertools.product((128, 256, 512, 1024, 2048), (256, 1024))  # tokens, channels
 SHAPES = [  # (tokens, channels, heads, taps)
-    *(
-        (tokens, channels, 1, 1)
-        for tokens in (128, 256, 512, 1024, 2048)
-        for channels in (256, 1024)
-    ),
+    *((tokens, channels, 1, 1) for tokens, channels in SIZES),
     *((tokens, 1024, heads, taps) for tokens in (512, 2048) for heads, taps in ((4, 1), (1, 3))),
 ]
 BACKENDS = ("cuda", "panels")
@@ -36,9 +32,7 @@ MOST_APART = 2e-2  # relative: both backends round to the type, panels once more
 
 
 def types(capability: int) -> list[tuple[torch.dtype, bool]]:
-    """(dtype, whether as tf32) of all that a GPU is used for: before 8.0 there is neither bf16 nor
-    tf32.
-    """
+    """The (dtype, whether as tf32) that a GPU has: before 8.0 there is neither bf16 nor tf32."""
     if capability < 80:
         return [(torch.float16, False), (torch.float32, False)]
     return [
@@ -49,7 +43,7 @@ def types(capability: int) -> list[tuple[torch.dtype, bool]]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ measuring
+# ------------------------------------------------------------------------- measuring
 
 
 def measure(case: Case, dtype: torch.dtype, device: torch.device) -> Row:
@@ -60,8 +54,9 @@ def measure(case: Case, dtype: torch.dtype, device: torch.device) -> Row:
         apart = ((ours - theirs).norm() / theirs.norm()).item()
         if not apart <= MOST_APART:  # NaN is no result either
             raise UserError(
-                f"the kernels are wrong on this GPU: {name} is {apart:.1e} away from that of panels, for {case}. Use "
-                "model.mixing_backend=panels, and report what `python -m pytest tests/ops/test_ops_cuda.py` prints."
+                f"the kernels are wrong on this GPU: {name} is {apart:.1e} away from that of "
+                f"panels, for {case}. Use model.mixing_backend=panels, and report what "
+                "`python -m pytest tests/ops/test_ops_cuda.py` prints."
             )
     del results
     times = interleaved(steps)
@@ -79,9 +74,8 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]
         return torch.randn(shape, device=device, generator=generator)
 
     shape = (max(1, BATCH_TOKENS // case.tokens), case.tokens, case.channels)
-    weight = (
-        draw(case.heads, case.taps, case.tokens, case.tokens) * (case.tokens * case.taps) ** -0.5
-    )
+    weight = draw(case.heads, case.taps, case.tokens, case.tokens)
+    weight *= (case.tokens * case.taps) ** -0.5
     bias = draw(case.heads, case.tokens)
     return [draw(*shape).to(dtype), weight, bias, draw(*shape).to(dtype), draw(*shape).to(dtype)]
 
@@ -99,7 +93,7 @@ def step(tensors: list[Tensor], backend: str) -> Callable[[], list[Tensor]]:
 
 
 def interleaved(steps: dict[str, Callable]) -> dict[str, float]:
-    """Median milliseconds of each step, taken in turns, so that clocks and heat favour none."""
+    """Median milliseconds of each step, measured in turns, so that clocks and heat favour none."""
     counts = {name: max(1, int(ROUND_MS / milliseconds(call, 2))) for name, call in steps.items()}
     rounds = [
         {name: milliseconds(call, counts[name]) for name, call in steps.items()}
@@ -126,33 +120,21 @@ def measure_all(device: torch.device) -> list[Row]:
         for dtype, tf32 in types(cuda.device_facts(device.index)[0]):
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
             for tokens, channels, heads, taps in SHAPES:
-                kernels = cuda.kernels_capability(
-                    device.index, channels, heads, taps, cuda.DTYPES[dtype], tf32
-                )
-                name = str(dtype).removeprefix("torch.")
-                row = measure(
-                    Case(name, tf32, kernels, tokens, channels, heads, taps), dtype, device
-                )
-                rows.append(row)
-                print(line(row), flush=True)
+                case = choice.case_of(device.index, dtype, tf32, tokens, channels, heads, taps)
+                rows.append(measure(case, dtype, device))
+                print(line(rows[-1]), flush=True)
     finally:
         torch.set_float32_matmul_precision(before)
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the table
+# ------------------------------------------------------------------------- the table
 
-COLUMNS = (
-    "type",
-    "batch",
-    "tokens",
-    "channels",
-    "heads",
-    "kernel size",
-    "cuda ms",
-    "panels ms",
-    "auto takes",
-)
+COLUMNS = [
+    *("type", "batch", "tokens", "channels", "heads", "kernel size"),
+    *("cuda ms", "panels ms", "auto takes"),
+]
+WIDTHS = [15 if column == "type" else len(column) for column in COLUMNS]
 
 
 def cells(row: Row) -> list[str]:
@@ -162,14 +144,15 @@ def cells(row: Row) -> list[str]:
 
 
 def line(row: Row) -> str:
-    return "  ".join(
-        cell.rjust(max(len(column), 15 * (column == "type")))
-        for cell, column in zip(cells(row), COLUMNS, strict=True)
-    )
+    return aligned(cells(row))
 
 
 def heading() -> str:
-    return "  ".join(column.rjust(15 if column == "type" else 0) for column in COLUMNS)
+    return aligned(COLUMNS)
+
+
+def aligned(texts: list[str]) -> str:
+    return "  ".join(text.rjust(width) for text, width in zip(texts, WIDTHS, strict=True))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -177,23 +160,20 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m mixer.ops.tune", description="Measure cuda against panels on this GPU."
     )
     parser.parse_args(arguments)
-    if reason := cuda.unavailable_reason():
+    if reason := choice.unavailable_reason():
         raise UserError(f"there is nothing to measure: {reason}")
     device = torch.device("cuda", torch.cuda.current_device())
     build.cache_directory()  # an error now, not after measuring
     print(heading())
     rows = measure_all(device)
-    path = cuda.table_path(device.index)
+    path = choice.table_path(device.index)
     facts = {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
+        "kernels": cuda.build_name(device.index),
     }
-    tuned.write(
-        path,
-        rows,
-        facts | {"kernels": os.path.basename(os.path.dirname(cuda.kernels(device.index)._name))},
-    )
+    timings.write(path, rows, facts)
     print(f"written to {path}: backend 'auto' goes by it from now on")
 
 

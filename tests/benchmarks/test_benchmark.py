@@ -13,7 +13,7 @@ from launching import run_python
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
-from mixer.ops import panels as reference
+from mixer.ops import panels
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "token_mixing.py")
@@ -122,8 +122,8 @@ def test_measuring_needs_no_matplotlib(tmp_path):
     ids=["inaccurate", "unwritten", "short"],
 )
 def test_no_speedup_for_a_wrong_result(benchmark, monkeypatch, tmp_path, wrong, reason):
-    right = reference.forward
-    monkeypatch.setattr(reference, "forward", lambda *arguments: wrong(right, *arguments))
+    right = panels.forward
+    monkeypatch.setattr(panels, "forward", lambda *arguments: wrong(right, *arguments))
     result, text = measure(
         benchmark, monkeypatch, tmp_path / "wrong", "--operations", "forward,grad_input"
     )
@@ -147,14 +147,14 @@ def test_a_wrong_alternative_is_not_compared_with(benchmark, monkeypatch, tmp_pa
 
 
 def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
-    right = reference.grad_weight
+    right = panels.grad_weight
 
     def leaking(*arguments):
         dweight, dbias = right(*arguments)
         dweight[..., 0, -1] = 1e-30
         return dweight, dbias
 
-    monkeypatch.setattr(reference, "grad_weight", leaking)
+    monkeypatch.setattr(panels, "grad_weight", leaking)
     result, _ = measure(
         benchmark, monkeypatch, tmp_path / "leak", "--operations", "grad_weight,autograd"
     )

@@ -354,7 +354,7 @@ def test_probe_of_a_built_library_is_a_fact(one_gpu, cache, monkeypatch):
     library.write_bytes(b"")
     monkeypatch.setattr(machine.cuda, "kernels", lambda index: object())
     for reason in (None, "the kernels do not run"):
-        monkeypatch.setattr(machine.cuda, "device_reason", lambda index, reason=reason: reason)
+        monkeypatch.setattr(machine.choice, "device_reason", lambda index, reason=reason: reason)
         assert machine.gpu_facts(1, CACHE) == [
             diagnosis.Gpu("NVIDIA H200", (9, 0), (128.0, 256.0), str(library), True, reason)
         ]
@@ -413,6 +413,6 @@ def test_command_agrees_with_the_backend():
         text=True,
         timeout=300,
     )
-    reason = machine.cuda.device_reason(0)
+    reason = machine.choice.device_reason(0)
     assert "Traceback" not in result.stderr
     assert (result.returncode == 0) is (reason is None), result.stdout

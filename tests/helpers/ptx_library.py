@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mixer.ops.cuda import DTYPES, Params
+from mixer.ops.cuda import DTYPE_CODES, Params
 
 CODES = {
-    DTYPES[dtype]: name
-    for dtype, name in zip(DTYPES, ("f", "6__half", "13__nv_bfloat16"), strict=True)
+    DTYPE_CODES[dtype]: name
+    for dtype, name in zip(DTYPE_CODES, ("f", "6__half", "13__nv_bfloat16"), strict=True)
 }
 VOLTA = 70  # what mixer_kernels_capability says of the tensor core kernels; 0 of the portable ones
 

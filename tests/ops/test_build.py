@@ -19,7 +19,7 @@ from launching import start_python
 from toolchain import needs_nvcc
 
 from mixer.common.errors import UserError
-from mixer.ops import build, cuda
+from mixer.ops import build, choice, cuda
 
 ROOT = Path(build.__file__).parents[2]
 TINY = (
@@ -427,7 +427,7 @@ def test_user_without_home_needs_only_the_variable(tmp_path, monkeypatch):
 
 
 def test_cpu_tensor_is_told_why():
-    assert "x is on cpu" in cuda.unavailable_reason(torch.zeros(1, 1, 1))
+    assert "x is on cpu" in choice.unavailable_reason(torch.zeros(1, 1, 1))
 
 
 def test_driver_older_than_the_build_names_the_toolkit():
@@ -438,7 +438,7 @@ def test_driver_older_than_the_build_names_the_toolkit():
             lambda status: b"CUDA driver version is insufficient for CUDA runtime version"
         )
 
-    message = cuda.probe_message(Library(), 35, "NVIDIA X")
+    message = choice.probe_message(Library(), 35, "NVIDIA X")
     assert (
         "built with CUDA 13.0" in message
         and "supports 12.4" in message

@@ -11,7 +11,7 @@ import pytest
 import torch
 from toolchain import needs_nvcc
 
-from mixer.ops import build, cuda
+from mixer.ops import build, choice, cuda
 
 BLOCK = 64
 PROCESSORS = 132
@@ -116,7 +116,7 @@ def test_the_fastest_kernels_that_can_serve(
 ):
     params = cuda.Params(
         batch=2, tokens=512, context=512, columns=512, channels=channels, heads=heads, taps=taps,
-        dtype=cuda.DTYPES[getattr(torch, dtype)], capability=capability, processors=PROCESSORS, allow_tf32=tf32,
+        dtype=cuda.DTYPE_CODES[getattr(torch, dtype)], capability=capability, processors=PROCESSORS, allow_tf32=tf32,
     )  # fmt: skip
     assert library.mixer_kernels_capability(ctypes.byref(params)) == serving
 
@@ -142,8 +142,8 @@ def test_auto_leaves_slow_kernels_alone(library, monkeypatch, capability, dtype,
     monkeypatch.setattr(
         torch.cuda, "get_device_name", lambda index: "a GPU that nobody has measured"
     )
-    cuda.slow_reason_for.cache_clear()
+    choice.slow_reason_for.cache_clear()
     on_gpu = SimpleNamespace(dtype=dtype, shape=(2, 512, 1024), device=SimpleNamespace(index=0))
-    reason = cuda.slow_reason(on_gpu, heads=1, taps=taps)
-    cuda.slow_reason_for.cache_clear()
+    reason = choice.slow_reason(on_gpu, heads=1, taps=taps)
+    choice.slow_reason_for.cache_clear()
     assert reason is None if expected is None else expected in reason

@@ -13,8 +13,7 @@ from mix_row_cases import TYPES, case, exact
 from models import generate, lively_model, padded
 from toolchain import needs_nvcc
 
-from mixer.ops import build, cuda, mix_row
-from mixer.ops import row_operator as rows
+from mixer.ops import build, choice, cuda, mix_row, row_operator
 
 HERE = Path(__file__).parent
 PROCESSORS = {
@@ -102,7 +101,7 @@ def kernel(library, monkeypatch) -> list[str]:
         cuda, "add_device", lambda params, index: setattr(params, "processors", library.processors)
     )
     yield calls
-    rows.template.cache_clear()
+    row_operator.template.cache_clear()
 
 
 @needs_nvcc
@@ -113,7 +112,7 @@ def test_the_kernels_source_is_right_on_the_cpu(shape, dtype, weight_dtype, kern
         arguments = case(*shape, length, dtype, weight_dtype, ragged=length != 7)
         expected, written = exact(*arguments)
         memory, residual = arguments[0], arguments[4] if length != 1 else None
-        y = rows.launch(*arguments[:4], residual, arguments[5])
+        y = row_operator.launch(*arguments[:4], residual, arguments[5])
         expected = expected if residual is not None else expected - arguments[4].double()
         torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
         assert torch.equal(memory.double().nan_to_num(0), written)
@@ -124,7 +123,7 @@ def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
     memory, *inputs, _ = case(2, 1, 16, 7, torch.float32, torch.float32)
     before = memory.clone()
     for outside in (7, -1):
-        y = rows.launch(memory, *inputs, torch.tensor([[outside], [0]]))
+        y = row_operator.launch(memory, *inputs, torch.tensor([[outside], [0]]))
         assert y[0].isnan().all() and y[1].isfinite().all()
         assert torch.equal(memory[0].nan_to_num(0), before[0].nan_to_num(0))
 
@@ -136,7 +135,7 @@ def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
     settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
     expected = generate(model, ids, **settings)
     assert not kernel
-    monkeypatch.setattr(rows, "serves", lambda *arguments: True)
+    monkeypatch.setattr(choice, "row_kernel_serves", lambda *arguments: True)
     assert torch.equal(generate(model, ids, **settings), expected)
     assert len(kernel) == 3 * 2 * len(
         model.model.layers

@@ -10,8 +10,7 @@ from models import SETTINGS, generate, lively_model, padded, tokens
 from transformers import CompileConfig
 
 from mixer.models.masked_mixer.cache import MixingCache
-from mixer.ops import cuda, mix_row
-from mixer.ops import row_operator as rows
+from mixer.ops import choice, mix_row
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -29,7 +28,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    reason = cuda.unavailable_reason()
+    reason = choice.unavailable_reason()
     assert reason is None, reason
 
 
@@ -47,7 +46,7 @@ def test_as_near_to_fp64_as_the_type_allows(shape, dtype, weight_dtype, length):
     arguments = on_gpu(
         case(*shape, length, dtype, weight_dtype, ragged=length % 2 == 0 or shape[0] == 3)
     )
-    assert rows.serves(*arguments[:5], "auto")
+    assert choice.row_kernel_serves(*arguments[:5], "auto")
     expected, written = exact(*arguments)
     y = mix_row(*arguments)
     torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from mixer.models.masked_mixer import plain
-from mixer.ops import cuda, triangular_conv
-from mixer.ops import panels as reference
+from mixer.ops import choice, cuda, panels, triangular_conv
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -60,7 +59,7 @@ def kernels():
     """A failed build fails here, with its message, instead of letting other backends pass for the
     kernels.
     """
-    reason = cuda.unavailable_reason()
+    reason = choice.unavailable_reason()
     assert reason is None, reason
     if not PTX:
         yield
@@ -257,21 +256,21 @@ def test_raw_functions_match_panels(dtype, tokens):
         tokens, 96, 3, 2, 3, dtype, extra=5, integers=True, wide_weight=False
     )
     packed = cuda.pack(weight, tokens, dtype)
-    assert torch.equal(packed, reference.pack(weight, tokens, dtype))
+    assert torch.equal(packed, panels.pack(weight, tokens, dtype))
     assert packed.shape == (2, 3, tokens, (tokens + 7) // 8 * 8) and packed.is_contiguous()
     doubles = [tensor.double() for tensor in (x, packed, bias, residual, dy)]
     assert torch.equal(
-        cuda.forward(x, packed, bias, residual), reference.forward(*doubles[:4]).to(dtype)
+        cuda.forward(x, packed, bias, residual), panels.forward(*doubles[:4]).to(dtype)
     )
     assert torch.equal(
-        cuda.forward(x, packed, bias.float(), None), reference.forward(*doubles[:3], None).to(dtype)
+        cuda.forward(x, packed, bias.float(), None), panels.forward(*doubles[:3], None).to(dtype)
     )
     assert torch.equal(
-        cuda.grad_input(dy, packed), reference.grad_input(doubles[4], doubles[1]).to(dtype)
+        cuda.grad_input(dy, packed), panels.grad_input(doubles[4], doubles[1]).to(dtype)
     )
     for kind in {torch.float32, dtype}:
         ours = cuda.grad_weight(dy, x, tokens + 5, 3, 2, kind, True)
-        truth = reference.grad_weight(doubles[4], doubles[0], tokens + 5, 3, 2, torch.float64, True)
+        truth = panels.grad_weight(doubles[4], doubles[0], tokens + 5, 3, 2, torch.float64, True)
         assert all(
             a.dtype == kind and torch.equal(a, b.to(kind)) for a, b in zip(ours, truth, strict=True)
         )
@@ -525,7 +524,7 @@ def test_auto_takes_the_kernels():
     assert torch.equal(
         triangular_conv(x, weight, bias, residual), kernel_conv(x, weight, bias, residual)
     )
-    assert "float64" in cuda.unavailable_reason(x.double())
+    assert "float64" in choice.unavailable_reason(x.double())
 
 
 @not_from_ptx

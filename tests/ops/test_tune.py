@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.ops import build, cuda, operator, tune
-from mixer.ops import timings as tuned
+from mixer.ops import build, choice, cuda, timings, tune
 from mixer.ops.timings import Case, Row
 
 CASE = Case("float16", False, 70, tokens=512, channels=1024, heads=1, taps=1)
@@ -31,13 +30,13 @@ def v100(monkeypatch, tmp_path):
     """A V100 whose kernels lie in a cache of this test's own; `.build` may be changed."""
     state = SimpleNamespace(build=BUILD)
     monkeypatch.setenv("MIXER_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda, "unavailable_reason", lambda x=None: None)
+    monkeypatch.setattr(choice, "unavailable_reason", lambda x=None: None)
     monkeypatch.setattr(cuda, "device_facts", lambda index: (70, 80))
-    monkeypatch.setattr(
-        cuda,
-        "kernels_capability",
-        lambda index, channels, heads, taps, dtype, tf32: 70 * (dtype == 1),
-    )
+
+    def kernels_capability(index, dtype, tf32, channels, heads, taps):
+        return 70 if dtype == torch.float16 else 0
+
+    monkeypatch.setattr(choice, "kernels_capability", kernels_capability)
 
     def library(index):
         return SimpleNamespace(_name=str(build.cache_path() / state.build / build.LIBRARY))
@@ -52,9 +51,9 @@ def v100(monkeypatch, tmp_path):
 
 def forget() -> None:
     """What a new process would not know."""
-    cuda.slow_reason_for.cache_clear()
-    tuned.read.cache_clear()
-    operator._say_once.cache_clear()
+    choice.slow_reason_for.cache_clear()
+    timings.read.cache_clear()
+    choice.warn_once.cache_clear()
 
 
 def auto(
@@ -67,13 +66,13 @@ def auto(
     x = SimpleNamespace(
         dtype=dtype, shape=(2, tokens, channels), device=SimpleNamespace(index=0), is_cuda=True
     )
-    return operator.resolve_backend("auto", x, heads, taps)
+    return choice.resolve_backend("auto", x, heads, taps)
 
 
 def write(rows: list[Row]) -> Path:
     build.cache_directory()
-    path = cuda.table_path(0)
-    tuned.write(path, rows, {"device": "Tesla V100-SXM2-32GB"})
+    path = choice.table_path(0)
+    timings.write(path, rows, {"device": "Tesla V100-SXM2-32GB"})
     forget()
     return path
 
@@ -167,7 +166,7 @@ def test_the_command_measures_prints_and_writes(v100, monkeypatch, capsys):
     tune.main([])
     forget()
     printed = capsys.readouterr().out.splitlines()
-    path = cuda.table_path(0)
+    path = choice.table_path(0)
     assert printed[-1] == f"written to {path}: backend 'auto' goes by it from now on"
     assert len(printed) == 2 + 2 * len(
         tune.SHAPES

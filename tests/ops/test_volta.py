@@ -102,7 +102,9 @@ def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70, kernel_cache):
         for stem, (_, log) in compiled_for_sm_70.items()
     }
     library = PtxLibrary(cuda.load(str(build.library((9, 0)))), names, lambda *launch: 0)
-    for dtype, other, taps in itertools.product(cuda.DTYPES.values(), cuda.DTYPES.values(), (1, 3)):
+    for dtype, other, taps in itertools.product(
+        cuda.DTYPE_CODES.values(), cuda.DTYPE_CODES.values(), (1, 3)
+    ):
         params = cuda.Params(
             batch=2, tokens=129, channels=64, context=140, heads=2, taps=taps, columns=136, dtype=dtype, weight_dtype=other,
             gradient_dtype=other, dbias=16, capability=70, processors=80,
