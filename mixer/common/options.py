@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # The bounds in words, in the order in which a lower and an upper one are named.
@@ -25,7 +25,7 @@ HOLDS = {
 def option(
     default: Any,
     help: str,
-    choices: tuple[str, ...] = (),
+    choices: Collection[str] = (),
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,

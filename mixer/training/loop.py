@@ -4,8 +4,10 @@ import errno
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
@@ -29,8 +31,8 @@ from mixer.training.config import RunConfig, save_config
 from mixer.training.console import Console
 from mixer.training.guard import Guard, require_finite, where_not_finite
 from mixer.training.metrics import Metrics
-from mixer.training.objective import Objective, compile_objective, set_recompute
-from mixer.training.optim import build_optimizer, learning_rate, set_learning_rate
+from mixer.training.objective import Objective, compile_objective, compiled, set_recompute
+from mixer.training.optim import build_optimizer, check_optimizer, learning_rate, set_learning_rate
 from mixer.training.telemetry import Profiler, Timer
 from mixer.training.validation import validation_loss
 
@@ -79,6 +81,7 @@ def train(run: RunConfig) -> None:
 def _train(run: RunConfig, accelerator: Accelerator) -> None:
     device, main = accelerator.device, accelerator.is_main_process
     check_precision(device, run.train.mixed_precision)
+    check_optimizer(run.optim, accelerator)
     torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
     hosts, console = Hosts(accelerator), Console(accelerator, run.train.steps)
 
@@ -111,11 +114,13 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     set_recompute(model, run.train.recompute)
     objective = Objective(model).to(device).train()
     shape = (run.train.batch_size, context)
-    compile_objective(
+    is_compiled = compile_objective(
         objective, run.train.compile, run.train.cuda_graphs, shape, accelerator, hosts, console.say
     )
+    processes = dist.group.WORLD if hosts.processes > 1 else None
+    faster = partial(compiled, graphs=False) if is_compiled else lambda function: function
     parallel, prepared = accelerator.prepare(
-        objective, build_optimizer(model, run.optim)
+        objective, build_optimizer(model, run.optim, processes, faster)
     )  # DDP or FSDP, and autocast
     optimizer = prepared.optimizer  # torch's own, inside accelerate's
     if run.train.all_reduce == "copy_engines":

@@ -81,7 +81,7 @@ def compile_objective(
     accelerator: Accelerator,
     hosts: Hosts,
     say,
-) -> None:
+) -> bool:
     """torch.compile of every block and of the loss (`blocks`) or of everything at once (`model`),
     by a first pass of `shape`.
 
@@ -92,11 +92,11 @@ def compile_objective(
     To be called before DDP or FSDP wrap the objective. `blocks` compiles one block for all of them,
     and each hands its gradients to DDP when its own backward pass ends. Compiled forwards are
     attributes of the modules: the names of parameters stay. Shapes are fixed: another shape is
-    another compilation. Where compiling fails on any process, all go on without.
+    another compilation. Where compiling fails on any process, all go on without; returns whether it succeeded.
     """
     parts = compiled_parts(objective, how)
     if not parts:
-        return
+        return False
     if graphs:
         require_graphs(accelerator)
         objective.register_forward_pre_hook(begin_graphs)
@@ -115,13 +115,14 @@ def compile_objective(
     if not failures:
         replayed = f", {graphs_said()}" if graphs else ""
         say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s{replayed}")
-        return
+        return True
     for module, name in parts:
         delattr(module, name)
     say(
         f"train.compile={how} failed, the run goes on without: {failures[0]}. Nothing else changes; train.compile=no spares the "
         "attempt, and torch.compile needs a C++ compiler on a CPU, Triton and a C compiler on a GPU"
     )
+    return False
 
 
 def first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accelerator) -> None:

@@ -1,16 +1,34 @@
-"""AdamW with weight decay where it belongs, and the learning rate as a function of the step."""
+"""Which parameter is trained by which optimizer, and the learning rate as a function of the step.
+
+To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS.
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
 from torch import nn
 
+from mixer.common.errors import UserError
 from mixer.common.options import option
+from mixer.models.masked_mixer.modeling import TriangularConv
+from mixer.optimizers.adamw import AdamW
+from mixer.optimizers.muon import Muon
+from mixer.optimizers.together import Together
+
+OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 
 
 @dataclass
 class OptimConfig:
+    name: str = option(
+        "adamw",
+        "adamw, or muon for the matrices of linear layers with AdamW for all else",
+        choices=OPTIMIZERS,
+    )
     lr: float = option(5e-4, "peak learning rate", at_least=0)
     schedule: str = option(
         "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant")
@@ -19,35 +37,117 @@ class OptimConfig:
     min_lr_ratio: float = option(
         0.0, "final learning rate as a share of lr (cosine, linear)", at_least=0, at_most=1
     )
-    weight_decay: float = option(
-        0.01, "AdamW's; on weights alone, not on biases and norms", at_least=0
-    )
+    weight_decay: float = option(0.01, "on weights alone, not on biases and norms", at_least=0)
     beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
     beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
-
-
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices decay; biases and norms do not. (A mixing bias (heads, context)
-    is no matrix.)
-    """
-    vectors = {
-        id(parameter)
-        for name, parameter in model.named_parameters()
-        if name.endswith("bias") or parameter.ndim == 1
-    }
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {
-            "params": [p for p in parameters if id(p) not in vectors],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [p for p in parameters if id(p) in vectors], "weight_decay": 0.0},
-    ]
-    # Fused everywhere: it is the one that can skip a step on the device (see guard.py).
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+    momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
+    shared_lags: bool = option(
+        False, "mixing weights also learn as their lags: one number for each distance of tokens"
     )
+    shared_lags_lr: float = option(1.0, "the lags' learning rate as a multiple of lr", above=0)
+
+
+@dataclass
+class Kinds:
+    """The trainable parameters of a model, by what they are."""
+
+    matrices: list[nn.Parameter] = field(default_factory=list)  # of linear layers inside the blocks
+    mixing: list[nn.Parameter] = field(default_factory=list)  # (heads, taps, context, context)
+    embeddings: list[nn.Parameter] = field(default_factory=list)  # of tokens, input and output
+    vectors: list[nn.Parameter] = field(default_factory=list)  # biases and norms
+
+
+def kinds_of(model: nn.Module) -> Kinds:
+    """Sorts a model's parameters; a mixing bias (heads, context) counts as a vector."""
+    output = model.get_output_embeddings()
+    matrices = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not output
+    }
+    mixing = {id(module.weight) for module in model.modules() if isinstance(module, TriangularConv)}
+    kinds = Kinds()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in mixing:
+            kinds.mixing.append(parameter)
+        elif name.endswith("bias") or parameter.ndim == 1:
+            kinds.vectors.append(parameter)
+        elif id(parameter) in matrices:
+            kinds.matrices.append(parameter)
+        else:
+            kinds.embeddings.append(parameter)
+    return kinds
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: OptimConfig,
+    processes: dist.ProcessGroup | None = None,
+    compile: Callable[[Callable], Callable] = lambda function: function,
+) -> Together:
+    """The optimizer of a run.
+
+    Args:
+        model: with its parameters on their device.
+        processes: those that hold the same model and may share work; None for one process.
+        compile: what makes elementwise functions faster, such as torch.compile.
+    """
+    return Together(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
+
+
+def adamw(
+    kinds: Kinds, config: OptimConfig, processes: dist.ProcessGroup | None, compile: Callable
+) -> list[torch.optim.Optimizer]:
+    """AdamW for everything; weights decay, biases and norms do not."""
+    lags = config.shared_lags_lr if config.shared_lags else 0.0
+    decay = config.weight_decay
+    groups = [
+        {"params": kinds.matrices + kinds.embeddings, "weight_decay": decay},
+        {"params": kinds.mixing, "weight_decay": decay, "shared_lags": lags},
+        {"params": kinds.vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return [AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, compile)]
+
+
+def muon(
+    kinds: Kinds, config: OptimConfig, processes: dist.ProcessGroup | None, compile: Callable
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of linear layers, AdamW for the rest."""
+    rest = Kinds([], kinds.mixing, kinds.embeddings, kinds.vectors)
+    parts = adamw(rest, config, processes, compile)
+    if kinds.matrices:
+        settings = (config.lr, config.weight_decay, config.momentum)
+        parts.append(Muon(kinds.matrices, *settings, processes, compile))
+    return parts
+
+
+OPTIMIZERS |= {"adamw": adamw, "muon": muon}
+
+
+def check_optimizer(config: OptimConfig, accelerator: Accelerator) -> None:
+    """Raises UserError for an optimizer that cannot work on sharded parameters, where FSDP has
+    them.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return
+    needs_whole = {"optim.name": config.name != "adamw", "optim.shared_lags": config.shared_lags}
+    given = {"optim.name": config.name, "optim.shared_lags": config.shared_lags}
+    wrong = [f"{key} = {given[key]!r}" for key, whole in needs_whole.items() if whole]
+    if wrong:
+        raise UserError(
+            f"{' and '.join(wrong)} with FSDP, which shards the matrices that it works on; allowed "
+            "with FSDP: optim.name=adamw and optim.shared_lags=false; or launch with DDP, such as "
+            "configs/accelerate/1x8.yaml"
+        )
+
+
+def optimizer_identity(config: OptimConfig) -> dict[str, str | bool]:
+    """What a checkpoint's optimizer state belongs to: a resume must have the same."""
+    return {"optim.name": config.name, "optim.shared_lags": config.shared_lags}
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -68,5 +168,6 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Each group gets the rate times its own `lr_factor`, where it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_factor", 1.0)

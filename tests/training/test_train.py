@@ -102,12 +102,14 @@ def test_weight_decay_is_for_matrices_alone():
         ["model.hidden_size=16", "model.num_hidden_layers=1", "model.max_position_embeddings=8"],
     )
     model = MaskedMixerForCausalLM(model_config(run_config.model, 20, 0))
-    decayed, kept = (
-        {n for n, p in model.named_parameters() if any(p is q for q in group["params"])}
-        for group in build_optimizer(model, OptimConfig()).param_groups
-    )
-    assert kept == {n for n, _ in model.named_parameters() if n.endswith("bias") or "norm" in n}
-    assert "model.layers.0.mixing.conv.weight" in decayed
+    for name in ("adamw", "muon"):
+        groups = build_optimizer(model, OptimConfig(name=name)).param_groups
+        assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+        kept = [p for group in groups if group["weight_decay"] == 0 for p in group["params"]]
+        found = {n for n, p in model.named_parameters() if any(p is q for q in kept)}
+        assert found == {
+            n for n, _ in model.named_parameters() if n.endswith("bias") or "norm" in n
+        }
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_floor():

@@ -1,0 +1,127 @@
+"""Muon: momentum whose update is orthogonalized, for the matrices of linear layers.
+
+K. Jordan et al., https://kellerjordan.github.io/posts/muon. The scaling of J. Liu et al., arXiv
+2502.16982, section 2.2, gives an update the size that AdamW's has, so that one learning rate serves
+both.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mixer.optimizers.newton_schulz import iterate, normalized
+
+# Matrices are stacked to be multiplied together, up to so many elements: it bounds the memory.
+LARGEST_STACK = 1 << 26
+
+
+class Muon(torch.optim.Optimizer):
+    """The update of torch.optim.Muon(adjust_lr_fn="match_rms_adamw", nesterov=True), for many
+    matrices at once.
+
+    With G the gradient of a matrix of `rows` x `columns` and M its momentum:
+
+        M <- momentum M + (1 - momentum) G W <- (1 - lr weight_decay) W - 0.2 sqrt(max(rows,
+        columns)) lr O(momentum M + (1 - momentum) G)
+
+    O orthogonalizes (newton_schulz.py). Matrices of one shape go through it as one batch. The
+    processes of a data-parallel run, which hold the same gradients, share the matrices out and
+    exchange the results.
+
+    Args:
+        params: two-dimensional parameters, or groups of them; not sharded.
+        lr, weight_decay, momentum: see above.
+        group: the processes that share the work; None for this one alone.
+        compile: what makes the elementwise parts faster, such as torch.compile.
+
+    A step whose `found_inf` (set by GradScaler and by the guard) is 1 changes nothing.
+    """
+
+    _step_supports_amp_scaling = True  # see found_inf
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        group: dist.ProcessGroup | None = None,
+        compile: Callable[[Callable], Callable] = lambda function: function,
+    ):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.group = group
+        self.directions, self.apply = compile(directions), compile(apply)
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        for settings in self.param_groups:
+            by_shape = defaultdict(list)
+            for parameter in settings["params"]:
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append(parameter)
+            for shape, parameters in by_shape.items():
+                size = max(1, LARGEST_STACK // shape.numel())
+                for start in range(0, len(parameters), size):
+                    self._update(parameters[start : start + size], settings)
+
+    def _update(self, parameters: list[nn.Parameter], settings: dict) -> None:
+        """One step for matrices of one shape."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters]
+        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+        found_inf = getattr(self, "found_inf", None)
+        device = parameters[0].device
+        skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
+        stacked = self.directions(gradients, momenta, settings["momentum"], skip)
+        updates = self._orthogonalize(stacked)
+        rows, columns = parameters[0].shape
+        # A tensor: a compiled function would be compiled anew for another number.
+        rate = torch.full((), settings["lr"], device=device) * (1 - skip)
+        size = 0.2 * math.sqrt(max(rows, columns))
+        self.apply(parameters, updates, rate, settings["weight_decay"], size)
+
+    def _orthogonalize(self, stacked: Tensor) -> Tensor:
+        """`iterate`, each process for its share of the matrices."""
+        processes = dist.get_world_size(self.group) if self.group is not None else 1
+        if processes == 1:
+            return iterate(stacked)
+        share = -(-len(stacked) // processes)
+        first = dist.get_rank(self.group) * share
+        own = stacked.new_zeros(share, *stacked.shape[1:])
+        mine = stacked[first : first + share]
+        if len(mine):
+            own[: len(mine)] = iterate(mine)
+        every = stacked.new_empty(share * processes, *stacked.shape[1:])
+        dist.all_gather_into_tensor(every, own, group=self.group)
+        return every[: len(stacked)]
+
+
+def directions(
+    gradients: list[Tensor], momenta: list[Tensor], momentum: float, skip: Tensor
+) -> Tensor:
+    """Updates the momenta in place; returns Nesterov's directions `normalized`, (matrices, rows,
+    columns).
+
+    skip: 0 or 1 on the device; with 1 the gradients, which may not be finite, are not used.
+    """
+    found = []
+    for gradient, buffer in zip(gradients, momenta, strict=True):
+        gradient = torch.where(skip > 0, buffer, gradient)
+        buffer.copy_(torch.lerp(buffer, gradient, 1 - momentum))
+        found.append(normalized(torch.lerp(gradient, buffer, momentum)))
+    return torch.stack(found)
+
+
+def apply(
+    parameters: list[Tensor], updates: Tensor, rate: Tensor, weight_decay: float, size: float
+) -> None:
+    """W <- (1 - rate weight_decay) W - rate size U, in place."""
+    for parameter, update in zip(parameters, updates.unbind(), strict=True):
+        step = (update.to(parameter.dtype) * size + parameter * weight_decay) * rate
+        parameter.copy_(parameter - step)

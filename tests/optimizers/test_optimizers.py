@@ -1,0 +1,176 @@
+"""Promises of mixer/optimizers: Muon's and shared lags' updates are what they are said to be."""
+
+import pytest
+import torch
+from torch import nn
+
+from mixer.models.masked_mixer.plain import dense
+from mixer.optimizers.adamw import AdamW
+from mixer.optimizers.muon import Muon
+from mixer.optimizers.newton_schulz import A, B, C, orthogonalize
+from mixer.optimizers.shared_lags import diagonal_sums, toeplitz
+from mixer.optimizers.together import Together
+
+SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
+
+
+def newton_schulz(x: torch.Tensor) -> torch.Tensor:
+    """The iteration as its authors write it, in fp64."""
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    x = x.double() / x.double().norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = A * x + (B * gram + C * gram @ gram) @ x
+    return x
+
+
+def matrix(kind: str, rows: int, columns: int) -> torch.Tensor:
+    """Matrices whose singular values are alike, few and large, or spread over six powers of ten."""
+    x = torch.randn(rows, columns, dtype=torch.float64)
+    if kind == "low rank":
+        return torch.randn(rows, 4).double() @ torch.randn(4, columns).double() + 1e-3 * x
+    if kind == "spread":
+        left, values, right = torch.linalg.svd(x, full_matrices=False)
+        return left @ torch.diag(torch.logspace(0, -6, len(values)).double()) @ right
+    return x
+
+
+@pytest.mark.parametrize("kind", ("random", "low rank", "spread"))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", (1e-9, 1.0, 1e9))
+def test_orthogonalization_is_the_published_iteration(kind, shape, size):
+    torch.manual_seed(0)
+    x = matrix(kind, *shape)
+    wanted = newton_schulz(x)
+    for dtype, allowed in ((torch.float64, 1e-10), (torch.float32, 1e-3)):
+        found = orthogonalize((size * x).to(dtype)[None])[0]
+        assert (found - wanted).norm() <= allowed * wanted.norm(), dtype
+
+
+def test_a_gradient_of_zeros_moves_nothing():
+    assert (orthogonalize(torch.zeros(1, 8, 16)) == 0).all()
+
+
+def twins(shapes=SHAPES) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    values = [torch.randn(shape) for shape in shapes]
+    return tuple([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+
+
+@pytest.mark.parametrize(("products", "allowed"), (("as torch's, bf16", 0.04), ("fp64", 1e-3)))
+def test_muon_is_torchs_step_by_step(products, allowed, monkeypatch):
+    """torch does the products in bf16, which costs 1% of an update; with exact ones we are
+    equal.
+    """
+    if products == "fp64":
+        monkeypatch.setattr(
+            torch.optim._muon, "_zeropower_via_newtonschulz", lambda x, *_: newton_schulz(x)
+        )
+    torch.manual_seed(0)
+    ours, theirs = twins()
+    mine = Muon(ours, lr=0.01, weight_decay=0.1)
+    torchs = torch.optim.Muon(
+        theirs, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in range(6):
+        before = [parameter.detach().clone() for parameter in theirs]
+        for mine_, their in zip(ours, theirs, strict=True):
+            mine_.data.copy_(their.data)  # so that each step is compared by itself
+            mine_.grad = torch.randn_like(mine_) * 10.0**-step
+            their.grad = mine_.grad.clone()
+        mine.step()
+        torchs.step()
+        for a, b, old in zip(ours, theirs, before, strict=True):
+            assert (a - b).norm() <= allowed * (b - old).norm()
+
+
+class Mixing(nn.Module):
+    """A mixing weight W, or V + toeplitz(a) in its place."""
+
+    def __init__(self, weight: torch.Tensor, reparametrised: bool):
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+        self.lags = nn.Parameter(torch.zeros_like(weight[..., 0])) if reparametrised else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.lags is None else self.weight + toeplitz(self.lags)
+        return dense(x, weight, None, None)
+
+
+def test_shared_lags_are_training_of_a_weight_and_its_lags():
+    """Ten steps in fp64 of W by the optimizer, and of V and a by two AdamWs: the same function."""
+    torch.manual_seed(0)
+    weight = torch.randn(2, 3, 6, 6, dtype=torch.float64).tril()
+    one, two = Mixing(weight, False), Mixing(weight, True)
+    settings = {"betas": (0.9, 0.99), "eps": 1e-8}
+    ours = AdamW(
+        [{"params": [one.weight], "shared_lags": 0.5, "weight_decay": 0.0}], lr=0.05, **settings
+    )
+    theirs = torch.optim.AdamW(
+        [{"params": [two.weight], "lr": 0.05}, {"params": [two.lags], "lr": 0.025}],
+        weight_decay=0.0,
+        **settings,
+    )
+    for _ in range(10):
+        x, wanted = torch.randn(2, 4, 6, 8, dtype=torch.float64).unbind()
+        for model, optimizer in ((one, ours), (two, theirs)):
+            optimizer.zero_grad()
+            (model(x) - wanted).square().mean().backward()
+            optimizer.step()
+        whole = (two.weight + toeplitz(two.lags)).tril()
+        assert torch.allclose(one.weight.tril(), whole, rtol=1e-12, atol=1e-12)
+    assert (one.weight.triu(1) == 0).all()
+    assert two.lags.abs().mean() > 0.05  # the lags did learn
+
+
+def test_diagonal_sums():
+    x = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    sums = [x.diagonal(-lag, -2, -1).sum(-1) for lag in range(7)]
+    assert torch.allclose(diagonal_sums(x), torch.stack(sums, -1))
+
+
+class Momentum(torch.optim.SGD):
+    """An optimizer that knows nothing of `found_inf`."""
+
+
+def trained(found_inf: list[float]) -> list[torch.Tensor]:
+    """All parameters and moments after steps of which some are to be skipped, whose gradients are
+    NaN.
+    """
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(s)) for s in ((8, 16), (1, 1, 5, 5), (6,))]
+    matrices, mixing, vectors = parameters
+    adamw = AdamW(
+        [{"params": [mixing], "shared_lags": 1.0}, {"params": [vectors]}],
+        lr=0.1,
+        betas=(0.9, 0.99),
+        eps=1e-8,
+    )
+    optimizer = Together([adamw, Muon([matrices], lr=0.1, weight_decay=0.1)])
+    gradients = torch.Generator().manual_seed(1)
+    for bad in found_inf:
+        for parameter in parameters:
+            if bad:
+                parameter.grad = torch.full_like(parameter, float("nan"))
+            else:
+                parameter.grad = torch.randn(parameter.shape, generator=gradients)
+        optimizer.found_inf = torch.tensor(bad)
+        optimizer.step()
+    states = [optimizer.state[p][key] for p in parameters for key in sorted(optimizer.state[p])]
+    return [*(parameter.detach() for parameter in parameters), *states]
+
+
+def test_a_skipped_step_changes_nothing():
+    with_skips, without = trained([1.0, 0.0, 1.0, 1.0, 0.0]), trained([0.0, 0.0])
+    assert len(with_skips) == len(without) == 3 + 5 + 1 + 3
+    for a, b in zip(with_skips, without, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nan_never_reaches_a_weight_by_an_optimizer_that_cannot_skip():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = Together([Momentum([parameter], lr=0.1, momentum=0.9)])
+    parameter.grad = torch.full((3,), float("nan"))
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert torch.equal(parameter.detach(), torch.ones(3))
