@@ -1,4 +1,4 @@
-"""Masked mixers: language models whose token mixing is a learned triangular convolution (arXiv
+"""Masked mixers: language models that mix tokens by a learned triangular convolution (arXiv
 2409.01482).
 
 Importing this package registers the model with transformers' Auto classes.
@@ -6,6 +6,9 @@ Importing this package registers the model with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from mixer.common.errors import UserError
+from mixer.models.masked_mixer import cache
+from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM, MaskedMixerModel
 from mixer.ops import triangular_conv
@@ -15,7 +18,10 @@ __all__ = [
     "MaskedMixerConfig",
     "MaskedMixerForCausalLM",
     "MaskedMixerModel",
+    "MixingCache",
+    "UserError",
     "__version__",
+    "cache",
     "triangular_conv",
 ]
 
@@ -23,8 +29,8 @@ AutoConfig.register(MaskedMixerConfig.model_type, MaskedMixerConfig)
 AutoModel.register(MaskedMixerConfig, MaskedMixerModel)
 AutoModelForCausalLM.register(MaskedMixerConfig, MaskedMixerForCausalLM)
 
-# What save_pretrained writes carries its code, for trust_remote_code where this package is not
-# imported.
+# With these, save_pretrained copies the model's code beside the weights, for trust_remote_code
+# where this package is not installed.
 MaskedMixerConfig.register_for_auto_class()
 MaskedMixerModel.register_for_auto_class("AutoModel")
 MaskedMixerForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,113 +1,94 @@
-"""The model of a run, from its configuration: a masked mixer, or the Llama that it is compared
-with.
+"""The model of a run, built from its configuration: a masked mixer, or the Llama that masked mixers
+are compared with.
 """
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, fields
 
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from mixer.common.options import option, option_problems
 from mixer.models.llama import Llama
-from mixer.models.masked_mixer.configuration import MaskedMixerConfig, shape_problems
+from mixer.models.masked_mixer.configuration import (
+    MaskedMixerConfig,
+    MixerOptions,
+    shape_problems,
+)
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
-ARCHITECTURES = ("masked_mixer", "llama")
 MODELS = {MaskedMixerConfig: MaskedMixerForCausalLM, LlamaConfig: Llama}
 
 
-def _size(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class ModelConfig:
-    """Fields of MaskedMixerConfig or LlamaConfig; the vocabulary's size comes from the
-    tokenizer.
+class ModelConfig(MixerOptions):
+    """The section `model` of a run's configuration: the options of a masked mixer, and what a Llama
+    needs besides. The vocabulary's size is the tokenizer's.
     """
 
-    architecture: str = _size(
+    architecture: str = option(
         "masked_mixer",
-        "masked_mixer, or llama: a transformer to compare with, trained by the same loop",
+        "masked_mixer, or llama: a transformer to compare with, trained by the same loop; its "
+        "default intermediate_size is 8/3 x hidden_size, so that the three matrices of its MLP "
+        "have as many parameters as a mixer's two",
+        choices=("masked_mixer", "llama"),
     )
-    hidden_size: int = _size(1024, "channels of the residual stream")
-    num_hidden_layers: int = _size(16, "number of blocks")
-    max_position_embeddings: int = _size(512, "the context, in tokens")
-    intermediate_size: int | None = _size(
-        None,
-        "width of the MLP; null for 4 x hidden_size (llama, which has three matrices there: 8/3, for as many parameters)",
-    )
-    num_mixer_heads: int = _size(1, "groups of channels with a mixing weight each")
-    mixer_kernel_size: int = _size(1, "taps over the channels per pair of tokens")
-    mixer_expansion: bool = _size(False, "two triangular convolutions with a GELU between")
-    num_attention_heads: int | None = _size(None, "llama's heads; null for heads of 64 channels")
-    layer_norm_eps: float = _size(1e-5, "epsilon of every LayerNorm")
-    tie_word_embeddings: bool = _size(False, "use the embedding's weight in lm_head")
-    final_norm: bool = _size(False, "a LayerNorm before lm_head")
-    mixing_backend: str = _size(
-        "auto", "the switch: auto, cuda (our kernels), panels or dense (masked-weight matmul)"
+    num_attention_heads: int | None = option(
+        None, "attention heads of llama; null for heads of 64 channels", at_least=1
     )
 
 
-OF_MIXERS = (
-    "num_mixer_heads",
-    "mixer_kernel_size",
-    "mixer_expansion",
-    "final_norm",
-    "mixing_backend",
+# Options that both architectures have. All others of MixerOptions are of masked mixers alone.
+SHARED = (
+    *("hidden_size", "num_hidden_layers", "max_position_embeddings", "intermediate_size"),
+    *("layer_norm_eps", "tie_word_embeddings"),
 )
+OF_MIXERS = tuple(item.name for item in fields(MixerOptions) if item.name not in SHARED)
 OF_LLAMA = ("num_attention_heads",)
 
 
 def model_problems(model: ModelConfig) -> list[str]:
-    """Everything wrong with a model's configuration, a line each: KEY is VALUE, and what is
-    allowed.
-    """
-    if model.architecture not in ARCHITECTURES:
-        return [f"architecture is {model.architecture!r}; allowed: {', '.join(ARCHITECTURES)}"]
-    unused, defaults = (
-        OF_LLAMA if model.architecture == "masked_mixer" else OF_MIXERS,
-        ModelConfig(),
-    )
+    """One line for each rule that the options break together, each being allowed by itself."""
+    if option_problems(model):  # the rules below need options that are allowed by themselves
+        return []
+    is_mixer = model.architecture == "masked_mixer"
+    defaults = ModelConfig()
     problems = [
-        f"{name} is {getattr(model, name)!r}, which architecture {model.architecture} does not have; leave it out"
-        for name in unused
+        f"{name} is {getattr(model, name)!r}, which architecture {model.architecture} does not "
+        "have; leave it out"
+        for name in (OF_LLAMA if is_mixer else OF_MIXERS)
         if getattr(model, name) != getattr(defaults, name)
     ]
-    problems += shape_problems(model)
-    if model.architecture == "llama" and not problems:
+    problems += shape_problems(model) if is_mixer else []
+    if not is_mixer and not problems:
         heads = attention_heads(model)
-        if heads < 1 or model.hidden_size % (
-            2 * heads
-        ):  # a rotary embedding turns pairs of channels
+        if model.hidden_size % (2 * heads):  # a rotary embedding turns pairs of channels
             problems.append(
-                f"num_attention_heads is {heads}; allowed: 1 or more, that divide hidden_size {model.hidden_size} into heads of "
-                "an even number of channels"
+                f"num_attention_heads is {heads}; allowed: 1 or more, that divide hidden_size "
+                f"{model.hidden_size} into heads of an even number of channels"
             )
     return problems
 
 
 def attention_heads(model: ModelConfig) -> int:
-    return (
-        max(1, model.hidden_size // 64)
-        if model.num_attention_heads is None
-        else model.num_attention_heads
-    )
+    """The number of a Llama's heads: as configured, or as many as have 64 channels each."""
+    if model.num_attention_heads is None:
+        return max(1, model.hidden_size // 64)
+    return model.num_attention_heads
 
 
 def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) -> PreTrainedConfig:
-    """The configuration of the model as transformers has it, for a tokenizer's vocabulary."""
+    """The transformers configuration of a run's model, for a tokenizer's vocabulary."""
     common = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
     if model.architecture == "masked_mixer":
-        left_out = ("architecture", *OF_LLAMA)
-        return MaskedMixerConfig(
-            **common, **{key: value for key, value in asdict(model).items() if key not in left_out}
-        )
+        options = asdict(model)
+        for name in ("architecture", *OF_LLAMA):
+            del options[name]
+        return MaskedMixerConfig(**common, **options)
+    default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     return LlamaConfig(
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
         max_position_embeddings=model.max_position_embeddings,
-        intermediate_size=model.intermediate_size
-        or max(1, round(model.hidden_size * 8 / 3 / 64)) * 64,
+        intermediate_size=model.intermediate_size or default_width,
         num_attention_heads=attention_heads(model),
         rms_norm_eps=model.layer_norm_eps,
         tie_word_embeddings=model.tie_word_embeddings,
@@ -117,5 +98,5 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that trains a `model_config`."""
+    """The class of the model that `model_config` describes."""
     return MODELS[type(config)]

@@ -1,18 +1,21 @@
-"""The code that goes with every saved model, for `trust_remote_code=True` where this package is not
-imported: all of mixer/models/masked_mixer.
+"""The code that is saved beside every model: all files of mixer/models/masked_mixer.
 
-transformers' own save_pretrained finds these files by the relative imports of modeling.py. What
-writes a config.json by itself takes them from here.
+With it, `trust_remote_code=True` loads a saved model where this package is not installed.
+transformers' own save_pretrained copies these files by following the relative imports of
+modeling.py. Code that writes a config.json without it copies them by `write_code`.
 """
 
 import shutil
 from pathlib import Path
 
-CODE = Path(__file__).parent / "masked_mixer"
+CODE = tuple(
+    path
+    for path in sorted((Path(__file__).parent / "masked_mixer").glob("*.py"))
+    if path.name != "__init__.py"
+)
 
 
 def write_code(directory: Path) -> None:
-    """Copies the files that AUTO_MAP in a config.json names, and what they import."""
-    for file in sorted(CODE.glob("*.py")):
-        if file.name != "__init__.py":
-            shutil.copyfile(file, directory / file.name)
+    """Copies the code into a checkpoint directory."""
+    for file in CODE:
+        shutil.copyfile(file, directory / file.name)

@@ -87,7 +87,7 @@ def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, tmp_path
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "again").iterdir()} >= set(CODE)
+    assert {path.name for path in (tmp_path / "again").iterdir()} >= {path.name for path in CODE}
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path / "again"
     )  # with the package imported: its own class
@@ -277,7 +277,7 @@ def evaluate(directory: Path, *checkpoints: Path) -> list[dict]:
 
 def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path):
     last, given = finished / "step-12", tmp_path / "given"
-    assert {path.name for path in last.iterdir()} >= set(CODE)
+    assert {path.name for path in last.iterdir()} >= {path.name for path in CODE}
     export(last, given, "apache-2.0", "bf16")
     text = (given / "README.md").read_text()
     card = ModelCard(text)

@@ -102,5 +102,5 @@ def test_keys_of_the_other_architecture_are_refused():
         match="recompute = 'activation', which is for masked mixers; allowed for architecture llama",
     ):
         load_config(None, [LLAMA, "train.recompute=activation"])
-    with pytest.raises(UserError, match="architecture is 'gpt'; allowed: masked_mixer, llama"):
+    with pytest.raises(UserError, match="architecture = 'gpt'; allowed: masked_mixer, llama"):
         load_config(None, ["model.architecture=gpt"])

@@ -136,7 +136,7 @@ def test_a_profile_shows_the_time_in_token_mixing():
     [
         ({"num_mixer_heads": 3}, "does not divide hidden_size 16; allowed: 1, 2, 4, 8, 16"),
         ({"mixing_backend": "fast"}, "allowed: auto, cuda, panels, dense"),
-        ({"hidden_size": 0}, "hidden_size is 0; it must be an integer of at least 1"),
+        ({"hidden_size": 0}, "hidden_size is 0; allowed: an integer, 1 or more"),
     ],
 )
 def test_bad_shapes_are_refused(change, words):

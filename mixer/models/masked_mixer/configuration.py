@@ -1,12 +1,21 @@
-"""The shape of a masked mixer, as transformers saves and loads it."""
+"""The options of a masked mixer, and its configuration as transformers saves and loads it.
 
+An option is written once, as a field of `MixerOptions`. The configuration of a run (`model.*`), its
+checks and `python train.py --help` all come from there.
+
+This file is copied beside every saved model, so it imports nothing from the rest of the package.
+"""
+
+import dataclasses
 import math
+from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .plain import BACKENDS  # relative, as transformers asks of code that goes with a checkpoint
+from .plain import BACKENDS
 
-# the code beside a saved model that each of transformers' Auto classes finds with trust_remote_code
+# Which code beside a saved model each of transformers' Auto classes loads with trust_remote_code.
 AUTO_MAP = {
     "AutoConfig": "configuration.MaskedMixerConfig",
     "AutoModel": "modeling.MaskedMixerModel",
@@ -14,103 +23,137 @@ AUTO_MAP = {
 }
 
 
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    at_least: int | None = None,
+    above: int | None = None,
+) -> Any:
+    """A dataclass field with a default, a help text and the values that are allowed.
+
+    The metadata is that of `mixer.common.options.option`, which this file cannot import.
+    """
+    bounds = {"at_least": at_least, "above": above}
+    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+    metadata = {"help": help, "choices": choices, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class MixerOptions:
+    """The options of a masked mixer; the defaults are the flat mixer of arXiv 2409.01482."""
+
+    hidden_size: int = option(1024, "channels of the residual stream", at_least=1)
+    num_hidden_layers: int = option(16, "number of blocks", at_least=1)
+    max_position_embeddings: int = option(
+        512, "the context in tokens, and so the size of each mixing weight", at_least=1
+    )
+    intermediate_size: int | None = option(
+        None, "width of the MLP; null for the default, 4 x hidden_size", at_least=1
+    )
+    num_mixer_heads: int = option(
+        1,
+        "groups of channels with a mixing weight each; more than 1 adds linear projections before "
+        "and after",
+        at_least=1,
+    )
+    mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", at_least=1)
+    mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
+    layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
+    tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
+    final_norm: bool = option(False, "a LayerNorm before lm_head")
+    mixing_backend: str = option(
+        "auto",
+        "what computes the triangular convolutions: cuda (our kernels), panels (plain PyTorch), "
+        "dense (masked-weight matmul), or auto, the faster of cuda and panels",
+        choices=BACKENDS,
+    )
+
+
+@dataclass
+class ModelOptions(MixerOptions):
+    """MixerOptions and the vocabulary's size, which a run takes from its tokenizer."""
+
+    vocab_size: int = option(8000, "number of token ids", at_least=1)
+
+
+NAMES = tuple(item.name for item in dataclasses.fields(ModelOptions))
+
+
 class MaskedMixerConfig(PreTrainedConfig):
-    """Configuration of a masked mixer (arXiv 2409.01482, section 2); the defaults are the paper's
-    flat mixer.
+    """Configuration of a masked mixer (arXiv 2409.01482, section 2).
 
     Args:
-        vocab_size: number of token ids.
-        hidden_size: channels of the residual stream.
-        num_hidden_layers: number of blocks.
-        max_position_embeddings: the context in tokens; the model has no position embedding, the mixing weight has this size.
-        intermediate_size: width of the MLP; None for 4 x hidden_size.
-        num_mixer_heads: groups of channels with a mixing weight each; more than one adds an in- and an out-projection.
-        mixer_kernel_size: taps of the convolution over the channels, per pair of tokens.
-        mixer_expansion: two triangular convolutions with a GELU between, in place of one.
-        layer_norm_eps: epsilon of every LayerNorm.
-        tie_word_embeddings: use the embedding's weight in lm_head.
-        final_norm: a LayerNorm before lm_head.
-        mixing_backend: "auto", "cuda", "panels" or "dense", see `mixer.ops.triangular_conv`. Changes the speed alone.
+        options: any of the fields of ModelOptions, above, where each has its default and meaning.
+            All other keywords are those of transformers' PreTrainedConfig.
 
     Raises:
-        ValueError: a size or layer_norm_eps is not positive, the heads do not divide hidden_size, or the backend is unknown.
+        ValueError: a size or layer_norm_eps is not positive, the heads do not divide hidden_size,
+            or the backend is unknown.
     """
 
     model_type = "masked_mixer"
 
-    def __init__(
-        self,
-        vocab_size: int = 8000,
-        hidden_size: int = 1024,
-        num_hidden_layers: int = 16,
-        max_position_embeddings: int = 512,
-        intermediate_size: int | None = None,
-        num_mixer_heads: int = 1,
-        mixer_kernel_size: int = 1,
-        mixer_expansion: bool = False,
-        layer_norm_eps: float = 1e-5,
-        tie_word_embeddings: bool = False,
-        final_norm: bool = False,
-        mixing_backend: str = "auto",
-        **kwargs,
-    ):
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.max_position_embeddings = max_position_embeddings
-        self.intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
-        self.num_mixer_heads = num_mixer_heads
-        self.mixer_kernel_size = mixer_kernel_size
-        self.mixer_expansion = mixer_expansion
-        self.layer_norm_eps = layer_norm_eps
-        self.final_norm = final_norm
-        self.mixing_backend = mixing_backend
-        problems = shape_problems(self)
+    def __init__(self, **options):
+        given = {name: options.pop(name) for name in NAMES if name in options}
+        chosen = ModelOptions(**given)
+        problems = option_problems(chosen) or shape_problems(chosen)
         if problems:
             raise ValueError("; ".join(problems))
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        for name in NAMES:
+            setattr(self, name, getattr(chosen, name))
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__init__(tie_word_embeddings=chosen.tie_word_embeddings, **options)
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
-        """As transformers does, which by itself names no class but the one that is saved."""
+        """As in transformers, but with all of AUTO_MAP: transformers itself would name only the
+        class that is saved.
+        """
         self.auto_map = AUTO_MAP | (getattr(self, "auto_map", None) or {})
         super().save_pretrained(save_directory, **kwargs)
 
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "intermediate_size",
-    "num_mixer_heads",
-    "mixer_kernel_size",
-)
+def option_problems(options: ModelOptions) -> list[str]:
+    """One line for each option whose value is not allowed."""
+    return [
+        f"{item.name} is {getattr(options, item.name)!r}; allowed: {_allowed(item)}"
+        for item in dataclasses.fields(options)
+        if not _is_allowed(getattr(options, item.name), item)
+    ]
 
 
-def shape_problems(config) -> list[str]:
-    """Everything wrong with the values of `config` (any object with some of a MaskedMixerConfig's
-    fields), one line each.
-    """
-    problems = []
-    for name in SIZES:
-        value = getattr(config, name, 1)
-        if value is None and name == "intermediate_size":  # 4 x hidden_size
-            continue
-        if type(value) is not int or value < 1:
-            problems.append(f"{name} is {value!r}; it must be an integer of at least 1")
-    eps = getattr(config, "layer_norm_eps", 1.0)
-    if type(eps) not in (int, float) or not 0 < eps < math.inf:
-        problems.append(f"layer_norm_eps is {eps!r}; it must be a number above 0")
-    if problems:
-        return problems
-    hidden, heads = config.hidden_size, config.num_mixer_heads
-    if heads >= 1 and hidden % heads:
-        allowed = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
-        problems.append(
-            f"num_mixer_heads is {heads}, which does not divide hidden_size {hidden}; allowed: {allowed}"
-        )
-    if config.mixing_backend not in BACKENDS:
-        problems.append(
-            f"mixing_backend is {config.mixing_backend!r}; allowed: {', '.join(BACKENDS)}"
-        )
-    return problems
+def shape_problems(options: MixerOptions) -> list[str]:
+    """One line for each rule that options break together, each being allowed by itself."""
+    hidden, heads = options.hidden_size, options.num_mixer_heads
+    if hidden % heads == 0:
+        return []
+    allowed = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
+    return [
+        f"num_mixer_heads is {heads}, which does not divide hidden_size {hidden}; "
+        f"allowed: {allowed}"
+    ]
+
+
+def _is_allowed(value: Any, item: dataclasses.Field) -> bool:
+    choices, bounds = item.metadata["choices"], item.metadata["bounds"]
+    if choices:
+        return value in choices
+    if not bounds:  # true or false
+        return True
+    if value is None:
+        return item.default is None
+    types = (int, float) if item.type is float else (int,)
+    if type(value) not in types or not math.isfinite(value):
+        return False
+    return value >= bounds.get("at_least", -math.inf) and value > bounds.get("above", -math.inf)
+
+
+def _allowed(item: dataclasses.Field) -> str:
+    if item.metadata["choices"]:
+        return ", ".join(item.metadata["choices"])
+    bounds = item.metadata["bounds"]
+    if "at_least" in bounds:
+        return f"an integer, {bounds['at_least']} or more"
+    return f"a number above {bounds['above']}"
