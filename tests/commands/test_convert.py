@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from mixer.checkpoints.reference_format import from_reference, to_reference
 from mixer.common.errors import UserError
-from mixer.convert import from_reference, main, to_reference
+from mixer.convert import main
 from mixer.data.tokenizer import train_tokenizer
 
 VOCABULARY, HIDDEN, CONTEXT, BLOCKS = 50, 16, 12, 2
