@@ -7,8 +7,9 @@ from pathlib import Path
 
 from transformers import set_seed
 
+from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError, run_command
-from mixer.evaluation.evaluate import choose_device, load_checkpoint
+from mixer.evaluation.measure import choose_device
 
 
 def continuations(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mixer.common.errors import UserError
-from mixer.evaluation.measure import DTYPES, Place, Plan, measure
+from mixer.evaluation.measure import AUTOCAST_TYPES, Place, Plan, measure
 from mixer.models.masked_mixer.mixing import TriangularConv
 
 COMPARED_BACKENDS = ("dense", "panels", "cuda")  # the first is what the others are compared with
@@ -63,7 +63,9 @@ def check_causality(model, tokens: np.ndarray, plan: Plan, place: Place) -> dict
 
 def window_logits(model, inputs: torch.Tensor, dtype: str) -> torch.Tensor:
     """(1, tokens) -> (tokens, vocab) fp32."""
-    with torch.autocast(inputs.device.type, dtype=DTYPES[dtype], enabled=DTYPES[dtype] is not None):
+    with torch.autocast(
+        inputs.device.type, dtype=AUTOCAST_TYPES[dtype], enabled=AUTOCAST_TYPES[dtype] is not None
+    ):
         return model(input_ids=inputs).logits[0].float()
 
 

@@ -8,9 +8,18 @@ from pathlib import Path
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, load_checkpoint, weights_sha256
 from mixer.common.errors import UserError
+from mixer.common.files import check_writable, directory_for, place_for
 from mixer.evaluation.checks import check_causality, compare_backends
-from mixer.evaluation.measure import Plan, choose_device, join_processes, measure
-from mixer.evaluation.scoring import TokenScores, check_stride, evaluate_streams, evaluate_tokens
+from mixer.evaluation.measure import (
+    Plan,
+    choose_device,
+    end_processes,
+    is_first_process,
+    join_processes,
+    measure,
+)
+from mixer.evaluation.report import asked, evaluation_report, tell_apart, write_evaluation
+from mixer.evaluation.scoring import TokenScores, check_stride
 from mixer.evaluation.texts import (
     Text,
     limit,
@@ -22,15 +31,6 @@ from mixer.evaluation.texts import (
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.ops import BACKENDS
 
-__all__ = [
-    "EvalOptions",
-    "TokenScores",
-    "evaluate_checkpoint",
-    "evaluate_streams",
-    "evaluate_tokens",
-    "load_checkpoint",
-]
-
 FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
 LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
 
@@ -41,13 +41,15 @@ class EvalOptions:
 
     checkpoint: str = field(
         metadata={
-            "help": "a checkpoint, e.g. runs/demo/step-600, or any Hugging Face causal LM's directory"
+            "help": "a checkpoint, e.g. runs/demo/step-600, or the directory of any Hugging Face "
+            "causal LM"
         }
     )
     text: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "UTF-8 text files to score, a document each; of .jsonl and .parquet files each row is one"
+            "help": "UTF-8 text files to score, a document each; of .jsonl and .parquet files each "
+            "row is one"
         },
     )
     data: str = field(
@@ -80,7 +82,8 @@ class EvalOptions:
     last_window: str = field(
         default="short",
         metadata={
-            "help": "last window of a stream: short, or full: let it begin earlier, as long as the others"
+            "help": "last window of a stream: short, or full: let it begin earlier, as long as the "
+            "others"
         },
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
@@ -95,9 +98,32 @@ class EvalOptions:
     )
 
 
+def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
+    """Evaluates each checkpoint, prints the table and writes the report into `output`.
+
+    By default the report goes beside the first checkpoint, into a directory that no other
+    evaluation's report is in. Under `accelerate launch`, called by every process, the first one
+    prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known before is
+    raised before the first model is loaded.
+    """
+    for options in evaluations:
+        check_options(options)
+    directory = Path(output or directory_for(Path(evaluations[0].checkpoint), "eval"))
+    if is_first_process():
+        check_writable(directory)
+    results = tell_apart([evaluate_checkpoint(options) for options in evaluations])
+    if is_first_process():
+        if not output:
+            directory = place_for(results, directory, "report.json", asked)
+        print(evaluation_report(results))
+        write_evaluation(results, directory)
+        print(f"\nreport.json, report.md and loss_by_position.png are in {directory}")
+    end_processes()
+
+
 def exp_or_none(value: float) -> float | None:
-    """exp, or None where fp64 has no such number: word perplexity of an untrained model can be that
-    large.
+    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
+    model can be.
     """
     return math.exp(value) if value < 709 else None
 
@@ -114,23 +140,22 @@ def perplexities(scores: TokenScores, size: int, words: int) -> dict:
 
 
 def check_options(options: EvalOptions) -> None:
-    """Raises UserError for whatever is wrong before a model is loaded, so that no hour is lost on
-    the checkpoints before.
+    """Raises UserError for whatever can be found wrong before a model is loaded, so that no hour is
+    spent on other checkpoints first.
     """
     for name, least in (("batch_size", 1), ("max_tokens", 0), ("max_documents", 0)):
-        value = getattr(options, name)
+        value, meaning = getattr(options, name), "" if least else " (0: all)"
         if value < least:
-            raise UserError(
-                f"{name} {value} is too small: give {least} or more"
-                + ("" if least else " (0: all)")
-            )
+            raise UserError(f"{name} {value} is too small: give {least} or more{meaning}")
     if options.window is not None and options.window < 1:
         raise UserError(
-            f"window {options.window} is too small: give 1 or more tokens, at most the model's context"
+            f"window {options.window} is too small: give 1 or more tokens, "
+            "at most the model's context"
         )
     if options.stride is not None and options.stride < 1:
         raise UserError(
-            f"stride {options.stride} is too small, windows would never move on: give 1 or more, at most the window"
+            f"stride {options.stride} is too small, windows would never move on: give 1 or more, "
+            "at most the window"
         )
     choices = {"first_token": FIRST_TOKEN, "last_window": LAST_WINDOW, "backend": ("", *BACKENDS)}
     for name, allowed in choices.items():
@@ -141,7 +166,8 @@ def check_options(options: EvalOptions) -> None:
             )
     if sum(map(bool, (options.text, options.data, options.hub))) > 1:
         raise UserError(
-            "more than one text was given: give --text FILE..., --data DIR or --hub NAME, not both or all"
+            "more than one text was given: give --text FILE..., --data DIR or --hub NAME, "
+            "not both or all"
         )
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
@@ -151,7 +177,8 @@ def check_options(options: EvalOptions) -> None:
             raise UserError(f"{directory} does not say which data it was trained on: {give}")
         if not Path(data).is_dir():  # a relative one is of where training was started
             raise UserError(
-                f"{directory} was trained on the data in {data}, which is not here ({Path.cwd()}): {give}"
+                f"{directory} was trained on the data in {data}, which is not here "
+                f"({Path.cwd()}): {give}"
             )
 
 
@@ -165,7 +192,8 @@ def choose_window(options: EvalOptions, model) -> tuple[int, int]:
     window = options.window or context
     if window is None:
         raise UserError(
-            f"{options.checkpoint} does not say its context (max_position_embeddings): give --window N"
+            f"{options.checkpoint} does not say its context (max_position_embeddings): "
+            "give --window N"
         )
     if context is not None and window > context:
         raise UserError(
@@ -214,9 +242,8 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     check_options(options)
     directory = Path(options.checkpoint)
     model, tokenizer = load_checkpoint(directory, place.device, options.backend)
-    model.config.get_text_config().use_cache = (
-        False  # else a transformer keeps keys and values that nothing reads
-    )
+    # A transformer would keep keys and values that nothing reads.
+    model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
     plan = Plan(window, stride, options.last_window, options.batch_size, options.dtype)
     text = choose_text(options, window, tokenizer)
@@ -225,14 +252,13 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     scores, cost = measure(model, text.streams, plan, place)
     if not math.isfinite(scores.nats):
         raise UserError(
-            f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; if it stays, the checkpoint diverged"
+            f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
+            "if it stays, the checkpoint diverged"
         )
     is_mixer = isinstance(model.config, MaskedMixerConfig)
-    compared = (
-        compare_backends(model, text.streams, plan, place)
-        if options.compare_backends and is_mixer
-        else []
-    )
+    compared = []
+    if options.compare_backends and is_mixer:
+        compared = compare_backends(model, text.streams, plan, place)
     return {
         **describe_model(directory, model, tokenizer),
         **describe_text(text, tokenizer),
@@ -271,14 +297,14 @@ def describe_model(directory: Path, model, tokenizer) -> dict:
 
 
 def describe_text(text: Text, tokenizer) -> dict:
-    eos = tokenizer.eos_token_id
+    eos, eos_scored = tokenizer.eos_token_id, 0
+    if eos is not None:
+        eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
     return {
         "text": text.name,
         "bytes": text.bytes,
         "words": text.words,
         "sizes_counted_from": text.counted,
         "streams": len(text.streams),
-        "eos_scored": sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
-        if eos is not None
-        else 0,
+        "eos_scored": eos_scored,
     }

@@ -14,11 +14,11 @@ from mixer.evaluation.scoring import (
     TokenScores,
     add_processes,
     evaluate_streams,
-    token_nats,
+    score_batch,
     window_batches,
 )
 
-DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Plan:
 def choose_device(name: str, dtype: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise UserError(f"device {name!r} is unknown: choose auto, cpu or cuda")
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+    if dtype not in AUTOCAST_TYPES:
+        raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(AUTOCAST_TYPES)}")
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "device cuda was asked for and PyTorch sees no CUDA device: use --device cpu, or install a CUDA build"
@@ -91,7 +91,7 @@ def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict
     untimed. Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU, or
     on a CPU the peak of the whole process.
     """
-    dtype = DTYPES[plan.dtype]
+    dtype = AUTOCAST_TYPES[plan.dtype]
     on_gpu = place.device.type == "cuda"
     try:
         warm_up(model, streams, plan, place)
@@ -133,8 +133,8 @@ def warm_up(model, streams, plan: Plan, place: Place) -> None:
     inputs, targets = next(
         window_batches(streams, plan.window, plan.stride, plan.batch_size, plan.last_window)
     )
-    token_nats(
-        model, inputs.to(place.device), targets.to(place.device), DTYPES[plan.dtype]
+    score_batch(
+        model, inputs.to(place.device), targets.to(place.device), AUTOCAST_TYPES[plan.dtype]
     ).sum().item()
 
 

@@ -104,7 +104,7 @@ def collate(batch: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Te
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-def token_nats(
+def score_batch(
     model, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """-log p of each target in nats, (batch, tokens) fp64; zero where the target is -100."""
@@ -148,7 +148,7 @@ def evaluate_streams(
     try:
         for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
             inputs, targets = inputs.to(device), targets.to(device)
-            nats = token_nats(model, inputs, targets, dtype).sum(0).cpu().numpy()  # (tokens,)
+            nats = score_batch(model, inputs, targets, dtype).sum(0).cpu().numpy()  # (tokens,)
             scores.nats_by_position[: len(nats)] += nats
             scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
             scores.windows += len(inputs)

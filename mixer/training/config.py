@@ -7,7 +7,6 @@ values.
 
 import dataclasses
 import difflib
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mixer.checkpoints.checkpoint import CheckpointConfig
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.options import allowed_values, option, option_problems
+from mixer.common.yaml_file import Loader, read_yaml
 from mixer.data.corpus import DataConfig
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.metrics import LoggingConfig
@@ -142,55 +142,9 @@ def describe_options() -> str:
     return "\n".join(lines)
 
 
-def read_yaml(path: str | Path) -> dict:
-    """A file of sections with keys. Raises UserError where it cannot be read as that."""
-    try:
-        given = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        near = (
-            sorted(str(p) for p in Path(path).parent.glob("*.yaml"))
-            if Path(path).parent.is_dir()
-            else []
-        )
-        raise UserError(
-            f"no configuration file {path}; there are: {', '.join(near) or 'none beside it'}"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {error}") from None
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise UserError(
-            f"{path} holds a {type(given).__name__}; it must hold sections with keys, see configs/"
-        )
-    return given
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 5e-4 as text and no as false; people mean the number, and `mixed_precision:
-    no`, as in YAML 1.2.
-    """
-
-    yaml_implicit_resolvers = {
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if first in "tTfF" or tag != "tag:yaml.org,2002:bool"
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
 def _parse_value(key: str, text: str, problems: list[str]) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader) if text else ""
+        return yaml.load(text, Loader=Loader) if text else ""
     except yaml.YAMLError as error:
         problems.append(f"{key}: {text!r} cannot be read as a YAML value: {error}")
         return None

@@ -18,10 +18,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
 from mixer.evaluation.checks import check_causality
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, load_checkpoint
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.evaluation.measure import Place, Plan
 from mixer.evaluation.report import evaluation_report
 

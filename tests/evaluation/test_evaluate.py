@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from runpy import run_path
 
 import numpy as np
 import pytest
@@ -21,14 +20,10 @@ from mixer.convert import convert_back
 from mixer.data.corpus import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
-from mixer.evaluation.evaluate import (
-    EvalOptions,
-    evaluate_checkpoint,
-    evaluate_streams,
-    evaluate_tokens,
-)
+from mixer.eval import main as evaluate_main
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.evaluation.report import tell_apart, well_counted
-from mixer.evaluation.scoring import plan_windows
+from mixer.evaluation.scoring import evaluate_streams, evaluate_tokens, plan_windows
 from mixer.export import export
 from mixer.reporting.curves import plot_comparison, plot_loss_by_position, plot_training
 from mixer.reporting.metrics_file import read_metrics
@@ -228,17 +223,8 @@ def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
 def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
     checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "demo" / "step-7")
     for how in ([], ["--window", "16"], ["--stride", "8"], [], ["--window", "16"]):
-        run_path(str(ROOT / "eval.py"))["main"](
-            [
-                "--checkpoint",
-                str(checkpoint),
-                "--text",
-                str(run / "book.txt"),
-                "--device",
-                "cpu",
-                *how,
-            ]
-        )
+        options = ["--checkpoint", checkpoint, "--text", run / "book.txt", "--device", "cpu"]
+        evaluate_main([*map(str, options), *how])
     reports = sorted(checkpoint.parent.glob("eval-*/report.json"))
     assert [report.parent.name for report in reports] == [
         "eval-step-7",
@@ -267,7 +253,7 @@ def test_runs_of_one_name_in_two_places_are_called_by_their_paths(run, tmp_path)
 def test_where_no_results_can_go_is_said_before_they_are_computed(run, tmp_path, capsys):
     checkpoint, file = run / "demo" / "step-7", tmp_path / "file"
     file.touch()
-    for main in (run_path(str(ROOT / "eval.py"))["main"], inspect.main, representation.main):
+    for main in (evaluate_main, inspect.main, representation.main):
         with pytest.raises(
             UserError,
             match=f"results cannot go to {file}: of {file}, it is a file; choose another --output",

@@ -12,7 +12,8 @@ import torch
 import yaml
 from checkpoints import WORDS, documents, save_checkpoint
 
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, load_checkpoint
+from mixer.checkpoints.pretrained import load_checkpoint
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 
 pytest.importorskip(
     "lm_eval", reason="lm-eval is not installed: pip install -c constraints.txt -e .[eval]"

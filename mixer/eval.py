@@ -1,0 +1,74 @@
+"""Evaluate checkpoints: perplexity per token, word and byte, bits per byte, loss by position, speed
+and memory.
+
+The validation split of the run's own data:
+    python eval.py --checkpoint runs/demo/step-600
+Any UTF-8 text, with any causal LM beside it:
+    python eval.py --checkpoint runs/demo/step-600 gpt2 --text book.txt
+A data set of the hub:
+    python eval.py --checkpoint runs/demo/step-600 --hub Salesforce/wikitext \\
+        --subset wikitext-103-raw-v1
+The windows shared among the GPUs:
+    accelerate launch --multi_gpu eval.py --checkpoint runs/v100/step-200000
+The conventions of lm-evaluation-harness:
+    python eval.py ... --first-token eos --last-window full
+
+Without a checkout, `python -m mixer.eval` is the same command.
+"""
+
+import argparse
+from dataclasses import fields
+
+from mixer.common.errors import run_command
+from mixer.distributed.launch import start_asked_for_processes
+from mixer.evaluation.evaluate import FIRST_TOKEN, LAST_WINDOW, EvalOptions, evaluate
+from mixer.evaluation.measure import AUTOCAST_TYPES
+from mixer.ops import BACKENDS
+
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": AUTOCAST_TYPES,
+    "backend": BACKENDS,
+    "first_token": FIRST_TOKEN,
+    "last_window": LAST_WINDOW,
+}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """An option for each field of EvalOptions, and --output."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for option in fields(EvalOptions):
+        flag, how = "--" + option.name.replace("_", "-"), {"help": option.metadata["help"]}
+        if option.name == "checkpoint":
+            how |= {"nargs": "+", "required": True, "metavar": "DIR"}
+        elif option.name == "text":
+            how |= {"nargs": "+", "default": [], "metavar": "FILE"}
+        elif option.default is False:
+            how |= {"action": "store_true"}
+        elif option.name in CHOICES:
+            how |= {"default": option.default, "choices": list(CHOICES[option.name])}
+        elif isinstance(option.default, str):
+            how |= {"default": option.default, "metavar": "NAME"}
+        else:
+            how |= {"default": option.default, "type": int, "metavar": "N"}
+        parser.add_argument(flag, **how)
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="where the report goes (default: CHECKPOINT/../eval-<checkpoint>, "
+        "or beside another evaluation's report there eval-<checkpoint>-2, -3, ...)",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = vars(parse(arguments))
+    start_asked_for_processes()
+    checkpoints, output = given.pop("checkpoint"), given.pop("output")
+    evaluate([EvalOptions(checkpoint=path, **given) for path in checkpoints], output)
+
+
+if __name__ == "__main__":
+    run_command(main)
