@@ -1,8 +1,8 @@
-"""Preparation: documents -> token files, tokenizer and manifest, once.
+"""Prepares data, once: documents become token files, a tokenizer and a manifest.
 
-A directory of prepared data appears under its name only when complete: everything is written beside
+A directory of prepared data gets its name only when it is complete: everything is written beside
 it, flushed to the disk, then renamed. A process that is killed leaves nothing that could be taken
-for data.
+for prepared data.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ import numpy as np
 
 from mixer.common.errors import UserError
 from mixer.common.files import flush, flush_tree
-from mixer.data.corpus import DataConfig, check, documents, known_bytes, split_of
+from mixer.data.corpus import DataConfig, check, known_bytes, split_documents
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest
 from mixer.data.tokenizer import (
     digest,
@@ -33,12 +33,15 @@ from mixer.data.tokenizer import (
     vocabulary_size,
 )
 
-# The tokenizer is trained on at most so much text: enough for any vocabulary, and memory stays
-# flat.
+# The tokenizer is trained on at most this much text: enough for any vocabulary, and it limits the
+# memory.
 SAMPLE_BYTES = 100_000_000
 BATCH_CHARACTERS = 4 << 20  # text tokenised in one call
 REPORT_SECONDS = 5.0
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
+# Settings that data prepared by earlier versions does not have. They are recorded only where they
+# are set, so that such data, and checkpoints trained on it, still match.
+ADDED_LATER = ("validation_path", "validation_split")
 
 
 def prepare(config: DataConfig, progress=print) -> Manifest:
@@ -52,9 +55,8 @@ def prepare(config: DataConfig, progress=print) -> Manifest:
     holds anything else than data of the same settings; nothing is ever overwritten.
     """
     check(config)
-    if (
-        manifest := _existing(config)
-    ) is not None:  # before the lock, so that read-only prepared data can be used
+    # Before the lock, so that prepared data can be used where nothing can be written.
+    if (manifest := _existing(config)) is not None:
         return manifest
     directory = Path(config.directory).absolute()
     try:
@@ -63,15 +65,15 @@ def prepare(config: DataConfig, progress=print) -> Manifest:
             return _existing(config) or _make(config, directory, progress)
     except OSError as error:
         raise UserError(
-            f"preparing {config.directory} failed: {error}. Check that there is space and that the files named can be "
-            "read or written, or choose another data.directory"
+            f"preparing {config.directory} failed: {error}. Check that there is space and that the "
+            "files named can be read or written, or choose another data.directory"
         ) from error
 
 
 def _make(config: DataConfig, directory: Path, progress) -> Manifest:
     """Write everything beside `directory`, then give it that name. The lock is held."""
-    # The host is in the name as locks do not reach across machines on every shared file system: of
-    # this one, whoever wrote such a directory is dead, since we hold the lock.
+    # The host is in the name because locks do not reach across machines on every shared file
+    # system. On this host nobody writes such a directory any more, since we hold the lock.
     prefix = f"{directory.name}.partial-{socket.gethostname()}-"
     for stale in [path for path in directory.parent.iterdir() if path.name.startswith(prefix)]:
         shutil.rmtree(stale, ignore_errors=True)
@@ -97,34 +99,37 @@ def _existing(config: DataConfig) -> Manifest | None:
         return None
     if not (directory / "manifest.json").is_file():
         raise UserError(
-            f"data.directory {directory} exists and holds other files, no prepared data; choose another data.directory"
+            f"data.directory {directory} exists and holds other files, no prepared data; choose "
+            "another data.directory"
         )
     manifest = Manifest.load(directory)
     wanted, found = _settings(config), manifest.settings
     changed = [
-        f"  data.{name}: prepared with {found.get(name)!r}, now {wanted.get(name)!r}"
+        f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
         for name in sorted(wanted | found)
         if found.get(name) != wanted.get(name)
     ]
     if changed:
         raise UserError(
-            f"data.directory {directory} was prepared with other settings:\n"
-            + "\n".join(changed)
-            + "\n"
-            "Choose another data.directory, set these back, or delete the directory to prepare it anew"
+            f"data.directory {directory} was prepared with other settings:\n{''.join(changed)}"
+            "Choose another data.directory, set these back, or delete the directory to prepare it "
+            "anew"
         )
     manifest.verify(directory)
     return manifest
 
 
 def _settings(config: DataConfig) -> dict:
-    return {name: value for name, value in asdict(config).items() if name not in NOT_COMPARED}
+    """What the manifest records: the settings that decide what is written."""
+    settings = asdict(config).items()
+    left_out = {*NOT_COMPARED, *(name for name in ADDED_LATER if not getattr(config, name))}
+    return {name: value for name, value in settings if name not in left_out}
 
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the system drops when this process dies. Removing it would be a
-    race: it stays.
+    """Hold an exclusive lock on a file. The system drops it when this process dies. The file is
+    left there, since removing it would be a race.
     """
     with open(file, "a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -132,9 +137,8 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _write(config: DataConfig, partial: Path, progress) -> Manifest:
-    """Tokenizer, token files and manifest into `partial`."""
-    # The tokenizer's own threads do the work. They start once in a process: only its first use sets
-    # their number.
+    """Write tokenizer, token files and manifest to `partial`."""
+    # The tokenizer's own threads do the work. Their number is read once in a process, at first use.
     if config.workers:
         os.environ["RAYON_NUM_THREADS"] = str(config.workers)
     tokenizer_bytes = 0
@@ -162,9 +166,8 @@ def _write(config: DataConfig, partial: Path, progress) -> Manifest:
         "settings": _settings(config),
         "splits": splits,
     }
-    known = json.dumps(
-        values | {"splits": {name: asdict(split) for name, split in splits.items()}}, sort_keys=True
-    )
+    counts = {name: asdict(split) for name, split in splits.items()}
+    known = json.dumps(values | {"splits": counts}, sort_keys=True)
     manifest = Manifest(**values, fingerprint=hashlib.sha256(known.encode()).hexdigest())
     (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
@@ -178,8 +181,8 @@ def _train(config: DataConfig, progress):
 
     def sample():
         nonlocal seen, truncated
-        for index, text in enumerate(documents(config)):
-            if split_of(index, text, config.validation_fraction) != "train":
+        for split, text in split_documents(config):
+            if split != "train":
                 continue
             if seen >= SAMPLE_BYTES:
                 truncated = True
@@ -189,14 +192,11 @@ def _train(config: DataConfig, progress):
 
     tokenizer = train_tokenizer(sample(), config.vocab_size)
     part = "the first " if truncated else ""
+    too_small = len(tokenizer) < config.vocab_size
+    note = f" (the corpus is too small for {config.vocab_size})" if too_small else ""
     progress(
         f"tokenizer: {len(tokenizer)} tokens, trained on {part}{seen / 1e6:.1f} MB "
-        f"in {time.perf_counter() - began:.1f} s"
-        + (
-            f" (the corpus is too small for {config.vocab_size})"
-            if len(tokenizer) < config.vocab_size
-            else ""
-        )
+        f"in {time.perf_counter() - began:.1f} s{note}"
     )
     return tokenizer, seen
 
@@ -207,15 +207,14 @@ def _tokenise(config: DataConfig, encode, writers: dict[str, "_SplitWriter"], pr
     waiting = 0
 
     def flush():
-        for (writer, _, ends), ids in zip(
-            batch, encode([text for _, text, _ in batch]), strict=True
-        ):
+        encoded = encode([text for _, text, _ in batch])
+        for (writer, _, ends), ids in zip(batch, encoded, strict=True):
             writer.add(ids, ends)
         batch.clear()
 
     with _Meter(known_bytes(config), progress) as meter:
-        for index, text in enumerate(documents(config)):
-            writer = writers[split_of(index, text, config.validation_fraction)]
+        for split, text in split_documents(config):
+            writer = writers[split]
             writer.count(text)
             parts = list(pieces(text))
             batch += [(writer, part, number == len(parts)) for number, part in enumerate(parts, 1)]
@@ -229,8 +228,8 @@ def _tokenise(config: DataConfig, encode, writers: dict[str, "_SplitWriter"], pr
 
 
 class _SplitWriter:
-    """Streams one split's tokens and document ends to their files, counting and hashing on the
-    way.
+    """Writes one split's tokens and document ends to their files as a stream, and counts and hashes
+    them.
     """
 
     def __init__(self, directory: Path, name: str, dtype: str, eos: int):
@@ -268,8 +267,8 @@ class _SplitWriter:
 
 
 class _Meter:
-    """How far the tokenising is: a bar on a terminal, else a line every few seconds; one line at
-    the end.
+    """Reports the progress of tokenising: a bar on a terminal, else a line every few seconds. At
+    the end it gives one line in either case.
     """
 
     def __init__(self, total: int | None, progress):
@@ -281,9 +280,8 @@ class _Meter:
         if self.progress is print and sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.bar = Progress(
-                BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-            )
+            columns = BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+            self.bar = Progress(*columns)
             self.task = self.bar.add_task("", total=self.total)
             self.bar.start()
         return self
@@ -294,10 +292,9 @@ class _Meter:
 
     def report(self, writers, last: bool = False) -> None:
         now = time.perf_counter()
-        documents, size, tokens = (
-            sum(getattr(writer, name) for writer in writers)
-            for name in ("documents", "bytes", "tokens")
-        )
+        documents = sum(writer.documents for writer in writers)
+        size = sum(writer.bytes for writer in writers)
+        tokens = sum(writer.tokens for writer in writers)
         seconds = max(now - self.began, 1e-9)
         line = (
             f"tokenised: {documents} documents, {size / 1e6:.1f} MB, {tokens / 1e6:.2f} M tokens "
@@ -311,8 +308,8 @@ class _Meter:
 
 
 def _publish(partial: Path, directory: Path) -> None:
-    """Flush every file and folder of `partial` to the disk, then give it its name. FileExistsError
-    if that is taken.
+    """Flush every file and folder of `partial` to the disk, then give it its name. Raises
+    FileExistsError if the name is taken.
     """
     flush_tree(partial)
     try:

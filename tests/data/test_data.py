@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.data.corpus import DataConfig, documents, split_of
+from mixer.data.corpus import DataConfig, documents, split_documents, split_of
 from mixer.data.manifest import Manifest
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
@@ -31,6 +31,7 @@ from mixer.data.tokenizer import (
     train_tokenizer,
 )
 
+WRITTEN_BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
 HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
 
 
@@ -81,7 +82,7 @@ def decoded_documents(directory, split: str) -> list[str]:
     ]
 
 
-# --- sources ----------------------------------------------------------------------------------------------------------
+# --- sources -----------------------------------------------------------------
 
 
 def test_builtin_corpus_is_prepared_from_the_running_python(tmp_path):
@@ -188,7 +189,7 @@ def test_source_errors_say_what_to_do(tmp_path):
         refused("validation_fraction = .*; allowed: above 0", validation_fraction=fraction)
 
 
-# --- splits -----------------------------------------------------------------------------------------------------------
+# --- splits ------------------------------------------------------------------
 
 
 def test_split_keeps_copies_together_and_has_the_asked_share():
@@ -207,7 +208,78 @@ def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
     assert not Path(single.directory).exists()
 
 
-# --- tokenizer --------------------------------------------------------------------------------------------------------
+def test_a_validation_text_of_its_own_is_all_of_the_validation_split(tmp_path):
+    train, held_out = made_texts(20), [*made_texts(3, seed=1), HARD]
+    file = corpus(tmp_path / "held out", held_out)
+    prepare(config_of(tmp_path, [*train, held_out[0]], validation_fraction=0.5), quiet)
+    with_share = Manifest.load(tmp_path / "prepared").fingerprint
+    own = dict(validation_path=str(file), validation_fraction=0.01, max_documents=21)
+    config = config_of(tmp_path, None, path=str(tmp_path / "texts"), **own)
+    config.directory = str(tmp_path / "own")
+    manifest = prepare(config, quiet)
+    assert manifest.fingerprint != with_share
+    for split, texts in (("train", [*train, held_out[0]]), ("validation", held_out)):
+        assert decoded_documents(config.directory, split) == texts
+        counts = manifest.splits[split]
+        assert counts.documents == len(texts)
+        assert counts.bytes == sum(len(text.encode()) for text in texts)
+    assert manifest.tokenizer_bytes == manifest.splits["train"].bytes
+    assert prepare(config, quiet) == manifest
+    elsewhere = dataclasses.replace(config, validation_path=str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match="data.validation_path: prepared with '.*/held out', now"):
+        prepare(elsewhere, quiet)
+    one = dataclasses.replace(config, max_documents=1, directory=str(tmp_path / "one"))
+    counts = prepare(one, quiet).splits
+    assert [split.documents for split in counts.values()] == [1, 4]
+
+
+def test_a_validation_text_may_be_rows_of_a_file_or_a_split_of_the_hub(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    (tmp_path / "test.jsonl").write_text('{"text": "held out"}\n')
+    rows = dict(source="jsonl", path=str(tmp_path / "tr*.jsonl"))
+    rows["validation_path"] = str(tmp_path / "test.jsonl")
+    hub = dict(source="hub", path=str(tmp_path), validation_split="test")
+    for settings in (rows, hub):
+        config = DataConfig(**settings, vocab_size=300)
+        found = list(split_documents(config))
+        assert found == [("train", "a b"), ("train", "c"), ("validation", "held out")]
+
+
+def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_path):
+    path = str(corpus(tmp_path / "texts", ["a", "b"]))
+    settings = dict(source="text", path=path, directory=str(tmp_path / "prepared"))
+
+    def refused(match, **changes):
+        with pytest.raises(UserError, match=match):
+            prepare(DataConfig(**(settings | changes)), lambda line: pytest.fail(line))
+        assert not (tmp_path / "prepared").exists()
+        assert not list(tmp_path.glob("prepared.partial-*"))
+
+    refused("correct data.validation_path", validation_path=str(tmp_path / "missing"))
+    (tmp_path / "blank.txt").write_text("\n")
+    refused("no document with text in .*blank", validation_path=str(tmp_path / "blank.txt"))
+    both = dict(validation_path=path, validation_fraction=0.2)
+    refused("Leave out data.validation_fraction .* or data.validation_path", **both)
+    refused("00001.txt belongs to both", validation_path=f"{path}/00001.txt")
+    refused("source 'builtin' cannot read", source="builtin", path="", validation_path=path)
+    refused("set data.validation_split instead", source="hub", validation_path="test")
+    refused("for files, set data.validation_path", validation_split="test")
+    refused("both 'train'", source="hub", validation_split="train")
+    (tmp_path / "texts" / "train.jsonl").write_text('{"text": "a"}\n')
+    refused("Bad split: nope.*data.validation_split", source="hub", validation_split="nope")
+
+
+def test_data_prepared_before_there_were_validation_texts_is_used_as_it_is(tmp_path):
+    shutil.copytree(WRITTEN_BEFORE / "data", tmp_path / "data")
+    before = Manifest.load(tmp_path / "data")
+    config = DataConfig(**before.settings, directory=str(tmp_path / "data"))
+    assert prepare(config, lambda line: pytest.fail(line)) == before
+    with pytest.raises(UserError, match="data.validation_path: prepared with '', now 'other'"):
+        changed = dict(validation_path="other", validation_fraction=0.01)
+        prepare(dataclasses.replace(config, **changed), quiet)
+
+
+# --- tokenizer ---------------------------------------------------------------
 
 
 def test_trained_tokenizer_is_exactly_reversible_and_deterministic():
@@ -271,7 +343,7 @@ def test_a_huge_document_is_cut_into_pieces_and_comes_back(tmp_path):
     assert decoded_documents(tmp_path / "prepared", "train") == [huge]
 
 
-# --- preparation ------------------------------------------------------------------------------------------------------
+# --- preparation -------------------------------------------------------------
 
 
 def test_every_document_comes_back_and_the_counts_are_true(tmp_path):
@@ -425,7 +497,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_passes_for_data(tmp_path, proc
     assert not list(tmp_path.glob("prepared.partial-*"))
 
 
-# --- token files ------------------------------------------------------------------------------------------------------
+# --- token files -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -524,7 +596,7 @@ def test_a_model_with_a_smaller_vocabulary_is_refused(prepared):
         file.check_vocabulary(299)
 
 
-# --- order ------------------------------------------------------------------------------------------------------------
+# --- order -------------------------------------------------------------------
 
 
 def test_each_epoch_is_another_permutation_and_depends_on_the_seed():
