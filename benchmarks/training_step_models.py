@@ -7,7 +7,8 @@ other on a GPU and their rounds can interleave.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.comparison.no_mixing import NoMixing
+from mixer.models.architecture import ModelConfig, model_config
+from mixer.models.llama import Llama
 from mixer.training.guard import Guard
 from mixer.training.objective import (
     Objective,
@@ -37,7 +40,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Form:
-    """`model`: ours, without (ours, mixing removed), matmul, conv1d, limit (clean ones) or
+    """`model`: ours, without (ours, mixing removed), llama, matmul, conv1d, limit (clean ones) or
     reference.
     """
 
@@ -47,6 +50,7 @@ class Form:
     compile: str = "no"  # ours: no, blocks, model; others: no, model
     recompute: str = "none"
     graphs: bool = False  # ours, compiled: replayed as CUDA graphs
+    optim: dict = field(default_factory=dict)  # options other than the defaults: AdamW
 
 
 FORMS = {
@@ -70,6 +74,17 @@ FORMS = {
     "reference": Form("the reference implementation's form, eager", "reference"),
     "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),
     "block": Form("blocks, each block computed again", compile="blocks", recompute="block"),
+    "lags": Form("blocks, shared lags", compile="blocks", optim={"shared_lags": True}),
+    "muon": Form("blocks, Muon", compile="blocks", optim={"name": "muon"}),
+    "recipe": Form(
+        "blocks, Muon and shared lags",
+        compile="blocks",
+        optim={"name": "muon", "shared_lags": True},
+    ),
+    "llama": Form(
+        "Llama of this width, heads of 128, each block compiled", "llama", compile="blocks"
+    ),
+    "llama_muon": Form("llama, Muon", "llama", compile="blocks", optim={"name": "muon"}),
     "eager_activation": Form("eager, the GELU computed again", recompute="activation"),
 }
 DEFAULT_FORMS = (
@@ -93,10 +108,13 @@ class Step:
     def __init__(self, form: Form, size: Size, device: str, memory: "SharedMemory"):
         self.device = device
         self.module = build(form, size, device)
-        self.optimizer = build_optimizer(self.module, OptimConfig(lr=1e-4))
+        self.ours = isinstance(self.module, Ours)
+        model = self.module.objective.model if self.ours else self.module
+        faster = partial(compiled, graphs=False) if form.compile == "blocks" else lambda f: f
+        config = OptimConfig(lr=1e-4, **form.optim)
+        self.optimizer = build_optimizer(model, config, compile=faster)
         self.guard = Guard(self.optimizer, False, True, torch.device(device))
         memory.share(self.module, self.optimizer)
-        self.ours = isinstance(self.module, Ours)
         if form.graphs and device != "cuda":
             raise ValueError(f"CUDA graphs on a {device}")
         if form.graphs:
@@ -159,7 +177,8 @@ class SharedMemory:
             ]
             parameter.data = view[0]
             step = torch.zeros((), device=parameter.device)
-            optimizer.state[parameter] = {"step": step, "exp_avg": view[1], "exp_avg_sq": view[2]}
+            state = {"step": step, "exp_avg": view[1], "exp_avg_sq": view[2]}
+            optimizer.state[parameter] = state | {"momentum": view[1]}  # whichever it uses
             place += 1
 
 
@@ -167,6 +186,8 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
     if form.model in CLEAN:
         with torch.device(device):
             return (Reference if form.model == "reference" else Clean)(size, CLEAN[form.model])
+    if form.model == "llama":
+        return Ours(llama(size, device))
     backend = form.backend or ("cuda" if device == "cuda" else "panels")
     config = MaskedMixerConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
@@ -179,6 +200,14 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
             block.mixing = NoMixing(config)
     set_recompute(model, form.recompute)
     return Ours(model)
+
+
+def llama(size: Size, device: str) -> nn.Module:
+    shape = {"hidden_size": size.hidden, "num_hidden_layers": size.layers}
+    shape |= {"max_position_embeddings": size.tokens, "num_attention_heads": size.hidden // 128}
+    model = ModelConfig(architecture="llama", **shape)
+    with torch.device(device):
+        return Llama(model_config(model, size.vocabulary, 0))
 
 
 class Ours(nn.Module):

@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, parameters: list[nn.Parameter], settings: dict) -> None:
         """One step for matrices of one shape."""
         for parameter in parameters:
-            if not self.state[parameter]:
+            if "momentum" not in self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in parameters]
         momenta = [self.state[parameter]["momentum"] for parameter in parameters]

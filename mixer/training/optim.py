@@ -60,7 +60,7 @@ class Kinds:
 
 def kinds_of(model: nn.Module) -> Kinds:
     """Sorts a model's parameters; a mixing bias (heads, context) counts as a vector."""
-    output = model.get_output_embeddings()
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     matrices = {
         id(module.weight)
         for module in model.modules()
