@@ -1,32 +1,32 @@
-"""Mixing matrices in numbers: they do not depend on the input, so what a masked mixer has learned
-of tokens can be looked at.
+"""Mixing matrices in numbers. They do not depend on the input, so what a masked mixer has learned
+about tokens can be looked at directly.
 
-A matrix W is (context, context), fp64, strictly upper triangle zero: token i is given W[i, j] of
-token j, lag i - j.
+A matrix W is (context, context), fp64, with a strictly upper triangle of zeros: token i receives
+W[i, j] of token j, at lag i - j.
 """
 
 import numpy as np
 
-from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.models.masked_mixer.mixing import TokenMixing, TriangularConv
 
 SHARE = 0.9  # of a row's |W|, for its effective context
 ORDER = ("first ", "second ", "third ")  # names of a block's convolutions, if it has several
 
 
 def mixing_matrices(model) -> list[dict[str, np.ndarray]]:
-    """For each layer its matrices by name: "W", or with the convolution, head and tap where there
-    are several.
+    """The matrices of each layer by name: "W", or with the convolution, head and tap if there are
+    several.
     """
     return [layer_matrices(layer.mixing) for layer in model.model.layers]
 
 
-def layer_matrices(mixing) -> dict[str, np.ndarray]:
+def layer_matrices(mixing: TokenMixing) -> dict[str, np.ndarray]:
     found = [module for module in mixing.modules() if isinstance(module, TriangularConv)]
     prefixes = [""] if len(found) == 1 else ORDER[: len(found)]
     matrices = {}
-    for prefix, convolution in zip(prefixes, found, strict=True):
+    for prefix, conv in zip(prefixes, found, strict=True):
         # (heads, taps, context, context)
-        weight = convolution.mixing_weight().detach().double().cpu().tril().numpy()
+        weight = conv.mixing_weight().detach().double().cpu().tril().numpy()
         heads, taps = weight.shape[:2]
         for head, tap in np.ndindex(heads, taps):
             place = (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")
@@ -35,8 +35,8 @@ def layer_matrices(mixing) -> dict[str, np.ndarray]:
 
 
 def by_diagonal(matrix: np.ndarray) -> np.ndarray:
-    """(context, context): row i holds W[i, i - lag] at column lag, NaN where there is no such
-    token.
+    """W by lag, (context, context): row i holds W[i, i - lag] at column `lag`, and NaN at lags that
+    reach back before the first token.
     """
     rows = np.arange(len(matrix))[:, None]
     read = rows - np.arange(len(matrix))  # (context, context): the token read, by row and lag
@@ -49,27 +49,26 @@ def weight_by_lag(matrix: np.ndarray) -> np.ndarray:
 
 
 def effective_context(matrix: np.ndarray) -> np.ndarray:
-    """For each row the number of most recent tokens, itself among them, that hold 90 % of its |W|:
+    """For each row, how many of the most recent tokens, with itself, hold 90 % of its |W|:
     (context,) integers.
 
-    It tells how far weights reach, not how much a far token changes the output: the activations
-    have a say in that.
+    This says how far the weights reach. How much a far token changes the output depends on the
+    activations too.
     """
     reached = np.cumsum(np.nan_to_num(np.abs(by_diagonal(matrix))), axis=1)
     return 1 + (reached < SHARE * reached[:, -1:]).sum(axis=1)
 
 
 def toeplitz_distance(matrix: np.ndarray) -> float:
-    """||W - T|| / ||W|| in Frobenius norm, T the nearest Toeplitz matrix: each diagonal replaced by
-    its mean.
+    """||W - T|| / ||W|| in Frobenius norm, where T is the nearest Toeplitz matrix: W with each
+    diagonal replaced by its mean.
 
-    0: the same convolution at each position. sqrt(1 - 2 / (context + 1)): independent random
-    weights of mean zero.
+    It is 0 if every position has the same convolution, and sqrt(1 - 2 / (context + 1)) for
+    independent random weights of mean zero.
     """
     diagonals = by_diagonal(matrix)
-    return ratio(
-        np.nansum((diagonals - np.nanmean(diagonals, axis=0)) ** 2), np.nansum(diagonals**2)
-    )
+    left = diagonals - np.nanmean(diagonals, axis=0)
+    return ratio(np.nansum(left**2), np.nansum(diagonals**2))
 
 
 def relative_change(before: np.ndarray, after: np.ndarray) -> float:
@@ -78,4 +77,5 @@ def relative_change(before: np.ndarray, after: np.ndarray) -> float:
 
 
 def ratio(square: float, whole: float) -> float:
+    """The ratio of two norms, given their squares; 0 if the second is 0."""
     return float(np.sqrt(square / whole)) if whole else 0.0

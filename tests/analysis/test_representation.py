@@ -14,10 +14,11 @@ from pictures import assert_png
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.analysis.reconstruction import first_layers, hamming_score, reconstruct
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
 from mixer.ops import triangular_conv
-from mixer.representation import first_layers, hamming_score, main, reconstruct
+from mixer.representation import main
 
 EVERYTHING = slice(None)
 

@@ -1,0 +1,88 @@
+"""The pages of the representation test (mixer/analysis/reconstruction.py): a table, a picture, and
+all numbers as JSON.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from mixer.analysis.reconstruction import READ
+from mixer.common.files import write_text
+from mixer.reporting.figure import COLOURS, new_figure, save
+from mixer.reporting.tables import table
+
+
+def groups(result: dict) -> dict[tuple[str, str, int], list[dict]]:
+    """The rows by (outputs, weights, layer), those of trained weights first."""
+    found = {}
+    for row in result["rows"]:
+        found.setdefault((row["outputs"], row["weights"], row["layer"]), []).append(row)
+    return dict(
+        sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "trained", item[0][2]))
+    )
+
+
+def report(result: dict) -> str:
+    """The result of the representation test as a Markdown table with notes."""
+    rows = []
+    for (outputs, weights, layer), found in groups(result).items():
+        rows.append({"outputs read": outputs, "weights": weights, "layer": layer})
+        rows[-1] |= {f"Hamming, {row['tokens']} tokens": row["hamming"] for row in found}
+        rows[-1] |= {f"bits, {row['tokens']}": round(row["bits"]) for row in found}
+    vocabulary, left = result["vocabulary"], max(row["distance_left"] for row in result["rows"])
+    notes = (
+        f"{result['label']}: {result['architecture']}, {result['parameters']:,} parameters; "
+        f"{result['text']}; a mean over {result['texts']} windows for each number of tokens, "
+        "spread evenly. Hamming score: share of positions whose token is not recovered. Bits of "
+        f"context: tokens recovered x log2({vocabulary:,}) = {math.log2(vocabulary):.4g} bits. "
+        "Read from the layer's outputs of all tokens, or of the last alone; layer 0 is the "
+        f"embedding. {result['steps']:,} steps of gradient descent on the L1 distance, rate "
+        f"{result['lr']:g} falling to a tenth, from Gaussian noise; at most {left:.1%} of the "
+        "noise's distance is left."
+    )
+    return f"{table(rows)}\n\n{notes}"
+
+
+def plot(result: dict, output: Path) -> Path:
+    """The Hamming score by layer, a colour for each number of tokens. Those of random weights are
+    dashed, with hollow marks.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    hollow = {"markersize": 9, "markerfacecolor": "none", "linestyle": "--", "linewidth": 0.8}
+    marks = {"trained": {"markersize": 4}, "random": hollow}
+    figure = new_figure(figsize=(11, 4.6))
+    lengths = sorted({row["tokens"] for row in result["rows"]})
+    for axes, outputs in zip(figure.subplots(1, 2, sharey=True), READ, strict=True):
+        for length, colour in zip(lengths, COLOURS * len(lengths), strict=False):
+            for weights, mark in marks.items():
+                wanted = {"outputs": outputs, "weights": weights, "tokens": length}
+                rows = [row for row in result["rows"] if wanted.items() <= row.items()]
+                points = [row["layer"] for row in rows], [row["hamming"] for row in rows]
+                style = {"marker": "o", "color": colour, "clip_on": False, **mark}
+                axes.plot(*points, label=f"{length} tokens, {weights}", **style)
+        tokens = "all tokens" if outputs == "all" else "the last token"
+        axes.set_title(f"Read from the output of {tokens}")
+        axes.set_ylim(-0.03, 1.03)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("layer")
+    figure.axes[0].set_ylabel("Hamming score (share not recovered)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
+    return save(figure, output)
+
+
+def asked(result: dict) -> tuple[dict, list[tuple]]:
+    """What a test was asked for, from its result: the settings, and which rows."""
+    rows = [(row["weights"], row["outputs"], row["layer"], row["tokens"]) for row in result["rows"]]
+    return {name: value for name, value in result.items() if name != "rows"}, rows
+
+
+def write(result: dict, directory: Path) -> Path:
+    """Writes representation.json, .md and .png into `directory`, and returns it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / "representation.json", json.dumps(result, indent=2) + "\n")
+    picture = "![Hamming score by layer](representation.png)"
+    text = f"# Representation\n\n{report(result)}\n\n{picture}\n"
+    write_text(directory / "representation.md", text)
+    plot(result, directory / "representation.png")
+    return directory
