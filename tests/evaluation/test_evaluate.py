@@ -25,8 +25,6 @@ from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.evaluation.report import tell_apart, well_counted
 from mixer.evaluation.scoring import evaluate_streams, evaluate_tokens, plan_windows
 from mixer.export import export
-from mixer.reporting.curves import plot_comparison, plot_loss_by_position, plot_training
-from mixer.reporting.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 12
@@ -263,7 +261,7 @@ def test_where_no_results_can_go_is_said_before_they_are_computed(run, tmp_path,
         with pytest.raises(UserError, match=f"results cannot go to {file}.*it is a file"):
             write(checkpoint, file / "new.safetensors", "mit")
     with pytest.raises(UserError, match=f"results cannot go to {file}.*it is a file"):
-        report.main([str(write_metrics(tmp_path / "run", 0)), "--output", str(file / "new.png")])
+        report.main([str(tmp_path / "run"), "--output", str(file / "new.png")])
     assert capsys.readouterr().out == ""
 
 
@@ -405,72 +403,5 @@ def test_data_of_another_tokenizer_is_refused(run, tmp_path):
         evaluate(run, data=str(tmp_path / "data"))
 
 
-# ------------------------------------------------------------------------------------------------------- pictures
-
-
-def write_metrics(directory, seed, lines=300):
-    directory.mkdir()
-    generator = np.random.default_rng(seed)
-    with open(directory / "metrics.jsonl", "w") as file:
-        for step in range(1, lines + 1):
-            loss = 2 + 7 * math.exp(-step / 40) + 0.05 * generator.standard_normal()
-            line = {
-                "step": step,
-                "loss": loss,
-                "lr": 1e-3 * min(1, step / 20),
-                "tokens_per_second": 9000 + step,
-            }
-            file.write(json.dumps(line) + "\n")
-            if step % 50 == 0:
-                file.write(json.dumps({"step": step, "validation_loss": loss + 0.1}) + "\n")
-    return directory
-
-
-def test_pictures_are_made_from_metrics(tmp_path):
-    runs = {
-        name: write_metrics(tmp_path / name, seed) for seed, name in enumerate(("cuda", "dense"))
-    }
-    assert_png(plot_training(runs["cuda"]))
-    assert_png(plot_comparison(runs, tmp_path / "gap.png"))
-    assert_png(
-        plot_loss_by_position(
-            {"a": [None, 3.0, 2.5, 2.0], "b": [5.0, 3.5, 2.5, 2.0]}, tmp_path / "position.png"
-        )
-    )
-    write_metrics(tmp_path / "one", 0, lines=1)
-    assert_png(plot_training(tmp_path / "one"))
-    command = [
-        "-m",
-        "mixer.report",
-        runs["cuda"],
-        runs["dense"],
-        "--output",
-        tmp_path / "command.png",
-    ]
-    done = run_python(*command, output=tmp_path / "printed")
-    assert done.returncode == 0, done.stdout
-    assert_png(tmp_path / "command.png")
-    report.main([str(runs["dense"] / "metrics.jsonl")])
-    assert_png(runs["dense"] / "training.png")
-    report.main([str(run / "metrics.jsonl") for run in runs.values()] + ["--output", str(tmp_path)])
-    assert_png(tmp_path / "comparison.png")
-
-
 def test_positions_that_few_windows_score_are_left_out_of_the_picture():
     assert well_counted([9.0, 8.0, 3.0], [1, 10, 100]) == [None, 8.0, 3.0]
-
-
-@pytest.mark.parametrize("broken", ['{"step": 2, "lo', "[1, 2]", '{"loss": 3.0}', ""])
-def test_a_broken_line_of_metrics_is_named(tmp_path, broken):
-    (tmp_path / "metrics.jsonl").write_text(
-        f'{{"step": 1, "loss": 2.0}}\n{broken}\n{{"step": 3, "loss": 2.0}}\n'
-    )
-    with pytest.raises(UserError, match="metrics.jsonl line 2 is not"):
-        read_metrics(tmp_path)
-
-
-def test_the_report_command_says_error_and_exits_2(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
-    done = run_python("-m", "mixer.report", tmp_path, output=tmp_path / "printed")
-    assert done.returncode == 2
-    assert "error:" in done.stdout and "line 1" in done.stdout and "Traceback" not in done.stdout
