@@ -177,7 +177,14 @@ def load_model(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
     fields = [name for name in type(config)().to_dict() if hasattr(config, name)]
     if type(saved) is not type(config):
         fields = ["model_type"]
-    ignored = {"mixing_backend", "architectures", "dtype", "transformers_version", "_name_or_path"}
+    ignored = {
+        "mixing_backend",
+        "mixing_init",
+        "architectures",
+        "dtype",
+        "transformers_version",
+        "_name_or_path",
+    }
     differing = [
         f"{name} is {getattr(saved, name, None)} in the checkpoint and {getattr(config, name)} in the configuration"
         for name in fields

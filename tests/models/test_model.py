@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.models.masked_mixer.mixing import LAGS
 
 VARIANTS = [
     dict(
@@ -151,3 +152,14 @@ def test_training_needs_no_datasets_wandb_or_matplotlib():
     code = "import sys, mixer, mixer.training.loop; print([m for m in ('datasets', 'wandb', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_heads_that_start_as_shifts_pass_on_earlier_tokens():
+    """Of a block's first norm on, head h of block l is the token LAGS[l + h] back and some noise."""
+    model = small_model(num_mixer_heads=4, mixing_init="shift", max_position_embeddings=12)
+    for block, layer in enumerate(model.model.layers):
+        for head, weight in enumerate(layer.mixing.conv.mixing_weight()[:, 0]):
+            lag = LAGS[block + head]
+            largest = weight[lag:].abs().argmax(-1)
+            assert torch.equal(largest, torch.arange(12 - lag)), (block, head)
+            assert (weight.triu(1) == 0).all() and weight.abs().median() < 0.3 / 12**0.5

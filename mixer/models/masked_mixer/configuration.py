@@ -60,6 +60,12 @@ class MixerOptions:
     )
     mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", at_least=1)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
+    mixing_init: str = option(
+        "reference",
+        "initial mixing weights: reference (random, as nn.Conv1d's), or shift (each head starts by "
+        "passing on the token some places back; for several heads)",
+        choices=("reference", "shift"),
+    )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
     final_norm: bool = option(False, "a LayerNorm before lm_head")

@@ -39,6 +39,11 @@ except ImportError:  # loaded with trust_remote_code where this package is not i
 # bare tensor of one whose tokens are counted elsewhere (in a captured decoding step).
 Memory = MixingMemory | Tensor | None
 
+# Of the initial weights "shift": how far back the heads of a block look, block after block from
+# another place in this list on. Every fourth or so looks at the token before.
+LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
+SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
+
 
 class TriangularConv(nn.Module):
     """One triangular convolution: a mixing weight, a bias, and the backend that computes it.
@@ -53,14 +58,17 @@ class TriangularConv(nn.Module):
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.weight = nn.Parameter(torch.empty(self.heads, self.taps, self.context, self.context))
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
-        self.backend = config.mixing_backend
+        self.backend, self.initial = config.mixing_backend, config.mixing_init
+        self.block = 0  # the number of the block that it stands in, which the model sets
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initial weights of nn.Conv1d(context, context, taps), with the upper triangle zero.
+        """The initial weights, with the upper triangle zero, which is never read and never changes.
 
-        The upper triangle is never read and never changes.
+        reference: those of nn.Conv1d(context, context, taps), as the reference implementation has
+        them. shift: 0.3 times these, and on one diagonal of each head 1, so that a head starts by
+        passing on the token that stands LAGS[block + head] places back.
         """
         bound = 1 / math.sqrt(self.context * self.taps)
         initialization.uniform_(self.weight, -bound, bound)
@@ -68,6 +76,15 @@ class TriangularConv(nn.Module):
         loaded = getattr(self.weight, "_is_hf_initialized", False)
         if not loaded:  # transformers calls this for loaded weights too, which must not change
             self.weight.tril_()
+            if self.initial == "shift":
+                self._add_shifts()
+
+    def _add_shifts(self) -> None:
+        self.weight.mul_(SHIFT_NOISE)
+        for head in range(self.heads):
+            lag = min(LAGS[(self.block + head) % len(LAGS)], self.context - 1)
+            middle = (self.taps - 1) // 2  # the tap that looks at the same channel
+            self.weight[head, middle].diagonal(-lag).add_(1.0)
 
     def mixing_weight(self) -> Tensor:
         """The weight that tokens are mixed with, (heads, taps, context, context), out then in.

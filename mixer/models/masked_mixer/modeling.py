@@ -114,6 +114,10 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        for number, layer in enumerate(self.layers):
+            for module in layer.modules():
+                if isinstance(module, TriangularConv):
+                    module.block = number
         final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.norm = final_norm if config.final_norm else nn.Identity()
         self.post_init()

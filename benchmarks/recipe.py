@@ -1,0 +1,185 @@
+"""Trains a plan of runs one after the other, by the trainer itself, and compares what they reach.
+
+    python benchmarks/recipe.py PLAN.yaml --output PATH [--seconds N] [section.key=value ...]
+
+A plan has `common`, the options of all runs, and `runs`, for each name the options that differ;
+overrides of the command line go before those of a run. `reference` names the run whose final
+validation loss and time the others are compared with. Plans are in benchmarks/plans.
+
+Writes PATH.json after each run, and PATH.md and PATH.png at the end. A run that PATH.json has
+with the same options is not repeated, so an interrupted plan goes on where it was. With --seconds
+no run is begun that its reference's time says would end too late.
+"""
+
+import argparse
+import gc
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+
+from mixer.common.errors import UserError, run_command
+from mixer.common.files import write_text
+from mixer.common.provenance import commit, hardware
+from mixer.common.yaml_file import read_yaml
+from mixer.comparison.result import training_times
+from mixer.reporting.figure import COLOURS, new_figure, save
+from mixer.reporting.metrics_file import read_metrics
+from mixer.training.config import load_config
+from mixer.training.loop import train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("plan", help="YAML file, see benchmarks/plans")
+    parser.add_argument("--output", required=True, help="path of the results without ending")
+    parser.add_argument("--only", nargs="+", default=[], help="names of runs; default: all")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so long")
+    parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
+    options, overrides = parser.parse_known_args()
+    plan = read_yaml(options.plan)
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = output.with_name(output.name + ".json")
+    result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
+    result |= {"hardware": hardware(), "commit": options.commit or commit()}
+    result |= {"command": " ".join(["python", *sys.argv]), "reference": plan.get("reference")}
+    deadline = time.perf_counter() + options.seconds
+    for name, changes in plan["runs"].items():
+        settings = plan["common"] | dict(text.split("=", 1) for text in overrides) | (changes or {})
+        known = result["runs"].get(name, {})
+        if known.get("settings") == settings or (options.only and name not in options.only):
+            continue
+        if time.perf_counter() > deadline:
+            print(f"not begun for lack of time: {name}", flush=True)
+            continue
+        result["runs"][name] = {"settings": settings} | run(name, settings)
+        print(f"{name}: {row(name, result)}", flush=True)
+        write_text(file, json.dumps(result, indent=1) + "\n")
+    write_text(output.with_name(output.name + ".md"), table(result))
+    plot(result, output.with_name(output.name + ".png"))
+    print(table(result))
+
+
+def run(name: str, settings: dict) -> dict:
+    """Trains in this process, in a directory that is thrown away; returns what the metrics say."""
+    with tempfile.TemporaryDirectory() as directory:
+        given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        given += [f"name={name}", f"output_dir={directory}"]
+        given += ["checkpoint.save_every=0", "checkpoint.save_last=false"]
+        config = load_config(None, given)
+        AcceleratorState._reset_state(True)
+        torch.compiler.reset()
+        try:
+            train(config)
+        except UserError as error:  # a run that diverges is a result, too
+            return {"failure": str(error)}
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        lines = read_metrics(config.directory)
+        shutil.rmtree(config.directory)
+    losses = {line["step"]: line for line in lines if "loss" in line}
+    times = training_times(lines)
+    last = max(losses)
+    timed = [line for line in losses.values() if line["step"] > last // 2]
+    return {
+        "steps": last,
+        "tokens": losses[last]["tokens"],
+        "tokens_per_second": sum(line["tokens_per_second"] for line in timed) / len(timed),
+        "training_seconds": times[last],
+        "peak_memory_gb": losses[last]["peak_memory_gb"],
+        "skipped_steps": losses[last]["skipped_steps"],
+        "validation": [
+            [line["step"], line["validation_loss"]] for line in lines if "validation_loss" in line
+        ],
+        "loss": [[step, line["loss"]] for step, line in losses.items()],
+        "grad_norm": [[step, line["grad_norm"]] for step, line in losses.items()],
+        "largest_rise": largest_rise(
+            [line["loss"] for line in losses.values() if line["step"] > config.optim.warmup_steps]
+        ),
+    }
+
+
+def largest_rise(losses: list[float]) -> float:
+    """By how much the training loss rose at most above the lowest of the steps before, relative."""
+    rise, lowest = 0.0, float("inf")
+    for loss in losses:
+        lowest = min(lowest, loss)
+        rise = max(rise, loss / lowest - 1)
+    return rise
+
+
+def row(name: str, result: dict) -> dict[str, str]:
+    """One run in words; times are compared with those of the reference."""
+    measured, reference = result["runs"][name], result["runs"].get(result["reference"] or "", {})
+    if "failure" in measured:
+        return {"run": name, "validation loss": f"failed: {measured['failure'].splitlines()[0]}"}
+    validation = measured["validation"][-1][1]
+    found = {
+        "run": name,
+        "steps": f"{measured['steps']:,}",
+        "thousand tokens/s": f"{measured['tokens_per_second'] / 1e3:,.0f}",
+        "training, s": f"{measured['training_seconds']:.1f}",
+        "validation loss": f"{validation:.4f}",
+        "largest rise of the loss": f"{measured['largest_rise']:.1%}",
+        "largest gradient norm": f"{max(norm for _, norm in measured['grad_norm'] if norm):.1f}",
+        "memory, GB": f"{measured['peak_memory_gb']:.1f}",
+    }
+    if "validation" in reference:
+        found["loss to the reference's"] = f"{validation - reference['validation'][-1][1]:+.4f}"
+        share = measured["training_seconds"] / reference["training_seconds"]
+        found["of its time"] = f"{share:.3f}"
+    return found
+
+
+def table(result: dict) -> str:
+    rows = [row(name, result) for name in result["runs"]]
+    columns = list(dict.fromkeys(key for found in rows for key in found))
+    lines = ["| " + " | ".join(columns) + " |"]
+    lines.append("|---|" + "---:|" * (len(columns) - 1))
+    lines += ["| " + " | ".join(found.get(key, "") for key in columns) + " |" for found in rows]
+    device = result["hardware"]["device"]
+    return (
+        "# Recipes compared\n\n"
+        + "\n".join(lines)
+        + "\n\nThe time is that of training, without start-up, evaluation and saving; a run's schedule "
+        "ends at its last step. The rise is that of the training loss after the warm-up above its "
+        "lowest value before, both means of one logged step. Losses are in nats a token.\n\n"
+        f"Measured on {device}, torch {result['hardware']['torch']}; commit "
+        f"{result['commit'][:10]}; `{result['command']}`. The options of each run are in the "
+        "JSON file.\n"
+    )
+
+
+def plot(result: dict, output: Path) -> None:
+    """Training loss against training time, and gradient norms against steps."""
+    figure = new_figure(figsize=(10, 4))
+    left, right = figure.subplots(1, 2)
+    shown = {name: one for name, one in result["runs"].items() if "loss" in one}
+    for number, (name, one) in enumerate(shown.items()):
+        style = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1}
+        style["linestyle"] = ("-", "--", ":")[number // len(COLOURS) % 3]
+        each = one["training_seconds"] / one["steps"]
+        left.plot([s * each for s, _ in one["loss"]], [v for _, v in one["loss"]], **style)
+        left.plot(one["training_seconds"], one["validation"][-1][1], "o", color=style["color"])
+        norms = [(step, norm) for step, norm in one["grad_norm"] if norm]
+        right.plot(*zip(*norms, strict=True), label=name, **style)
+    finals = [one["validation"][-1][1] for one in shown.values()]
+    left.set_ylim(min(finals) - 0.3, max(finals) + 1.5)
+    left.set(xlabel="training, s", ylabel="loss, nats a token (dots: validation)")
+    right.set(xlabel="step", ylabel="gradient norm before clipping", yscale="log")
+    right.legend(fontsize=7)
+    save(figure, output)
+
+
+if __name__ == "__main__":
+    run_command(main)
