@@ -30,7 +30,8 @@ def continuations(
         raise UserError(f"--seed is {seed}; allowed: 0 to {2**32 - 1}")
     if not all(prompts):
         raise UserError(
-            f"prompt {prompts.index('') + 1} of {len(prompts)} is empty; give at least one token of text"
+            f"prompt {prompts.index('') + 1} of {len(prompts)} is empty; "
+            "give at least one token of text"
         )
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(

@@ -13,8 +13,8 @@ from mixer.models.masked_mixer.mixing import TriangularConv
 
 COMPARED_BACKENDS = ("dense", "panels", "cuda")  # the first is what the others are compared with
 CHANGED_PLACES = 8
-# Of the largest logit. A causal model moves by nothing at all; where a library's product orders its
-# sums by the data, a bit.
+# As a share of the largest logit. A causal model's logits do not move at all, but for libraries
+# whose matmuls choose the order of a sum by the data.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 
@@ -37,21 +37,21 @@ def check_causality(model, tokens: np.ndarray, plan: Plan, place: Place) -> dict
     logits = window_logits(model, inputs, plan.dtype)
     if not logits.isfinite().all():
         raise UserError(
-            f"the logits are not finite in {plan.dtype}: use --dtype fp32; if it stays, the checkpoint diverged"
+            f"the logits are not finite in {plan.dtype}: use --dtype fp32; "
+            "if it stays, the checkpoint diverged"
         )
     before, after = 0.0, float("inf")
     for first in places:
         changed = inputs.clone()
         changed[:, first:] = (changed[:, first:] + 1) % vocab_size
         moves = (window_logits(model, changed, plan.dtype) - logits).abs().amax(-1)  # (tokens,)
-        before, after = (
-            max(before, moves[:first].max().item()),
-            min(after, moves[first:].max().item()),
-        )
+        before = max(before, moves[:first].max().item())
+        after = min(after, moves[first:].max().item())
         if not before <= TOLERANCE[plan.dtype] * logits.abs().max().item():
             raise UserError(
-                f"the model is not causal: with the tokens from {first} on changed, logits before it moved by {before:.3g}; "
-                "allowed: not at all. It sees what it is to predict, so its perplexity means nothing: give a causal model"
+                f"the model is not causal: with the tokens from {first} on changed, logits before "
+                f"it moved by {before:.3g}; allowed: not at all. It sees what it should predict, "
+                "so its perplexity means nothing: give a causal model"
             )
     return {
         "window": length,
@@ -97,7 +97,7 @@ def compare_backends(model, streams, plan: Plan, place: Place) -> list[dict]:
 
 @contextmanager
 def mixing_backend(model, backend: str):
-    """Lets every triangular convolution of the model run by `backend` for a while."""
+    """Runs every triangular convolution of the model by `backend` inside the `with` block."""
     convolutions = [module for module in model.modules() if isinstance(module, TriangularConv)]
     before = [module.backend for module in convolutions]
     try:

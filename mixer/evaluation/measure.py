@@ -1,6 +1,4 @@
-"""Scores of a text by all processes of a launch together, with the time and the memory that they
-took.
-"""
+"""Scores a text with all processes of a launch, and measures the time and memory of it."""
 
 import os
 import time
@@ -18,6 +16,7 @@ from mixer.evaluation.scoring import (
     window_batches,
 )
 
+# The names of --dtype; None is fp32, without autocast.
 AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -36,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a text is cut and computed."""
+    """How a text is cut into windows, and the arithmetic of the model."""
 
     window: int
     stride: int
@@ -52,12 +51,14 @@ def choose_device(name: str, dtype: str) -> torch.device:
         raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(AUTOCAST_TYPES)}")
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "device cuda was asked for and PyTorch sees no CUDA device: use --device cpu, or install a CUDA build"
+            "device cuda was asked for and PyTorch sees no CUDA device: "
+            "use --device cpu, or install a CUDA build"
         )
     device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and dtype == "bf16" and torch.cuda.get_device_capability() < (8, 0):
         raise UserError(
-            f"{torch.cuda.get_device_name()} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32"
+            f"{torch.cuda.get_device_name()} has no bf16 arithmetic: "
+            "use --dtype fp16 or --dtype fp32"
         )
     return device
 
@@ -79,7 +80,7 @@ def is_first_process() -> bool:
 
 
 def end_processes() -> None:
-    """Leaves what join_processes joined."""
+    """Ends the communication that `join_processes` began."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -111,8 +112,8 @@ def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict
         )
     except torch.cuda.OutOfMemoryError:
         raise UserError(
-            f"{plan.batch_size} windows of {plan.window} tokens do not fit into the memory of {place.device}: give a smaller "
-            "--batch-size, a smaller --window, or --dtype bf16"
+            f"{plan.batch_size} windows of {plan.window} tokens do not fit into the memory of "
+            f"{place.device}: give a smaller --batch-size, a smaller --window, or --dtype bf16"
         ) from None
     memory = peak_memory_gb(place.device)
     if place.count > 1:
@@ -139,7 +140,7 @@ def warm_up(model, streams, plan: Plan, place: Place) -> None:
 
 
 def largest(value: float, device: torch.device) -> float:
-    """Of the values of all processes."""
+    """The largest of the values of all processes."""
     value = torch.tensor(value, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
     return value.item()

@@ -1,5 +1,5 @@
-"""The report of an evaluation: a table, the conventions of each row, and a picture; see
-mixer.evaluation.evaluate for the numbers.
+"""The report of an evaluation: a table, the conventions of each row, and a picture, from the
+numbers of mixer.evaluation.evaluate.
 """
 
 import json
@@ -26,18 +26,11 @@ COLUMNS = {
     "tokens/s": "tokens_per_second",
     "peak memory, GB": "peak_memory_gb",
 }
-# What tells one evaluation from another: the same again may take the place of the one before.
+# What an evaluation was asked for. A report with the same answers here may be replaced.
 ASKED = (
-    "weights_sha256",
-    "text",
-    "bytes",
-    "tokens_scored",
-    "window",
-    "stride",
-    "first_token",
-    "last_window",
+    *("weights_sha256", "text", "bytes", "tokens_scored", "window", "stride"),
+    *("first_token", "last_window", "backend", "dtype", "device"),
 )
-ASKED += ("backend", "dtype", "device")
 BACKEND_COLUMNS = {
     "backend": "backend",
     "loss (nats/token)": "loss",
@@ -58,7 +51,8 @@ def evaluation_report(results: list[dict]) -> str:
     notes = [evaluation_notes(result) for result in results]
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         notes.append(
-            "- The tokenizers differ: compare bits/byte and the perplexities per byte and word, not those per token."
+            "- The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
+            "not those per token."
         )
     parts = [table([select(result, COLUMNS) for result in results]), "\n".join(notes)]
     parts += [backends_report(result) for result in results if result["backends"]]
@@ -66,41 +60,47 @@ def evaluation_report(results: list[dict]) -> str:
 
 
 def evaluation_notes(r: dict) -> str:
+    """One line with everything that a reader must know to compare the numbers of a result."""
     kind = "disjoint"
     if r["stride"] < r["window"]:
-        kind = (
-            f"after the first, each target sees at least {r['window'] - r['stride'] + 1:,} tokens"
-        )
+        least = r["window"] - r["stride"] + 1
+        kind = f"after the first, each target sees at least {least:,} tokens"
     spare = r["vocabulary"] - r["tokenizer_ids"]
     padding = f", {spare} of them unused by the tokenizer" if spare > 0 else ""
     return (
-        f"- {r['label']}: {r['architecture']}, {r['parameters']:,} parameters, vocabulary {r['vocabulary']:,}{padding}; "
+        f"- {r['label']}: {r['architecture']}, {r['parameters']:,} parameters, "
+        f"vocabulary {r['vocabulary']:,}{padding}; "
         f"{r['text']}, {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
-        f"counted from {r['sizes_counted_from']}, unscored first tokens included); {r['streams']:,} stream(s), first "
-        f"token of each {r['first_token']}; {r['eos_scored']:,} EOS among the scored tokens; {r['windows']:,} windows "
-        f"of at most {r['window']:,}, stride {r['stride']:,} ({kind}), the last of a stream {r['last_window']}; backend "
-        f"{r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}. {causality_note(r['causality'])}"
+        f"counted from {r['sizes_counted_from']}, unscored first tokens included); "
+        f"{r['streams']:,} stream(s), first token of each {r['first_token']}; "
+        f"{r['eos_scored']:,} EOS among the scored tokens; "
+        f"{r['windows']:,} windows of at most {r['window']:,}, stride {r['stride']:,} ({kind}), "
+        f"the last of a stream {r['last_window']}; "
+        f"backend {r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}. "
+        f"{causality_note(r['causality'])}"
     )
 
 
 def causality_note(c: dict) -> str:
     places = ", ".join(map(str, c["changed_from"]))
     return (
-        f"Causal: in a window of {c['window']:,}, with all tokens changed from place {places} on, logits before that place "
-        f"moved by {c['largest_move_before']:.2g} at most, those after by {c['smallest_move_after']:.2g} at least."
+        f"Causal: in a window of {c['window']:,}, with all tokens changed from place {places} on, "
+        f"logits before that place moved by {c['largest_move_before']:.2g} at most, "
+        f"those after by {c['smallest_move_after']:.2g} at least."
     )
 
 
 def backends_report(result: dict) -> str:
-    """The same checkpoint and text through each backend; those that cannot run here are named
-    below.
+    """The table of one checkpoint and text through each backend. Backends that cannot run here are
+    listed below it with the reason.
     """
     ran = [row for row in result["backends"] if "problem" not in row]
     lines = [
-        f"{result['label']} through each mixing backend (differences in nats per token, to the first row's):",
+        f"{result['label']} through each mixing backend "
+        "(differences in nats per token, to the first row's):",
         "",
     ]
-    # On a CPU only the process's own peak is known, which one backend's run leaves to the next.
+    # On a CPU only the peak of the whole process is known, which includes earlier backends.
     columns = {
         title: key
         for title, key in BACKEND_COLUMNS.items()
@@ -114,8 +114,8 @@ def backends_report(result: dict) -> str:
 
 
 def well_counted(losses: list, counts: list[int]) -> list:
-    """Without the positions that few windows score: under a stride, the early ones come from the
-    first window alone.
+    """The losses, with None at positions that few windows score: with a stride below the window,
+    only the first window scores the early ones.
     """
     return [
         loss if 10 * count >= max(counts) else None
@@ -124,8 +124,8 @@ def well_counted(losses: list, counts: list[int]) -> list:
 
 
 def tell_apart(results: list[dict]) -> list[dict]:
-    """The same, but where two checkpoints have one label, runs of one name in two places, each is
-    called by its path.
+    """The results, with a checkpoint's path as its label where two checkpoints have the same label,
+    as those of two runs of one name.
     """
     places = {(result["label"], result["checkpoint"]) for result in results}
     labels = [label for label, _ in places]
@@ -133,12 +133,12 @@ def tell_apart(results: list[dict]) -> list[dict]:
 
 
 def asked(results: list[dict]) -> list[list]:
-    """What an evaluation was asked for, of its results."""
+    """What an evaluation was asked for, from its results."""
     return [[*(result[name] for name in ASKED), bool(result["backends"])] for result in results]
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:
-    """The results, in all reports beside the checkpoint (eval-*), that are of its very weights.
+    """The results for exactly these weights in all reports beside the checkpoint (eval-*).
 
     Raises UserError for a report that cannot be read.
     """

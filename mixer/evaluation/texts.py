@@ -40,7 +40,8 @@ class Text:
     def check(self) -> "Text":
         if not any(len(tokens) > 1 for tokens in self.streams):
             raise UserError(
-                f"{self.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
+                f"{self.name} is shorter than 2 tokens, so nothing can be predicted: "
+                "give a longer text"
             )
         return self
 
@@ -84,7 +85,8 @@ def read_documents(path: Path, text_field: str, max_documents: int) -> Iterable[
         content = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"text file {path} is not UTF-8 (byte {error.start}): convert it, e.g. iconv -f latin1 -t utf-8"
+            f"text file {path} is not UTF-8 (byte {error.start}): "
+            "convert it, e.g. iconv -f latin1 -t utf-8"
         ) from None
     if not content.strip():
         raise UserError(f"text file {path} is empty: give a file with text in it")
@@ -122,7 +124,8 @@ def validation_text(directory: Path, context: int, tokenizer) -> Text:
     split = TokenFile(directory, "validation", context)
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            f"{directory} was prepared with another tokenizer than the checkpoint's: give data of its run, or --text"
+            f"{directory} was prepared with another tokenizer than the checkpoint's: "
+            "give data of its run, or --text"
         )
     streams = (
         [split.tokens]
@@ -175,7 +178,8 @@ def put_eos_first(text: Text, tokenizer) -> Text:
     """The same streams with an EOS before each, so that their first token is scored too."""
     if tokenizer.eos_token_id is None:
         raise UserError(
-            "first_token eos needs a tokenizer with an EOS token, this one has none: use first_token skip"
+            "first_token eos needs a tokenizer with an EOS token, this one has none: "
+            "use first_token skip"
         )
     text.streams = [np.concatenate(([tokenizer.eos_token_id], tokens)) for tokens in text.streams]
     return text

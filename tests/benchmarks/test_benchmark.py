@@ -105,7 +105,8 @@ def draws_from_json_alone(output: Path, tmp_path: Path) -> None:
 def test_measuring_needs_no_matplotlib(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import token_mixing as t; t.main()"
+        "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import "
+        "token_mixing as t; t.main()"
     )
     options = [*TOY, "--tokens", "48", "--operations", "forward", "--output", tmp_path / "r"]
     done = run_python(program, *options, output=tmp_path / "printed")

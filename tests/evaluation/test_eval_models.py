@@ -272,7 +272,8 @@ def test_one_token_of_leakage_is_found(root):
     torch.nn.init.constant_(model.lm_head.weight, torch.inf)  # which is another fault
     with pytest.raises(
         UserError,
-        match="the logits are not finite in fp32: use --dtype fp32; if it stays, the checkpoint div",
+        match="the logits are not finite in fp32: use --dtype fp32; if it stays, the checkpoint "
+        "div",
     ):
         check_causality(model, tokens, plan, CPU)
 
@@ -324,7 +325,8 @@ def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
         ({"window": 0}, "window 0 is too small: give 1 or more"),
         (
             {"stride": 0},
-            "stride 0 is too small, windows would never move on: give 1 or more, at most the window",
+            "stride 0 is too small, windows would never move on: give 1 or more, at most the "
+            "window",
         ),
         ({"window": 8, "stride": 9}, "stride 9 is outside 1..8"),
         ({"last_window": "none"}, "last_window 'none' is unknown: choose one of short, full"),
@@ -344,7 +346,8 @@ def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
         ),
         (
             {"text": []},
-            "does not say which data it was trained on: give --data DIR, --text FILE... or --hub NAME",
+            "does not say which data it was trained on: give --data DIR, --text FILE... or --hub "
+            "NAME",
         ),
     ],
 )

@@ -386,7 +386,8 @@ def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content,
     for use in uses:
         with pytest.raises(
             UserError,
-            match=rf"trainer.json is damaged \({problem}.*: copy the checkpoint again, or give another",
+            match=rf"trainer.json is damaged \({problem}.*: copy the checkpoint again, or give "
+            r"another",
         ):
             use()
     assert not (tmp_path / "given").exists()

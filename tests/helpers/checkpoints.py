@@ -1,4 +1,4 @@
-"""Small checkpoints, a masked mixer or GPT-2, with a tokenizer that is trained on a few documents."""
+"""Small checkpoints, of a masked mixer or GPT-2, with a tokenizer trained on a few documents."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
