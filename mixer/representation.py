@@ -119,61 +119,25 @@ def main(arguments=None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a checkpoint, or any causal LM's directory",
-    )
-    parser.add_argument(
-        "--data",
-        default="",
-        metavar="DIR",
-        help="prepared data, its validation split (default: the run's)",
-    )
-    parser.add_argument(
+    add, number = parser.add_argument, {"type": int, "metavar": "N"}
+    add("--checkpoint", required=True, metavar="DIR", help="of any causal language model")
+    add("--data", default="", metavar="DIR", help="prepared data (default: the run's validation)")
+    add(
         "--text",
         nargs="+",
         default=[],
         metavar="FILE",
-        help="text files instead, the longest one is taken",
+        help="text files instead; the longest counts",
     )
-    parser.add_argument(
-        "--layers",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="blocks from 1 on; 0: the embedding (default: all)",
-    )
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help=f"lengths (default: those of {TOKENS} that fit)",
-    )
-    parser.add_argument(
-        "--texts", type=int, default=8, metavar="N", help="windows for each length (8)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=500, metavar="N", help="of gradient descent (500)"
-    )
-    parser.add_argument(
-        "--lr", type=float, default=0.02, metavar="X", help="first step size (0.02)"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of the noise and of the random weights (0)",
-    )
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        help="where it goes (default: CHECKPOINT/../representation-<checkpoint>, or -2, -3, ...)",
-    )
+    add("--layers", nargs="+", **number, help="blocks from 1 on; 0: the embedding (default: all)")
+    add("--tokens", nargs="+", **number, help=f"lengths (default: those of {TOKENS} that fit)")
+    add("--texts", default=8, **number, help="windows for each length (8)")
+    add("--steps", default=500, **number, help="of gradient descent (500)")
+    add("--lr", type=float, default=0.02, metavar="X", help="first step size (0.02)")
+    add("--seed", default=0, **number, help="of the noise and of the random weights (0)")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    where = "where it goes (default: CHECKPOINT/../representation-<checkpoint>, or -2, -3, ...)"
+    add("--output", metavar="DIR", help=where)
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(Path(options.checkpoint), "representation"))
     check_writable(output)

@@ -1,5 +1,5 @@
-"""The transformer that masked mixers are compared with: transformers' Llama, as the training loop
-wants a model.
+"""The transformer that masked mixers are compared with: the Llama of transformers, with what the
+training loop needs.
 """
 
 import torch
@@ -8,9 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class Llama(LlamaForCausalLM):
-    """LlamaForCausalLM with scaled_dot_product_attention, and two things that a masked mixer has:
-    `flops_per_token`, and under autocast a residual stream in the autocast type. Its checkpoints
-    are LlamaForCausalLM's.
+    """LlamaForCausalLM with two things that a masked mixer has: `flops_per_token`, and under
+    autocast a residual stream in the autocast type. Its checkpoints are those of LlamaForCausalLM.
     """
 
     def __init__(self, config: LlamaConfig):
@@ -20,23 +19,21 @@ class Llama(LlamaForCausalLM):
         )
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
-        """As MaskedMixerForCausalLM.flops_per_token, with causal attention: a token meets (tokens +
-        1) / 2 on average.
+        """As MaskedMixerForCausalLM.flops_per_token. In causal attention a token attends to
+        (tokens + 1) / 2 tokens on average.
 
-        `token_mixing` is attention without its projections. `executed` has the scores once more,
-        for the backward pass of flash attention computes them again (arXiv 2205.14135); the tiles
-        on the diagonal are counted as `useful` has them.
+        `token_mixing` is attention without its projections. `executed` counts the scores once more,
+        because the backward pass of flash attention computes them again (arXiv 2205.14135). It
+        leaves out the masked halves of the tiles on the diagonal.
         """
         config = self.config
         tokens = config.max_position_embeddings if tokens is None else tokens
         hidden = config.hidden_size
-        linear = 2 * (
-            4 * hidden * hidden + 3 * hidden * config.intermediate_size
-        )  # q, k, v, o; gate, up, down
+        # q, k, v, o; gate, up, down
+        linear = 2 * (4 * hidden * hidden + 3 * hidden * config.intermediate_size)
         others = config.num_hidden_layers * linear + 2 * hidden * config.vocab_size
-        product = (
-            config.num_hidden_layers * 2 * hidden * (tokens + 1) / 2
-        )  # one of the two: scores, or weighted values
+        # one of the two products of attention: the scores, or the sum of the values
+        product = config.num_hidden_layers * 2 * hidden * (tokens + 1) / 2
         return {
             "useful": 3.0 * (others + 2 * product),
             "executed": 3.0 * (others + 2 * product) + product,
@@ -45,5 +42,6 @@ class Llama(LlamaForCausalLM):
 
 
 def in_autocast_type(x: Tensor) -> Tensor:
+    """x in the autocast dtype of its device, or as it is without autocast."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

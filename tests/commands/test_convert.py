@@ -201,7 +201,7 @@ def test_only_a_whole_masked_mixer_goes_back(tmp_path, monkeypatch):
     ).save_pretrained(tmp_path / "llama")
     refused(
         tmp_path / "llama",
-        "llama is a llama, which the reference implementation does not have: give one of a masked mixer",
+        "llama is a llama, which the reference implementation does not have: give one of a masked",
     )
     refused(tmp_path / "none", "none is not a directory")
     small_model().save_pretrained(tmp_path / "mixer")

@@ -45,10 +45,12 @@ model = AutoModelForCausalLM.from_pretrained("{model}", trust_remote_code=True)
 assert type(model).__module__.startswith("transformers_modules."), type(model)
 saved = torch.load("{expected}")
 ids, mask = saved["ids"], saved["mask"]
-torch.testing.assert_close(model(ids, attention_mask=mask).logits, saved["logits"], rtol=1e-4, atol=1e-5)
 body = AutoModel.from_pretrained("{model}", trust_remote_code=True)
-torch.testing.assert_close(model.lm_head(body(ids, attention_mask=mask).last_hidden_state), saved["logits"], rtol=1e-4, atol=1e-5)
-written = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+hidden = body(ids, attention_mask=mask).last_hidden_state
+for logits in (model(ids, attention_mask=mask).logits, model.lm_head(hidden)):
+    torch.testing.assert_close(logits, saved["logits"], rtol=1e-4, atol=1e-5)
+how = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+written = model.generate(ids, attention_mask=mask, **how)
 assert torch.equal(written, saved["written"])
 model(ids, labels=ids).loss.backward()
 kernels = "mixer.ops" in sys.modules
@@ -293,7 +295,8 @@ def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         export(last, given, "apache-2.0")
     (example,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
-    code = f"import sys\nsys.modules['mixer'] = None  # as if it were not installed\n{example}assert len(tokenizer) == 400"
+    code = "import sys\nsys.modules['mixer'] = None  # as if it were not installed\n"
+    code += f"{example}assert len(tokenizer) == 400"
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
     how = {
         "cwd": tmp_path,

@@ -149,7 +149,8 @@ def test_bad_shapes_are_refused(change, words):
 
 
 def test_training_needs_no_datasets_wandb_or_matplotlib():
-    code = "import sys, mixer, mixer.training.loop; print([m for m in ('datasets', 'wandb', 'matplotlib') if m in sys.modules])"
+    code = "import sys, mixer, mixer.training.loop; "
+    code += "print([m for m in ('datasets', 'wandb', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

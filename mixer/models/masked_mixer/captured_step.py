@@ -1,7 +1,9 @@
-"""A decoding step as a CUDA graph: captured once, then replayed for each later token without the
-host's part of it.
+"""A decoding step as a CUDA graph: captured once, then replayed for each later token.
 
-It goes with every saved model (mixer/models/carried_code.py), so it imports nothing of the package.
+A step consists of many small kernels, and the host may need longer to launch them than the GPU to
+run them. A replay launches all of them at once.
+
+This file is copied beside every saved model, so it imports nothing from the rest of the package.
 """
 
 import threading
@@ -18,19 +20,18 @@ logger = logging.get_logger(__name__)
 # (input_ids, memories, positions) -> (batch, 1, channels); see MaskedMixerModel.
 Blocks = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
 CAPTURING = threading.Lock()  # torch allows one capture at a time in a process
-# By device, streams whose graph is gone. torch keeps a workspace of cuBLAS for each stream that has
-# multiplied, so streams are used again; newer versions drop it with any graph captured there, so no
-# two graphs that live share one.
+# For each device, the streams whose graph has been deleted. torch keeps a cuBLAS workspace for each
+# stream that was used for a product, so streams are used again. Newer versions free the workspace
+# with any graph that was captured on the stream, so two living graphs never share a stream.
 FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class CapturedStep:
-    """The work of a model's blocks on one new token of each sample, on memories that stay where
-    they are.
+    """The work of a model's blocks on one new token of each text, as a graph.
 
-    What changes from token to token, input_ids (batch, 1) and positions (batch or 1, 1), both
-    int64, is copied into the graph's own tensors. The graph reads the model's parameters in place:
-    training may change them.
+    The inputs of a step, input_ids (batch, 1) and positions (batch or 1, 1), both int64, are copied
+    into tensors of the graph. The graph reads the parameters and the cache where they are, so it
+    sees when training changes the parameters.
     """
 
     def __init__(self, blocks: Blocks, cache, input_ids: Tensor, positions: Tensor):
@@ -40,9 +41,8 @@ class CapturedStep:
             (parameter, parameter.data_ptr()) for parameter in blocks.__self__.parameters()
         ]
         self.input_ids, self.positions = input_ids.clone(), positions.clone()
-        self.memories = [
-            layer.keys for layer in cache.layers
-        ]  # held: the graph writes to where they are
+        # A reference keeps these tensors alive: the graph writes to their memory.
+        self.memories = [layer.keys for layer in cache.layers]
         self.graph = torch.cuda.CUDAGraph()
         free = FREE_STREAMS[input_ids.device]
         with CAPTURING:
@@ -56,67 +56,60 @@ class CapturedStep:
         with torch.cuda.stream(stream):
             if compiled:
                 step = self._compile()
-            step(
-                self.input_ids, self.memories, self.positions
-            )  # what libraries set up on first use must not be in the graph
+            # Once without a graph, for what libraries set up on first use.
+            step(self.input_ids, self.memories, self.positions)
         current.wait_stream(stream)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.x = step(self.input_ids, self.memories, self.positions)  # (batch, 1, channels)
 
     def _compile(self) -> Blocks:
-        """The blocks compiled, tuned for single tokens; as they are where the compiler fails, which
-        it then says.
+        """The blocks, compiled and tuned for single tokens. If the compiler fails, the blocks as
+        they are, with a warning.
         """
         from torch._inductor import config
 
         options = {"coordinate_descent_tuning": True}
-        if hasattr(
-            config.triton, "enable_pdl"
-        ):  # on Hopper: a kernel is started while the one before it ends
+        # Programmatic dependent launch, on Hopper: a kernel starts while the one before it ends.
+        if hasattr(config.triton, "enable_pdl"):
             options["triton.enable_pdl"] = True
         compiled = torch.compile(self.blocks, fullgraph=True, dynamic=False, options=options)
         try:
             compiled(self.input_ids, self.memories, self.positions)
             return compiled
-        except Exception as error:  # whatever it is: if it is not the compiler's, the step without it meets it again
+        except Exception as error:  # if it is not the compiler's, the step below raises it again
             reason = str(error).strip().partition("\n")[0]
             logger.warning_once(
-                f"compile_config: a decoding step could not be compiled, it runs without ({type(error).__name__}: {reason}); "
-                "torch.compile needs Triton and a C compiler"
+                "compile_config: a decoding step could not be compiled, it runs without "
+                f"({type(error).__name__}: {reason}); torch.compile needs Triton and a C compiler"
             )
             return self.blocks
 
     def fits(self, blocks: Blocks, cache, input_ids: Tensor, positions: Tensor) -> bool:
-        """Whether this graph does the step that is asked for: the same model, memories and shapes,
-        all where they were.
+        """Whether this graph is of this model, these memories and these shapes, and all tensors are
+        where they were.
         """
-        if (
-            blocks != self.blocks
-            or input_ids.shape != self.input_ids.shape
-            or positions.shape != self.positions.shape
-        ):
+        shapes = (input_ids.shape, positions.shape)
+        if blocks != self.blocks or shapes != (self.input_ids.shape, self.positions.shape):
             return False
-        if any(
-            layer.keys is not memory
-            for layer, memory in zip(cache.layers, self.memories, strict=True)
-        ):
+        pairs = zip(cache.layers, self.memories, strict=True)
+        if any(layer.keys is not memory for layer, memory in pairs):
             return False
         return all(parameter.data_ptr() == address for parameter, address in self.addresses)
 
     def __deepcopy__(self, memo: dict) -> None:
-        """A copied cache has memories of its own, and captures a step on them."""
+        """A copy is None: a copied cache has its own memories, and captures a step on them."""
 
     def __call__(self, cache, input_ids: Tensor, positions: Tensor) -> Tensor:
         self.input_ids.copy_(input_ids)
         self.positions.copy_(positions)
         self.graph.replay()
         cache.set_length(cache.get_seq_length() + 1)
-        return self.x.clone()  # the next replay overwrites x
+        return self.x.clone()  # because the next replay overwrites x
 
 
 def can_capture(input_ids: Tensor) -> bool:
-    """Whether a step on this token can be captured here: on a GPU, without gradients, autocast or a
-    capture around it.
+    """Whether a step on these tokens can be captured: on a GPU, without gradients or autocast, and
+    not inside another capture or a compiled function.
     """
     return (
         input_ids.is_cuda

@@ -1,13 +1,13 @@
-"""GELU, x Phi(x), where Phi is the normal distribution's (arXiv 1606.08415): torch's own, but
-cheaper where it is compiled.
+"""GELU, x Phi(x) with Phi the normal distribution function (arXiv 1606.08415): torch's own, and a
+cheaper form for compiled code.
 
-Compiled for a GPU, torch's form waits for arithmetic, not for memory: the error function is a long
-polynomial, and the derivative computes an exponential beside it. For types of 16 bits the error
-function of Abramowitz and Stegun (Handbook of Mathematical Functions, 7.1.26) serves as well, and
-its exponential is the derivative's: Phi is off by at most 3e-7, while the result is rounded to 8 or
-11 bits.
+Compiled for a GPU, torch's form is limited by arithmetic rather than memory: the error function is
+a long polynomial, and the derivative needs an exponential besides. For 16-bit types a shorter
+formula of the error function is accurate enough (Abramowitz and Stegun, Handbook of Mathematical
+Functions, 7.1.26), and its exponential is the one that the derivative needs. Phi is off by at most
+3e-7, while the result is rounded to 8 or 11 bits.
 
-It goes with every saved model (mixer/models/carried_code.py), so it imports nothing of the package.
+This file is copied beside every saved model, so it imports nothing from the rest of the package.
 """
 
 import math
@@ -28,21 +28,19 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def short_gelu(x: Tensor) -> Tensor:
-    """The same by arithmetic in fp32 that is left to the compiler to fuse: without it, each
-    operation would be a kernel.
+    """x Phi(x) in x's dtype and shape, by arithmetic in fp32.
 
-    An infinite x gives NaN, as it may with torch's own.
+    Only for compiled code, where all of it becomes part of one kernel. An infinite x gives NaN, as
+    it may in torch's own form.
     """
     wide = x.float()
     at = wide.detach()
     distribution, density = normal(at)
-    if (
-        not torch.is_grad_enabled()
-    ):  # the slope below would be computed all the same, for a difference of zero
+    if not torch.is_grad_enabled():  # the slope below would be computed for nothing
         return (at * distribution).to(x.dtype)
-    # The value, with a slope of our own: autograd's would repeat the polynomial. Not an
-    # autograd.Function, inside of which the compiler of torch 2.11 overlooks that a checkpoint
-    # wants things computed again.
+    # The second term is zero, and gives y the derivative that we want: autograd's own would compute
+    # the polynomial again. An autograd.Function could do the same, but inside of one the compiler
+    # of torch 2.11 ignores activation checkpointing.
     y = at * distribution + (distribution + at * density) * (wide - at)
     return y.to(x.dtype)
 
@@ -51,8 +49,7 @@ def normal(x: Tensor) -> tuple[Tensor, Tensor]:
     """The standard normal distribution at x (fp32) and its density."""
     exponential = torch.exp(-0.5 * x * x)
     denominator = 1 + P / math.sqrt(2) * x.abs()
-    t = torch.rsqrt(denominator * denominator)  # its reciprocal: cheaper on a GPU than a division
-    tail = (
-        0.5 * exponential * t * (A1 + t * (A2 + t * (A3 + t * (A4 + t * A5))))
-    )  # of the distribution below -|x|
+    t = torch.rsqrt(denominator * denominator)  # 1 / denominator, cheaper on a GPU than a division
+    polynomial = A1 + t * (A2 + t * (A3 + t * (A4 + t * A5)))
+    tail = 0.5 * exponential * t * polynomial  # Phi(-|x|)
     return torch.where(x < 0, tail, 1 - tail), exponential / math.sqrt(2 * math.pi)

@@ -1,8 +1,7 @@
-"""What `generate()` of transformers asks of the model: its cache, and what cannot be generated from
-refused by name.
+"""What `generate()` of transformers needs from the model: its kind of cache, and clear errors for
+prompts that cannot be continued.
 
-It goes with every saved model (mixer/models/carried_code.py), so it imports nothing of the package
-but what goes there too.
+This file is copied beside every saved model, so it imports nothing from the rest of the package.
 """
 
 import torch
@@ -11,7 +10,10 @@ from transformers import GenerationMixin
 
 from .cache import MixingCache
 
-GIVE_A_TOKEN = "give at least one token, such as the tokenizer's end of text, which stands before every document"
+GIVE_A_TOKEN = (
+    "give at least one token, such as the tokenizer's end of text, which stands before every "
+    "document"
+)
 
 
 class Generation(GenerationMixin):
@@ -21,16 +23,16 @@ class Generation(GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # it keeps keys and values of attention
+        return False  # transformers' default cache is for the keys and values of attention
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         given = model_kwargs.get("past_key_values") is not None
         static = generation_config.cache_implementation == "static"
-        if given or not static:  # what transformers has to say of these
+        if given or not static:  # transformers checks these settings
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if generation_config.use_cache is not False and not given:
-            # A graph is of one device, and nothing may bring a parameter there during a step: until
-            # then it is on "meta".
+            # A graph needs all parameters in their place, on one device. Those that a hook brings
+            # there for each step are on "meta" before.
             devices = {parameter.device for parameter in self.parameters()}
             in_place = len(devices) == 1 and torch.device("meta") not in devices
             static = static and in_place
@@ -42,34 +44,32 @@ class Generation(GenerationMixin):
             model_kwargs["past_key_values"] = MixingCache(self.config, static, compiled)
 
     def _get_candidate_generator(self, *args, **kwargs):
-        """Guesses end with the context: prompt lookup would go on behind max_length."""
+        """Limits guesses to the context: prompt lookup may guess beyond max_length."""
         generator = super()._get_candidate_generator(*args, **kwargs)
         guess = generator.get_candidates
 
         def get_candidates(input_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
             guessed, logits = guess(input_ids, *args, **kwargs)
             context = self.config.max_position_embeddings
-            return guessed[:, :context], None if logits is None else logits[
-                :, : context - input_ids.shape[1]
-            ]
+            if logits is not None:
+                logits = logits[:, : context - input_ids.shape[1]]
+            return guessed[:, :context], logits
 
         generator.get_candidates = get_candidates
         return generator
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
         if getattr(model_kwargs.get("past_key_values"), "compiled", False):
-            # the cache compiles its step itself; transformers would compile the whole forward
+            # The cache compiles its step itself; transformers would compile the whole forward.
             return False
-        return super()._valid_auto_compile_criteria(
-            model_kwargs, generation_config
-        )  # False, and says so if it was asked
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args, attention_mask: Tensor | None = None, **kwargs
     ) -> dict:
         cache = kwargs.get("past_key_values")
-        # Before the first step alone: to look into the mask waits for the GPU. generate gives none
-        # where nothing is padded.
+        # Only before the first step, because reading the mask waits for the GPU. generate() gives
+        # no mask if nothing is padded.
         if attention_mask is not None and (cache is None or cache.get_seq_length() == 0):
             empty = attention_mask.sum(1).eq(0).nonzero().flatten().tolist()
             if empty:
@@ -97,9 +97,10 @@ class Generation(GenerationMixin):
         if input_ids_length == 0:
             raise ValueError(f"the prompt is empty; {GIVE_A_TOKEN}")
         if generation_config.max_length > context:
-            room = context - input_ids_length
+            asked, room = generation_config.max_length, context - input_ids_length
+            remedy = f" or give max_new_tokens={room} or less" if room > 0 else ""
             raise ValueError(
-                f"the prompt has {input_ids_length} tokens and {generation_config.max_length - input_ids_length} new ones were "
-                f"asked for, {generation_config.max_length} together; the model's context is {context}: shorten the prompt"
-                + (f" or give max_new_tokens={room} or less" if room > 0 else "")
+                f"the prompt has {input_ids_length} tokens and {asked - input_ids_length} new ones "
+                f"were asked for, {asked} together; the model's context is {context}: shorten the "
+                f"prompt{remedy}"
             )

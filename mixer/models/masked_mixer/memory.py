@@ -14,12 +14,13 @@ from .plain import write_rows
 
 
 class MixingMemory(CacheLayerMixin):
-    """The inputs of one triangular convolution, as transformers has its cache layers.
+    """The inputs of one triangular convolution, in the form of a cache layer of transformers.
 
-    `keys` is (batch, heads, context, channels of a head), allocated once at the first tokens;
-    `values`, which a mixer does not have, is empty. The length counts the columns of the batch,
-    padding and all, as transformers counts them. A static memory is read whole, so that no shape
-    changes from one token to the next.
+    `keys` is (batch, heads, context, channels of a head), allocated at the first tokens. `values`
+    is empty, because a mixer has none. The length counts the columns of the batch with their
+    padding, as transformers counts them.
+
+    static: always read the whole memory, so that no shape changes from one token to the next.
     """
 
     is_croppable = True
@@ -27,7 +28,7 @@ class MixingMemory(CacheLayerMixin):
     def __init__(self, context: int, static: bool = False):
         super().__init__()
         self.context, self.static = context, static
-        self.cumulative_length = 0  # transformers' own reset() sets what has this name to 0
+        self.cumulative_length = 0  # the name that transformers' own reset() sets to 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         batch, heads, _, channels = key_states.shape
@@ -42,52 +43,53 @@ class MixingMemory(CacheLayerMixin):
         value_states: Tensor | None = None,
         positions: Tensor | None = None,
     ):
-        """Writes new inputs (batch, heads, new, channels of a head) at `positions` (batch or 1,
-        new), which follow on from each text; returns (all up to now (batch, heads, length, channels
-        of a head), None). Raises ValueError beyond the context.
+        """Writes the inputs of new tokens, (batch, heads, new, channels of a head), at `positions`
+        (batch or 1, new), which follow each text.
+
+        Returns the inputs of all tokens so far, (batch, heads, length, channels of a head), and
+        None for the values. Raises ValueError beyond the context.
         """
-        if not self.is_initialized or (
-            self.cumulative_length == 0 and not self._is_for(key_states)
-        ):
+        empty = self.cumulative_length == 0
+        if not self.is_initialized or (empty and not self._fits(key_states)):
             self.lazy_initialization(key_states)
         start, new = self.cumulative_length, key_states.shape[2]
         memory = self.extend(new)
         if positions is None or start == 0:
             memory[:, :, start : start + new] = key_states
-        else:  # of padded texts behind the columns, of one alone, too
+        else:  # the positions of a padded text are not the columns of the batch
             write_rows(memory, key_states, positions)
         return memory, None
 
-    def _is_for(self, key_states: Tensor) -> bool:
-        """Whether these fit what was allocated, perhaps for an earlier text, before a reset."""
+    def _fits(self, key_states: Tensor) -> bool:
+        """Whether what was allocated for an earlier text, before a reset, serves these inputs."""
         mine = (self.batch_size, self.dtype, self.device)
         return mine == (len(key_states), key_states.dtype, key_states.device)
 
     def extend(self, new: int) -> Tensor:
-        """Counts `new` tokens more, whose inputs the caller writes into what this returns: all up
-        to them, of a static memory all there is (batch, heads, length, channels of a head). Raises
-        ValueError beyond the context.
+        """Counts `new` more tokens, and returns the memory for the caller to write their inputs
+        into: (batch, heads, length, channels of a head), where length is the whole context if the
+        memory is static. Raises ValueError beyond the context.
         """
         end = self.cumulative_length + new
         if end > self.context:
             raise ValueError(
-                f"{end} tokens are more than the cache's {self.context}, the model's context; generate fewer"
+                f"{end} tokens are more than the cache's {self.context}, the model's context; "
+                "generate fewer"
             )
         self.cumulative_length = end
         return self.keys if self.static else self.keys[:, :, :end]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove columns; above zero it is the length to keep, as
-        transformers 5.0 gives it.
+        """Forgets the last -tokens_to_remove columns. A number above zero is the length to keep, as
+        in transformers 5.0.
         """
-        kept = (
-            tokens_to_remove if tokens_to_remove > 0 else self.cumulative_length + tokens_to_remove
-        )
-        self.cumulative_length = min(kept, self.cumulative_length)
+        length = self.cumulative_length
+        kept = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        self.cumulative_length = min(kept, length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sample b becomes what sample beam_idx[b] was, in place: a captured step knows where the
-        memory lies.
+        """Text b becomes what text beam_idx[b] was. This is done in place, because a captured step
+        writes to this memory.
         """
         if self.cumulative_length > 0:
             used = self.keys[:, :, : self.cumulative_length]
@@ -110,7 +112,7 @@ class MixingMemory(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.context
 
-    get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
+    get_max_cache_shape = get_max_length  # the name in the first versions of transformers 5
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cumulative_length + query_length, 0

@@ -1,7 +1,7 @@
-"""The triangular convolution with nothing but torch: the masked-weight matmul, single rows of it,
-and its counts.
+"""The triangular convolution in plain PyTorch: the masked-weight matmul, single rows of it, and how
+many products each backend computes.
 
-It goes with every saved model (mixer/models/carried_code.py), so it imports nothing of the package.
+This file is copied beside every saved model, so it imports nothing from the rest of the package.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
 context), out then in; bias (heads, context).
@@ -13,8 +13,8 @@ from torch import Tensor
 
 BACKENDS = ("auto", "cuda", "panels", "dense")
 
-# Rows of a panel. p panels do (p + 1) / 2p of the dense product, but thin ones run at a lower rate:
-# two panels, and from 1024 tokens on panels of 512 rows, were the fastest on an H200
+# Rows of a panel. p panels compute (p + 1) / 2p of the dense product, but thin panels run at a
+# lower rate. The fastest on an H200 were two panels, and from 1024 tokens on panels of 512 rows
 # (benchmarks/results/token_mixing_h200.md).
 MIN_PANEL_ROWS = 64
 MAX_PANEL_ROWS = 512
@@ -43,15 +43,15 @@ def shift_channels(x: Tensor, distance: int) -> Tensor:
 
 
 def tap_shift(tap: int, taps: int) -> int:
-    """Channels by which tap `tap` looks to the right: nn.Conv1d(padding="same") puts (taps - 1) //
-    2 on the left.
+    """By how many channels tap `tap` looks to the right. As in nn.Conv1d(padding="same"),
+    (taps - 1) // 2 of the taps look to the left.
     """
     return tap - (taps - 1) // 2
 
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """The masked-weight matmul, as one writes it in PyTorch: masked with tril, multiplied in
-    full.
+    """The masked-weight matmul: the weight is masked with tril and multiplied in full, as one would
+    write it in PyTorch. See `mixer.ops.triangular_conv` for arguments and result.
     """
     heads, taps = weight.shape[:2]
     tokens = x.shape[1]
@@ -67,14 +67,15 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
 
 
 def mix_rows(memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
-    """The triangular convolution of a few tokens, given the inputs of all tokens so far: one row of
-    the weight for each.
+    """The triangular convolution of a few new tokens, given the inputs of all tokens so far. Each
+    new token needs one row of the weight.
 
     Args:
-        memory: (batch, heads, length, channels of a head), x of the positions 0 to length - 1, of these tokens too; what lies
-            behind a token's own position is not read.
+        memory: (batch, heads, length, channels of a head), the inputs of positions 0 to length - 1,
+            those of the new tokens included. A token does not read positions after its own.
         weight: (heads, taps, context, context); bias: (heads, context).
-        positions: (batch or 1, new tokens) int64, where each new token stands; 1 where all samples agree.
+        positions: (batch or 1, new tokens) int64, where each new token stands; 1 if that is the
+            same in all texts.
 
     Returns:
         (batch, new tokens, channels), in memory's dtype.
@@ -82,15 +83,13 @@ def mix_rows(memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) ->
     heads, taps = weight.shape[:2]
     length, new = memory.shape[2], positions.shape[1]
     rows = weight[..., :length][:, :, positions]  # (heads, taps, batch or 1, new, length)
-    later = (
-        torch.arange(length, device=memory.device) > positions[..., None]
-    )  # (batch or 1, new, length)
+    # (batch or 1, new, length)
+    later = torch.arange(length, device=memory.device) > positions[..., None]
     rows = rows.masked_fill(later, 0).to(memory.dtype).permute(2, 0, 1, 3, 4).flatten(2, 3)
-    products = (rows @ memory).unflatten(
-        2, (taps, new)
-    )  # memory is read once, whatever the number of taps
-    # Shifting over the channels and mixing over the tokens commute, and the few results are less
-    # than all the inputs.
+    # One product for all taps, so that the memory is read once.
+    products = (rows @ memory).unflatten(2, (taps, new))
+    # A shift over the channels may come before or after the mixing of tokens. Shifting the few
+    # results is cheaper than shifting all inputs.
     y = (
         bias[:, positions].transpose(0, 1)[..., None].to(products.dtype)
     )  # (batch or 1, heads, new, 1)
@@ -119,20 +118,19 @@ def mix_row(
     positions: Tensor,
     backend: str = "auto",
 ) -> Tensor:
-    """One new token of each sample, x (batch, 1, channels): written into the memory and mixed.
-    `mixer.ops.mix_row` in plain PyTorch, whose arguments it takes: `backend` makes no difference
-    here.
+    """One new token of each text, x (batch, 1, channels): written into the memory and mixed.
+
+    This is `mixer.ops.mix_row` in plain PyTorch, with the same arguments; `backend` has no effect.
     """
     write_rows(memory, split_heads(x, weight.shape[0]).transpose(0, 1), positions)
     y = mix_rows(memory, weight, bias, positions)
-    return (
-        y if residual is None else y + residual.to(y.dtype)
-    )  # under autocast the stream has its dtype
+    # Under autocast the residual stream has the autocast type, as y has.
+    return y if residual is None else y + residual.to(y.dtype)
 
 
 def panel_bounds(tokens: int) -> list[tuple[int, int]]:
-    """Rows (start, end) of each panel. They start at multiples of 8, where a 16-bit weight lies on
-    16 bytes.
+    """The rows (start, end) of each panel. They start at multiples of 8, which aligns a 16-bit
+    weight to 16 bytes.
     """
     half = (tokens + 15) // 16 * 8
     rows = min(max(half, MIN_PANEL_ROWS), MAX_PANEL_ROWS)
@@ -140,8 +138,8 @@ def panel_bounds(tokens: int) -> list[tuple[int, int]]:
 
 
 def products_per_triangle(tokens: int, backend: str) -> int:
-    """Pairs (i, j) that a backend multiplies for one triangle of `tokens` rows; tokens * (tokens +
-    1) / 2 are needed.
+    """How many pairs (i, j) a backend multiplies for one triangle of `tokens` rows. The result
+    needs tokens * (tokens + 1) / 2 of them.
     """
     if backend == "dense":
         return tokens * tokens
