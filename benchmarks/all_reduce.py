@@ -100,11 +100,15 @@ def table(result: dict) -> str:
     for row in result["rows"]:
         ratio = row["packed_ms"] / row["whole_ms"]
         lines.append(
-            f"| {row['context']} | {row['parameters']:,} | {row['dead_share']:.1%} | {row['whole_ms']:.2f} "
+            f"| {row['context']} | {row['parameters']:,} | {row['dead_share']:.1%} | "
+            f"{row['whole_ms']:.2f} "
             f"| {row['packed_ms']:.2f} | {ratio:.2f} |"
         )
     device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
-    where = f"{result['processes']} processes, {result['backend']}; {device}; commit {result['commit'][:10]}."
+    where = (
+        f"{result['processes']} processes, {result['backend']}; {device}; commit "
+        f"{result['commit'][:10]}."
+    )
     return "\n".join(lines) + f"\n\nMedians of {ROUNDS}; {where}\n"
 
 

@@ -2,7 +2,8 @@
 Llama with its KV cache.
 
     python benchmarks/generation.py --output PATH [--commit NAME]
-    python benchmarks/generation.py --output PATH --device cpu --hidden 32 --layers 2 --context 64 --prompt 40 --new 4
+    python benchmarks/generation.py --output PATH --device cpu --hidden 32 --layers 2 \\
+        --context 64 --prompt 40 --new 4
 
 Writes PATH.json (hardware, commit, every time) and PATH.md (tables). Weights are random, all three
 go through generate(), greedily, without an end token. A new token's time is what all but the first
@@ -82,13 +83,14 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.new < 4 or options.prompt + options.new > options.context:
         raise UserError(
-            f"--prompt {options.prompt} and --new {options.new} do not fit --context {options.context}; "
+            f"--prompt {options.prompt} and --new {options.new} do not fit --context "
+            f"{options.context}; "
             "give at least 4 new tokens, and together at most the context"
         )
     return options
 
 
-# ------------------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------- models
 
 
 def shape_settings(options: argparse.Namespace) -> dict[str, int]:
@@ -124,7 +126,7 @@ def ready(model, options: argparse.Namespace):
     return model.to(options.device, torch.bfloat16).eval()
 
 
-# --------------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------- measuring
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -271,7 +273,8 @@ def time_step(
         row[f"{name}_error"] = ((rounds[-1][1] - expected).norm() / expected.norm()).item()
         if not row[f"{name}_error"] < ALLOWED_ERROR:
             raise RuntimeError(
-                f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to their size"
+                f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to "
+                "their size"
             )
         if cache.captured is not None:
             row[f"{name}_replay_ms"] = replay_ms(cache)
@@ -334,12 +337,15 @@ def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespac
     }  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------- tables
 
 
 def table(result: dict) -> str:
     """Everything as Markdown."""
-    steps = "The call of the model for one new token of each sample, and the floor: reading the weights that a token needs, "
+    steps = (
+        "The call of the model for one new token of each sample, and the floor: reading the "
+        "weights that a token needs, "
+    )
     steps += f"{result['weight_bytes'] / 1e6:.0f} MB, once, at the rate of a copy, {result['copy_bytes_per_ms'] / 1e9:.2f} TB/s. "
     steps += f"The floor counts the weights alone: {kept_megabytes(result['settings']):.3g} MB of kept inputs a sample come on top."
     parts = [
@@ -356,12 +362,14 @@ def table(result: dict) -> str:
         "## A decoding step",
         steps,
         lines(
-            "batch | eager, ms | static, ms | compiled, ms | compiling, s | captured | floor, ms | static to it | compiled to it",
+            "batch | eager, ms | static, ms | compiled, ms | compiling, s | captured | floor, ms "
+            "| static to it | compiled to it",
             [
                 row | {f"{name}_ratio": row[f"{name}_ms"] / row["floor_ms"] for name in STATIC}
                 for row in result["step"]
             ],
-            "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {compiled_ms:.3f} | {compiled_first_s:.1f} | {captured} | "
+            "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {compiled_ms:.3f} | "
+            "{compiled_first_s:.1f} | {captured} | "
             "{floor_ms:.3f} | {static_ratio:.2f} | {compiled_ratio:.2f}",
         ),
         "## The one-row product",
@@ -387,8 +395,10 @@ def kept_megabytes(sizes: dict) -> float:
 def introduction(result: dict) -> str:
     sizes = result["settings"]
     return (
-        f"Hidden {sizes['hidden']}, {sizes['layers']} layers, vocabulary {sizes['vocabulary']}, context {sizes['context']}, "
-        f"{sizes['dtype']}, random weights; prompts of {sizes['prompt']} tokens. Mixer: {result['parameters'] / 1e6:.1f}M "
+        f"Hidden {sizes['hidden']}, {sizes['layers']} layers, vocabulary {sizes['vocabulary']}, "
+        f"context {sizes['context']}, "
+        f"{sizes['dtype']}, random weights; prompts of {sizes['prompt']} tokens. Mixer: "
+        f"{result['parameters'] / 1e6:.1f}M "
         f"parameters; Llama: {result['llama_parameters'] / 1e6:.1f}M."
     )
 

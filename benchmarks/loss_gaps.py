@@ -45,7 +45,8 @@ def main() -> None:
     if wrong or len(files) < 2:
         given = " ".join(wrong or options.runs)
         raise UserError(
-            f"{given} given; allowed: two or more NAME=FILE of different names, each FILE a run's metrics.jsonl"
+            f"{given} given; allowed: two or more NAME=FILE of different names, each FILE a run's "
+            "metrics.jsonl"
         )
 
     runs = [SimpleNamespace(name=name, lines=read_metrics(file)) for name, file in files.items()]
@@ -72,23 +73,27 @@ def table(result: dict) -> str:
     text += ["|---|---:|---:|---:|---:|---:|"]
     for name, run in result["runs"].items():
         text.append(
-            f"| {name} | {run['steps']:,} | {run['tokens'] / 1e6:.1f} | {run['last_loss']:.4f} | {run['validation_loss']:.4f} | "
+            f"| {name} | {run['steps']:,} | {run['tokens'] / 1e6:.1f} | {run['last_loss']:.4f} | "
+            f"{run['validation_loss']:.4f} | "
             f"{run['validation_bits_per_byte']:.4f} |"
         )
     text += [
         "",
-        "| training losses of | apart at most | at step | on average | means at the end | within tolerance |",
+        "| training losses of | apart at most | at step | on average | means at the end | within "
+        "tolerance |",
     ]
     text += ["|---|---:|---:|---:|---:|---|"]
     for found in result["gaps"]:
         text.append(
-            f"| {' / '.join(found['models'])} | {found['largest']:.2%} | {found['at_step']} | {found['mean']:.2%} | "
+            f"| {' / '.join(found['models'])} | {found['largest']:.2%} | {found['at_step']} | "
+            f"{found['mean']:.2%} | "
             f"{found['of_means_at_end']:.2%} | {'yes' if found['within_tolerance'] else 'no'} |"
         )
     last = result["gaps"][0]["steps_at_end"]
     text += [
         "",
-        f"Tolerance: {LARGEST_GAP:.1%} at every logged step, {LARGEST_GAP_AT_END:.1%} of the means of the last {last}.",
+        f"Tolerance: {LARGEST_GAP:.1%} at every logged step, {LARGEST_GAP_AT_END:.1%} of the "
+        f"means of the last {last}.",
     ]
     return "\n".join([*text, "", f"Measured on {result['measured']}."]) + "\n"
 

@@ -48,7 +48,8 @@ def write_sources(directory: Path) -> Path:
             text, count = re.subn(pattern, replacement, text)
             if count != 1:
                 raise UserError(
-                    f"{name} has {count} times `{pattern}`, not once: REPLACEMENTS in {__file__} must follow it"
+                    f"{name} has {count} times `{pattern}`, not once: REPLACEMENTS in {__file__} "
+                    "must follow it"
                 )
         path.write_text(text)
     return directory

@@ -1,8 +1,10 @@
 """The kernels for older GPUs on a newer one, beside cuBLAS and beside the most that such kernels
 reach there.
 
-    python benchmarks/portable_kernels.py --write-ptx build/portable                      # needs NVRTC of CUDA 12, but no GPU
-    python benchmarks/portable_kernels.py --ptx build/portable --output PATH              # on the GPU; writes PATH.json, PATH.md
+    # needs NVRTC of CUDA 12, but no GPU
+    python benchmarks/portable_kernels.py --write-ptx build/portable
+    # on the GPU; writes PATH.json, PATH.md
+    python benchmarks/portable_kernels.py --ptx build/portable --output PATH
 
 Those for Ampere are built for the GPU at hand and told that it has compute capability 8.0. Those
 for Volta come as PTX for compute_70, which CUDA 12 has made and the driver compiles; without --ptx
@@ -96,7 +98,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# ------------------------------------------------------------------------------------------------------ kernels to force
+# ------------------------------------------------------------------------- kernels to force
 
 
 def write_ptx(directory: Path) -> None:
@@ -135,7 +137,7 @@ def forced(library, capability: int) -> Iterator[None]:
     cuda.template.cache_clear()
 
 
-# ------------------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------- measuring
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -201,7 +203,8 @@ def measure_ceilings(
         for name, (call, matrix) in calls.items():
             if not (error := rmse(call(0)[-1], matrix.double() @ x[-1].double())) < MAX_ERROR:
                 raise UserError(
-                    f"the dense {name} of sm_{capability}, {dtype}, is wrong: relative RMSE {error:.2g}"
+                    f"the dense {name} of sm_{capability}, {dtype}, is wrong: relative RMSE "
+                    f"{error:.2g}"
                 )
         timed = {name: call for name, (call, _) in calls.items()}
         timings = timing.interleaved(timed, "cuda", 1, options.rounds, 4 * options.batch_ms)
@@ -250,7 +253,7 @@ def measure_shape(
     return cases
 
 
-# ----------------------------------------------------------------------------------------------------------------- table
+# ------------------------------------------------------------------------- table
 
 
 def table(result: dict) -> str:
@@ -270,7 +273,8 @@ def table(result: dict) -> str:
             rows_of(cases),
         ]
     parts += [
-        f"Measured on {describe(result['hardware'])}; commit {result['commit'][:10]}; `{result['command']}`."
+        f"Measured on {describe(result['hardware'])}; commit {result['commit'][:10]}; "
+        f"`{result['command']}`."
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -282,10 +286,14 @@ def introduction(result: dict) -> str:
     case = result["cases"][0]
     size = f"{result['ceiling_size']:,}"
     return (
-        f"{case['channels']} channels, batch x tokens {case['batch'] * case['tokens']:,}; milliseconds, medians of "
-        f"{result['rounds']} interleaved rounds, GPU time alone. Useful operations are those on and below the diagonal. The "
-        f"ceiling is the faster of two dense products of {size} cubed by the same kernels with the triangle taken out. cuBLAS "
-        "multiplies the whole square, with the GPU's own instructions. Results were first checked against fp64; what failed "
+        f"{case['channels']} channels, batch x tokens {case['batch'] * case['tokens']:,}; "
+        "milliseconds, medians of "
+        f"{result['rounds']} interleaved rounds, GPU time alone. Useful operations are those on "
+        "and below the diagonal. The "
+        f"ceiling is the faster of two dense products of {size} cubed by the same kernels with the "
+        "triangle taken out. cuBLAS "
+        "multiplies the whole square, with the GPU's own instructions. Results were first checked "
+        "against fp64; what failed "
         "has no time."
     )
 

@@ -50,7 +50,8 @@ def main() -> None:
     run = load_config(options.config, [f"output_dir={directory}", *settings, *overrides])
     if options.every < 5 or run.train.steps <= 2 * options.every:
         raise UserError(
-            f"--every {options.every}, train.steps = {run.train.steps}; allowed: 5 or more, and more than twice that"
+            f"--every {options.every}, train.steps = {run.train.steps}; allowed: 5 or more, and "
+            "more than twice that"
         )
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)

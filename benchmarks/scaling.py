@@ -52,7 +52,8 @@ def main() -> None:
     devices = torch.cuda.device_count()
     if counts[0] != 1 or (devices and counts[-1] > devices):
         raise UserError(
-            f"--processes {options.processes}; allowed: 1 and other numbers, up to the {devices} GPUs that are here"
+            f"--processes {options.processes}; allowed: 1 and other numbers, up to the {devices} "
+            "GPUs that are here"
         )
     unknown = set(options.engines.split(",")) - ENGINES.keys()
     if unknown:
@@ -164,7 +165,8 @@ def table(result: dict) -> str:
             f"{min(row['shares']):.3f} to {max(row['shares']):.3f}",
         )
         lines.append(
-            f"| {row['precision']} | {row['gpus']} | {row['engine'] or '-'} | {speed:,.0f} | {row['share']:.3f} | {spread} |"
+            f"| {row['precision']} | {row['gpus']} | {row['engine'] or '-'} | {speed:,.0f} | "
+            f"{row['share']:.3f} | {spread} |"
         )
     lines += (
         [f"\nEnded before these were run: {'; '.join(result['not_run'])}."]

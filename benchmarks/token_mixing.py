@@ -98,7 +98,7 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-# ------------------------------------------------------------------------------------------------------------ suites
+# ------------------------------------------------------------------------- suites
 
 
 def shapes(options: argparse.Namespace) -> list[tuple[str, Shape]]:
@@ -150,7 +150,7 @@ def sweep(base: Shape) -> list[Shape]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------- measuring
 
 
 def measure(options: argparse.Namespace) -> dict:

@@ -12,7 +12,7 @@ SPEEDUP_OPERATIONS = ("forward", "fused", "grad_input", "grad_weight", "autograd
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-# -------------------------------------------------------------------------------------------------------- comparisons
+# ------------------------------------------------------------------------- comparisons
 
 
 def passed(case: dict, key: str = "ms") -> list[dict]:
@@ -53,7 +53,7 @@ def select(result: dict, suite: str, operation: str) -> list[dict]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------- tables
 
 
 def table(result: dict) -> str:
@@ -65,7 +65,8 @@ def table(result: dict) -> str:
         parts += sweep_section(title, select(result, "sweep", operation))
     parts += failures(result)
     parts += [
-        f"Measured on {describe(result['hardware'])}; commit {result['commit'][:10]}; `{result['command']}`."
+        f"Measured on {describe(result['hardware'])}; commit {result['commit'][:10]}; "
+        f"`{result['command']}`."
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -75,13 +76,20 @@ def introduction(result: dict) -> str:
     ceilings = ", ".join(
         f"{name} {value:.4g} TFLOP/s" for name, value in result["ceilings_tflops"].items()
     )
-    rotation = "buffers rotate beyond three times the L2 cache; GPU time, host hidden, except where it says wall time"
+    rotation = (
+        "buffers rotate beyond three times the L2 cache; GPU time, host hidden, except where it "
+        "says wall time"
+    )
     how = "wall time of a CPU" if result["hardware"].get("device") == "cpu" else rotation
     return (
-        f"Ours is backend `{result['ours']}`. Medians of {result['rounds']} interleaved rounds, in milliseconds; {how}. "
-        "The speed-up is over the best alternative of any column. Useful operations are those on and below the diagonal. "
-        f"Ceiling: the library's dense product of {size} ({ceilings}). Floor: the slower of memory (every byte once, at the "
-        f"{result['copy_tb_s']:.3g} TB/s of a copy) and arithmetic (in steps of 64 rows, at the ceiling). Results were first "
+        f"Ours is backend `{result['ours']}`. Medians of {result['rounds']} interleaved rounds, in "
+        f"milliseconds; {how}. "
+        "The speed-up is over the best alternative of any column. Useful operations are those on "
+        "and below the diagonal. "
+        f"Ceiling: the library's dense product of {size} ({ceilings}). Floor: the slower of memory "
+        "(every byte once, at the "
+        f"{result['copy_tb_s']:.3g} TB/s of a copy) and arithmetic (in steps of 64 rows, at the "
+        "ceiling). Results were first "
         "checked against fp64; what failed has no time and no speed-up."
     )
 
@@ -105,7 +113,8 @@ def main_section(operation: str, title: str, cases: list[dict]) -> list[str]:
     base = cases[0]
     parts = [
         f"## {title}",
-        f"{base['channels']} channels, batch x tokens {base['batch_tokens']:,}, {arithmetic(base)}.",
+        f"{base['channels']} channels, batch x tokens {base['batch_tokens']:,}, "
+        f"{arithmetic(base)}.",
     ]
     if operation != "autograd":
         return parts + [comparison(cases, "ms"), all_variants(cases, "ms")]
@@ -263,7 +272,7 @@ def failures(result: dict) -> list[str]:
     return ["## Without a number", "\n".join(lines)] if lines else []
 
 
-# ------------------------------------------------------------------------------------------------------------ pictures
+# ------------------------------------------------------------------------- pictures
 
 
 def write_plots(result: dict, output: Path) -> list[Path]:
@@ -420,7 +429,8 @@ def powers_of_two(axis) -> None:
 def subtitle(result: dict) -> str:
     hardware = result["hardware"]
     cuda = f", CUDA {hardware['cuda']}" if "cuda" in hardware else ""
-    return f"{hardware.get('device')}, torch {hardware.get('torch')}{cuda}; a byte counts once, however often it is read"
+    where = f"{hardware.get('device')}, torch {hardware.get('torch')}{cuda}"
+    return f"{where}; a byte counts once, however often it is read"
 
 
 def plot_speedups(result: dict, path: Path) -> Path:

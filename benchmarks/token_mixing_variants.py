@@ -103,7 +103,7 @@ def as_square(dweight: Tensor) -> Tensor:
     return dweight[None, None]
 
 
-# ------------------------------------------------------------------------------------------------- products in panels
+# ------------------------------------------------------------------------- products in panels
 
 
 def panel_counts(tokens: int) -> list[int]:
@@ -170,7 +170,7 @@ def our_panels(data: Data, function: Callable) -> list[Variant]:
     return [Variant("mixer panels", "panels", data.on(function))] if data.ours == "cuda" else []
 
 
-# ----------------------------------------------------------------------------------------------------------- products
+# ------------------------------------------------------------------------- products
 
 
 def forward(data: Data, _compiled: bool) -> list[Variant]:
@@ -344,7 +344,7 @@ def pack(data: Data, _compiled: bool) -> list[Variant]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------- autograd
+# ------------------------------------------------------------------------- autograd
 
 
 def autograd(data: Data, compiled: bool) -> list[Variant]:

@@ -34,7 +34,8 @@ def main() -> None:
     unknown = [name for name in options.forms if name not in FORMS]
     if unknown:
         raise UserError(
-            f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}; --list says what they are"
+            f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}; --list says what they "
+            "are"
         )
     if not options.output:
         raise UserError("give --output PATH for the results")

@@ -224,7 +224,7 @@ class Ours(nn.Module):
         return compiled_parts(self.objective, how)
 
 
-# ------------------------------------------------------------------------------------------------ the clean models
+# ------------------------------------------------------------------------- the clean models
 
 
 class MatmulMixing(nn.Module):

@@ -86,11 +86,16 @@ def table(result: dict) -> str:
 def introduction(result: dict) -> str:
     size = f"{result['ceiling_size']}^3"
     return (
-        f"Forward, backward, clipping and AdamW on random tokens, bf16 autocast, {result['batch_tokens']:,} tokens a step, "
-        f"vocabulary {result['vocabulary']:,}, hidden size {result['hidden']:,}, {result['layers']} layers; medians of "
-        f"{result['rounds']} interleaved rounds. Ratios are of tokens a second. The limit is the clean model with token mixing "
-        "removed, compiled. Useful operations are the products that the model is defined by, of a triangle those on and below "
-        f"the diagonal; their share is of the library's bf16 product of {size}, {result['ceiling_tflops']:.4g} TFLOP/s."
+        "Forward, backward, clipping and AdamW on random tokens, bf16 autocast, "
+        f"{result['batch_tokens']:,} tokens a step, "
+        f"vocabulary {result['vocabulary']:,}, hidden size {result['hidden']:,}, "
+        f"{result['layers']} layers; medians of "
+        f"{result['rounds']} interleaved rounds. Ratios are of tokens a second. The limit is the "
+        "clean model with token mixing "
+        "removed, compiled. Useful operations are the products that the model is defined by, of a "
+        "triangle those on and below "
+        f"the diagonal; their share is of the library's bf16 product of {size}, "
+        f"{result['ceiling_tflops']:.4g} TFLOP/s."
     )
 
 
@@ -153,7 +158,10 @@ def kinds(case: dict) -> str:
         [name, *(f"{column.get(name, 0):.2f}" for column in columns.values())] for name in found
     ]
     rows.append(["all", *(f"{sum(column.values()):.2f}" for column in columns.values())])
-    title = f"## Where the time goes, {case['batch']} x {case['tokens']} tokens (ms of one step, profiled)"
+    title = (
+        f"## Where the time goes, {case['batch']} x {case['tokens']} tokens (ms of one step, "
+        "profiled)"
+    )
     return title + "\n\n" + markdown(["kind of kernel", *columns], rows)
 
 

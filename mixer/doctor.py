@@ -57,7 +57,7 @@ def page(facts: Facts, problems: list[Problem]) -> str:
             "",
             f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}",
             f"  {problem.means}",
-            f"  $ {problem.mend}",
+            f"  $ {problem.fix}",
         ]
     verdict = "will not work here" if any(problem.blocks for problem in problems) else "works here"
     return "\n".join([*text, "", f"The cuda backend {verdict}."])

@@ -54,7 +54,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--channels is {options.channels}; it must be a multiple of 8")
     if options.version in HOPPER_VERSIONS and ARCHITECTURES[options.gpu] != "90a":
         parser.error(
-            f"version {options.version} needs a Hopper GPU and --gpu is {options.gpu}; use H100 or H200"
+            f"version {options.version} needs a Hopper GPU and --gpu is {options.gpu}; use H100 or "
+            "H200"
         )
     return options
 
@@ -120,7 +121,8 @@ def main() -> None:
     options = parse()
     if options.dry_run:
         print(
-            f"on one {options.gpu}, for at most {options.minutes} minutes, in {IMAGE}:\n{command(options)}"
+            f"on one {options.gpu}, for at most {options.minutes} minutes, in "
+            f"{IMAGE}:\n{command(options)}"
         )
         return
     sys.exit(run(options))

@@ -68,7 +68,8 @@ def markdown(groups: dict[tuple, list[dict]]) -> str:
     parts = ["# The ladder", ""]
     if devices:
         parts += [
-            f"Measured on {', '.join(devices)}{at(groups)}; bf16, medians; useful TFLOP/s count the lower triangle alone.",
+            f"Measured on {', '.join(devices)}{at(groups)}; bf16, medians; useful TFLOP/s count "
+            "the lower triangle alone.",
             "",
         ]
     for (operation, batch, tokens, channels), rows in groups.items():

@@ -1,6 +1,4 @@
-"""A process's share of each step's samples, read ahead of the loop by a thread and pinned for the
-copy to a GPU.
-"""
+"""Reads a process's batches ahead of the training loop in a thread, pinned for the copy to a GPU."""
 
 import queue
 import threading

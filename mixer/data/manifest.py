@@ -1,11 +1,14 @@
-"""What a directory of prepared data holds, and the checks on it.
+"""The manifest of a directory of prepared data: what it holds, and checks that it is whole.
 
-A prepared directory holds
+Such a directory holds, for each split (train, validation),
 
-    train.bin, validation.bin             token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
-    train.docs.bin, validation.docs.bin   where each document ends in it (uint64, exclusive, EOS included)
-    tokenizer/                            what AutoTokenizer.from_pretrained reads
-    manifest.json                         settings, counts and hashes
+    train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
+    train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
+
+and for both
+
+    tokenizer/        what AutoTokenizer.from_pretrained reads
+    manifest.json     settings, counts and hashes
 """
 
 import json
@@ -60,13 +63,15 @@ class Manifest:
         file = Path(directory) / "manifest.json"
         if not file.is_file():
             raise UserError(
-                f"{directory} holds no prepared data (no manifest.json); prepare it first, or correct data.directory"
+                f"{directory} holds no prepared data (no manifest.json); prepare it first, or "
+                "correct data.directory"
             )
         try:
             values = json.loads(file.read_text())
             if values["format"] != FORMAT:
                 raise UserError(
-                    f"{file} has format {values['format']}, this code reads {FORMAT}; delete {directory} and prepare again"
+                    f"{file} has format {values['format']}, this code reads {FORMAT}; delete "
+                    f"{directory} and prepare again"
                 )
             values["splits"] = {
                 name: SplitManifest(**counts) for name, counts in values["splits"].items()
@@ -74,7 +79,8 @@ class Manifest:
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{file} is damaged ({type(error).__name__}: {error}); delete {directory} and prepare again"
+                f"{file} is damaged ({type(error).__name__}: {error}); delete {directory} and "
+                "prepare again"
             ) from error
 
     def verify(self, directory: str | Path) -> None:
@@ -94,11 +100,13 @@ class Manifest:
                 )
                 if found != size:
                     raise UserError(
-                        f"{directory / file} should have {size} bytes and is {found}: cut short or replaced; {again}"
+                        f"{directory / file} should have {size} bytes and is {found}: cut short or "
+                        f"replaced; {again}"
                     )
         if not (directory / "tokenizer" / "tokenizer.json").is_file():
             raise UserError(f"{directory / 'tokenizer' / 'tokenizer.json'} is missing; {again}")
         if digest(directory / "tokenizer") != self.tokenizer_sha256:
             raise UserError(
-                f"{directory / 'tokenizer'} is not the tokenizer that made the token files; put it back, or {again}"
+                f"{directory / 'tokenizer'} is not the tokenizer that made the token files; put it "
+                f"back, or {again}"
             )

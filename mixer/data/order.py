@@ -1,5 +1,5 @@
-"""The order in which samples are used: computed place by place, so that no process holds an index
-of all samples.
+"""The order in which samples are used, computed one place at a time, so that no process holds an
+index of all samples.
 """
 
 import numpy as np

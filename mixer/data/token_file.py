@@ -1,8 +1,4 @@
-"""Prepared data as batches: one split's token file, read sample by sample.
-
-This is also the door to the whole data part: `prepare` makes the files (prepare.py), from documents
-(corpus.py), with a tokenizer (tokenizer.py), and says what they hold (manifest.py).
-"""
+"""Reads one split's token file as samples and batches."""
 
 import os
 import weakref
@@ -13,23 +9,9 @@ import numpy as np
 import torch
 
 from mixer.common.errors import UserError
-from mixer.data.corpus import DataConfig
-from mixer.data.manifest import SPLITS, Manifest, SplitManifest
-from mixer.data.order import SampleOrder
-from mixer.data.prepare import prepare
-from mixer.data.tokenizer import load_tokenizer
+from mixer.data.manifest import SPLITS, Manifest
 
 DOCUMENTS_AT_ONCE = 4096  # of unpacked data, where rows are found
-
-__all__ = [
-    "DataConfig",
-    "Manifest",
-    "SampleOrder",
-    "SplitManifest",
-    "TokenFile",
-    "load_tokenizer",
-    "prepare",
-]
 
 
 class TokenFile:
@@ -59,13 +41,11 @@ class TokenFile:
         counts = self.manifest.splits[split]
         if counts.max_token_id >= self.manifest.vocab_size:
             raise UserError(
-                f"{self.directory / split}.bin holds token id {counts.max_token_id}, beyond its vocabulary of "
-                f"{self.manifest.vocab_size}; delete {directory} and prepare again"
+                f"{self.directory / split}.bin holds token id {counts.max_token_id}, beyond its "
+                f"vocabulary of {self.manifest.vocab_size}; delete {directory} and prepare again"
             )
         if not counts.documents:
-            raise UserError(
-                f"{directory} holds no {split} documents; prepare it with data.validation_fraction above 0"
-            )
+            raise UserError(f"{directory} holds no {split} documents; delete it and prepare again")
         self.packed = self.manifest.settings["packed"]
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self.file = os.open(self.directory / f"{split}.bin", os.O_RDONLY)
@@ -74,8 +54,9 @@ class TokenFile:
         self.samples = (counts.tokens - 1) // context if self.packed else int(self.rows_before[-1])
         if self.samples < 1:
             raise UserError(
-                f"the {split} split of {directory} has {counts.tokens} tokens, and a context of {context} needs "
-                f"at least {context + 1}; choose a shorter context, more text, or another data.validation_fraction"
+                f"the {split} split of {directory} has {counts.tokens} tokens, and a context of "
+                f"{context} needs at least {context + 1}; choose a shorter context, more text, or "
+                "another data.validation_fraction"
             )
 
     @cached_property
@@ -110,8 +91,10 @@ class TokenFile:
         """
         if vocab_size < self.manifest.vocab_size:
             raise UserError(
-                f"the model has a vocabulary of {vocab_size} tokens and the data in {self.directory} one of "
-                f"{self.manifest.vocab_size}; set the model's vocab_size to {self.manifest.vocab_size} or more"
+                f"the model has a vocabulary of {vocab_size} tokens and the data in "
+                f"{self.directory} one of "
+                f"{self.manifest.vocab_size}; set the model's vocab_size to "
+                f"{self.manifest.vocab_size} or more"
             )
 
     def batch(self, indices) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +104,8 @@ class TokenFile:
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.samples:
             raise IndexError(
-                f"sample indices {indices.min()}..{indices.max()} given, allowed 0..{self.samples - 1}"
+                f"sample indices {indices.min()}..{indices.max()} given, allowed "
+                f"0..{self.samples - 1}"
             )
         rows = np.full((len(indices), self.context + 1), self.manifest.eos_token_id, dtype=np.int64)
         ignored = np.zeros((len(indices), self.context), dtype=bool)
@@ -154,7 +138,8 @@ class TokenFile:
         data = os.pread(self.file, (end - start) * size, start * size)
         if len(data) != (end - start) * size:
             raise UserError(
-                f"{self.directory / self.split}.bin ends before token {end}: it was cut short while it was in use; put it back, "
+                f"{self.directory / self.split}.bin ends before token {end}: it was cut short "
+                "while it was in use; put it back, "
                 f"or delete {self.directory} and prepare again"
             )
         return np.frombuffer(data, self.dtype)

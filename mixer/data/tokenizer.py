@@ -1,5 +1,5 @@
-"""The tokenizer of a corpus: a byte-level BPE trained on it, or an existing one, and its exact use
-on raw text.
+"""The tokenizer: trains a byte-level BPE on a corpus or loads an existing one, and encodes raw text
+with it.
 """
 
 import hashlib
@@ -25,7 +25,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     folder = Path(directory) / "tokenizer"
     if not (folder / "tokenizer.json").is_file():
         raise UserError(
-            f"{directory} holds no tokenizer/tokenizer.json; give a directory of prepared data (data.directory)"
+            f"{directory} holds no tokenizer/tokenizer.json; give a directory of prepared data "
+            "(data.directory)"
         )
     return AutoTokenizer.from_pretrained(str(folder))
 
@@ -41,11 +42,13 @@ def existing_tokenizer(name: str) -> PreTrainedTokenizerFast:
     ) as error:  # transformers, the hub client and the network each raise their own kinds
         raise UserError(
             f"cannot load tokenizer {name!r}: {type(error).__name__}: {error}. "
-            "give a directory with a tokenizer.json or the name of a hub repository (data.tokenizer=train makes a new one)"
+            "give a directory with a tokenizer.json or the name of a hub repository "
+            "(data.tokenizer=train makes a new one)"
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UserError(
-            f"tokenizer {name!r} has no fast version (tokenizer.json); choose one that has, or data.tokenizer: train"
+            f"tokenizer {name!r} has no fast version (tokenizer.json); choose one that has, or "
+            "data.tokenizer: train"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(

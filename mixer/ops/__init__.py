@@ -1,5 +1,5 @@
-"""The triangular convolution: token mixing that never computes the masked half (arXiv 2409.01482,
-section 2).
+"""The triangular convolution: token mixing that does not compute the masked half (arXiv
+2409.01482, section 2).
 """
 
 import torch
@@ -24,8 +24,8 @@ def triangular_conv(
     """Learned causal mixing of tokens, the masked mixer's replacement for attention (arXiv
     2409.01482, section 2):
 
-        y[b, i, c] = bias[h, i] + residual[b, i, c] + sum_t sum_{j <= i} weight[h, t, i, j] * x[b,
-        j, c + t - (K - 1) // 2]
+        y[b, i, c] = bias[h, i] + residual[b, i, c]
+                     + sum_t sum_{j <= i} weight[h, t, i, j] * x[b, j, c + t - (K - 1) // 2]
 
     The channels are split into `heads` equal groups and channel c belongs to head h. The shift over
     channels stays inside the head and is zero outside it: each head is `nn.Conv1d(context, context,
@@ -33,28 +33,30 @@ def triangular_conv(
     flat mixer.
 
     Args:
-        x: (batch, tokens, channels), bf16, fp16, fp32 or fp64; tokens <= context, a shorter input uses the weight's
-            top-left corner. Any strides.
-        weight: (heads, kernel_size, context, context), out then in; x's dtype or fp32. The strictly upper triangle is never
-            read, and its gradient is exactly zero.
+        x: (batch, tokens, channels) of any strides, in one of DTYPES: bf16, fp16, fp32 or fp64.
+            tokens <= context; a shorter input uses the weight's top-left corner.
+        weight: (heads, kernel_size, context, context), out then in; x's dtype or fp32. The
+            strictly upper triangle is never read, and its gradient is exactly zero.
         bias: (heads, context) in the weight's dtype, or None.
         residual: as x, or None.
-        backend: "cuda" (our kernels; bf16, fp16, fp32), "panels" (row panels in plain PyTorch), "dense" (the
-            masked-weight matmul), or "auto": the faster of cuda and panels by the times of `python -m mixer.ops.tune`; without
-            these cuda where it is built and has tensor-core kernels for the GPU and the case, else panels.
+        backend: "cuda" (our kernels; bf16, fp16, fp32), "panels" (row panels in plain PyTorch),
+            "dense" (the masked-weight matmul), or "auto": the faster of cuda and panels by the
+            times that `python -m mixer.ops.tune` measured; without these, cuda where it has
+            tensor-core kernels known to be fast for the GPU and the case, else panels.
 
     Returns:
-        y: (batch, tokens, channels), contiguous, in x's dtype. Under autocast x and residual are cast to the autocast dtype
-        first; weight and bias stay in fp32 and are cast once, while the weight is packed.
+        y: (batch, tokens, channels), contiguous, in x's dtype. Under autocast x and residual are
+            cast to the autocast dtype first; weight and bias stay in fp32 and are cast once, while
+            the weight is packed.
 
     Raises:
         TypeError: an argument has a dtype that is not allowed.
         ValueError: shapes, devices or the backend's name do not fit.
         mixer.common.errors.UserError: backend="cuda" where the kernels cannot run.
 
-    First derivatives are provided by every backend, second derivatives by "dense" alone. Where the
-    kernels use tensor cores, what is not finite in x may spread to other tokens of the same block
-    of 64, as it does in a dense product, never further.
+    Every backend has first derivatives; only "dense" has second derivatives. Where the kernels use
+    tensor cores, a value of x that is not finite may spread to other tokens of the same block of
+    64, as it does in a dense product, but never further.
     """
     x, residual = _autocast(x, residual)
     _check(x, weight, bias, residual, backend)
@@ -72,9 +74,9 @@ def _autocast(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return (
-        x if x.dtype == dtype else x.to(dtype)
-    )  # to() costs the host its dispatch even where it changes nothing
+    if x.dtype == dtype:
+        return x  # to() costs the host a dispatch even where it changes nothing
+    return x.to(dtype)
 
 
 def _check(
@@ -86,7 +88,8 @@ def _check(
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be (batch, tokens, channels)")
     if weight.dim() != 4 or weight.shape[2] != weight.shape[3]:
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)}; it must be (heads, kernel_size, context, context), out then in"
+            f"weight has shape {tuple(weight.shape)}; it must be (heads, kernel_size, context, "
+            "context), out then in"
         )
     heads, taps, context, _ = weight.shape
     _, tokens, channels = x.shape
@@ -96,28 +99,25 @@ def _check(
         )
     if not 1 <= tokens <= context:
         raise ValueError(
-            f"x has {tokens} tokens but the weight's context is {context}; give 1 to {context} tokens, "
+            f"x has {tokens} tokens but the weight's context is {context}; give 1 to {context} "
+            "tokens, "
             "or a weight of a longer context"
         )
     if channels == 0 or channels % heads:
         raise ValueError(
-            f"x has {channels} channels, which {heads} heads cannot share equally; use a multiple of {heads}"
+            f"x has {channels} channels, which {heads} heads cannot share equally; use a multiple "
+            f"of {heads}"
         )
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}; allowed: bfloat16, float16, float32, float64")
     if weight.dtype not in (x.dtype, torch.float32):
         raise TypeError(
-            f"weight is {weight.dtype} while x is {x.dtype}; cast the weight to {x.dtype} or float32"
+            f"weight is {weight.dtype} while x is {x.dtype}; cast the weight to {x.dtype} or "
+            "float32"
         )
     if bias is not None:
-        _expect(
-            "bias",
-            bias,
-            (heads, context),
-            weight.dtype,
-            "(heads, context), in the weight's dtype",
-            x.device,
-        )
+        rule = "(heads, context), in the weight's dtype"
+        _expect("bias", bias, (heads, context), weight.dtype, rule, x.device)
     if residual is not None:
         _expect("residual", residual, tuple(x.shape), x.dtype, "x's shape and dtype", x.device)
     if weight.device != x.device:

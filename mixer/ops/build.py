@@ -6,9 +6,9 @@ without a GPU:
 
     python -m mixer.ops.build --arch 9.0
 
-It lies in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of the
-architecture, the sources and the compiler, so that a change of any of them builds anew and nothing
-ever loads a stale one.
+The library is kept in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of
+the architecture, the sources and the compiler. A change of any of them builds anew, so a stale
+library is never loaded.
 """
 
 import argparse
@@ -42,21 +42,22 @@ LOG_TAIL = 30  # lines of the compiler's output that an error quotes
 OLDEST = 70  # the kernels are written for sm_70 and newer
 NAME_ANOTHER = "Name another: `export MIXER_CACHE=/a/directory/of/yours`."
 
-# What compilers say when the mend lies outside our sources, and the mend.
-KNOWN_FAILURES = [
-    ("unsupported GNU version", "This nvcc does not accept this g++; name an older one: "
-     "`export NVCC_PREPEND_FLAGS='-ccbin g++-12'`."),
-    ("No space left on device", "The disk is full; name another: `export MIXER_CACHE=/a/directory/with/space`."),
-    ("No such file or directory", "Headers of the CUDA toolkit are missing; for the nvcc that comes as a wheel: "
-     "`pip install nvidia-cuda-runtime nvidia-cuda-cccl`."),
-    ("host compiler", "nvcc needs a host compiler: `apt-get install g++`."),
-    ("gcc: not found", "nvcc needs a host compiler: `apt-get install g++`."),
-]  # fmt: skip
+# What compilers print when the cause is not in our sources, and the fix.
+KNOWN_FAILURES = {
+    "unsupported GNU version": "This nvcc does not accept this g++; name an older one: "
+    "`export NVCC_PREPEND_FLAGS='-ccbin g++-12'`.",
+    "No space left on device": "The disk is full; name another: "
+    "`export MIXER_CACHE=/a/directory/with/space`.",
+    "No such file or directory": "Headers of the CUDA toolkit are missing; for the nvcc that comes "
+    "as a wheel: `pip install nvidia-cuda-runtime nvidia-cuda-cccl`.",
+    "host compiler": "nvcc needs a host compiler: `apt-get install g++`.",
+    "gcc: not found": "nvcc needs a host compiler: `apt-get install g++`.",
+}
 
 
 class BuildError(UserError):
     """The kernels cannot be built here; the message says what is missing and the one command that
-    mends it.
+    fixes it.
     """
 
 
@@ -78,7 +79,7 @@ class Kernel:
     spilled_bytes: int
 
 
-# ------------------------------------------------------------------------------------------------ tools
+# ------------------------------------------------------------------------- tools
 
 
 def nvcc_candidates() -> Iterator[Path]:
@@ -88,9 +89,8 @@ def nvcc_candidates() -> Iterator[Path]:
             yield Path(os.environ[variable]) / "bin" / "nvcc"
     if found := shutil.which("nvcc"):
         yield Path(found)
-    wheels = importlib.util.find_spec(
-        "nvidia"
-    )  # a namespace package: one entry for each site-packages
+    # A namespace package: one location for each site-packages.
+    wheels = importlib.util.find_spec("nvidia")
     for folder in (wheels.submodule_search_locations or []) if wheels else []:
         yield Path(folder) / "cu13" / "bin" / "nvcc"
         yield Path(folder) / "cuda_nvcc" / "bin" / "nvcc"
@@ -103,8 +103,10 @@ def find_compiler() -> Compiler:
         if os.access(path, os.X_OK):
             return inspect_compiler(path)
     raise BuildError(
-        "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $CUDA_PATH, $PATH or the nvidia-cuda-nvcc wheel. "
-        "Install it with `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl`, or point CUDA_HOME at a "
+        "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $CUDA_PATH, $PATH or the "
+        "nvidia-cuda-nvcc wheel. "
+        "Install it with `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl`, or "
+        "point CUDA_HOME at a "
         "CUDA toolkit."
     )
 
@@ -123,9 +125,8 @@ def inspect_compiler(path: Path) -> Compiler:
         raise BuildError(
             f"{path} does not answer like nvcc. Point CUDA_HOME at a working CUDA toolkit."
         )
-    return Compiler(
-        path, (int(version[1]), int(version[2])), tuple(sorted(map(int, architectures)))
-    )
+    known = tuple(sorted(map(int, architectures)))
+    return Compiler(path, (int(version[1]), int(version[2])), known)
 
 
 def output_of(command: list[str]) -> str:
@@ -139,7 +140,8 @@ def find_ninja() -> list[str]:
     if found := shutil.which("ninja"):
         return [found]
     raise BuildError(
-        "the CUDA kernels are built with ninja, which is not installed. Install it with `pip install ninja`."
+        "the CUDA kernels are built with ninja, which is not installed. Install it with `pip "
+        "install ninja`."
     )
 
 
@@ -150,15 +152,19 @@ def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[
     wanted = capability[0] * 10 + capability[1]
     if wanted < OLDEST:
         raise BuildError(
-            f"the CUDA kernels need compute capability 7.0 or newer; this GPU has {dotted(capability)}. Use backend='panels'."
+            "the CUDA kernels need compute capability 7.0 or newer; this GPU has "
+            f"{dotted(capability)}. Use backend='panels'."
         )
     oldest = dotted(divmod(compiler.architectures[0], 10))
     known = [architecture for architecture in compiler.architectures if architecture <= wanted]
     if not known:
         raise BuildError(
-            f"nvcc {dotted(compiler.version)} ({compiler.path}) no longer compiles for compute capability "
-            f"{dotted(capability)} (the oldest it knows is {oldest}). Install CUDA 12.x (12.9 is the "
-            f"last that knows 7.0) and point CUDA_HOME at it, e.g. `export CUDA_HOME=/usr/local/cuda-12.9`."
+            f"nvcc {dotted(compiler.version)} ({compiler.path}) no longer compiles for compute "
+            "capability "
+            f"{dotted(capability)} (the oldest it knows is {oldest}). Install CUDA 12.x (12.9 is "
+            "the "
+            "last that knows 7.0) and point CUDA_HOME at it, e.g. `export "
+            "CUDA_HOME=/usr/local/cuda-12.9`."
         )
     if known[-1] != wanted:
         return [f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
@@ -172,7 +178,7 @@ def dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-# ------------------------------------------------------------------------------------------------ cache
+# ------------------------------------------------------------------------- cache
 
 
 def cache_path() -> Path:
@@ -208,12 +214,14 @@ def refuse_shared(directory: Path) -> Path:
     why = "A library is loaded from there as code, so it must be yours, and writable for you alone."
     if status.st_uid != os.geteuid():
         raise BuildError(
-            f"{directory} belongs to user {status.st_uid}; you are user {os.geteuid()}. {why} {NAME_ANOTHER}"
+            f"{directory} belongs to user {status.st_uid}; you are user {os.geteuid()}. {why} "
+            f"{NAME_ANOTHER}"
         )
     if status.st_mode & 0o022:
         raise BuildError(
             f"others can write to {directory} (mode {stat.S_IMODE(status.st_mode):04o}). {why} "
-            f"Close it with `chmod 700 {shlex.quote(str(directory))}`, or set MIXER_CACHE to a directory of yours."
+            f"Close it with `chmod 700 {shlex.quote(str(directory))}`, or set MIXER_CACHE to a "
+            "directory of yours."
         )
     return directory
 
@@ -263,7 +271,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------ building
+# ------------------------------------------------------------------------- building
 
 
 def library(capability: tuple[int, int], sources: Path = SOURCES) -> Path:
@@ -292,9 +300,8 @@ def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) 
     """
     ninja = find_ninja()
     architecture = flags[-1].rpartition("=")[2]
-    for leftover in directory.parent.glob(
-        f"{directory.name}.*.tmp"
-    ):  # of a builder that was killed; we hold the lock
+    # Left by a builder that was killed, since we hold the lock.
+    for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     print(
         f"mixer: building CUDA kernels for {architecture} (once, up to a minute)",
@@ -317,13 +324,13 @@ def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) 
             raise compiler_error(directory, compiler, output)
         for rubbish in temporary.glob("*.o"):
             rubbish.unlink()
-        with contextlib.suppress(
-            OSError
-        ):  # another node on a shared file system, where flock does not reach, was first
+        # Fails if another machine was first: flock does not reach across all shared file systems.
+        with contextlib.suppress(OSError):
             temporary.rename(directory)
         if not (directory / LIBRARY).exists():
             raise BuildError(
-                f"cannot rename {temporary} to {directory}. Name another cache: `export MIXER_CACHE=/a/directory`."
+                f"cannot rename {temporary} to {directory}. Name another cache: `export "
+                "MIXER_CACHE=/a/directory`."
             )
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -335,9 +342,8 @@ def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
     """
     root = compiler.path.resolve().parent.parent
     # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
-    search = (
-        [f"-L{escaped(root / 'lib')}"] if (root / "lib" / "libcudart_static.a").exists() else []
-    )
+    has_runtime = (root / "lib" / "libcudart_static.a").exists()
+    search = [f"-L{escaped(root / 'lib')}"] if has_runtime else []
     units = [path for path in source_files(sources) if path.suffix == ".cu"]
     if HOPPER_FLAG not in flags:
         units = [path for path in units if not path.name.startswith("hopper")]
@@ -361,27 +367,31 @@ def escaped(path: Path) -> str:
 
 
 def compiler_error(directory: Path, compiler: Compiler, output: str) -> BuildError:
-    """The end of the log, where the whole of it lies, and what mends it."""
+    """An error with the end of the log, the path of the log, and the fix where we know one."""
     log = directory.with_suffix(".failed.log")
     log.write_text(output)
     # Lines that start the commands are long and say nothing of the failure.
     noise = re.compile(r"\[\d+/|ptxas info|.* bytes stack frame")
     lines = [line for line in output.splitlines() if not noise.match(line)]
-    mend = next((mend for sign, mend in KNOWN_FAILURES if sign in output), None)
+    fix = next((fix for sign, fix in KNOWN_FAILURES.items() if sign in output), None)
     return BuildError(
-        f"nvcc {dotted(compiler.version)} ({compiler.path}) could not build the CUDA kernels; its last words:\n"
+        f"nvcc {dotted(compiler.version)} ({compiler.path}) could not build the CUDA kernels; its "
+        "last words:\n"
         + "\n".join(lines[-LOG_TAIL:])
         + f"\nThe whole log: {log}\n"
-        + (mend or "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`.")
+        + (fix or "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`.")
     )
 
 
-# ------------------------------------------------------------------------------------------------ report
+# ------------------------------------------------------------------------- report
 
 
 def kernels_of(log: str) -> list[Kernel]:
     """Registers and spills of each kernel, from a build's log."""
-    pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+    pattern = (
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers"
+    )
     found = re.findall(pattern, log, re.DOTALL)
     return [
         Kernel(name, int(registers), int(stores) + int(loads))
@@ -394,13 +404,10 @@ def readable(names: list[str]) -> list[str]:
     filter_path = shutil.which("c++filt")
     if not filter_path or not names:
         return names
-    text = subprocess.run(
-        [filter_path], input="\n".join(names), capture_output=True, text=True
-    ).stdout
-    return [
-        name.partition("(Triangular")[0].replace("(anonymous namespace)::", "")
-        for name in text.splitlines()
-    ]
+    given = "\n".join(names)
+    text = subprocess.run([filter_path], input=given, capture_output=True, text=True).stdout
+    signatures = [name.partition("(Triangular")[0] for name in text.splitlines()]
+    return [name.replace("(anonymous namespace)::", "") for name in signatures]
 
 
 def report(capability: tuple[int, int], sources: Path = SOURCES) -> None:
@@ -418,9 +425,8 @@ def present_capabilities() -> list[tuple[int, int]]:
     """Compute capabilities of this machine's GPUs."""
     import torch
 
-    return sorted(
-        {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    )
+    indices = range(torch.cuda.device_count())
+    return sorted({torch.cuda.get_device_capability(index) for index in indices})
 
 
 def parse_capability(text: str) -> tuple[int, int]:

@@ -1,8 +1,7 @@
-"""What the doctor knows of a machine, and what follows from it: types, and rules without side
-effects.
+"""What is wrong with a machine, judged from facts about it: types, and rules without side effects.
 
 `judge` takes facts (`mixer.doctor` gathers them) and gives problems, each with what it means and
-the one command that mends it.
+the one command that fixes it.
 """
 
 import dataclasses
@@ -20,7 +19,8 @@ LAST_TOOLKIT = {11: "11.8", 12: "12.9", 13: "13.0"}  # of each CUDA major
 INSTALL_DRIVER = "sudo apt-get install -y nvidia-driver-580-server"
 NAME_CACHE = "export MIXER_CACHE=/a/directory/of/yours"
 NO_DEVICE = 100  # of cuInit
-CUDA_INIT = {  # what else cuInit says where the driver is there and yet does not work: what it means, what mends it
+# Other results of cuInit where the driver is there but does not work: what each means, and its fix.
+CUDA_INIT = {
     802: (
         "NVSwitch is not up, without which the GPUs of this machine do not start",
         "sudo systemctl start nvidia-fabricmanager",
@@ -52,9 +52,8 @@ class Cache:
     mode: int | None = None
     owner: int | None = None
     error: str | None = None  # why it cannot be used
-    builders: dict[str, list[int]] = dataclasses.field(
-        default_factory=dict
-    )  # lock files held now: by which processes
+    # Lock files held now, each with the processes that hold it.
+    builders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Problem:
     key: str
     what: str
     means: str
-    mend: str  # one command
+    fix: str  # one command
     blocks: bool = True
 
 
@@ -133,14 +132,17 @@ def sight_problems(facts: Facts) -> Iterator[Problem]:
         )
     elif not facts.driver_library:
         means = "there is no libcuda.so.1, which every CUDA program needs"
-        mend = (
+        fix = (
             "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility ..."
             if facts.container
             else INSTALL_DRIVER
         )
-        yield Problem("no-driver", "there is no NVIDIA driver", means, mend)
+        yield Problem("no-driver", "there is no NVIDIA driver", means, fix)
     elif not facts.devices:
-        means = "there is no /dev/nvidia*: the driver's kernel module is not loaded, or this machine has no GPU"
+        means = (
+            "there is no /dev/nvidia*: the driver's kernel module is not loaded, or this machine "
+            "has no GPU"
+        )
         yield Problem("no-device", "the NVIDIA driver offers no GPU", means, "sudo modprobe nvidia")
     elif facts.cuda_init == NO_DEVICE and facts.visible is not None:
         what = f"CUDA_VISIBLE_DEVICES={facts.visible!r} hides every GPU"
@@ -151,14 +153,14 @@ def sight_problems(facts: Facts) -> Iterator[Problem]:
             "unset CUDA_VISIBLE_DEVICES",
         )
     elif facts.cuda_init:
-        means, mend = CUDA_INIT.get(
+        means, fix = CUDA_INIT.get(
             facts.cuda_init, ("the driver is there but does not start", "nvidia-smi -q")
         )
         yield Problem(
             "driver-broken",
             f"the NVIDIA driver fails with CUDA error {facts.cuda_init}",
             means,
-            mend,
+            fix,
         )
 
 
@@ -170,13 +172,22 @@ def torch_problems(facts: Facts) -> Iterator[Problem]:
         )
         return
     if older(facts.driver_cuda, facts.torch_cuda):
-        what = f"the driver supports CUDA {build.dotted(facts.driver_cuda)}; torch {facts.torch} needs {facts.torch_cuda[0]}.x"
-        means = "the driver is too old for this torch; a torch for an older CUDA needs no change of the driver"
-        mend = torch_command(facts) if facts.driver_cuda >= (12, 0) else INSTALL_DRIVER
-        yield Problem("driver-old", what, means, mend)
+        what = (
+            f"the driver supports CUDA {build.dotted(facts.driver_cuda)}; torch {facts.torch} "
+            f"needs {facts.torch_cuda[0]}.x"
+        )
+        means = (
+            "the driver is too old for this torch; a torch for an older CUDA needs no change of "
+            "the driver"
+        )
+        fix = torch_command(facts) if facts.driver_cuda >= (12, 0) else INSTALL_DRIVER
+        yield Problem("driver-old", what, means, fix)
     for gpu in facts.gpus:
         if facts.torch_arches and not serves(facts.torch_arches, gpu.capability):
-            what = f"torch {facts.torch} is not built for {gpu.name} (sm_{gpu.capability[0]}{gpu.capability[1]})"
+            what = (
+                f"torch {facts.torch} is not built for {gpu.name} "
+                f"(sm_{gpu.capability[0]}{gpu.capability[1]})"
+            )
             means = (
                 f"none of its operations runs there; it is built for {' '.join(facts.torch_arches)}"
             )
@@ -197,11 +208,17 @@ def cache_problems(facts: Facts) -> Iterator[Problem]:
             "cache-closed", "the cache cannot be written", first_sentence(cache.error), NAME_CACHE
         )
     for lock, pids in cache.builders.items():
-        means = f"it holds {lock}, and others wait for it; where it hangs, end it: its lock goes with it"
-        what = f"process {' '.join(map(str, pids)) or '(of another container or machine)'} is building the kernels"
-        mend = f"kill {' '.join(map(str, pids))}" if pids else f"fuser -v {shlex.quote(lock)}"
+        means = (
+            f"it holds {lock}, and others wait for it; where it hangs, end it: its lock goes with "
+            "it"
+        )
+        what = (
+            f"process {' '.join(map(str, pids)) or '(of another container or machine)'} is "
+            "building the kernels"
+        )
+        fix = f"kill {' '.join(map(str, pids))}" if pids else f"fuser -v {shlex.quote(lock)}"
         yield Problem(
-            "building", what, means, mend, blocks=any(gpu.library is None for gpu in facts.gpus)
+            "building", what, means, fix, blocks=any(gpu.library is None for gpu in facts.gpus)
         )
 
 
@@ -245,8 +262,11 @@ def nvcc_problems(facts: Facts, nvcc: build.Compiler) -> Iterator[Problem]:
         try:
             build.architecture_flags(nvcc, gpu.capability)
         except build.BuildError as error:
-            what = f"{'the kernels are not' if old else f'nvcc {version} does not compile'} for {gpu.name}"
-            mend = (
+            what = (
+                f"{'the kernels are not' if old else f'nvcc {version} does not compile'} for "
+                f"{gpu.name}"
+            )
+            fix = (
                 "accelerate launch train.py ... model.mixing_backend=panels"
                 if old
                 else toolkit_command(facts)
@@ -255,11 +275,14 @@ def nvcc_problems(facts: Facts, nvcc: build.Compiler) -> Iterator[Problem]:
                 "gpu-old" if old else "nvcc-arch",
                 what,
                 first_sentence(str(error)),
-                mend,
+                fix,
                 bool(gpu.reason),
             )
     if older(facts.driver_cuda, nvcc.version):
-        what = f"nvcc {version} is newer than the driver, which supports CUDA {build.dotted(facts.driver_cuda)}"
+        what = (
+            f"nvcc {version} is newer than the driver, which supports CUDA "
+            f"{build.dotted(facts.driver_cuda)}"
+        )
         yield Problem(
             "nvcc-driver",
             what,
@@ -269,7 +292,10 @@ def nvcc_problems(facts: Facts, nvcc: build.Compiler) -> Iterator[Problem]:
         )
     elif facts.torch_cuda and facts.torch_cuda[0] != nvcc.version[0]:
         what = f"nvcc is of CUDA {version}, torch of CUDA {build.dotted(facts.torch_cuda)}"
-        means = "our kernels bring their own CUDA runtime, so both work as long as the driver serves the newer one"
+        means = (
+            "our kernels bring their own CUDA runtime, so both work as long as the driver serves "
+            "the newer one"
+        )
         yield Problem("nvcc-torch", what, means, toolkit_command(facts), blocks=False)
 
 
@@ -305,7 +331,8 @@ def torch_command(facts: Facts) -> str:
     if not is_old(facts) and (facts.driver_cuda is None or facts.driver_cuda >= (13, 0)):
         return command
     blackwell = any(gpu.capability >= (10, 0) for gpu in facts.gpus)
-    return f"{command} --index-url https://download.pytorch.org/whl/{'cu128' if blackwell else 'cu126'}"
+    build_of = "cu128" if blackwell else "cu126"
+    return f"{command} --index-url https://download.pytorch.org/whl/{build_of}"
 
 
 def toolkit_command(facts: Facts) -> str:
@@ -320,12 +347,13 @@ def toolkit_command(facts: Facts) -> str:
     if major == 13 and facts.nvcc is None:
         return "pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl"
     version = LAST_TOOLKIT[major]
-    return f"sudo apt-get install -y cuda-toolkit-{version.replace('.', '-')} && export CUDA_HOME=/usr/local/cuda-{version}"
+    install = f"sudo apt-get install -y cuda-toolkit-{version.replace('.', '-')}"
+    return f"{install} && export CUDA_HOME=/usr/local/cuda-{version}"
 
 
 def first_sentence(message: str) -> str:
-    """What a message of the build says is wrong, without its mend: ours fits the whole of the
-    facts.
+    """What a message of the build says is wrong, without the fix that it names: the doctor's own
+    takes all facts into account.
     """
     return message.partition(". ")[0]
 

@@ -41,9 +41,8 @@ def multiply_into(out: Tensor, weight: Tensor, x: Tensor, add: bool) -> None:
 
     out (batch, rows, channels), weight (rows, depth), x (batch, depth, channels).
     """
-    if (
-        not x.is_cuda
-    ):  # where a product into rows of a larger tensor is slower than one that is copied there
+    if not x.is_cuda:
+        # There a product into rows of a larger tensor is slower than a product and a copy.
         product = weight @ x
         out.add_(product) if add else out.copy_(product)
     elif add:
@@ -99,13 +98,11 @@ def grad_weight(
     dbias = dy.new_zeros((heads, context) if with_bias else (0,), dtype=dtype)
     for head, channels in enumerate(head_slices(x.shape[-1], heads)):
         for tap in range(taps):
-            shifted = shift_channels(
-                x[..., channels], tap_shift(tap, taps)
-            ).mT  # (batch, channels of a head, tokens)
+            # (batch, channels of a head, tokens)
+            shifted = shift_channels(x[..., channels], tap_shift(tap, taps)).mT
             for start, end in panel_bounds(tokens):
-                rows = torch.bmm(dy[:, start:end, channels], shifted[..., :end]).sum(
-                    0, dtype=sum_dtype
-                )
+                products = torch.bmm(dy[:, start:end, channels], shifted[..., :end])
+                rows = products.sum(0, dtype=sum_dtype)
                 dweight[head, tap, start:end, :end] = rows.tril(start)
         if with_bias:
             dbias[head, :tokens] = dy[..., channels].sum((0, 2), dtype=sum_dtype)

@@ -27,18 +27,20 @@ def mix_row(
     """One new token of each sample: writes x into the memory at its position, and mixes it with all
     before it.
 
-        y[b, c] = bias[h, p] + residual[b, c] + sum_t sum_{j <= p} weight[h, t, p, j] * memory[b, h,
-        j, c + t - (K - 1) // 2]
+        y[b, c] = bias[h, p] + residual[b, c]
+                  + sum_t sum_{j <= p} weight[h, t, p, j] * memory[b, h, j, c + t - (K - 1) // 2]
 
     Args:
-        memory: (batch, heads, length, channels of a head), a view into preallocated memory; changed in place. What lies
-            behind a sample's position does not matter.
+        memory: (batch, heads, length, channels of a head), a view into preallocated memory; changed
+            in place. Values after a sample's position are not used.
         x: (batch, 1, channels) in the memory's dtype.
-        weight: (heads, kernel_size, context, context), x's dtype or fp32; bias: (heads, context), in the weight's dtype.
+        weight: (heads, kernel_size, context, context), x's dtype or fp32.
+        bias: (heads, context), in the weight's dtype.
         residual: as x, or None.
-        positions: (batch or 1, 1) int64, below length; 1 where all samples agree. Their values are not checked, which would
-            wait for the GPU; the kernel answers one outside the memory with NaN and writes nothing.
-        backend: as of `triangular_conv`; the kernel serves "auto" and "cuda" alike.
+        positions: (batch or 1, 1) int64, below length; 1 if all samples have the same. Their
+            values are not checked, because that would wait for the GPU; for a position outside the
+            memory the kernel returns NaN and writes nothing.
+        backend: as in `triangular_conv`; "auto" and "cuda" both use the kernel.
 
     Returns:
         y: (batch, 1, channels), in x's dtype, under autocast in its dtype.
@@ -66,8 +68,8 @@ def _check(
     residual: Tensor | None,
     positions: Tensor,
 ) -> None:
-    """All at once, since it is done for each block and token; the kernel would read and write
-    beyond what does not fit.
+    """Raises ValueError for arguments that do not fit, for which the kernel would read and write
+    out of bounds. One expression, because this runs for each block and token.
     """
     batch, heads, length, width = memory.shape
     context = weight.shape[-1]
@@ -96,8 +98,10 @@ def _check(
             if t is not None
         )
         raise ValueError(
-            f"mix_row got {', '.join(described)}; they must be on one device: memory (batch, heads, length, channels of a head), "
-            "x and residual (batch, 1, channels of all heads), weight (heads, kernel_size, context, context) with context >= "
+            f"mix_row got {', '.join(described)}; they must be on one device: memory (batch, "
+            "heads, length, channels of a head), "
+            "x and residual (batch, 1, channels of all heads), weight (heads, kernel_size, "
+            "context, context) with context >= "
             "length, bias (heads, context), positions (batch or 1, 1) int64"
         )
 
@@ -109,7 +113,8 @@ def _mix_row(memory, x, weight, bias, residual, positions, backend) -> Tensor:
 
 
 _operator = torch.library.custom_op("mixer::mix_row", mutates_args=("memory",), schema=(
-    "(Tensor(a!) memory, Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor positions, str backend) -> Tensor"
+    "(Tensor(a!) memory, Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor positions, "
+    "str backend) -> Tensor"
 ))(_mix_row)  # fmt: skip
 
 
@@ -130,28 +135,21 @@ def launch(
     batch, heads, length, width = memory.shape
     if memory.stride()[2:] != (width, 1):
         raise ValueError(
-            f"memory has strides {memory.stride()}; a head's tokens must lie side by side, its channels dense"
+            f"memory has strides {memory.stride()}; a head's tokens must lie side by side, its "
+            "channels dense"
         )
     x, weight, bias = dense_channels(x), weight.contiguous(), bias.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = cuda.Params.from_buffer_copy(
-        template(x.device.index, x.dtype, weight.dtype, batch, heads, width, weight.shape[2])
-    )
+    key = (x.device.index, x.dtype, weight.dtype, batch, heads, width, weight.shape[2])
+    params = cuda.Params.from_buffer_copy(template(*key))
     params.tokens = params.columns = length
-    params.memory, (params.memory_batch_stride, params.memory_head_stride, _, _) = (
-        memory.data_ptr(),
-        memory.stride(),
-    )
+    params.memory = memory.data_ptr()
+    params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
     params.x, params.x_batch_stride = x.data_ptr(), x.stride(0)
-    params.weight, params.bias, params.bias_dtype = (
-        weight.data_ptr(),
-        bias.data_ptr(),
-        cuda.DTYPE_CODES[bias.dtype],
-    )
-    params.positions, params.positions_stride = (
-        positions.data_ptr(),
-        positions.stride(0) if len(positions) > 1 else 0,
-    )
+    params.weight = weight.data_ptr()
+    params.bias, params.bias_dtype = bias.data_ptr(), cuda.DTYPE_CODES[bias.dtype]
+    params.positions = positions.data_ptr()
+    params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
     if residual is not None:
         residual = dense_channels(residual)
         params.residual, params.residual_batch_stride = residual.data_ptr(), residual.stride(0)
@@ -177,8 +175,13 @@ def template(
     context: int,
 ) -> cuda.Params:
     params = cuda.Params(
-        batch=batch, channels=heads * width, context=context, heads=heads, taps=1, dtype=cuda.DTYPE_CODES[dtype],
+        batch=batch,
+        channels=heads * width,
+        context=context,
+        heads=heads,
+        taps=1,
+        dtype=cuda.DTYPE_CODES[dtype],
         weight_dtype=cuda.DTYPE_CODES[weight],
-    )  # fmt: skip
+    )
     cuda.add_device(params, index)
     return params

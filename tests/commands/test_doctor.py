@@ -48,12 +48,12 @@ def fake(**changes) -> diagnosis.Facts:
 
 
 def blocking(facts: diagnosis.Facts) -> dict[str, str]:
-    """Keys and mends of what keeps the backend from working."""
-    return {problem.key: problem.mend for problem in diagnosis.judge(facts) if problem.blocks}
+    """Keys and fixes of what keeps the backend from working."""
+    return {problem.key: problem.fix for problem in diagnosis.judge(facts) if problem.blocks}
 
 
 def notes(facts: diagnosis.Facts) -> dict[str, str]:
-    return {problem.key: problem.mend for problem in diagnosis.judge(facts) if not problem.blocks}
+    return {problem.key: problem.fix for problem in diagnosis.judge(facts) if not problem.blocks}
 
 
 # ------------------------------------------------------------------------------------------------ judging
@@ -129,14 +129,14 @@ BROKEN = {
         {"building": "^fuser -v /a.lock$"},
     ),
     "the probe failed": (
-        dict(gpus=[dataclasses.replace(H200, reason="text `first` and `the mend`.")]),
-        {"kernels": "^the mend$"},
+        dict(gpus=[dataclasses.replace(H200, reason="text `first` and `the fix`.")]),
+        {"kernels": "^the fix$"},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("changes, expected", BROKEN.values(), ids=BROKEN)
-def test_broken_environment_names_its_cause_and_mend(changes, expected):
+def test_broken_environment_names_its_cause_and_fix(changes, expected):
     found = blocking(fake(**changes))
     assert list(found) == list(expected)
     for key, pattern in expected.items():
@@ -175,7 +175,7 @@ def test_no_failure_goes_without_a_problem():
         )  # fmt: skip
         assert blocking(facts), facts
         assert all(
-            problem.what and problem.means is not None and problem.mend
+            problem.what and problem.means is not None and problem.fix
             for problem in diagnosis.judge(facts)
         )
 
@@ -203,7 +203,7 @@ def test_architectures_that_serve_a_gpu(arches, capability, expected):
     assert diagnosis.serves(arches, capability) is expected
 
 
-def test_page_tells_the_mend_below_each_problem():
+def test_page_tells_the_fix_below_each_problem():
     facts = fake(gpus=[UNBUILT], ninja=None)
     text = doctor.page(facts, diagnosis.judge(facts))
     assert "PROBLEM: there is no ninja\n" in text and "\n  $ pip install ninja\n" in text
@@ -394,7 +394,7 @@ def test_json_has_facts_and_problems(cache, capsys):
     assert answer["facts"]["torch"] == torch.__version__ and answer["facts"]["cache"][
         "path"
     ] == str(cache)
-    assert answer["problems"] and all(problem["mend"] for problem in answer["problems"])
+    assert answer["problems"] and all(problem["fix"] for problem in answer["problems"])
 
 
 def test_status_is_0_where_the_backend_works(monkeypatch, capsys):

@@ -55,7 +55,10 @@ def test_kernels_are_right_on_the_cpu(element, tmp_path):
     assert result.returncode == 0, "\n".join(result.stdout.splitlines()[-3:])
 
 
-ARRIVED = "      wait_copies<kStages - 2>();\n      __syncthreads();  // every thread's copies for the next step have arrived\n"
+ARRIVED = (
+    "      wait_copies<kStages - 2>();\n      __syncthreads();  // every thread's copies for the "
+    "next step have arrived\n"
+)
 WAIT, BARRIER = ARRIVED.splitlines(keepends=True)
 MISTAKES = {
     "slices are read before they have arrived": (ARRIVED, BARRIER),

@@ -61,13 +61,16 @@ def fake_nvcc(
 
 def builder(sources: Path, output: Path) -> multiprocessing.Process:
     """Another process that asks for the library, in a group of its own."""
-    code = f"from pathlib import Path; from mixer.ops import build; print(build.library((8, 0), Path({str(sources)!r})))"
+    code = (
+        "from pathlib import Path; from mixer.ops import build; print(build.library((8, 0), "
+        f"Path({str(sources)!r})))"
+    )
     program = sources.parent / "builder.py"
     program.write_text(code)
     return start_python(program, output=output, MIXER_CACHE=os.environ["MIXER_CACHE"])
 
 
-# ------------------------------------------------------------------------------------------------ real builds
+# ------------------------------------------------------------------------- real builds
 
 
 @needs_nvcc
@@ -220,7 +223,7 @@ def test_command_line_prints_a_report(cache):
     assert "Warning" not in result.stderr
 
 
-# ------------------------------------------------------------------------------------------------ interface
+# ------------------------------------------------------------------------- interface
 
 
 @needs_nvcc
@@ -260,7 +263,8 @@ def test_workspace_grows_until_the_gpu_is_full():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_structure_and_c_struct_agree(tmp_path):
     checks = [
-        f"static_assert(offsetof(TriangularConvParams, {name}) == {getattr(cuda.Params, name).offset} "
+        f"static_assert(offsetof(TriangularConvParams, {name}) == "
+        f"{getattr(cuda.Params, name).offset} "
         f"&& sizeof(TriangularConvParams::{name}) == {getattr(cuda.Params, name).size}, {name!r});".replace(
             "'", '"'
         )
@@ -274,7 +278,7 @@ def test_structure_and_c_struct_agree(tmp_path):
     )
 
 
-# ------------------------------------------------------------------------------------------------ messages
+# ------------------------------------------------------------------------- messages
 
 
 def test_missing_nvcc_says_how_to_install_it(tiny, monkeypatch):

@@ -108,7 +108,8 @@ MUTATIONS = [
         (
             (
                 PRODUCT,
-                "    if (Shape::kResident) barrier_wait(&barriers.weight_full[0], weight_parity);\n    __syncwarp();\n",
+                "    if (Shape::kResident) barrier_wait(&barriers.weight_full[0], "
+                "weight_parity);\n    __syncwarp();\n",
                 "",
             ),
         ),
@@ -116,7 +117,7 @@ MUTATIONS = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------ building
+# ------------------------------------------------------------------------- building
 
 
 def command(*arguments) -> None:
@@ -182,7 +183,7 @@ def run_cases(program: Path, *arguments) -> subprocess.CompletedProcess:
     )
 
 
-# ------------------------------------------------------------------------------------------------ tests
+# ------------------------------------------------------------------------- tests
 
 
 def test_random_cases_of_every_operation_and_plan(built, tmp_path):

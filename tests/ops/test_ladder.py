@@ -84,7 +84,7 @@ def test_table_takes_the_fastest_configuration_and_owns_up_to_failures(tmp_path)
     assert text.index("Forward") < text.index("Weight gradient")
 
 
-# ------------------------------------------------------------------------------------------------ a rented GPU
+# ------------------------------------------------------------------------- a rented GPU
 
 
 def rent(*arguments: str) -> subprocess.CompletedProcess:

@@ -142,7 +142,7 @@ def rms(values):
     return values.double().square().mean().sqrt().item()
 
 
-# ------------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------- numbers
 
 
 def test_cases_cover_every_value():
@@ -297,7 +297,7 @@ def test_gradient_of_a_sum():
         assert torch.equal(value, truth.to(value.dtype))
 
 
-# ------------------------------------------------------------------------------------------------ the triangle
+# ------------------------------------------------------------------------- the triangle
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -408,7 +408,7 @@ def test_volta_kernels_keep_to_the_triangle(pretend):
     test_two_runs_agree_bit_for_bit(torch.float16, 1000)
 
 
-# ------------------------------------------------------------------------------------------------ inside torch
+# ------------------------------------------------------------------------- inside torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -20,7 +20,7 @@ SEEDS = [1, 2]
 CASES = 20  # of each seed
 
 
-# ------------------------------------------------------------------------------------------------ on the CPU
+# ------------------------------------------------------------------------- on the CPU
 
 
 def emulated() -> str:
@@ -69,7 +69,7 @@ def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
     assert subprocess.run([str(wrong), "1", "20"], capture_output=True, timeout=300).returncode == 1
 
 
-# ------------------------------------------------------------------------------------------------ for sm_70
+# ------------------------------------------------------------------------- for sm_70
 
 
 together = pytest.mark.xdist_group("sm_70")  # on one worker, which compiles once
