@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mixer.checkpoints.checkpoint import sha256
+from mixer.checkpoints.format import sha256
 from mixer.common.errors import UserError, first_line
 from mixer.data.tokenizer import vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig

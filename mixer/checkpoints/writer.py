@@ -1,9 +1,10 @@
-"""Writing checkpoints beside training: copies of the state, taken while the GPU works on, and a
-thread that writes them.
+"""Writing checkpoints while training continues: the state is copied while the GPU works on, and a
+thread writes the copies.
 """
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -19,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mixer.checkpoints import checkpoint
-from mixer.checkpoints.checkpoint import CheckpointConfig
+from mixer.checkpoints import format
+from mixer.checkpoints.config import CheckpointConfig
 from mixer.common.errors import UserError
 from mixer.common.files import flush
 from mixer.distributed.hosts import Hosts
@@ -28,15 +29,16 @@ from mixer.distributed.shards import local_part, whole
 from mixer.models.carried_code import write_code
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
-OTHERS_SECONDS = 1800.0  # to wait for the files of other processes
+OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
 
 
 class HostCopy:
-    """Copies of tensors in memory of the host, in buffers that are used again by the next copy.
+    """Copies tensors to the host's memory, into buffers that the next copy uses again.
 
-    On a GPU the buffers are pinned and the copies run on a stream of their own, beside the work
-    queued there: what will change the tensors must be queued after `before_change`, and what reads
-    the copies after `wait`.
+    On a GPU the buffers are pinned, and the copies run on a stream of their own, beside the work
+    queued there. Whatever changes the tensors must be queued after `before_change`, and whatever
+    reads the copies must run after `wait`. Pinning takes seconds for a large model; it happens in
+    the first copy.
     """
 
     def __init__(self, device: torch.device):
@@ -45,13 +47,12 @@ class HostCopy:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.done = None
 
-    def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if name not in self.buffers:
-            self.buffers[name] = torch.empty(shape, dtype=dtype, pin_memory=self.stream is not None)
-        return self.buffers[name]
-
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self.reserve(name, tensor.shape, tensor.dtype)
+        """The copy of a tensor on the device; its content is there after `wait`."""
+        if name not in self.buffers:
+            pinned = self.stream is not None
+            self.buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        buffer = self.buffers[name]
         if self.stream is None:
             return buffer.copy_(tensor.detach())
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -62,7 +63,7 @@ class HostCopy:
         return buffer
 
     def before_change(self) -> None:
-        """Lets the GPU, not this process, wait for the copies."""
+        """Makes the GPU wait for the copies; this process does not wait."""
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
 
@@ -72,10 +73,10 @@ class HostCopy:
 
 
 class CheckpointWriter:
-    """Takes and writes the checkpoints of a run, from all processes together, one at a time.
+    """Writes the checkpoints of a run, one at a time, from all processes together.
 
-    `save` returns when the state is copied (on a GPU: when copying is queued); `check` raises what
-    the writing thread met, and so do the next `save` and `close`, which wait for it.
+    `save` returns once the state is copied (on a GPU: once the copies are queued). An error in the
+    writing thread is raised by `check`, or by the next `save` or `close`, which wait for it.
     """
 
     def __init__(
@@ -88,38 +89,36 @@ class CheckpointWriter:
         tokenizer,
         say,
     ):
-        self.directory, self.config, self.accelerator, self.hosts = (
-            directory,
-            config,
-            accelerator,
-            hosts,
-        )
+        self.directory, self.config = directory, config
+        self.accelerator, self.hosts = accelerator, hosts
         self.model: PreTrainedModel = model
         self.tokenizer, self.say = tokenizer, say
         self.main = accelerator.is_main_process
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.host = HostCopy(accelerator.device)
-        own = (torch.cuda.current_device() if self.host.stream is not None else None,)
+        gpu = torch.cuda.current_device() if self.host.stream is not None else None
         self.thread = ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint", initializer=_after_training, initargs=own
+            1, thread_name_prefix="checkpoint", initializer=_after_training, initargs=(gpu,)
         )
         self.jobs: list[Future] = []
         self.abandoned = threading.Event()
-        self._reserve()
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
-        """Begins to write step-N, N = trainer["step"]."""
-        self.wait()  # for the buffers
+        """Starts to write the checkpoint of the step trainer["step"].
+
+        trainer: the content of trainer.json without its format, see format.py.
+        """
+        self.wait()  # until the last checkpoint is written, as its buffers are used again
         model, state = self._copy_model(), self._copy_optimizer(optimizer)
-        random = self.hosts.gather(checkpoint.random_state(self.accelerator.device))
-        trainer = {"format": checkpoint.FORMAT} | trainer
+        random = self.hosts.gather(_random_state(self.accelerator.device))
+        trainer = {"format": format.FORMAT} | trainer
         if self.main or self.sharded:
             self._submit(self._write, model, state, random, trainer)
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
-        """Points `best` to the best checkpoint there is, when those before are written."""
+        """Links `best` to the best checkpoint, after those before are written."""
         if self.main:
-            self._submit(checkpoint.link_best, self.directory, validation_losses, self.say)
+            self._submit(format.link_best, self.directory, validation_losses, self.say)
 
     def check(self) -> None:
         """Raises UserError if writing has failed."""
@@ -127,7 +126,7 @@ class CheckpointWriter:
             self._finish(self.jobs.pop(0))
 
     def wait(self) -> None:
-        """`check`, when all is written."""
+        """Waits until all is written; raises as `check` does."""
         while self.jobs:
             self._finish(self.jobs.pop(0))
 
@@ -136,8 +135,8 @@ class CheckpointWriter:
         self.thread.shutdown()
 
     def abandon(self) -> None:
-        """For a run that has failed: what can be completed without other processes is, errors are
-        not raised.
+        """Ends the thread of a run that failed. A checkpoint that needs nothing more from other
+        processes is still completed; errors are not raised.
         """
         self.abandoned.set()
         self.thread.shutdown(wait=True)
@@ -153,33 +152,13 @@ class CheckpointWriter:
         try:
             job.result()
         except OSError as error:
-            kept = [path for path in self.directory.glob("step-*") if checkpoint.step_of(path) >= 0]
-            good = [
-                path
-                for path in sorted(kept, key=checkpoint.step_of)
-                if not checkpoint.incomplete(path)
-            ]
-            after = (
-                f"the run can go on from {good[-1]}"
-                if good
-                else "no checkpoint of the run is complete"
-            )
+            good = format.complete_checkpoints(self.directory)
+            newest = f"the run can go on from {good[-1]}" if good else ""
             raise UserError(
-                f"a checkpoint could not be written to {self.directory}: {error}; {after}: make space or give access there, then "
-                "give the same command again"
+                f"a checkpoint could not be written to {self.directory}: {error}; "
+                f"{newest or 'no checkpoint of the run is complete'}: make space or give access "
+                "there, then give the same command again"
             ) from error
-
-    def _reserve(self) -> None:
-        """Pinning memory takes seconds for a large model: before training, not in the step of the
-        first checkpoint.
-        """
-        for name, parameter in self.model.named_parameters():
-            if self.main:
-                self.host.reserve(name, parameter.shape, parameter.dtype)
-            if self.main or self.sharded:
-                for key in ("exp_avg", "exp_avg_sq"):
-                    self.host.reserve(f"{name}/{key}", local_part(parameter).shape, parameter.dtype)
-                self.host.reserve(f"{name}/step", torch.Size(), torch.float32)
 
     def _copy_model(self) -> dict[str, Tensor]:
         copies = {}
@@ -190,26 +169,34 @@ class CheckpointWriter:
         return copies
 
     def _copy_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The optimizer's state as PARAMETER/KEY, whichever keys it has; sharded, this process's
+        shards.
+        """
         if not (self.main or self.sharded):
             return {}
-        return {
-            f"{name}/{key}": self.host.copy(f"{name}/{key}", local_part(value))
-            for name, parameter in self.model.named_parameters()
-            for key, value in optimizer.state[parameter].items()
-            if local_part(value).numel()
-        }
+        copies = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
+                    raise UserError(
+                        f"the optimizer's {key} of {name} is not sharded like its parameter, so it "
+                        "cannot be saved under FSDP; train without FSDP"
+                    )
+                if local_part(value).numel():
+                    copies[f"{name}/{key}"] = self.host.copy(f"{name}/{key}", local_part(value))
+        return copies
 
     def _write(
         self, model: dict, optimizer: dict, random: list[dict], trainer: dict[str, Any]
     ) -> None:
-        """What the thread does."""
+        """Writes one checkpoint; runs in the thread."""
         self.host.wait()
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
             if self.main:
-                (partial / "trainer_state").mkdir(parents=True)
-            self._write_optimizer(partial / "trainer_state", optimizer)
+                (partial / format.STATE).mkdir(parents=True)
+            self._write_optimizer(partial, optimizer)
             if not self.main:
                 return
             _write_model(partial, self.model, model, self.tokenizer)
@@ -218,32 +205,29 @@ class CheckpointWriter:
                 for rank, states in enumerate(random)
                 for kind, state in states.items()
             }
-            save_file(states, partial / "trainer_state" / "random.safetensors")
-            (partial / "trainer_state" / "trainer.json").write_text(json.dumps(trainer, indent=1))
-            self._wait_for(
-                lambda: len(checkpoint.optimizer_files(partial / "trainer_state")) == self._files()
-            )
-            flush(
-                self.directory / "metrics.jsonl"
-            )  # a checkpoint's lines are on the disk before it is
-            checkpoint.complete(partial, final, self.say)
+            save_file(states, partial / format.RANDOM)
+            (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
+            self._wait_for(lambda: len(format.optimizer_files(partial)) == self._files())
+            # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
+            flush(self.directory / "metrics.jsonl")
+            format.complete(partial, final, self.say)
         except BaseException as error:
             if self.main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise _as_os_error(error) from error
         self.say(f"saved {final}")
-        checkpoint.prune(self.directory, self.config.keep, self.config.keep_every, self.say)
+        format.prune(self.directory, self.config.keep, self.config.keep_every, self.say)
 
     def _files(self) -> int:
         return self.hosts.processes if self.sharded else 1
 
-    def _write_optimizer(self, state: Path, optimizer: dict[str, Tensor]) -> None:
-        """Under its name only when whole, which is what the main process waits for."""
-        self._wait_for(state.is_dir)
-        file = (
-            state
-            / f"optimizer-{self.hosts.rank + 1 if self.sharded else 1}-of-{self._files()}.safetensors"
-        )
+    def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
+        """Writes this process's file. It gets its name once it is whole, because the main process
+        waits for that name.
+        """
+        self._wait_for((partial / format.STATE).is_dir)
+        number = self.hosts.rank + 1 if self.sharded else 1
+        file = format.optimizer_file(partial, number, self._files())
         save_file(optimizer, file.with_suffix(".partial"))
         flush(file.with_suffix(".partial"))
         os.rename(file.with_suffix(".partial"), file)
@@ -253,31 +237,37 @@ class CheckpointWriter:
         while not condition():
             if self.abandoned.is_set() or time.monotonic() > deadline:
                 raise OSError(
-                    "files of other processes did not appear; output_dir must be one directory for all hosts"
+                    "files of other processes did not appear; output_dir must be one directory "
+                    "for all hosts"
                 )
             time.sleep(0.01)
 
 
 def _after_training(device: int | None) -> None:
-    """Lets this thread have what training leaves of the processors. It begins with GPU 0, whichever
-    its process works on.
+    """Prepares the writing thread: it works on its process's GPU (a new thread would use GPU 0),
+    and yields the processors to training.
     """
     if device is not None:
         torch.cuda.set_device(device)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
 def _write_model(
     directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], tokenizer
 ) -> None:
-    """What from_pretrained loads; not by save_pretrained, which would read the weights that
-    training changes meanwhile.
+    """Writes what from_pretrained loads. save_pretrained would write the weights as they are now,
+    and training has changed them since they were copied.
     """
     config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures, config.dtype = (
-        [AutoModelForCausalLM._model_mapping[type(config)].__name__],
-        torch.float32,
-    )
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.dtype = torch.float32
     if isinstance(config, MaskedMixerConfig):
         config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
         write_code(directory)
@@ -288,8 +278,6 @@ def _write_model(
 
 
 def _as_os_error(error: BaseException) -> BaseException:
-    """safetensors wraps the system's errors in its own."""
-    of_system = isinstance(error, SafetensorError) and (
-        "I/O" in str(error) or "os error" in str(error)
-    )
-    return OSError(str(error)) if of_system else error
+    """The system's error, where safetensors has wrapped it in its own kind."""
+    is_wrapped = isinstance(error, SafetensorError) and re.search("I/O|os error", str(error))
+    return OSError(str(error)) if is_wrapped else error

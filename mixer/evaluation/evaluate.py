@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mixer.checkpoints.checkpoint import read_trainer
+from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, load_checkpoint, weights_sha256
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for, place_for

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import ModelCardData
 from omegaconf import OmegaConf
 
-from mixer.checkpoints.checkpoint import read_trainer
+from mixer.checkpoints.format import read_trainer
 from mixer.common.errors import UserError
 from mixer.common.yaml_file import read_yaml
 from mixer.evaluation.report import COLUMNS, evaluation_notes, select

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mixer.checkpoints.checkpoint import CheckpointConfig
+from mixer.checkpoints.config import CheckpointConfig
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.options import allowed_values, option, option_problems

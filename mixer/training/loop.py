@@ -12,7 +12,8 @@ import transformers
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
 
-from mixer.checkpoints import checkpoint
+from mixer.checkpoints import restore
+from mixer.checkpoints.format import remove_partial
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError
 from mixer.common.files import run_locked
@@ -96,21 +97,21 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
 
     # Model and optimizer, new or from a checkpoint.
     if main:
-        checkpoint.remove_partial(run.directory, console.say)
+        remove_partial(run.directory, console.say)
     resumed = hosts.of_main(
-        checkpoint.find_resume(run.directory, run.checkpoint.resume, console.say) if main else None
+        restore.find_resume(run.directory, run.checkpoint.resume, console.say) if main else None
     )
     begins_in = resumed or run.directory
     hosts.require_shared(f"the directory {begins_in}", begins_in.is_dir())
     set_seed(run.seed)
     config = model_config(run.model, manifest.vocab_size, manifest.eos_token_id)
-    data = checkpoint.identity(manifest, run.seed)
+    data = restore.identity(manifest, run.seed)
     state = (
-        checkpoint.load_trainer(resumed, data, run.checkpoint.allow_other_data, console.say)
+        restore.load_trainer(resumed, data, {}, run.checkpoint.allow_other_data, console.say)
         if resumed
         else {}
     )
-    model = checkpoint.load_model(resumed, config) if resumed else model_class(config)(config)
+    model = restore.load_model(resumed, config) if resumed else model_class(config)(config)
     set_recompute(model, run.train.recompute)
     objective = Objective(model).to(device).train()
     shape = (run.train.batch_size, context)
@@ -131,10 +132,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     )
     scaler = accelerator.scaler
     if resumed:
-        checkpoint.load_optimizer(resumed, model, optimizer)
-        checkpoint.load_random_state(resumed, accelerator)
-        if scaler is not None and state["scaler"]:
-            scaler.load_state_dict(state["scaler"])
+        restore.resume(resumed, state, model, optimizer, accelerator)
     # A run killed between saving and evaluation owes the evaluation; made again, it gives the same
     # numbers.
     owes_evaluation = not resumed or evaluation_due(run, progress.step)

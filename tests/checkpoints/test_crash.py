@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from runs import read_lines, read_timeless
 
-from mixer.checkpoints import checkpoint, writer
-from mixer.checkpoints.checkpoint import damage, find_resume, incomplete, link_best, prune, step_of
+from mixer.checkpoints import writer
+from mixer.checkpoints.format import damage, incomplete, link_best, prune, sha256, step_of
+from mixer.checkpoints.restore import find_resume
 from mixer.common.errors import UserError
 
 
@@ -238,7 +239,7 @@ def fake_checkpoint(directory: Path, step: int) -> Path:
     listing = {
         "model.safetensors": {
             "size": len(str(step)),
-            "sha256": checkpoint.sha256(path / "model.safetensors"),
+            "sha256": sha256(path / "model.safetensors"),
         }
     }
     (path / "trainer_state/files.json").write_text(json.dumps(listing))

@@ -14,12 +14,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import Launch
+import torch
+from accelerate import Accelerator
+from launching import ROOT, Launch, run_python
+from models import small_model
 from runs import assert_same, read_losses, read_timeless
 from safetensors.torch import load_file
 
+from mixer.checkpoints.config import CheckpointConfig
+from mixer.checkpoints.restore import load_optimizer, load_trainer
+from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError
 from mixer.data.manifest import Manifest
+from mixer.distributed.hosts import Hosts
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
@@ -346,3 +353,62 @@ def test_nothing_is_unpickled_from_a_checkpoint(finished):
         cwd=Path(__file__).parents[2],
     )
     assert grep.stdout == ""
+
+
+def test_a_run_of_an_earlier_version_resumes_with_the_losses_it_had_there(tmp_path):
+    before = shutil.copytree(Path(__file__).parent / "written_before", tmp_path / "before")
+    expected = read_timeless(before / "runs/small")
+    done = run_python(
+        ROOT / "train.py", "--config", "config.yaml", directory=before, output=tmp_path / "printed"
+    )
+    assert done.returncode == 0, done.stdout
+    assert "resuming runs/small/step-4" in done.stdout
+    lines = read_timeless(before / "runs/small")
+    assert [line.keys() for line in lines] == [line.keys() for line in expected]
+    for line, old in zip(lines, expected, strict=True):
+        assert line == pytest.approx(old, rel=0, abs=1e-4)
+
+
+def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(finished):
+    state = finished / "step-12/trainer_state/trainer.json"
+    trainer = json.loads(state.read_text())
+    state.write_text(json.dumps(trainer | {"optimizer": {"optim.name": "muon"}}))
+    with pytest.raises(
+        UserError,
+        match="another optimizer: optim.name: 'muon' in the checkpoint, now 'adamw'; set the",
+    ):
+        load_trainer(finished / "step-12", trainer["data"], {"optim.name": "adamw"}, False)
+
+
+class KeepsMore(torch.optim.Optimizer):
+    """An optimizer whose state has other keys and shapes than AdamW's."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            moment = torch.randn_like(parameter)
+            kept = {"momentum": moment, "lags": moment.flatten()[:3], "calls": torch.tensor(2.0)}
+            self.state[parameter] = kept
+
+
+def test_whatever_state_an_optimizer_has_comes_back(tmp_path):
+    model = small_model()
+    optimizer = KeepsMore(model.parameters(), {})
+    optimizer.step()
+    accelerator = Accelerator(cpu=True)
+    settings = (CheckpointConfig(), accelerator, Hosts(accelerator), model, NoTokenizer(), print)
+    writer = CheckpointWriter(tmp_path, *settings)
+    (tmp_path / "metrics.jsonl").touch()
+    writer.save(optimizer, {"step": 3})
+    writer.close()
+    fresh = KeepsMore(model.parameters(), {})
+    load_optimizer(tmp_path / "step-3", model, fresh)
+    assert fresh.state.keys() == optimizer.state.keys()
+    for parameter, saved in optimizer.state.items():
+        loaded = fresh.state[parameter]
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+
+
+class NoTokenizer:
+    def save_pretrained(self, directory):
+        pass

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from runs import ROOT, read_lines
 
-from mixer.checkpoints.checkpoint import damage, step_of
+from mixer.checkpoints.format import damage, step_of
 
 LONG = {"steps": 1_000_000, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
 

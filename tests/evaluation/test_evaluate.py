@@ -14,7 +14,7 @@ from launching import run_python
 from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, inspect, report, representation
-from mixer.checkpoints.checkpoint import load_trainer
+from mixer.checkpoints.restore import load_trainer
 from mixer.common.errors import UserError
 from mixer.convert import convert_back
 from mixer.data.corpus import DataConfig
@@ -381,7 +381,7 @@ def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content,
             EvalOptions(str(checkpoint), text=[str(run / "book.txt")], device="cpu")
         ),
         lambda: export(checkpoint, tmp_path / "given", "mit"),
-        lambda: load_trainer(checkpoint, {}, allow_other_data=False),
+        lambda: load_trainer(checkpoint, {}, {}, allow_other_data=False),
     ]
     for use in uses:
         with pytest.raises(

@@ -28,7 +28,7 @@ from transformers import (
     pipeline,
 )
 
-from mixer.checkpoints.checkpoint import damage
+from mixer.checkpoints.format import damage
 from mixer.common.errors import UserError
 from mixer.convert import convert, convert_back
 from mixer.data.tokenizer import train_tokenizer

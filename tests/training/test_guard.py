@@ -7,7 +7,7 @@ import pytest
 import torch
 from runs import read_lines
 
-from mixer.checkpoints.checkpoint import damage
+from mixer.checkpoints.format import damage
 from mixer.common.errors import UserError
 from mixer.training.guard import Guard, Skipped, require_finite
 

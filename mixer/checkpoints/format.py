@@ -1,0 +1,218 @@
+"""The format of checkpoints: directories that from_pretrained loads and training resumes from.
+
+    step-1000/
+        config.json  model.safetensors  tokenizer.json ...   what from_pretrained loads, in fp32
+        modeling.py ...                   the model's code, for use without this package
+        trainer_state/
+            trainer.json                  see below
+            optimizer-1-of-1.safetensors  the optimizer's state, as PARAMETER/KEY for each parameter
+                                          and key; under FSDP a file for each process' shards
+            random.safetensors            the random state of each process, as cpu-RANK, cuda-RANK
+            files.json                    size and SHA-256 of every file; written last
+    best -> step-800                      the checkpoint with the lowest validation loss
+
+trainer.json holds
+
+    format                                    FORMAT, which changes when older code cannot resume
+    step, samples, tokens, skipped_steps      how far the run is; samples is its place in the data
+    data_directory, data                      where the data is, and what identifies it
+    optimizer                                 the settings that decide what the optimizer's state is
+    scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
+
+A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
+disk, and renamed. Older checkpoints are deleted only after that. writer.py writes checkpoints,
+restore.py loads them.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mixer.common.errors import UserError
+from mixer.common.files import UMASK, flush, flush_tree
+
+FORMAT = 2
+STATE = "trainer_state"
+TRAINER = f"{STATE}/trainer.json"
+RANDOM = f"{STATE}/random.safetensors"
+LISTING = f"{STATE}/files.json"
+# The entries of trainer.json that more than a resume reads.
+TRAINER_FIELDS = {"step": int, "tokens": int, "data_directory": str}
+
+
+def step_of(path: Path) -> int:
+    """N of step-N, -1 for another name."""
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    return int(match.group(1)) if match else -1
+
+
+def all_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints of a run, complete or damaged, by step."""
+    return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Those of `all_checkpoints` whose files are all there, by step."""
+    return [path for path in all_checkpoints(directory) if not incomplete(path)]
+
+
+def optimizer_file(checkpoint: Path, number: int, of: int) -> Path:
+    """File `number` (1 is the first) of the optimizer's state, which is in `of` files."""
+    return checkpoint / STATE / f"optimizer-{number}-of-{of}.safetensors"
+
+
+def optimizer_files(checkpoint: Path) -> list[Path]:
+    """The files of the optimizer's state, in the order of their processes."""
+    files = (checkpoint / STATE).glob("optimizer-*.safetensors")
+    return sorted(files, key=lambda path: int(path.name.split("-")[1]))
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- reading and checking ---------------------------------------------------------------------
+
+
+def read_trainer(checkpoint: Path) -> dict[str, Any]:
+    """The content of trainer.json; empty if there is none, as for a model from elsewhere.
+
+    Raises UserError if it cannot be read, or is not what training writes.
+    """
+    file = checkpoint / TRAINER
+    if not file.is_file():
+        return {}
+    try:
+        trainer = json.loads(file.read_text(encoding="utf-8"))
+        kinds = TRAINER_FIELDS.items()
+        wrong = [name for name, kind in kinds if not isinstance(trainer[name], kind)]
+        problem = f"{', '.join(wrong)} of another type" if wrong else ""
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise UserError(
+            f"{file} is damaged ({problem}): copy the checkpoint again, or give another one"
+        )
+    return trainer
+
+
+def incomplete(checkpoint: Path) -> str | None:
+    """Which file of a checkpoint is missing or has another size than was written; None if none."""
+    if not checkpoint.is_dir():
+        return "there is no such directory"
+    if not (checkpoint / LISTING).is_file():
+        return f"it is incomplete: {LISTING} is missing"
+    try:
+        files = json.loads((checkpoint / LISTING).read_text())
+        sizes = {name: known["size"] for name, known in files.items() if known["sha256"]}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"it is damaged, or of an older format: {LISTING} cannot be read"
+    for name, size in sizes.items():
+        if not (checkpoint / name).is_file():
+            return f"it is incomplete: {name} is missing"
+        found = (checkpoint / name).stat().st_size
+        if found != size:
+            return f"it is damaged: {name} has {found} bytes, {size} were written"
+    return None
+
+
+def damage(checkpoint: Path) -> str | None:
+    """As `incomplete`, and also compares the content of every file with its SHA-256."""
+    problem = incomplete(checkpoint)
+    if problem:
+        return problem
+    for name, known in json.loads((checkpoint / LISTING).read_text()).items():
+        try:
+            if sha256(checkpoint / name) != known["sha256"]:
+                return f"it is damaged: {name} is not what was written (its SHA-256 differs)"
+        except OSError as error:
+            return f"it cannot be read: {error}"
+    return None
+
+
+# --- completing and pruning -------------------------------------------------------------------
+
+
+def complete(partial: Path, final: Path, say=print) -> None:
+    """Turns a directory with all files of a checkpoint into a complete checkpoint, `final`."""
+    for file in partial.rglob("*.safetensors"):
+        file.chmod(0o666 & ~UMASK)  # safetensors lets only the owner read its files
+    files = {
+        str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(partial.rglob("*"))
+        if file.is_file()
+    }
+    (partial / LISTING).write_text(json.dumps(files, indent=1))
+    flush_tree(partial)
+    if final.exists():  # a damaged checkpoint of the same step, which resuming passed over
+        _remove(final, say)
+    os.rename(partial, final)
+    flush(final.parent)
+
+
+def prune(directory: Path, keep: int, keep_every: int, say=print) -> None:
+    """Deletes complete checkpoints, except the newest `keep`, those whose step `keep_every`
+    divides, and the best one.
+    """
+    best = (directory / "best").resolve()
+    for path in complete_checkpoints(directory)[:-keep]:
+        if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
+            _remove(path, say)
+
+
+def link_best(directory: Path, validation_losses: dict[int, float | None], say=print) -> None:
+    """Links `best` to the complete checkpoint with the lowest validation loss, if there is one.
+
+    validation_losses: by step; None or NaN where the loss was not finite. A file system without
+    links is only reported.
+    """
+    scored = [
+        (loss, step)
+        for step, loss in validation_losses.items()
+        if loss is not None and math.isfinite(loss) and not incomplete(directory / f"step-{step}")
+    ]
+    if not scored:
+        return
+    best, partial = f"step-{min(scored)[1]}", directory / "best.partial"
+    try:
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(best)
+        os.replace(partial, directory / "best")
+    except OSError as error:
+        say(
+            f"{directory / 'best'} could not be linked to {best} ({error}), which is kept no "
+            "longer than the others"
+        )
+
+
+def remove_partial(directory: Path, say=print) -> None:
+    """Deletes what a killed save or deletion left behind."""
+    for path in directory.glob("step-*.partial"):
+        _delete(path, say)
+
+
+def _remove(checkpoint: Path, say) -> None:
+    """Deletes a checkpoint. It is renamed first: a killed deletion leaves no half checkpoint."""
+    doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(checkpoint, doomed)
+    _delete(doomed, say)
+
+
+def _delete(path: Path, say) -> None:
+    """Deletes a directory. A failure, as on NFS while another process reads one of the files, is
+    reported and does not end the run.
+    """
+    try:
+        if path.is_symlink():  # someone has moved the checkpoint elsewhere, where it stays
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        say(f"{path} could not be deleted ({error}); the next start of the run tries again")

@@ -1,0 +1,228 @@
+"""Resuming a run: which checkpoint it continues from, and loading that checkpoint's state."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from mixer.checkpoints.format import (
+    FORMAT,
+    RANDOM,
+    all_checkpoints,
+    damage,
+    optimizer_files,
+    read_trainer,
+    step_of,
+)
+from mixer.common.errors import UserError
+from mixer.data.manifest import Manifest
+from mixer.distributed.shards import as_held
+from mixer.models.architecture import model_class
+
+# The optimizer of checkpoints whose trainer.json does not name it.
+FIRST_OPTIMIZER = {"optim.name": "adamw", "optim.shared_lags": False}
+
+
+def find_resume(directory: Path, resume: str, say=print) -> Path | None:
+    """The checkpoint to continue from, None for a fresh start; see CheckpointConfig.resume.
+
+    Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
+    damaged, if all of the run's checkpoints are, and if they would be in the way.
+    """
+    found = all_checkpoints(directory)[::-1]  # the newest first
+    if resume == "never":
+        if found:
+            raise UserError(
+                f"checkpoint.resume = 'never', but {found[0]} exists; choose another name, delete "
+                f"{directory}, or set checkpoint.resume=auto"
+            )
+        return None
+    elsewhere = resume != "auto" and Path(resume).resolve().parent != directory.resolve()
+    if resume != "auto" and not (elsewhere and found):
+        return _named(Path(resume), found)
+    if elsewhere:
+        say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
+    for path in found:
+        problem = damage(path)
+        if problem is None:
+            return path
+        say(f"passing over {path}: {problem}")
+    if found:  # a fresh start would overwrite them and the run's metrics
+        raise UserError(
+            f"{directory} has {len(found)} checkpoint(s), and none can be used; choose another "
+            f"name, give one with checkpoint.resume, or delete {directory} to start afresh"
+        )
+    return None
+
+
+def _named(path: Path, of_run: list[Path]) -> Path:
+    """The checkpoint that checkpoint.resume names."""
+    problem = damage(path)
+    if problem:
+        raise UserError(
+            f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
+            "step-N beside it"
+        )
+    newer = [other for other in of_run if step_of(other) > step_of(path)]
+    if newer:
+        raise UserError(
+            f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto "
+            f"would take next time: {', '.join(map(str, newer))}; delete these, or choose another "
+            f"name for a run that goes on from {path.name}"
+        )
+    return path
+
+
+def load_trainer(
+    checkpoint: Path,
+    data: dict[str, Any],
+    optimizer: dict[str, Any],
+    allow_other_data: bool,
+    say=print,
+) -> dict[str, Any]:
+    """The content of trainer.json, if the run can continue from it.
+
+    data: what identifies the run's data, see `identity`. optimizer: the settings that decide which
+    state the optimizer has, such as {"optim.name": "adamw"}. Raises UserError where the checkpoint
+    has other data or another optimizer, naming each difference.
+    """
+    trainer = read_trainer(checkpoint)
+    if trainer.get("format") != FORMAT:
+        raise UserError(
+            f"checkpoint {checkpoint} has format {trainer.get('format', 1)}, this code resumes "
+            f"{FORMAT}; it can be loaded and evaluated, but resume it with the version that wrote "
+            "it, or choose another name to start afresh"
+        )
+    saved = FIRST_OPTIMIZER | trainer.get("optimizer", {})
+    differing = differences(saved, FIRST_OPTIMIZER | optimizer)
+    if differing:
+        raise UserError(
+            f"checkpoint {checkpoint} has the state of another optimizer: {'; '.join(differing)}; "
+            "set the checkpoint's values, or choose another name to start afresh"
+        )
+    differing = differences(trainer["data"], data)
+    if differing and not allow_other_data:
+        raise UserError(
+            f"checkpoint {checkpoint} was trained on other data or in another order:\n"
+            + "".join(f"  {line}\n" for line in differing)
+            + "restore that, choose another name to start afresh, or set "
+            "checkpoint.allow_other_data=true to go on with this"
+        )
+    if differing:
+        say("going on with other data than the checkpoint's: " + "; ".join(differing))
+    return trainer
+
+
+def identity(manifest: Manifest, seed: int) -> dict[str, Any]:
+    """What identifies a prepared data set and the order of its samples, by configuration keys and
+    file names.
+    """
+    hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
+    settings = {f"data.{key}": value for key, value in manifest.settings.items()}
+    tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
+    return settings | {"seed": seed} | tokenizer | hashes
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for each key whose value in the checkpoint is not the one of now."""
+    return [
+        f"{key}: {_short(saved.get(key))} in the checkpoint, now {_short(now.get(key))}"
+        for key in sorted(saved | now)
+        if saved.get(key) != now.get(key)
+    ]
+
+
+def _short(value: Any) -> str:
+    is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+    return f"SHA-256 {value[:12]}" if is_hash else repr(value)
+
+
+def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The checkpoint's model in fp32, with the mixing backend of `config`.
+
+    Raises UserError if the model's configuration is not `config`, naming each differing field.
+    """
+    saved = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    fields = [name for name in type(config)().to_dict() if hasattr(config, name)]
+    if type(saved) is not type(config):
+        fields = ["model_type"]
+    ignored = {"mixing_backend", "mixing_init", "architectures", "dtype"}
+    ignored |= {"transformers_version", "_name_or_path"}
+    pairs = {
+        name: (getattr(saved, name, None), getattr(config, name))
+        for name in fields
+        if name not in ignored
+    }
+    differing = [
+        f"{name} is {old} in the checkpoint and {new} in the configuration"
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
+    if differing:
+        raise UserError(
+            f"checkpoint {checkpoint} is of another model: {'; '.join(differing)}; set these keys "
+            "(model.*; model_type is model.architecture; vocab_size and eos_token_id come from "
+            "data.*) to the checkpoint's values, or choose another name to start afresh"
+        )
+    return model_class(config).from_pretrained(checkpoint, config=config, dtype=torch.float32)
+
+
+def resume(
+    checkpoint: Path,
+    trainer: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+) -> None:
+    """Loads all state beside the model: the optimizer's, the random state and the loss scale.
+
+    trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
+    """
+    load_optimizer(checkpoint, model, optimizer)
+    _load_random_state(checkpoint, accelerator)
+    if accelerator.scaler is not None and trainer["scaler"]:
+        accelerator.scaler.load_state_dict(trainer["scaler"])
+
+
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Loads the optimizer's state, whichever keys it has. The numbers of processes that wrote it
+    and that read it may differ.
+
+    A tensor of its parameter's shape is sharded like the parameter. Scalars and tensors of other
+    shapes are loaded as they are. Only one whole tensor is in memory at a time.
+    """
+    files = [safe_open(file, "pt") for file in optimizer_files(checkpoint)]
+    parts: dict[str, list[Any]] = {}  # the files that have each name, in the order of processes
+    for file in files:
+        for name in file.keys():
+            parts.setdefault(name, []).append(file)
+    parameters = dict(model.named_parameters())
+    for name, holders in parts.items():
+        owner, _, key = name.rpartition("/")
+        parameter = parameters[owner]
+        value = _join([file.get_tensor(name) for file in holders])
+        is_shaped = value.shape == parameter.shape and value.ndim > 0
+        held = as_held(value, parameter) if is_shaped else value.to(parameter.device)
+        optimizer.state[parameter][key] = held
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    """Shards in one tensor. All processes have the same scalars."""
+    return torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0]
+
+
+def _load_random_state(checkpoint: Path, accelerator: Accelerator) -> None:
+    """Sets this process's random state. Where the checkpoint has none for it, because there are
+    more processes now, it keeps its own.
+    """
+    states, rank = load_file(checkpoint / RANDOM), accelerator.process_index
+    if f"cpu-{rank}" in states:
+        torch.set_rng_state(states[f"cpu-{rank}"])
+    if accelerator.device.type == "cuda" and f"cuda-{rank}" in states:
+        torch.cuda.set_rng_state(states[f"cuda-{rank}"], accelerator.device)
