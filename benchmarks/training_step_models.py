@@ -18,15 +18,11 @@ from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.comparison.no_mixing import NoMixing
 from mixer.models.architecture import ModelConfig, model_config
 from mixer.models.llama import Llama
+from mixer.training.compile import begin_graphs, compiled, compiled_parts
 from mixer.training.guard import Guard
-from mixer.training.objective import (
-    Objective,
-    begin_graphs,
-    compiled,
-    compiled_parts,
-    set_recompute,
-)
+from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
+from mixer.training.parallelize import set_recompute
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from mixer.data.manifest import Manifest
 from mixer.distributed.shards import as_held
 from mixer.models.architecture import model_class
 
-# The optimizer of checkpoints whose trainer.json does not name it.
-FIRST_OPTIMIZER = {"optim.name": "adamw", "optim.shared_lags": False}
+# The settings that decide which state the optimizer has, and their values for a checkpoint whose
+# trainer.json does not have them.
+OPTIMIZER_SETTINGS = {"optim.name": "adamw", "optim.shared_lags": False}
 
 
 def find_resume(directory: Path, resume: str, say=print) -> Path | None:
@@ -99,8 +100,8 @@ def load_trainer(
             f"{FORMAT}; it can be loaded and evaluated, but resume it with the version that wrote "
             "it, or choose another name to start afresh"
         )
-    saved = FIRST_OPTIMIZER | trainer.get("optimizer", {})
-    differing = differences(saved, FIRST_OPTIMIZER | optimizer)
+    saved = OPTIMIZER_SETTINGS | trainer.get("optimizer", {})
+    differing = differences(saved, OPTIMIZER_SETTINGS | optimizer)
     if differing:
         raise UserError(
             f"checkpoint {checkpoint} has the state of another optimizer: {'; '.join(differing)}; "

@@ -80,7 +80,7 @@ class RunConfig:
 
     name: str = option("run", "the run's directory under output_dir")
     output_dir: str = option("runs", "where runs go")
-    seed: int = option(0, "initial weights and order of the data")
+    seed: int = option(0, "initial weights and order of the data", at_least=0)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -212,7 +212,7 @@ def _type_name(kind: Any) -> str:
 
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
-    problems = []
+    problems = option_problems(run)
     for item in dataclasses.fields(run):
         if dataclasses.is_dataclass(item.type):
             problems += option_problems(getattr(run, item.name), f"{item.name}.")

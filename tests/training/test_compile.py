@@ -11,9 +11,11 @@ from toolchain import needs_gxx
 
 from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
+from mixer.training.compile import compiled_parts
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.objective import Objective, compiled_parts, set_recompute
+from mixer.training.objective import Objective
+from mixer.training.parallelize import set_recompute
 
 # Eight samples a step on two processes, in micro-batches; an evaluation whose last batches are
 # smaller, or empty on a process.

@@ -1,0 +1,129 @@
+"""torch.compile for training: what is compiled, how, and replaying it as CUDA graphs."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from mixer.common.errors import UserError, first_line
+from mixer.distributed.hosts import Hosts
+from mixer.training.objective import Objective
+
+
+def compile_objective(
+    objective: Objective,
+    how: str,
+    graphs: bool,
+    shape: tuple[int, int],
+    accelerator: Accelerator,
+    hosts: Hosts,
+    say: Callable[[str], None],
+) -> bool:
+    """Compiles the objective in place, with a first pass on `shape`, (batch, tokens).
+
+    how: "no" (nothing is done), "blocks" (each block and the loss) or "model" (all at once).
+    graphs: replay each compiled part's forward and backward pass as a CUDA graph. A backward pass
+    then writes its gradients over those of the one before. Raises UserError where CUDA graphs
+    cannot be used.
+
+    Call this before DDP or FSDP wrap the objective. With "blocks", one block is compiled for all of
+    them, and DDP gets a block's gradients as soon as the backward pass of that block ends. Compiled
+    functions replace methods, so that parameters keep their names. Another shape of the inputs
+    would compile once more. If compiling fails on any process, all continue without it. Returns
+    whether the objective is compiled.
+    """
+    parts = compiled_parts(objective, how)
+    if not parts:
+        return False
+    if graphs:
+        _require_graphs(accelerator)
+        objective.register_forward_pre_hook(begin_graphs)
+    began = time.perf_counter()
+    for module, name in parts:
+        setattr(module, name, compiled(getattr(module, name), graphs))
+    failure = ""
+    try:
+        for _ in range(2 if graphs else 1):  # the second pass records the graphs
+            _first_pass(objective, shape, accelerator)
+    except Exception as error:  # if it is not the compiler's, the run will meet it again
+        failure = first_line(error)
+    failures = [text for text in hosts.gather(failure) if text]
+    if not failures:
+        replayed = f", {_graphs_said()}" if graphs else ""
+        say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s{replayed}")
+        return True
+    for module, name in parts:
+        delattr(module, name)
+    say(
+        f"train.compile={how} failed, the run goes on without: {failures[0]}. Nothing else "
+        "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a CPU, Triton "
+        "and a C compiler on a GPU"
+    )
+    return False
+
+
+def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:
+    """The methods to compile, as (module, name of the method)."""
+    is_block = GradientCheckpointingLayer
+    blocks = [(part, "forward") for part in objective.modules() if isinstance(part, is_block)]
+    parts = {
+        "no": [],
+        "blocks": [*blocks, (objective, "score")],
+        "model": [(objective, "forward")],
+    }
+    return parts[how]
+
+
+def compiled(function: Callable, graphs: bool) -> Callable:
+    """torch.compile for inputs of one shape, without graph breaks.
+
+    By default the compiler measures several kernels and takes the fastest. Each sums in its own
+    order, so a resumed run, which compiles again, could differ in its last bits. Here the compiler
+    chooses by rule. A torch without that option resumes exactly only as long as the compiler's
+    cache is kept.
+    """
+    from torch._inductor import config
+
+    by_rule = {"deterministic": True} if hasattr(config, "deterministic") else {}
+    options = by_rule | {"triton.cudagraphs": graphs}
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+def begin_graphs(*_) -> None:
+    """Runs before each forward pass: CUDA graphs may overwrite what they wrote in the last step,
+    the gradients included.
+    """
+    torch.compiler.cudagraph_mark_step_begin()
+
+
+def _first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accelerator) -> None:
+    """A forward and backward pass on `shape`, (batch, tokens), whose gradients are dropped."""
+    tokens = torch.zeros(shape, dtype=torch.int64, device=accelerator.device)
+    try:
+        with accelerator.autocast():
+            nats = objective(tokens, tokens.clone())
+        nats.sum().backward()
+    finally:  # a backward pass that fails leaves gradients, which the first step would add up
+        objective.zero_grad(set_to_none=True)
+
+
+def _require_graphs(accelerator: Accelerator) -> None:
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded or accelerator.device.type != "cuda":
+        device = accelerator.device.type.upper()
+        where = "with FSDP, whose weights move" if sharded else f"on a {device}"
+        raise UserError(
+            f"train.cuda_graphs = true {where}; allowed on CUDA GPUs with or without DDP; set "
+            "train.cuda_graphs=false"
+        )
+
+
+def _graphs_said() -> str:
+    from torch._dynamo.utils import counters  # takes a second to import
+
+    skipped = counters["inductor"]["cudagraph_skips"]
+    not_all = f"{skipped} of its parts not as CUDA graphs (TORCH_LOGS=perf_hints says why)"
+    return not_all if skipped else "as CUDA graphs"

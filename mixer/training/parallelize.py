@@ -1,0 +1,78 @@
+"""From a model to what is trained: recomputation, compilation, and the engine around them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import PreTrainedModel
+
+from mixer.distributed.engine import settle_buckets, sum_by_copy_engines
+from mixer.distributed.hosts import Hosts
+from mixer.training.compile import compile_objective, compiled
+from mixer.training.config import RunConfig
+from mixer.training.objective import Objective
+from mixer.training.optim import build_optimizer
+
+
+def parallelize(
+    model: PreTrainedModel,
+    run: RunConfig,
+    accelerator: Accelerator,
+    hosts: Hosts,
+    say: Callable[[str], None],
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """The model with its loss (see Objective) ready to train on all processes, and its optimizer.
+
+    The model itself is changed: it moves to the device, and under FSDP its parameters become
+    shards. Raises UserError for settings that these processes or devices do not allow.
+    """
+    train = run.train
+    shape = (train.batch_size, run.model.max_position_embeddings)
+    set_recompute(model, train.recompute)
+    objective = Objective(model).to(accelerator.device).train()
+    is_compiled = compile_objective(
+        objective, train.compile, train.cuda_graphs, shape, accelerator, hosts, say
+    )
+    # The optimizer's elementwise functions are compiled too. They are not recorded in CUDA graphs.
+    faster = partial(compiled, graphs=False) if is_compiled else lambda function: function
+    processes = dist.group.WORLD if hosts.processes > 1 else None
+    optimizer = build_optimizer(model, run.optim, processes, faster)
+    # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
+    parallel, optimizer = accelerator.prepare(objective, optimizer)
+    if train.all_reduce == "copy_engines":
+        sum_by_copy_engines(parallel, accelerator, hosts)
+    settle_buckets(parallel, accelerator, shape)
+    return parallel, optimizer
+
+
+def set_recompute(model: PreTrainedModel, what: str) -> None:
+    """Sets what the backward pass computes again instead of keeping it in memory (selective
+    activation recomputation, arXiv 2205.05198).
+
+    With A = batch x tokens x hidden_size numbers of the autocast type, a compiled block keeps for
+    its backward pass
+
+        A    its input, for both residual and norm
+        A    the output of the first norm, an operand of the mixing's weight gradient
+        A    the residual stream after mixing, the input of the second norm
+        A    the output of the second norm, an operand of up_proj's weight gradient
+        4 A  the output of up_proj, the input of the GELU
+        4 A  the output of the GELU, an operand of down_proj's weight gradient
+
+    and small tensors: the norms' statistics, and the packed and cast weights. "none" keeps all
+    12 A. "activation" computes the GELU again and keeps 8 A. "block" keeps only the block's input,
+    A, and computes the whole block again. Without the compiler, autocast also keeps the inputs of
+    the norms in fp32.
+    """
+    if what == "activation":
+        for module in model.modules():
+            if hasattr(module, "recompute_activation"):
+                module.recompute_activation = True
+    if what == "block":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # This undoes a hook that transformers adds for adapters on a frozen model. torch 2.11
+        # cannot compile it where there are no gradients.
+        model.disable_input_require_grads()

@@ -1,0 +1,154 @@
+"""What a run starts with: its data, and the state of its training, new or from a checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import set_seed
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mixer.checkpoints import restore
+from mixer.checkpoints.format import remove_partial
+from mixer.common.hardware import peak_tflops
+from mixer.data.manifest import Manifest
+from mixer.data.prepare import prepare
+from mixer.data.token_file import TokenFile
+from mixer.data.tokenizer import load_tokenizer
+from mixer.distributed.hosts import Hosts
+from mixer.models.architecture import model_class, model_config
+from mixer.training.config import RunConfig, save_config
+from mixer.training.metrics import Metrics
+from mixer.training.optim import optimizer_identity
+from mixer.training.parallelize import parallelize
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Data:
+    """The prepared data of a run."""
+
+    manifest: Manifest
+    training: TokenFile
+    validation: TokenFile
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass
+class Progress:
+    """How far a run is; saved in every checkpoint."""
+
+    step: int = 0
+    samples: int = 0  # position in the data: samples used by all processes
+    tokens: int = 0  # target tokens trained on
+    # Steps whose gradients were not finite: fp16 overflows, or train.non_finite=skip.
+    skipped_steps: int = 0
+
+
+@dataclass
+class State:
+    """What training changes, on this process."""
+
+    model: PreTrainedModel
+    parallel: nn.Module  # the model with its loss, in DDP or FSDP
+    optimizer: AcceleratedOptimizer
+    progress: Progress
+    identity: dict  # the entries of trainer.json that a resume compares, see restore.load_trainer
+    resumed: Path | None  # the checkpoint that all this comes from
+    wandb_id: str | None
+
+
+def prepare_data(run: RunConfig, hosts: Hosts, say: Say) -> Data:
+    """Prepares the data unless it is there. All processes call this: one per host prepares, while
+    the others wait for its file lock.
+    """
+    manifest = prepare(run.data, progress=say)
+    hosts.require_shared(f"data.directory = {run.data.directory}", manifest.fingerprint)
+    context = run.model.max_position_embeddings
+    training, validation = (
+        TokenFile(run.data.directory, split, context) for split in ("train", "validation")
+    )
+    tokenizer = load_tokenizer(run.data.directory)
+    tokenizer.model_max_length = context  # saved with the model, for tools that cut texts by it
+    return Data(manifest, training, validation, tokenizer)
+
+
+def start_state(
+    run: RunConfig, data: Data, accelerator: Accelerator, hosts: Hosts, say: Say
+) -> State:
+    """The model, its optimizer and the progress: new, or from the checkpoint to continue from."""
+    resumed = find_checkpoint(run, accelerator, hosts, say)
+    set_seed(run.seed)
+    config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
+    identity = {
+        "data": restore.identity(data.manifest, run.seed),
+        "optimizer": optimizer_identity(run.optim),
+    }
+    trainer, progress, wandb_id = {}, Progress(), None
+    if resumed is None:
+        model = model_class(config)(config)
+    else:
+        allow_other_data = run.checkpoint.allow_other_data
+        trainer = restore.load_trainer(
+            resumed, **identity, allow_other_data=allow_other_data, say=say
+        )
+        progress = Progress(**{name: trainer[name] for name in asdict(progress)})
+        model = restore.load_model(resumed, config)
+        if resumed.resolve().parent == run.directory.resolve():  # and not another run's
+            wandb_id = trainer["wandb_id"]
+    parallel, optimizer = parallelize(model, run, accelerator, hosts, say)
+    if resumed is not None:
+        restore.resume(resumed, trainer, model, optimizer.optimizer, accelerator)
+    return State(model, parallel, optimizer, progress, identity, resumed, wandb_id)
+
+
+def find_checkpoint(
+    run: RunConfig, accelerator: Accelerator, hosts: Hosts, say: Say
+) -> Path | None:
+    """The checkpoint to continue from, the same on all processes; None for a fresh start."""
+    found = None
+    if accelerator.is_main_process:
+        remove_partial(run.directory, say)
+        found = restore.find_resume(run.directory, run.checkpoint.resume, say)
+    found = hosts.of_main(found)
+    begins_in = found or run.directory
+    hosts.require_shared(f"the directory {begins_in}", begins_in.is_dir())
+    return found
+
+
+def start_metrics(run: RunConfig, state: State, owes_evaluation: bool) -> Metrics:
+    """The metrics of the main process, without the lines of steps that are to be done again.
+
+    owes_evaluation: whether the validation loss of the current step is yet to be written.
+    """
+    save_config(run, run.directory / "config.yaml")
+    metrics = Metrics(run.directory, run.logging, asdict(run), state.wandb_id)
+    again = {"validation_loss"} if owes_evaluation else set()
+    metrics.rewind(state.progress.step, again)
+    return metrics
+
+
+def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int) -> str:
+    """What is printed before the first step: the model, the devices and the data."""
+    parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
+    mixing = "attention" if run.model.architecture == "llama" else run.model.mixing_backend
+    device = accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    if not peak_tflops(device, run.train.mixed_precision):
+        name += "; its peak is not known, so no share of it is reported"
+    engine = ", FSDP" if accelerator.distributed_type == DistributedType.FSDP else ""
+    batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
+    begins = f"resuming {state.resumed}" if state.resumed else "a fresh start"
+    step, steps = state.progress.step, run.train.steps
+    if step >= steps:
+        begins += f", which has {step} steps: train.steps = {steps} leaves none to train"
+    return (
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
+        f"{accelerator.num_processes} process(es){engine} on {name}\n"
+        f"{samples:,} samples of {run.model.max_position_embeddings} tokens, {batch} a step; "
+        f"{begins}"
+    )
