@@ -59,8 +59,8 @@ def compile_objective(
         delattr(module, name)
     say(
         f"train.compile={how} failed, the run goes on without: {failures[0]}. Nothing else "
-        "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a CPU, Triton "
-        "and a C compiler on a GPU"
+        "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a "
+        "CPU, Triton and a C compiler on a GPU"
     )
     return False
 

@@ -180,8 +180,8 @@ def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) 
     if key not in keys:
         return f"unknown key {key} = {value!r}{_nearest(key, keys)}"
     kind = keys[key].type
-    # OmegaConf would quietly turn 3 into "3", "12" into 12 and 1 into true: what was meant is then
-    # a guess.
+    # OmegaConf would turn 3 into "3", "12" into 12 and 1 into true without a word; that may not be
+    # what was meant.
     wrong = (
         (kind is str and not isinstance(value, str))
         or (kind in (int, float) and isinstance(value, (str, bool)))
@@ -199,15 +199,18 @@ def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) 
 
 
 def _nearest(key: str, keys: dict) -> str:
-    by_name = [
-        k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]
-    ]  # right name, wrong section
-    near = by_name or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    """What may have been meant by an unknown key: the same name in another section, or a key that
+    is written alike.
+    """
+    name = key.rpartition(".")[2]
+    near = [other for other in keys if other.rpartition(".")[2] == name]
+    near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else "; allowed keys: python train.py --help"
 
 
 def _type_name(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind)) if not hasattr(kind, "__args__") else str(kind)
+    is_union = hasattr(kind, "__args__")  # int | None
+    return str(kind) if is_union else getattr(kind, "__name__", str(kind))
 
 
 def _value_problems(run: RunConfig) -> list[str]:
@@ -217,28 +220,37 @@ def _value_problems(run: RunConfig) -> list[str]:
         if dataclasses.is_dataclass(item.type):
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
+    problems += _graph_problems(run.train) if run.train.cuda_graphs else []
     if run.train.recompute == "activation" and run.model.architecture == "llama":
         problems.append(
-            "train.recompute = 'activation', which is for masked mixers; allowed for architecture llama: none, block"
-        )
-    if run.train.cuda_graphs and run.train.compile == "no":
-        problems.append(
-            "train.cuda_graphs = true with train.compile = 'no'; allowed with it: blocks, model"
-        )
-    if run.train.cuda_graphs and run.train.recompute == "block":
-        problems.append(
-            "train.cuda_graphs = true with train.recompute = 'block', which cannot be recorded; allowed with it: none, activation"
-        )
-    if run.train.cuda_graphs and run.train.gradient_accumulation_steps > 1:
-        problems.append(
-            "train.cuda_graphs = true, where each backward pass writes its gradients over the last one's; allowed with "
-            f"train.gradient_accumulation_steps = {run.train.gradient_accumulation_steps}: false"
+            "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
+            "llama: none, block"
         )
     if not run.name or "/" in run.name or run.name in (".", ".."):
         problems.append(f"name = {run.name!r}; allowed: a directory name without slashes")
     if run.optim.warmup_steps > run.train.steps:
         problems.append(
-            f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = {run.train.steps}; allowed: at most that"
+            f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = "
+            f"{run.train.steps}; allowed: at most that"
+        )
+    return problems
+
+
+def _graph_problems(train: TrainConfig) -> list[str]:
+    """What does not go together with CUDA graphs."""
+    asked, micro_batches = "train.cuda_graphs = true", train.gradient_accumulation_steps
+    problems = []
+    if train.compile == "no":
+        problems.append(f"{asked} with train.compile = 'no'; allowed with it: blocks, model")
+    if train.recompute == "block":
+        problems.append(
+            f"{asked} with train.recompute = 'block', which cannot be recorded; allowed with it: "
+            "none, activation"
+        )
+    if micro_batches > 1:
+        problems.append(
+            f"{asked}, where each backward pass overwrites the gradients of the one before; "
+            f"allowed with train.gradient_accumulation_steps = {micro_batches}: false"
         )
     return problems
 

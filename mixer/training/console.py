@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines in a file."""
+"""What a run prints: a progress bar on a terminal, plain lines otherwise."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from accelerate import Accelerator
 
 
 class Console:
-    """Prints for the main process alone."""
+    """Prints; only the main process does."""
 
     def __init__(self, accelerator: Accelerator, steps: int):
         self.silent, self.steps, self.bar = not accelerator.is_main_process, steps, None
@@ -18,32 +18,24 @@ class Console:
         elif not self.silent:
             try:
                 print(text, flush=True)
-            except (
-                BrokenPipeError
-            ):  # the reader has gone, as `tee` does at Ctrl-C: the run goes on, and still saves
-                os.dup2(
-                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-                )  # or Python would fail once more as it ends
+            except BrokenPipeError:
+                # The reader has ended, as `tee` does at Ctrl-C. The run continues, and still saves.
+                # Without another stdout, Python would fail once more when it exits.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def begin(self, step: int) -> None:
-        """The bar, where there is a terminal to draw it on."""
+        """Shows the bar if there is a terminal; `step` steps are already done."""
         if self.silent or not sys.stdout.isatty():
             return
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress
 
         columns = (
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=20),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}"),
         )
-        self.bar = Progress(*columns, refresh_per_second=4)
+        self.bar = progress.Progress(*columns, refresh_per_second=4)
         self.task = self.bar.add_task("", total=self.steps, completed=step)
         self.bar.start()
 
@@ -52,7 +44,7 @@ class Console:
             self.bar.update(self.task, completed=step)
 
     def line(self, line: dict) -> None:
-        """A logging step's numbers."""
+        """Shows a line of metrics."""
         text = f"loss {line['loss']:.4f}, lr {line['lr']:.2e}, grad norm {line['grad_norm']:.3f}"
         if line.get("skipped_steps"):
             text += f", {line['skipped_steps']} skipped"

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always, the terminal, and wandb where asked for."""
+"""The metrics of a run: every line goes to metrics.jsonl, and to wandb if asked for."""
 
 import json
 import math
@@ -24,7 +24,7 @@ class LoggingConfig:
 
 
 class Metrics:
-    """The metrics of one run, written by its main process alone."""
+    """Writes the metrics of a run; only the main process has one."""
 
     def __init__(self, directory: Path, config: LoggingConfig, run: dict, wandb_id: str | None):
         self.path = directory / "metrics.jsonl"
@@ -34,12 +34,12 @@ class Metrics:
         self.validation_losses: dict[int, float] = {}  # by step
 
     def rewind(self, step: int, again: set[str]) -> None:
-        """Drops what a killed run wrote after its checkpoint of `step`, so that no step stands in
-        the file twice.
+        """Removes the lines that a killed run wrote after its checkpoint of `step`, so that the
+        file has each step once.
 
-        Of `step` itself, lines with one of the keys in `again` go too: they are about to be written
-        again. So does a line that the kill cut short. wandb gets what it has not: its own process
-        may have lost lines with the kill.
+        Lines of `step` itself that have one of the keys in `again` are removed too, as they will be
+        written again, and so is a line that the kill cut short. Lines that wandb lacks are sent to
+        it: wandb's own process may have lost some with the kill.
         """
         kept = []
         for text in self.path.read_text(encoding="utf-8").splitlines():
@@ -57,8 +57,8 @@ class Metrics:
         self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        """One JSON line, flushed; the same to wandb. `line` holds at least "step"; JSON has null
-        for what is not finite.
+        """Writes one line, which has at least the key "step". Numbers that are not finite become
+        null, as JSON has no others.
         """
         self.file.write(json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n")
         self.file.flush()
@@ -71,17 +71,16 @@ class Metrics:
         self._try(lambda: self.wandb.log(values, step=line["step"]))
 
     def _try(self, call: Callable[[], Any]) -> None:
-        """wandb works in a process of its own, which dies when a whole job is sent a signal: the
-        run must not end with it.
+        """Calls wandb, and stops using it if that fails. wandb has a process of its own, which dies
+        if the whole job gets a signal; the run must not end with it.
         """
         try:
             call()
         except Exception as error:
             self.wandb = None
             _say_failed(error)
-            if isinstance(
-                error, ConnectionError
-            ):  # or wandb would try once more when Python ends, with a traceback
+            if isinstance(error, ConnectionError):
+                # Otherwise wandb tries again when Python exits, and prints a traceback.
                 import wandb
 
                 with suppress(ConnectionError):
@@ -108,7 +107,7 @@ def _start_wandb(config: LoggingConfig, directory: Path, run: dict, wandb_id: st
         import wandb
     except ImportError:
         print(
-            "wandb is not installed: metrics go to metrics.jsonl alone (pip install wandb)",
+            "wandb is not installed: metrics go to metrics.jsonl only (pip install wandb)",
             flush=True,
         )
         return None
@@ -129,7 +128,8 @@ def _start_wandb(config: LoggingConfig, directory: Path, run: dict, wandb_id: st
 
 def _say_failed(error: Exception) -> None:
     print(
-        f"wandb has failed, the run goes on without: {type(error).__name__}: {error}; metrics.jsonl has every line, and wandb "
-        "gets those that it has not when the run is resumed (logging.wandb=offline needs no network)",
+        f"wandb has failed, the run goes on without: {type(error).__name__}: {error}; "
+        "metrics.jsonl has every line, and wandb gets the missing ones when the run is resumed "
+        "(logging.wandb=offline needs no network)",
         flush=True,
     )

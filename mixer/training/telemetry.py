@@ -1,5 +1,5 @@
-"""How fast a run is: time, throughput and memory between two lines of metrics, and a profile of a
-few steps.
+"""How fast a run is: throughput and memory between two lines of metrics, and a profile of some
+steps.
 """
 
 import time
@@ -25,14 +25,14 @@ class Timer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what waits for data."""
+        """Counts the time inside as waiting for data."""
         began = time.perf_counter()
         yield
         self.waited += time.perf_counter() - began
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is not training."""
+        """Leaves out the time inside, which is not training."""
         began = time.perf_counter()
         yield
         self.left_out += time.perf_counter() - began
@@ -43,21 +43,17 @@ class Timer:
     def window(
         self, flops_per_token: float, accelerator: Accelerator, precision: str
     ) -> dict[str, float]:
-        """Throughput since the last call, of all processes together; the share is of their devices'
-        peak.
+        """Throughput of all processes since the last call, and the share of time that this process
+        waited for data.
         """
-        if accelerator.device.type == "cuda":
+        device = accelerator.device
+        if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.started - self.left_out
-        line = throughput(
-            self.tokens / seconds,
-            flops_per_token,
-            accelerator.num_processes,
-            accelerator.device,
-            precision,
-        )
+        devices = accelerator.num_processes
+        line = throughput(self.tokens / seconds, flops_per_token, devices, device, precision)
         line |= {"seconds": seconds, "data_wait_share": self.waited / seconds}
-        line["peak_memory_gb"] = peak_memory_gb(accelerator.device)
+        line["peak_memory_gb"] = peak_memory_gb(device)
         self._begin()
         return line
 
@@ -65,7 +61,7 @@ class Timer:
 def throughput(
     tokens_per_second: float, flops_per_token: float, devices: int, device, precision: str
 ) -> dict[str, float]:
-    """Useful TFLOP/s of all devices together and, where their peak is known, the share of it."""
+    """Useful TFLOP/s of all devices together, and the share of their peak if that is known."""
     tflops = tokens_per_second * flops_per_token / 1e12
     peak = peak_tflops(device, precision)
     line = {"tokens_per_second": tokens_per_second, "useful_tflops": tflops}
@@ -73,17 +69,13 @@ def throughput(
 
 
 class Profiler:
-    """A Chrome trace (chrome://tracing, ui.perfetto.dev) of `steps` steps from step `first` on, of
-    one process.
+    """Profiles `steps` steps of one process, from step `first` on, and writes a Chrome trace (for
+    chrome://tracing or ui.perfetto.dev).
     """
 
     def __init__(self, directory: Path, first: int, steps: int, say):
-        self.path, self.first, self.last, self.say = (
-            directory / f"profile-step-{first}.json",
-            first,
-            first + steps - 1,
-            say,
-        )
+        self.path, self.say = directory / f"profile-step-{first}.json", say
+        self.first, self.last = first, first + steps - 1
         self.profile = None
 
     def before_step(self, step: int) -> None:
@@ -99,7 +91,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what there is."""
+        """Writes the trace of the steps so far, if one has begun."""
         if self.profile is not None:
             self.profile.stop()
             self.profile.export_chrome_trace(str(self.path))

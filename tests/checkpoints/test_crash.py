@@ -160,12 +160,12 @@ def test_a_file_that_cannot_grow_ends_the_run_with_one_line_and_the_last_good_ch
 
 
 def mount_memory(place: Path) -> None:
-    """A file system of 2 MB at `place`, a new directory; skips the test where none can be
+    """A file system of 2.4 MB at `place`, a new directory; skips the test where none can be
     mounted.
     """
     place.mkdir()
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2000k", "tmpfs", place], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=2400k", "tmpfs", place], capture_output=True
     ).returncode:
         pytest.skip("no file system can be mounted here: that takes root's rights")
 
@@ -183,9 +183,8 @@ def test_a_full_disk_ends_the_run_and_with_space_it_goes_on_exactly(
 ):
     config = write_config(train={"steps": 12, "batch_size": 8, "eval_every": 0, "eval_samples": 8})
     launch("--config", config, "name=whole").succeed()
-    (small_disk / "filler").write_bytes(
-        b"x" * 500_000
-    )  # room for two checkpoints, not for the third beside them
+    # This leaves room for two checkpoints (0.7 MB each), not for the third beside them.
+    (small_disk / "filler").write_bytes(b"x" * 900_000)
     ranks = launch("--config", config, f"output_dir={small_disk}", "checkpoint.save_every=3")
     assert ranks.wait() == [2]
     assert "No space left on device" in ranks.output and "Traceback" not in ranks.output
