@@ -17,7 +17,9 @@ from mixer.ops import panels
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "token_mixing.py")
-TOY = "--device cpu --channels 32 --batch-tokens 256 --rounds 2 --batch-ms 0.2 --commit abc123".split()
+TOY = (
+    "--device cpu --channels 32 --batch-tokens 256 --rounds 2 --batch-ms 0.2 --commit abc123"
+).split()
 
 
 @pytest.fixture
@@ -219,7 +221,7 @@ def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message
         benchmark.main()
 
 
-# ------------------------------------------------------------------------------------------------ kernels for older GPUs
+# --------------------------------------------------------------------------- kernels for older GPUs
 
 
 @nvrtc.needs_nvrtc
@@ -283,7 +285,10 @@ def test_share_of_the_ceiling_is_of_useful_operations_and_of_right_results(bench
 
 
 def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
-    sizes = "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4 --batches 1,2 --repeats 1"
+    sizes = (
+        "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4 "
+        "--batches 1,2 --repeats 1"
+    )
     command = [ROOT / "benchmarks" / "generation.py", *sizes.split(), "--output", tmp_path / "toy"]
     done = run_python(*command, "--commit", "abc123", output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
@@ -327,7 +332,10 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
 
 
 def test_a_training_step_is_timed_and_profiled(tmp_path):
-    small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 --batch-ms 1 --commit abc123"
+    small = (
+        "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 "
+        "--batch-ms 1 --commit abc123"
+    )
     forms = "eager,eager_activation,reference"
     output = tmp_path / "results" / "step"
     options = [

@@ -27,9 +27,12 @@ UNBUILT = dataclasses.replace(H200, library=None, loads=False, reason="no; `buil
 UNSEEN = diagnosis.Gpu("NVIDIA H200", (9, 0), (138.0, 139.8))
 CACHE = diagnosis.Cache("/home/me/kernels", 0o700, 1000)
 HEALTHY = diagnosis.Facts(
-    user=1000, container=False, devices=["/dev/nvidia0"], driver_library=True, driver="580.65.06", driver_cuda=(13, 0),
-    cuda_init=None, visible=None, torch="2.13.0+cu130", torch_cuda=(13, 0), torch_arches=["sm_75", "sm_80", "sm_90"],
-    torch_devices=1, nccl="2.28.3", nvcc=NVCC_13, nvcc_error=None, toolkits={}, ninja="1.13.0 (ninja)",
+    user=1000, container=False, devices=["/dev/nvidia0"],
+    driver_library=True, driver="580.65.06", driver_cuda=(13, 0),
+    cuda_init=None, visible=None, torch="2.13.0+cu130", torch_cuda=(13, 0),
+    torch_arches=["sm_75", "sm_80", "sm_90"],
+    torch_devices=1, nccl="2.28.3", nvcc=NVCC_13, nvcc_error=None, toolkits={},
+    ninja="1.13.0 (ninja)",
     host_compiler="g++ 12.2.0", cache=CACHE, gpus=[H200],
 )  # fmt: skip
 BLIND = dict(torch_devices=0, cuda_init=0, gpus=[])  # torch sees nothing
@@ -56,7 +59,7 @@ def notes(facts: diagnosis.Facts) -> dict[str, str]:
     return {problem.key: problem.fix for problem in diagnosis.judge(facts) if not problem.blocks}
 
 
-# ------------------------------------------------------------------------------------------------ judging
+# ------------------------------------------------------------------------------------------ judging
 
 
 def test_healthy_machine_has_no_problem():
@@ -65,19 +68,23 @@ def test_healthy_machine_has_no_problem():
 
 
 BROKEN = {
-    "container without --gpus": (BLIND | NO_DRIVER | dict(container=True), {"container": "docker run --gpus all"}),
+    "container without --gpus": (BLIND | NO_DRIVER | dict(container=True),
+        {"container": "docker run --gpus all"}),
     "container without the driver's library": (
         BLIND | dict(container=True, driver_library=False, driver_cuda=None, cuda_init=None),
         {"no-driver": "NVIDIA_DRIVER_CAPABILITIES=compute"},
     ),
     "no driver": (BLIND | NO_DRIVER, {"no-driver": "apt-get install -y nvidia-driver-580"}),
     "module not loaded": (BLIND | dict(devices=[]), {"no-device": "modprobe nvidia"}),
-    "GPUs hidden": (BLIND | dict(visible="", cuda_init=100, gpus=[UNSEEN]), {"hidden": "unset CUDA_VISIBLE_DEVICES"}),
-    "fabric manager down": (BLIND | dict(cuda_init=802), {"driver-broken": "systemctl start nvidia-fabricmanager"}),
+    "GPUs hidden": (BLIND | dict(visible="", cuda_init=100, gpus=[UNSEEN]),
+        {"hidden": "unset CUDA_VISIBLE_DEVICES"}),
+    "fabric manager down": (BLIND | dict(cuda_init=802),
+        {"driver-broken": "systemctl start nvidia-fabricmanager"}),
     "driver half updated": (BLIND | dict(cuda_init=803), {"driver-broken": "reboot"}),
     "driver fails": (BLIND | dict(cuda_init=999), {"driver-broken": "nvidia-smi"}),
     "nothing explains it": (BLIND, {"no-gpu": "torch.utils.collect_env"}),
-    "CPU-only torch": (CPU_TORCH | dict(gpus=[UNSEEN]), {"torch-cpu": r"pip install --force-reinstall torch$"}),
+    "CPU-only torch": (CPU_TORCH | dict(gpus=[UNSEEN]),
+        {"torch-cpu": r"pip install --force-reinstall torch$"}),
     "CPU-only torch, V100": (
         CPU_TORCH | dict(nvcc=NVCC_12, gpus=[dataclasses.replace(UNSEEN, capability=(7, 0))]),
         {"torch-cpu": "/whl/cu126$"},
@@ -88,7 +95,8 @@ BROKEN = {
     ),
     "driver too old for any torch": (
         BLIND | dict(driver_cuda=(11, 4), nvcc=None, toolkits={"11.8": "/usr/local/cuda-11.8"}),
-        {"driver-old": "apt-get install -y nvidia-driver-580", "no-nvcc": "CUDA_HOME=/usr/local/cuda-11.8"},
+        {"driver-old": "apt-get install -y nvidia-driver-580",
+            "no-nvcc": "CUDA_HOME=/usr/local/cuda-11.8"},
     ),
     "torch without sm_70": (dict(gpus=[V100], nvcc=NVCC_12), {"torch-arch": "/whl/cu126$"}),
     "nvcc 13 on a V100": (
@@ -100,7 +108,8 @@ BROKEN = {
         {"nvcc-arch": "^export CUDA_HOME=/usr/local/cuda-12.9$"},
     ),
     "GPU older than the kernels": (
-        dict(gpus=[dataclasses.replace(V100_ON_13, capability=(6, 1))], torch_arches=["sm_60"], torch_cuda=(12, 6), nvcc=NVCC_12),
+        dict(gpus=[dataclasses.replace(V100_ON_13, capability=(6, 1))], torch_arches=["sm_60"],
+            torch_cuda=(12, 6), nvcc=NVCC_12),
         {"gpu-old": "model.mixing_backend=panels"},
     ),
     "nvcc newer than the driver": (
@@ -113,13 +122,16 @@ BROKEN = {
         {"no-nvcc": "^export CUDA_HOME=/usr/local/cuda-13.0$"},
     ),
     "no ninja": (dict(ninja=None, gpus=[UNBUILT]), {"no-ninja": "pip install ninja"}),
-    "no host compiler": (dict(host_compiler=None, gpus=[UNBUILT]), {"no-host-compiler": r"apt-get install -y g\+\+"}),
-    "cache of another": (dict(cache=dataclasses.replace(CACHE, owner=0)), {"cache-owner": "^export MIXER_CACHE="}),
+    "no host compiler": (dict(host_compiler=None, gpus=[UNBUILT]),
+        {"no-host-compiler": r"apt-get install -y g\+\+"}),
+    "cache of another": (dict(cache=dataclasses.replace(CACHE, owner=0)),
+        {"cache-owner": "^export MIXER_CACHE="}),
     "cache open to others": (
         dict(cache=dataclasses.replace(CACHE, mode=0o775)),
         {"cache-shared": "^chmod 700 /home/me/kernels$"},
     ),
-    "cache closed": (dict(cache=diagnosis.Cache("/ro", error="cannot write")), {"cache-closed": "^export MIXER_CACHE="}),
+    "cache closed": (dict(cache=diagnosis.Cache("/ro", error="cannot write")),
+        {"cache-closed": "^export MIXER_CACHE="}),
     "someone builds": (
         dict(cache=dataclasses.replace(CACHE, builders={"/a.lock": [4711]}), gpus=[UNBUILT]),
         {"building": "^kill 4711$"},
@@ -164,13 +176,16 @@ def test_no_failure_goes_without_a_problem():
     did not blocks.
     """
     choices = itertools.product(
-        [[], [UNSEEN], [UNBUILT], [H200, dataclasses.replace(H200, reason="probe failed")], [V100_ON_13]],
-        [0, 1], [None, 0, 100, 802], [True, False], [None, (12, 4), (13, 0)], [None, (12, 6), (13, 0)],
+        [[], [UNSEEN], [UNBUILT], [V100_ON_13],
+         [H200, dataclasses.replace(H200, reason="probe failed")]],
+        [0, 1], [None, 0, 100, 802], [True, False],
+        [None, (12, 4), (13, 0)], [None, (12, 6), (13, 0)],
         [None, NVCC_12, NVCC_13], [True, False],
     )  # fmt: skip
     for gpus, devices, init, library, driver, torch_cuda, nvcc, container in choices:
         facts = fake(
-            gpus=gpus, torch_devices=devices, cuda_init=init, driver_library=library, driver_cuda=driver,
+            gpus=gpus, torch_devices=devices, cuda_init=init, driver_library=library,
+            driver_cuda=driver,
             torch_cuda=torch_cuda, nvcc=nvcc, container=container,
         )  # fmt: skip
         assert blocking(facts), facts
@@ -212,7 +227,7 @@ def test_page_tells_the_fix_below_each_problem():
     assert len(text.splitlines()) < 50
 
 
-# ------------------------------------------------------------------------------------------------ gathering
+# ---------------------------------------------------------------------------------------- gathering
 
 
 def script(path: Path, text: str) -> Path:
@@ -276,7 +291,10 @@ def test_driver_is_asked_for_its_cuda(monkeypatch):
             return 802
 
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Library())
-    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: gcc 12.2.0"
+    line = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+        "GCC version: gcc 12.2.0"
+    )
     monkeypatch.setattr(machine, "read", lambda path: line)
     expected = dict(driver_library=True, driver="580.65.06", driver_cuda=(12, 4))
     assert machine.driver_facts(initialise=True) == expected | {"cuda_init": 802}
@@ -309,7 +327,10 @@ def test_cache_that_cannot_be_written_is_found(monkeypatch):
 
 def test_lock_counts_only_while_its_holder_lives(cache):
     lock = cache / "sm90-x.lock"
-    code = f"import fcntl, time; f = open({str(lock)!r}, 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(60)"
+    code = (
+        f"import fcntl, time; f = open({str(lock)!r}, 'a'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print(1, flush=True); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
         try:
             holder.stdout.readline()
@@ -369,7 +390,7 @@ def test_gpu_that_stops_answering_is_no_crash(monkeypatch):
     assert [gpu.reason for gpu in machine.gpu_facts(1, CACHE)] == ["CUDA error: the GPU is lost"]
 
 
-# ------------------------------------------------------------------------------------------------ the real command
+# --------------------------------------------------------------------------------- the real command
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -179,7 +179,7 @@ def test_a_sharded_checkpoint_is_the_same_and_each_broken_shard_is_named(root, t
             evaluate(tmp_path, text=text)
 
 
-# ------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def save_other(directory, model, root) -> Path:

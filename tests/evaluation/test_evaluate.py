@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import WORDS
 from launching import run_python
 from pictures import assert_png
 
@@ -28,7 +29,6 @@ from mixer.export import export
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 12
-WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
 
 
 def tiny_model(vocab_size=23, context=CONTEXT):
@@ -112,7 +112,7 @@ def test_stride_outside_the_context_is_refused(stride):
         evaluate_tokens(tiny_model(), np.arange(20), CONTEXT, stride)
 
 
-# -------------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.fixture(scope="module")
