@@ -1,4 +1,4 @@
-"""Reads a process's batches ahead of the training loop in a thread, pinned for the copy to a GPU."""
+"""Reads the batches of a process ahead of the training loop, in a thread, pinned for the GPU."""
 
 import queue
 import threading
