@@ -14,7 +14,8 @@ PACKAGE = Path(mixer.__file__).parent
 ORDER = [
     {"common"},
     {"models"},
-    {"analysis", "ops", "reporting", "data", "distributed", "optimizers"},
+    {"analysis"},
+    {"ops", "reporting", "data", "distributed", "optimizers"},
     {"checkpoints"},
     {"training", "evaluation"},
     {"comparison"},
