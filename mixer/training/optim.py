@@ -14,7 +14,7 @@ from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.common.options import option
-from mixer.models.masked_mixer.modeling import TriangularConv
+from mixer.models.masked_mixer.mixing import TriangularConv
 from mixer.optimizers.adamw import AdamW
 from mixer.optimizers.muon import Muon
 from mixer.optimizers.together import Together
