@@ -5,7 +5,6 @@ it, flushed to the disk, then renamed. A process that is killed leaves nothing t
 for prepared data.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,15 +12,13 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.common.files import flush, flush_tree
+from mixer.common.files import flush, flush_tree, locked
 from mixer.data.corpus import DataConfig, check, known_bytes, split_documents
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest
 from mixer.data.tokenizer import (
@@ -61,7 +58,7 @@ def prepare(config: DataConfig, progress=print) -> Manifest:
     directory = Path(config.directory).absolute()
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(directory.with_name(directory.name + ".lock")):
+        with locked(directory.with_name(directory.name + ".lock")):
             return _existing(config) or _make(config, directory, progress)
     except OSError as error:
         raise UserError(
@@ -124,16 +121,6 @@ def _settings(config: DataConfig) -> dict:
     settings = asdict(config).items()
     left_out = {*NOT_COMPARED, *(name for name in ADDED_LATER if not getattr(config, name))}
     return {name: value for name, value in settings if name not in left_out}
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file. The system drops it when this process dies. The file is
-    left there, since removing it would be a race.
-    """
-    with open(file, "a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _write(config: DataConfig, partial: Path, progress) -> Manifest:

@@ -85,18 +85,6 @@ class TokenFile:
     def __len__(self) -> int:
         return self.samples
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise UserError if a model of `vocab_size` tokens cannot read this data (a larger, padded
-        vocabulary can).
-        """
-        if vocab_size < self.manifest.vocab_size:
-            raise UserError(
-                f"the model has a vocabulary of {vocab_size} tokens and the data in "
-                f"{self.directory} one of "
-                f"{self.manifest.vocab_size}; set the model's vocab_size to "
-                f"{self.manifest.vocab_size} or more"
-            )
-
     def batch(self, indices) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of the samples `indices`, each int64 (batch, context); padding has
         target -100.

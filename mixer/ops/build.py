@@ -13,7 +13,6 @@ library is never loaded.
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -32,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixer.common.errors import UserError, run_command
+from mixer.common.files import locked
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
@@ -259,16 +259,6 @@ def prebuilt(capability: tuple[int, int], sources: Path) -> Path | None:
     """
     found = sorted(cache_directory().glob(f"{source_name(capability, sources)}-*/{LIBRARY}"))
     return refuse_shared(found[-1].parent) / LIBRARY if found else None
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds an flock: the kernel drops it with the process that holds it, so a killed builder
-    blocks nobody.
-    """
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # ------------------------------------------------------------------------- building

@@ -588,14 +588,6 @@ def test_damaged_files_are_refused_on_opening(damaged):
     refused("no manifest.json")
 
 
-def test_a_model_with_a_smaller_vocabulary_is_refused(prepared):
-    file = TokenFile(prepared, "train", 8)
-    file.check_vocabulary(300)
-    file.check_vocabulary(304)
-    with pytest.raises(UserError, match="vocabulary of 299 .* 300 or more"):
-        file.check_vocabulary(299)
-
-
 # --- order -------------------------------------------------------------------
 
 

@@ -75,14 +75,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_naming_step_process_and_paramet
 def test_skipping_counts_the_steps_and_leaves_the_weights_as_if_they_had_not_been(
     write_config, launch, tmp_path
 ):
-    config = write_config(train=LONG | {"steps": 12, "non_finite": "skip"})
+    train = LONG | {"steps": 12, "non_finite": "skip"}
+    config = write_config(train=train, checkpoint={"save_every": 1, "keep": 12})
     ranks = launch(
         "--config", config, environment={"BAD_STEPS": "3,7,8", "BAD_RANK": "0"}, before=bad_loss_at
     )
     assert "3 skipped" in ranks.succeed()
-    lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
+    run = tmp_path / "runs/small"
+    lines = [line for line in read_lines(run) if "loss" in line]
     assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3]
     assert [line["step"] for line in lines if line["loss"] is None] == [3, 7, 8]
+    for file in ("model.safetensors", "trainer_state/optimizer-1-of-1.safetensors"):
+        saved = [(run / f"step-{step}" / file).read_bytes() for step in range(1, 13)]
+        unchanged = [step for step in range(2, 13) if saved[step - 1] == saved[step - 2]]
+        assert unchanged == [3, 7, 8], file
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(write_config, launch, tmp_path):

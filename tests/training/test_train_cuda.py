@@ -63,11 +63,12 @@ def test_losses_of_each_precision_and_engine_are_those_of_one_gpu_in_fp32(
     ]
     launch("--config", config, "name=many", *changes, **options).succeed()
     lines = [line for line in read_lines(tmp_path / "runs/many") if "loss" in line]
-    if lines[-1]["skipped_steps"] == 0:
-        tolerance = 1e-4 if precision == "no" else 3e-2
-        assert read_losses(tmp_path / "runs/many") == pytest.approx(
-            read_losses(tmp_path / "runs/one"), rel=tolerance
-        )
+    # A skipped fp16 step leaves the run a step of training behind, which the losses hardly show.
+    skipped = lines[-1]["skipped_steps"]
+    assert skipped == 0 or (precision == "fp16" and skipped < len(lines) / 2)
+    tolerance = 1e-4 if precision == "no" else 3e-2 * (1 + skipped)
+    one, many = (read_losses(tmp_path / "runs" / name) for name in ("one", "many"))
+    assert many == pytest.approx(one, rel=tolerance)
     assert all("loss_scale" in line for line in lines) == (precision == "fp16")
 
 
