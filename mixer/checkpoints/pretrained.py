@@ -1,5 +1,5 @@
-"""Loading a checkpoint directory, ours or any causal language model of transformers, with every
-fault named.
+"""Loading a checkpoint directory, of a masked mixer or any other causal language model that
+transformers knows. Every fault of the directory is named.
 """
 
 import json
@@ -23,17 +23,16 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # Embeddings are padded up to a multiple of a round number; no model is known to pad by more.
 LARGEST_PADDING = 1024
-SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "max_position_embeddings",
-)  # as transformers names them in most configurations
+# The names that most configurations of transformers have for a model's sizes.
+SIZES = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
 
 # What to do about each missing part.
 REMEDIES = {
     "config.json": "give a directory that save_pretrained wrote",
-    "model.safetensors": "give a complete checkpoint, with its weights as safetensors (pickled ones are not read)",
-    "tokenizer.json": "copy the tokenizer that it was trained with into it (of a run: the tokenizer/ folder of its data)",
+    "model.safetensors": "give a complete checkpoint, with its weights as safetensors (pickled "
+    "ones are not read)",
+    "tokenizer.json": "copy the tokenizer that it was trained with into it (of a run: the "
+    "tokenizer/ folder of its data)",
 }
 
 
@@ -107,7 +106,8 @@ def check_weights(file: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"checkpoint {file.parent} cannot be read: {file.name} ({file.stat().st_size:,} bytes) is damaged or cut short "
+            f"checkpoint {file.parent} cannot be read: {file.name} ({file.stat().st_size:,} "
+            "bytes) is damaged or cut short "
             f"({error}): copy it again, or give another checkpoint"
         ) from None
 
@@ -151,14 +151,16 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
     absent = sorted(loading["missing_keys"])
     if absent:  # transformers would go on with random numbers in their place
         raise UserError(
-            f"checkpoint {directory} lacks the weights {', '.join(absent[:3])}...: give a complete checkpoint"
+            f"checkpoint {directory} lacks the weights {', '.join(absent[:3])}...: give a "
+            "complete checkpoint"
         )
     unknown = sorted(loading["unexpected_keys"])
     if unknown and isinstance(
         config, MaskedMixerConfig
     ):  # of other models, old versions may have had what is not needed
         raise UserError(
-            f"checkpoint {directory} has weights that its config.json has no place for, {', '.join(unknown[:3])}...: give the "
+            f"checkpoint {directory} has weights that its config.json has no place for, "
+            f"{', '.join(unknown[:3])}...: give the "
             "config.json that was saved with them"
         )
     return model
@@ -178,27 +180,33 @@ def check_masked_mixer(directory: Path, config: PreTrainedConfig, problem: str) 
     """Raises UserError for another architecture; `problem` says what such a model is or lacks."""
     if not isinstance(config, MaskedMixerConfig):
         raise UserError(
-            f"checkpoint {directory} is a {config.model_type}, {problem}: give one of a masked mixer"
+            f"checkpoint {directory} is a {config.model_type}, {problem}: give one of a masked "
+            "mixer"
         )
 
 
 def load_config(directory: Path) -> PreTrainedConfig:
     """Raises UserError for a model that AutoModelForCausalLM cannot build, and for sizes below 1,
-    which it lets pass.
+    which transformers does not refuse.
     """
-    allowed = "masked_mixer, or any causal language model that the installed transformers has (gpt2, llama, ...)"
+    allowed = (
+        "masked_mixer, or any causal language model that the installed transformers has "
+        "(gpt2, llama, ...)"
+    )
     try:
         config = AutoConfig.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # transformers and the hub client each raise their own kinds
         raise UserError(
-            f"checkpoint {directory} is of no architecture that can be evaluated ({first_line(error)}); allowed: {allowed}: "
+            f"checkpoint {directory} is of no architecture that can be evaluated "
+            f"({first_line(error)}); allowed: {allowed}: "
             "check its config.json, model_type above all, or install the transformers that knows it"
         ) from None
     if type(config) not in AutoModelForCausalLM._model_mapping.keys():
         raise UserError(
-            f"checkpoint {directory} is a {config.model_type}, which is not a causal language model and has no perplexity; "
+            f"checkpoint {directory} is a {config.model_type}, which is not a causal language "
+            "model and has no perplexity; "
             f"allowed: {allowed}: give another checkpoint"
         )
     sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
@@ -207,7 +215,8 @@ def load_config(directory: Path) -> PreTrainedConfig:
     ]
     if wrong:
         raise UserError(
-            f"the config.json of checkpoint {directory} has {', '.join(wrong)}; allowed: 1 or more: correct it"
+            f"the config.json of checkpoint {directory} has {', '.join(wrong)}; allowed: 1 or "
+            "more: correct it"
         )
     return config
 
@@ -219,11 +228,13 @@ def load_fast_tokenizer(directory: Path):
         )
     except Exception as error:  # transformers and tokenizers each raise their own kinds
         raise UserError(
-            f"the tokenizer in checkpoint {directory} cannot be read ({first_line(error)}): {REMEDIES['tokenizer.json']}"
+            f"the tokenizer in checkpoint {directory} cannot be read ({first_line(error)}): "
+            f"{REMEDIES['tokenizer.json']}"
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UserError(
-            f"the tokenizer in checkpoint {directory} has no fast version (tokenizer.json): save it as a fast one"
+            f"the tokenizer in checkpoint {directory} has no fast version (tokenizer.json): save "
+            "it as a fast one"
         )
     return tokenizer
 
@@ -235,6 +246,7 @@ def check_vocabulary(directory: Path, tokenizer, vocab_size: int) -> None:
     ids = vocabulary_size(tokenizer)
     if not ids <= vocab_size <= ids + LARGEST_PADDING:
         raise UserError(
-            f"checkpoint {directory} holds a tokenizer of {ids} ids and a model of {vocab_size}; allowed: as many, or up to "
+            f"checkpoint {directory} holds a tokenizer of {ids} ids and a model of {vocab_size}; "
+            "allowed: as many, or up to "
             f"{LARGEST_PADDING} more in the model: {REMEDIES['tokenizer.json']}"
         )
