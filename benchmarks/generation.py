@@ -212,9 +212,15 @@ def time_generate(
     whole = statistics.median(seconds(new) for _ in range(options.repeats))
     ms = 1e3 * (whole - first) / (new - 1)
     return {
-        "model": model_name, "cache": cache, "batch": batch, "new": new, "first_token_s": first, "whole_s": whole,
-        "ms_per_token": ms, "tokens_per_second": 1e3 * batch / ms,
-    }  # fmt: skip
+        "model": model_name,
+        "cache": cache,
+        "batch": batch,
+        "new": new,
+        "first_token_s": first,
+        "whole_s": whole,
+        "ms_per_token": ms,
+        "tokens_per_second": 1e3 * batch / ms,
+    }
 
 
 def synchronize(device: str) -> None:
@@ -342,12 +348,14 @@ def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespac
 
 def table(result: dict) -> str:
     """Everything as Markdown."""
+    weights = f"{result['weight_bytes'] / 1e6:.0f} MB"
+    copy_rate = f"{result['copy_bytes_per_ms'] / 1e9:.2f} TB/s"
+    kept = f"{kept_megabytes(result['settings']):.3g} MB"
     steps = (
-        "The call of the model for one new token of each sample, and the floor: reading the "
-        "weights that a token needs, "
+        "One call of the model for one new token of each sample, beside the floor: the time to "
+        f"read the weights that a token needs ({weights}) once, at the rate of a copy "
+        f"({copy_rate}). The floor leaves out the cache: {kept} of kept inputs per sample."
     )
-    steps += f"{result['weight_bytes'] / 1e6:.0f} MB, once, at the rate of a copy, {result['copy_bytes_per_ms'] / 1e9:.2f} TB/s. "
-    steps += f"The floor counts the weights alone: {kept_megabytes(result['settings']):.3g} MB of kept inputs a sample come on top."
     parts = [
         f"# Generation on {result['hardware'].get('device')}",
         introduction(result),

@@ -1,7 +1,8 @@
 """How far the losses of finished runs are from each other: each pair of them, from their metrics
 alone.
 
-    python benchmarks/loss_gaps.py --output PATH --measured "HARDWARE; COMMIT; COMMAND" NAME=runs/one/metrics.jsonl NAME=...
+    python benchmarks/loss_gaps.py --output PATH --measured "HARDWARE; COMMIT; COMMAND" \\
+        NAME=runs/one/metrics.jsonl NAME=...
 
 What two backends differ by means something only beside what one backend differs by from itself when
 nothing but the rounding changes, as it does between train.compile=blocks and no. Writes PATH.json,

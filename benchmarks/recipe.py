@@ -151,9 +151,9 @@ def table(result: dict) -> str:
     return (
         "# Recipes compared\n\n"
         + "\n".join(lines)
-        + "\n\nThe time is that of training, without start-up, evaluation and saving; a run's schedule "
-        "ends at its last step. The rise is that of the training loss after the warm-up above its "
-        "lowest value before, both means of one logged step. Losses are in nats a token.\n\n"
+        + "\n\nThe time is training alone, without start-up, evaluation and saving. A run's "
+        "schedule ends at its last step. The rise is how far the logged training loss climbs after "
+        "the warm-up above its lowest value before. Losses are in nats per token.\n\n"
         f"Measured on {device}, torch {result['hardware']['torch']}; commit "
         f"{result['commit'][:10]}; `{result['command']}`. The options of each run are in the "
         "JSON file.\n"

@@ -1,7 +1,8 @@
 """How training scales over GPUs: tokens/s on several against so many times one, by real runs of
 train.py.
 
-    python benchmarks/scaling.py --config configs/v100.yaml --processes 1,2,4 --output PATH [section.key=value ...]
+    python benchmarks/scaling.py --config configs/v100.yaml --processes 1,2,4 --output PATH \\
+        [section.key=value ...]
 
 Each GPU gets `train.batch_size` samples a step, whatever their number. Runs of DDP and FSDP, in
 fp16 and bf16, take turns for `--repeats` rounds; the tokens/s of a round is the median of its

@@ -1,7 +1,8 @@
 """Token mixing alone: our kernels beside every way a user could write it.
 
-    python benchmarks/token_mixing.py --output PATH [--suite main|sweep|both] [--tokens 512,2048] [--seconds 100]
-    python benchmarks/token_mixing.py --plot PATH.json         # the tables and pictures anew, on any machine
+    python benchmarks/token_mixing.py --output PATH [--suite main|sweep|both] \\
+        [--tokens 512,2048] [--seconds 100]
+    python benchmarks/token_mixing.py --plot PATH.json  # draws tables and pictures again, anywhere
 
 Writes PATH.json and PATH.md; with --plot PATH.md, PATH.png (roofline), PATH_speedup.png and, of a
 sweep, PATH_sweep.png. `main` varies the context at 65,536 tokens and 1024 channels in bf16 (--dtype

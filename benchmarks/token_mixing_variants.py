@@ -65,10 +65,18 @@ class Data:
         # A row of the masked weight starts on 16 bytes for the alternatives too.
         masked = panels.pack(weight, shape.tokens, dtype)[..., : shape.tokens]
         return SimpleNamespace(
-            x=x, dy=dy, residual=residual, weight=weight, bias=bias, masked=masked, conv_weight=to_conv(masked),
-            packed=self.module.pack(weight, shape.tokens, dtype), narrow_bias=bias.to(dtype),
-            y=torch.empty_like(x), dweight=torch.zeros_like(weight),
-        )  # fmt: skip
+            x=x,
+            dy=dy,
+            residual=residual,
+            weight=weight,
+            bias=bias,
+            masked=masked,
+            conv_weight=to_conv(masked),
+            packed=self.module.pack(weight, shape.tokens, dtype),
+            narrow_bias=bias.to(dtype),
+            y=torch.empty_like(x),
+            dweight=torch.zeros_like(weight),
+        )
 
     def on(self, function: Callable) -> Callable[[int], object]:
         """The call that gives a slot's tensors to `function`."""

@@ -1,7 +1,8 @@
 """A whole training step, timed: forward, backward, clipping and AdamW on random tokens, one GPU,
 bf16 autocast.
 
-    python benchmarks/training_step.py --output PATH [--forms blocks,matmul,...] [--tokens 512,2048,8192] [--profile]
+    python benchmarks/training_step.py --output PATH [--forms blocks,matmul,...] \\
+        [--tokens 512,2048,8192] [--profile]
 
 Writes PATH.json and PATH.md. The forms of a context run in interleaved rounds of one process, and
 share their weights' memory. `--list` says what each form is; `--profile` adds where one step of

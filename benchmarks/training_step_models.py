@@ -266,9 +266,10 @@ class CleanBlock(nn.Module):
         self.mixing_norm = nn.LayerNorm(size.hidden)
         self.mixing = mixing(size.tokens)
         self.mlp_norm = nn.LayerNorm(size.hidden)
+        wide = 4 * size.hidden
         self.mlp = nn.Sequential(
-            nn.Linear(size.hidden, 4 * size.hidden), nn.GELU(), nn.Linear(4 * size.hidden, size.hidden)
-        )  # fmt: skip
+            nn.Linear(size.hidden, wide), nn.GELU(), nn.Linear(wide, size.hidden)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mixing(self.mixing_norm(x))

@@ -13,7 +13,9 @@ KERNELS_SHOWN = 30
 
 # Kinds of kernels, by the first pattern found in a kernel's name.
 KINDS = {
-    "triangular convolution": r"(?<![a-z_])(product|partial|finish|pack|shift|grad_bias|grad_weight)_kernel",
+    "triangular convolution": (
+        r"(?<![a-z_])(product|partial|finish|pack|shift|grad_bias|grad_weight)_kernel"
+    ),
     "products of the library": r"gemm|nvjet|cutlass|cublas|xmma|cudnn|conv|splitK|::mm\b|addmm|bmm",
     "optimizer": r"[aA]dam",
     "clipping": r"multi_tensor|LpNorm|lpnorm|foreach",

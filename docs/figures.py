@@ -291,13 +291,9 @@ def model():
     variant(axes, 4.0, "flat", "the paper's mixer", draw_flat)
     variant(axes, 2.5, "num_mixer_heads = H", "a weight for each group of channels", draw_heads)
     variant(axes, 1.0, "mixer_expansion", "two weights, GELU between", draw_expansion)
-    axes.text(
-        5.25,
-        0.5,
-        r"$x \leftarrow x + \mathrm{mix}(\mathrm{LN}(x))\,;\quad x \leftarrow x + \mathrm{MLP}(\mathrm{LN}(x))$",
-        fontsize=15,
-        va="center",
-    )
+    mixing = r"x \leftarrow x + \mathrm{mix}(\mathrm{LN}(x))"
+    mlp = r"x \leftarrow x + \mathrm{MLP}(\mathrm{LN}(x))"
+    axes.text(5.25, 0.5, rf"${mixing}\,;\quad {mlp}$", fontsize=15, va="center")
     save(figure, "model.png")
 
 

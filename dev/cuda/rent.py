@@ -106,8 +106,15 @@ def run(options: argparse.Namespace) -> int:
         image = image.add_local_dir(ROOT / name, f"{REMOTE}/{name}", ignore=LEFT_OUT)
     app = modal.App.lookup("masked-mixer-ladder", create_if_missing=True)
     sandbox = modal.Sandbox.create(
-        "bash", "-c", command(options), app=app, image=image, gpu=options.gpu, timeout=60 * options.minutes, workdir=REMOTE
-    )  # fmt: skip
+        "bash",
+        "-c",
+        command(options),
+        app=app,
+        image=image,
+        gpu=options.gpu,
+        timeout=60 * options.minutes,
+        workdir=REMOTE,
+    )
     try:
         for line in sandbox.stdout:
             print(line, end="", flush=True)

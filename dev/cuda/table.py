@@ -54,7 +54,8 @@ def line(row: dict, cublas: float | None) -> str:
     if "milliseconds" not in row:
         return f"{start} failed: {row.get('problem', 'no time')} | | | |"
     percent = f"{100 * cublas / row['milliseconds']:.1f}" if cublas else ""
-    return f"{start} {row['configuration']} | {row['milliseconds']:.4f} | {row['useful_tflops']:.1f} | {percent} |"
+    speed = f"{row['milliseconds']:.4f} | {row['useful_tflops']:.1f}"
+    return f"{start} {row['configuration']} | {speed} | {percent} |"
 
 
 def at(groups: dict[tuple, list[dict]]) -> str:

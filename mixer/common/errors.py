@@ -1,5 +1,5 @@
-"""The one exception that speaks to the person at the keyboard, how a program ends with it, and
-other errors in a line.
+"""The exception for errors that the user can fix, how a command ends with one, and one-line
+summaries of other errors.
 """
 
 import os
@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 
 class UserError(Exception):
-    """Something a person can mend: the message says what was given, what is allowed and what to do.
+    """An error that the user can fix. The message says what was given, what is allowed and what to
+    do.
 
-    Every command prints it as `error: ...` without a traceback and exits with status 2, see
-    `run_command`.
+    Commands print it as `error: ...` without a traceback and exit with status 2 (`run_command`).
     """
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a command's `main` and exits: status 0, or 2 with the message of a UserError on stderr.
+    """Runs a command's `main`; on a UserError prints its message to stderr and exits with status 2.
 
-    Of several processes of a launch, the first speaks: what is wrong before they meet is wrong in
-    all of them.
+    In a launch of several processes only rank 0 prints: what fails before the processes connect
+    fails in all of them alike.
     """
     try:
         main()
@@ -30,8 +30,9 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Its kind and what it says first, without advice and traces; where that line announces the
-    next one, both.
+    """The error's type and the first line of its message, without the advice and traces below it.
+
+    Where the first line ends in a colon, the second line follows.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[:2] if lines and lines[0].endswith(":") else lines[:1]

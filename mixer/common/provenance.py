@@ -1,17 +1,20 @@
-"""Where a measurement comes from: the hardware, its software, and the commit."""
+"""Where a measurement comes from: the hardware, the driver and library versions, and the commit."""
 
 import subprocess
 from pathlib import Path
 
 import torch
 
-# The checkout; for an installed package, the directory that it is installed into.
+# The root of the checkout, or the directory that the package is installed into.
 ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = "unknown"
 
 
 def hardware(device: str = "cuda") -> dict:
-    """What a measurement on `device` ran on; of a machine without a GPU, the CPU."""
+    """The GPU's name and the versions of driver, CUDA and torch.
+
+    For `device` "cpu", or on a machine without a GPU: "cpu" and the version of torch.
+    """
     if device == "cpu" or not torch.cuda.is_available():
         return {"device": "cpu", "torch": torch.__version__}
     return {
@@ -23,9 +26,9 @@ def hardware(device: str = "cuda") -> dict:
 
 
 def commit() -> str:
-    """The commit of the checkout that this code is in, "unknown" where it is in none.
+    """The hash of the checkout's commit, or "unknown" if this code is not in its own checkout.
 
-    An installed package may lie inside the checkout of another project, whose commit is not ours.
+    The package may be installed inside another project's checkout, whose commit is not ours.
     """
     top = _first_line("git", "rev-parse", "--show-toplevel")
     if top == UNKNOWN or Path(top).resolve() != ROOT:
@@ -34,8 +37,8 @@ def commit() -> str:
 
 
 def _first_line(*command: str) -> str:
-    """The first line that a program prints; "unknown" where it fails or is not installed, which is
-    no reason to lose a measurement.
+    """The first line that a program prints, or "unknown" if it fails or is not installed: a missing
+    tool must not lose a measurement.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)

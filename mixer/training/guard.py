@@ -77,19 +77,21 @@ def require_finite(found: Skipped, limit: int, stop_at_first: bool, scaled: bool
         return
     if stop_at_first and not scaled:
         raise UserError(
-            f"the gradient of step {found.first} is not finite: {trace(found.first)}. The weights were left as they were before "
-            "it, and the last checkpoint is good. Lower optim.lr or raise optim.warmup_steps and give the same command again, or "
-            "set train.non_finite=skip to skip such steps"
+            f"the gradient of step {found.first} is not finite: {trace(found.first)}. "
+            "The step did not change the weights, and the last checkpoint is good. "
+            "Lower optim.lr or raise optim.warmup_steps and run the same command again, "
+            "or set train.non_finite=skip to skip such steps"
         )
     if found.in_a_row >= limit:
-        mend = (
+        advice = (
             "train.mixed_precision=bf16 (or no) has no such limit"
             if scaled
             else "lower optim.lr or raise optim.warmup_steps"
         )
         raise UserError(
-            f"{found.in_a_row} steps in a row were skipped, up to step {found.last}, as their gradients were not finite "
-            f"({trace(found.last)}); allowed: fewer than train.max_skipped_steps = {limit}. The last checkpoint is good; {mend}"
+            f"{found.in_a_row} steps in a row were skipped, up to step {found.last}, because their "
+            f"gradients were not finite ({trace(found.last)}); allowed: fewer than "
+            f"train.max_skipped_steps = {limit}. The last checkpoint is good; {advice}"
         )
 
 

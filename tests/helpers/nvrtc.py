@@ -1,12 +1,11 @@
-"""Compiles the CUDA kernels with the NVRTC of a CUDA 12 wheel, which knows sm_70 as nvcc 13 does
-not.
+"""Compiles the CUDA kernels with the NVRTC of a CUDA 12 wheel: it supports sm_70, nvcc 13 does not.
 
-    python tests/helpers/nvrtc.py DIRECTORY     # writes X.ptx for compute_70 of each X.cu with kernels, for ptx_library.py
+    python tests/helpers/nvrtc.py DIRECTORY  # writes the PTX that ptx_library.py loads
 
-`pip install -e ".[sm70]"` installs the wheels, the headers of an older CUDA than the compiler's:
-what they lack would end a build there. The kernels' own source is compiled as it is. NVRTC takes no
-host code, so what launches the kernels is compiled for the device, too, and thereby makes all their
-instances.
+For each X.cu with kernels it writes X.ptx for compute_70. `pip install -e ".[sm70]"` installs the
+wheels. Their headers are older than NVRTC, so a kernel that uses anything newer fails to compile.
+The source is compiled unchanged. NVRTC takes no host code, so the functions that launch the kernels
+are compiled for the device too, which instantiates every kernel.
 """
 
 import ctypes
@@ -19,14 +18,16 @@ import pytest
 from mixer.common.errors import UserError, run_command
 from mixer.ops import build
 
-MEND = 'pip install -e ".[sm70]"'
+INSTALL = 'pip install -e ".[sm70]"'
 HOST_ONLY = {"api.cu", "schedule.cu", "tensor_supports.cu"}  # hold no kernel
-# What the kernels take of headers that NVRTC does not have.
+# NVRTC has no standard headers: these are the parts of them that the kernels use.
 HEADERS = {
     "stdint.h": """
-        typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t;
-        typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;
-        typedef unsigned long long uint64_t; typedef unsigned long uintptr_t;""",
+        typedef signed char int8_t; typedef unsigned char uint8_t;
+        typedef short int16_t; typedef unsigned short uint16_t;
+        typedef int int32_t; typedef unsigned int uint32_t;
+        typedef long long int64_t; typedef unsigned long long uint64_t;
+        typedef unsigned long uintptr_t;""",
     "type_traits": """
         namespace std {
         template <bool, typename A, typename B> struct conditional { typedef A type; };
@@ -40,9 +41,8 @@ HEADERS = {
 
 def wheel_path(name: str) -> Path | None:
     """A path inside the nvidia wheels of CUDA 12, None where no wheel has it."""
-    nvidia = importlib.util.find_spec(
-        "nvidia"
-    )  # a namespace package: one entry for each site-packages
+    # a namespace package: one entry for each site-packages
+    nvidia = importlib.util.find_spec("nvidia")
     for folder in (nvidia.submodule_search_locations or []) if nvidia else []:
         if (path := Path(folder) / name).exists():
             return path
@@ -56,7 +56,7 @@ def is_here() -> bool:
     )
 
 
-needs_nvrtc = pytest.mark.skipif(not is_here(), reason=f"no NVRTC of CUDA 12 here: {MEND}")
+needs_nvrtc = pytest.mark.skipif(not is_here(), reason=f"no NVRTC of CUDA 12 here: {INSTALL}")
 
 
 def sources() -> list[Path]:
@@ -71,7 +71,7 @@ def load() -> ctypes.CDLL:
     """Raises UserError where there is no NVRTC of CUDA 12."""
     if not is_here():
         raise UserError(
-            f"NVRTC and the headers of CUDA 12 are not installed; `{MEND}` installs them"
+            f"NVRTC and the headers of CUDA 12 are not installed; `{INSTALL}` installs them"
         )
     library = ctypes.CDLL(str(wheel_path("cuda_nvrtc/lib/libnvrtc.so.12")))
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -94,9 +94,13 @@ def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
     """
     library, program = load(), ctypes.c_void_p()
     options = [
-        f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v",
-        f"--include-path={path.parent}", f"--include-path={wheel_path('cuda_runtime/include')}",
-    ]  # fmt: skip
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "--device-as-default-execution-space",
+        "--ptxas-options=-v",
+        f"--include-path={path.parent}",
+        f"--include-path={wheel_path('cuda_runtime/include')}",
+    ]
     names, bodies = text_list(list(HEADERS)), text_list(list(HEADERS.values()))
     text, name = path.read_text().encode(), path.name.encode()
     library.nvrtcCreateProgram(ctypes.byref(program), text, name, len(HEADERS), bodies, names)
@@ -104,9 +108,8 @@ def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
     uselocale.argtypes, uselocale.restype = [ctypes.c_void_p], ctypes.c_void_p
     before = uselocale(None)
     status = library.nvrtcCompileProgram(program, len(options), text_list(options))
-    uselocale(
-        before
-    )  # NVRTC leaves this thread with "C", in which Python would read every file as ASCII
+    # NVRTC leaves this thread in the "C" locale, in which Python would read files as ASCII.
+    uselocale(before)
     log = result(library, "ProgramLog", program).rstrip(b"\0").decode()
     if status != 0:
         raise UserError(

@@ -1,11 +1,11 @@
-"""The kernels of a V100 as PTX, in place of the library that nvcc builds: the driver compiles PTX
-for whatever GPU is there.
+"""Runs the V100 kernels from PTX on a newer GPU, in place of the library that nvcc builds.
 
-    python tests/helpers/nvrtc.py build/ptx                           # where the wheels are: no GPU is needed
-    MIXER_TEST_PTX=build/ptx pytest tests/ops/test_ops_cuda.py    # on a newer GPU: what CUDA 12.2 made of the source is right
+    python tests/helpers/nvrtc.py build/ptx  # needs the CUDA 12 wheels, but no GPU
+    MIXER_TEST_PTX=build/ptx pytest tests/ops/test_ops_cuda.py  # on a newer GPU
 
-Which kernels serve, and how large a workspace is, the real library decides; how many blocks a
-kernel has is said here once more.
+The driver compiles the PTX for the GPU at hand, so the tests check what CUDA 12 made of the source.
+The real library still chooses the kernels and the size of the workspace; the number of blocks of
+each kernel is repeated here.
 """
 
 import ctypes

@@ -156,7 +156,7 @@ def test_training_needs_no_datasets_wandb_or_matplotlib():
 
 
 def test_heads_that_start_as_shifts_pass_on_earlier_tokens():
-    """Of a block's first norm on, head h of block l is the token LAGS[l + h] back and some noise."""
+    """At the start, head h of block l copies the token LAGS[l + h] positions back, plus noise."""
     model = small_model(num_mixer_heads=4, mixing_init="shift", max_position_embeddings=12)
     for block, layer in enumerate(model.model.layers):
         for head, weight in enumerate(layer.mixing.conv.mixing_weight()[:, 0]):

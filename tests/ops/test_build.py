@@ -52,8 +52,10 @@ def fake_nvcc(
     path = home / "bin" / "nvcc"
     path.parent.mkdir(parents=True)
     path.write_text(
-        f'#!/bin/sh\ncase "$1" in\n--version) echo "Cuda compilation tools, release {version}, V{version}.1";;\n'
-        f"--list-gpu-arch) {listing};;\n*) {compiles};;\nesac\n"
+        '#!/bin/sh\ncase "$1" in\n'
+        f'--version) echo "Cuda compilation tools, release {version}, V{version}.1";;\n'
+        f"--list-gpu-arch) {listing};;\n"
+        f"*) {compiles};;\nesac\n"
     )
     path.chmod(0o755)
     return home
@@ -262,14 +264,12 @@ def test_workspace_grows_until_the_gpu_is_full():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_structure_and_c_struct_agree(tmp_path):
-    checks = [
-        f"static_assert(offsetof(TriangularConvParams, {name}) == "
-        f"{getattr(cuda.Params, name).offset} "
-        f"&& sizeof(TriangularConvParams::{name}) == {getattr(cuda.Params, name).size}, {name!r});".replace(
-            "'", '"'
-        )
-        for name, _ in cuda.Params._fields_
-    ]
+    checks = []
+    for name, _ in cuda.Params._fields_:
+        field = getattr(cuda.Params, name)
+        same_place = f"offsetof(TriangularConvParams, {name}) == {field.offset}"
+        same_size = f"sizeof(TriangularConvParams::{name}) == {field.size}"
+        checks.append(f'static_assert({same_place} && {same_size}, "{name}");')
     size = f'static_assert(sizeof(TriangularConvParams) == {ctypes.sizeof(cuda.Params)}, "size");'
     source = tmp_path / "layout.cpp"
     source.write_text("\n".join(["#include <cstddef>", '#include "params.h"', *checks, size]))

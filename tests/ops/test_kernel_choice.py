@@ -30,9 +30,17 @@ def tiles_of(
 ) -> list[list[tuple[int, int, int]]]:
     """For each cluster its tiles (row tile, head, first chunk), as the kernels read them."""
     params = cuda.Params(
-        batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads, taps=1, columns=cuda.round_up(tokens),
-        dtype=2, capability=90, processors=PROCESSORS,
-    )  # fmt: skip
+        batch=batch,
+        tokens=tokens,
+        channels=channels,
+        context=tokens,
+        heads=heads,
+        taps=1,
+        columns=cuda.round_up(tokens),
+        dtype=2,
+        capability=90,
+        processors=PROCESSORS,
+    )
     flat = np.zeros(library.mixer_schedule_size(ctypes.byref(params)) // 4, np.int32)
     library.mixer_schedule(ctypes.byref(params), flat.ctypes.data)
     clusters = PROCESSORS // 2
@@ -115,9 +123,18 @@ def test_the_fastest_kernels_that_can_serve(
     library, capability, dtype, tf32, channels, heads, taps, serving
 ):
     params = cuda.Params(
-        batch=2, tokens=512, context=512, columns=512, channels=channels, heads=heads, taps=taps,
-        dtype=cuda.DTYPE_CODES[getattr(torch, dtype)], capability=capability, processors=PROCESSORS, allow_tf32=tf32,
-    )  # fmt: skip
+        batch=2,
+        tokens=512,
+        context=512,
+        columns=512,
+        channels=channels,
+        heads=heads,
+        taps=taps,
+        dtype=cuda.DTYPE_CODES[getattr(torch, dtype)],
+        capability=capability,
+        processors=PROCESSORS,
+        allow_tf32=tf32,
+    )
     assert library.mixer_kernels_capability(ctypes.byref(params)) == serving
 
 

@@ -42,11 +42,19 @@ def covering_cases() -> list[dict]:
             batch = 3  # keeps the fp64 reference short
         cases.append(
             dict(
-                tokens=tokens, channels=channels, batch=batch, heads=HEADS[index // 3 % 4], taps=TAPS[index // 5 % 4],
-                dtype=DTYPES[index // 13 % 3], extra=(0, 0, 9, 70)[index // 7 % 4], with_bias=index // 2 % 2 == 0,
-                with_residual=index // 4 % 2 == 0, strided=index // 3 % 2 == 0, wide_weight=index // 6 % 2 == 0,
+                tokens=tokens,
+                channels=channels,
+                batch=batch,
+                heads=HEADS[index // 3 % 4],
+                taps=TAPS[index // 5 % 4],
+                dtype=DTYPES[index // 13 % 3],
+                extra=(0, 0, 9, 70)[index // 7 % 4],
+                with_bias=index // 2 % 2 == 0,
+                with_residual=index // 4 % 2 == 0,
+                strided=index // 3 % 2 == 0,
+                wide_weight=index // 6 % 2 == 0,
             )
-        )  # fmt: skip
+        )
     return cases
 
 
@@ -87,9 +95,21 @@ def exact_torch_and_poison():
 
 
 def make(
-    tokens, channels, batch, heads, taps, dtype, extra=0, with_bias=True, with_residual=True, strided=False,
-    wide_weight=True, integers=False, device="cuda", seed=0,
-):  # fmt: skip
+    tokens,
+    channels,
+    batch,
+    heads,
+    taps,
+    dtype,
+    extra=0,
+    with_bias=True,
+    with_residual=True,
+    strided=False,
+    wide_weight=True,
+    integers=False,
+    device="cuda",
+    seed=0,
+):
     """(x, weight, bias, residual, dy); the weight is fp32 if `wide_weight`, scaled so that y stays
     near 1.
     """

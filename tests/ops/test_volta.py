@@ -106,9 +106,20 @@ def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70, kernel_cache):
         cuda.DTYPE_CODES.values(), cuda.DTYPE_CODES.values(), (1, 3)
     ):
         params = cuda.Params(
-            batch=2, tokens=129, channels=64, context=140, heads=2, taps=taps, columns=136, dtype=dtype, weight_dtype=other,
-            gradient_dtype=other, dbias=16, capability=70, processors=80,
-        )  # fmt: skip
+            batch=2,
+            tokens=129,
+            channels=64,
+            context=140,
+            heads=2,
+            taps=taps,
+            columns=136,
+            dtype=dtype,
+            weight_dtype=other,
+            gradient_dtype=other,
+            dbias=16,
+            capability=70,
+            processors=80,
+        )
         for function in ("pack", "forward", "grad_input", "grad_weight"):
             assert getattr(library, f"mixer_{function}")(ctypes.byref(params)) == 0
     others = (

@@ -1,7 +1,8 @@
 """The losses of 100 steps, written down: what training gives must not change unnoticed.
 
     python tests/training/golden_losses.py tests/training/golden/cpu_fp32.json
-    python tests/training/golden_losses.py tests/training/golden/h200_bf16.json --processes 1 train.mixed_precision=bf16 model.mixing_backend=cuda
+    python tests/training/golden_losses.py tests/training/golden/h200_bf16.json --processes 1 \\
+        train.mixed_precision=bf16 model.mixing_backend=cuda
 
 makes such a file on the machine at hand; `--compare` trains in the same way again and compares. The
 text is made up by a counter, so that it is the same on every machine.
@@ -134,7 +135,8 @@ def main() -> None:
     same_data = "the same" if result["tokens_sha256"] == golden["tokens_sha256"] else "OTHER"
     gap = largest_gap(result, golden)
     print(
-        f"{same_data} data; largest relative difference of a loss {gap:.2e}, allowed {options.compare:.2e}"
+        f"{same_data} data; largest relative difference of a loss {gap:.2e}, "
+        f"allowed {options.compare:.2e}"
     )
     sys.exit(gap > options.compare)
 

@@ -1,7 +1,7 @@
 """Training on real GPUs: fp16, exact resumes, nothing waited for between logging steps, DDP and
 FSDP.
 
-pytest tests/training/test_train_cuda.py          # on 1, 2 or 4 GPUs; without one, all of it is skipped
+    pytest tests/training/test_train_cuda.py  # on 1, 2 or 4 GPUs; skipped without one
 """
 
 import math

@@ -1,18 +1,31 @@
-"""Makes the emulated sources: the Hopper kernels' own, with calls of the emulator in place of PTX
-and launches.
+"""Makes the emulated sources: the Hopper kernels' source with PTX and launches replaced by calls to
+the emulator.
 
-Every replacement is checked, so that a kernel that starts to use something new fails here, by name,
-instead of being emulated wrongly.
+Every replacement is checked. A kernel that uses an instruction unknown to the emulator fails here
+with its name, instead of being emulated wrongly.
 """
 
 import re
 from pathlib import Path
 
 FILES = [
-    "params.h", "numeric.cuh", "triangle.cuh", "kernels.h", "schedule.h", "schedule.cu", "hopper_maps.h", "hopper_ptx.cuh",
-    "hopper_shift.cuh", "hopper_shift.cu",
-    "hopper_tile.cuh", "hopper_product.cuh", "hopper.cu", "hopper_forward.cu", "hopper_grad_input.cu", "hopper_grad_weight.cu",
-]  # fmt: skip
+    "params.h",
+    "numeric.cuh",
+    "triangle.cuh",
+    "kernels.h",
+    "schedule.h",
+    "schedule.cu",
+    "hopper_maps.h",
+    "hopper_ptx.cuh",
+    "hopper_shift.cuh",
+    "hopper_shift.cu",
+    "hopper_tile.cuh",
+    "hopper_product.cuh",
+    "hopper.cu",
+    "hopper_forward.cu",
+    "hopper_grad_input.cu",
+    "hopper_grad_weight.cu",
+]
 # the product's, grad_weight's, that of the sum over its splits and that of the shifted copies
 LAUNCHES = 4
 
@@ -44,7 +57,10 @@ BODIES = {
     "wgmma_commit": "emulator::wgmma_commit();",
     "wgmma_wait": "emulator::wgmma_wait(kPending);",
     "pin": "",
-    "wgmma_n128": f"emulator::wgmma(sum, 128, {IS_HALF}, kLeftTransposed, kRightTransposed, left, right, accumulate);",
+    "wgmma_n128": (
+        f"emulator::wgmma(sum, 128, {IS_HALF}, kLeftTransposed, kRightTransposed, "
+        "left, right, accumulate);"
+    ),
     "wgmma_n8": f"emulator::wgmma(sum, 8, {IS_HALF}, false, false, left, right, accumulate);",
     "store_fragments": "emulator::stmatrix(address, value);",
     "load_fragments": "emulator::ldmatrix(address, value);",
