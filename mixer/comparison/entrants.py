@@ -45,6 +45,7 @@ def entrant(name: str) -> Entrant:
     # The MLP gets its default width, so that llama has about as many parameters as a masked mixer
     # of its width, even where the configuration sets the mixer's.
     settings = ["model.architecture=llama", "model.intermediate_size=null"]
+    settings.append("optim.shared_lags=false")  # there are no mixing weights
     defaults = ModelConfig()
     settings += [f"model.{key}={json.dumps(getattr(defaults, key))}" for key in OF_MIXERS]
     if size:

@@ -226,6 +226,11 @@ def _value_problems(run: RunConfig) -> list[str]:
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
             "llama: none, block"
         )
+    if run.optim.shared_lags and run.model.architecture == "llama":
+        problems.append(
+            "optim.shared_lags = True, which is for the mixing weights of masked mixers; allowed "
+            "for architecture llama: false"
+        )
     if not run.name or "/" in run.name or run.name in (".", ".."):
         problems.append(f"name = {run.name!r}; allowed: a directory name without slashes")
     if run.optim.warmup_steps > run.train.steps:

@@ -47,6 +47,8 @@ def train(run: RunConfig) -> None:
     transformers.utils.logging.disable_progress_bar()
     accelerator = build_accelerator(run.train.mixed_precision)
     try:
+        check_precision(accelerator.device, run.train.mixed_precision)
+        check_optimizer(run.optim, accelerator)
         with run_locked(run.directory) if accelerator.is_main_process else nullcontext():
             _train(run, accelerator)
     except BaseException as error:
@@ -63,8 +65,6 @@ def train(run: RunConfig) -> None:
 
 def _train(run: RunConfig, accelerator: Accelerator) -> None:
     device, main, scaler = accelerator.device, accelerator.is_main_process, accelerator.scaler
-    check_precision(device, run.train.mixed_precision)
-    check_optimizer(run.optim, accelerator)
     torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
     hosts, console = Hosts(accelerator), Console(accelerator, run.train.steps)
     data = prepare_data(run, hosts, console.say)

@@ -18,11 +18,11 @@ import torch
 from accelerate import Accelerator
 from launching import ROOT, Launch, run_python
 from models import small_model
-from runs import assert_same, read_losses, read_timeless
+from runs import RECIPE, assert_same, read_losses, read_timeless, state_files
 from safetensors.torch import load_file
 
 from mixer.checkpoints.config import CheckpointConfig
-from mixer.checkpoints.restore import load_optimizer, load_trainer
+from mixer.checkpoints.restore import load_optimizer
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError
 from mixer.data.manifest import Manifest
@@ -33,24 +33,37 @@ from mixer.training.loop import train
 KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "3"))
 
 
-def test_a_run_killed_at_random_ends_as_an_undisturbed_one(write_config, launch, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "processes", "kills"),
+    [((), 2, KILLS), (RECIPE, 1, max(1, KILLS // 3)), (RECIPE, 2, max(1, KILLS // 3))],
+    ids=["adamw-2", "recipe-1", "recipe-2"],
+)
+def test_a_run_killed_at_random_ends_as_an_undisturbed_one(
+    write_config, launch, tmp_path, settings, processes, kills
+):
     # Steps are quick and saves frequent, so that kills fall into start-up, steps, saves and
     # evaluations alike.
-    steps = 60 * KILLS
+    steps = 60 * kills
     train_section = {"steps": steps, "batch_size": 4, "eval_every": 50, "eval_samples": 16}
     config = write_config(train=train_section, checkpoint={"save_every": 5})
-    launch("--config", config, "name=undisturbed", processes=2).succeed(patience=120 * KILLS)
+    command = ("--config", config, *settings)
+    launch(*command, "name=undisturbed", processes=processes).succeed(patience=120 * kills)
     generator = random.Random(2)
-    for kill in range(KILLS):
-        ranks = launch("--config", config, "name=killed", processes=2)
+    for kill in range(kills):
+        ranks = launch(*command, "name=killed", processes=processes)
         _wait_for_news(
             ranks, tmp_path / "runs/killed/metrics.jsonl", patience=generator.uniform(0.5, 10)
         )
         time.sleep(generator.uniform(0, 0.3))
         assert ranks.running(), f"the run ended before kill {kill + 1}: {ranks.output}"
         ranks.kill()
-    launch("--config", config, "name=killed", processes=2).succeed(patience=120 * KILLS)
-    assert_same(tmp_path / "runs/killed", tmp_path / "runs/undisturbed", steps)
+    launch(*command, "name=killed", processes=processes).succeed(patience=120 * kills)
+    killed = tmp_path / "runs/killed"
+    assert_same(killed, tmp_path / "runs/undisturbed", steps)
+    state = load_file(killed / f"step-{steps}/trainer_state/optimizer-1-of-1.safetensors")
+    moments = {name.rpartition("/")[2] for name in state}
+    of_recipe = {"momentum", "lag_exp_avg", "lag_exp_avg_sq"} if settings else set()
+    assert moments == {"exp_avg", "exp_avg_sq", "step"} | of_recipe
 
 
 def _wait_for_news(ranks: Launch, metrics: Path, patience: float) -> None:
@@ -371,15 +384,42 @@ def test_a_run_of_an_earlier_version_resumes_with_the_losses_it_had_there(tmp_pa
         assert line == pytest.approx(old, rel=0, abs=1e-4)
 
 
-def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(finished):
-    state = finished / "step-12/trainer_state/trainer.json"
-    trainer = json.loads(state.read_text())
-    state.write_text(json.dumps(trainer | {"optimizer": {"optim.name": "muon"}}))
-    with pytest.raises(
-        UserError,
-        match="another optimizer: optim.name: 'muon' in the checkpoint, now 'adamw'; set the",
-    ):
-        load_trainer(finished / "step-12", trainer["data"], {"optim.name": "adamw"}, False)
+@pytest.mark.parametrize(
+    ("written_with", "resumed_with", "named"),
+    [
+        ([], ["optim.name=muon"], "optim.name: 'adamw' in the checkpoint, now 'muon'"),
+        ([], ["optim.shared_lags=true"], "optim.shared_lags: False in the checkpoint, now True"),
+        (RECIPE, ["optim.name=adamw"], "optim.name: 'muon' in the checkpoint, now 'adamw'"),
+        (RECIPE, ["optim.shared_lags=false"], "optim.shared_lags: True in the checkpoint, now F"),
+    ],
+)
+def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
+    write_config, tmp_path, written_with, resumed_with, named
+):
+    config = str(write_config())
+    short = ["train.steps=3", "train.eval_every=0", "train.eval_samples=8"]
+    train(load_config(config, [*written_with, *short]))
+    refused_as_it_is(tmp_path / "runs", [config, *written_with, *resumed_with], named)
+
+
+def test_another_optimizer_is_refused_where_an_earlier_version_wrote_adamws_state(
+    tmp_path, monkeypatch
+):
+    before = shutil.copytree(Path(__file__).parent / "written_before", tmp_path / "before")
+    monkeypatch.chdir(before)
+    (before / "runs/small/.lock").touch()  # the one file that every command leaves in a run
+    named = "optim.name: 'adamw' in the checkpoint, now 'muon'"
+    refused_as_it_is(before, ["config.yaml", "optim.name=muon"], named)
+
+
+def refused_as_it_is(directory: Path, settings: list[str], named: str) -> None:
+    """A run with these settings ends in an error that names what differs, and changes nothing."""
+    before = state_files(directory)
+    with pytest.raises(UserError) as caught:
+        train(load_config(settings[0], settings[1:]))
+    assert f"has the state of another optimizer: {named}" in str(caught.value)
+    assert "set the checkpoint's values, or choose another name" in str(caught.value)
+    assert state_files(directory) == before
 
 
 class KeepsMore(torch.optim.Optimizer):

@@ -166,6 +166,24 @@ def test_what_needs_gpus_or_whole_weights_is_refused_without_them(write_config, 
         assert message in ranks.output
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ("optim.name=muon", "error: optim.name = 'muon' with FSDP, which shards"),
+        ("optim.shared_lags=true", "error: optim.shared_lags = True with FSDP, which shards"),
+    ],
+)
+def test_an_optimizer_that_needs_whole_matrices_is_refused_before_anything_is_written(
+    write_config, small_run, launch, tmp_path, asked, named
+):
+    config = write_config(data=small_run["data"] | {"directory": str(tmp_path / "data")})
+    ranks = launch("--config", config, asked, processes=2, environment=FSDP)
+    assert ranks.wait() == [2, 2]
+    assert named in ranks.output
+    assert "allowed with FSDP: optim.name=adamw and optim.shared_lags=false" in ranks.output
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", ranks.file.name}
+
+
 def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     config = write_config()
     launch("--config", config, "name=one").succeed()

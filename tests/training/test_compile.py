@@ -2,6 +2,8 @@
 changes.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from models import small_model, tokens
@@ -11,10 +13,11 @@ from toolchain import needs_gxx
 
 from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
-from mixer.training.compile import compiled_parts
+from mixer.training.compile import compiled, compiled_parts
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.objective import Objective
+from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
 from mixer.training.parallelize import set_recompute
 
 # Eight samples a step on two processes, in micro-batches; an evaluation whose last batches are
@@ -28,13 +31,14 @@ TRAIN = {
 }
 
 
-def compile_quickly() -> None:
+def compile_quickly(set_option=setattr) -> None:
     """Code without vector instructions, and no compiling processes beside the ranks: less work for
     the C++ compiler.
     """
     from torch._inductor import config
 
-    config.cpp.vec_isa_ok, config.compile_threads = False, 1
+    set_option(config.cpp, "vec_isa_ok", False)
+    set_option(config, "compile_threads", 1)
 
 
 @needs_gxx
@@ -83,6 +87,30 @@ def test_a_run_compiles_four_graphs_whatever_its_layers_steps_and_last_batches(
     )
     assert "train.compile=blocks: compiled in" in capsys.readouterr().out
     assert counts["unique_graphs"] == 4  # a block and the loss, with gradients and without
+
+
+@needs_gxx
+def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(monkeypatch):
+    compile_quickly(monkeypatch.setattr)
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    counts.clear()
+    config = OptimConfig(name="muon", shared_lags=True, weight_decay=0.1)
+    models = [small_model(num_mixer_heads=2).train() for _ in range(2)]
+    optimizers = [
+        build_optimizer(models[0], config),
+        build_optimizer(models[1], config, compile=partial(compiled, graphs=False)),
+    ]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            set_learning_rate(optimizer, 0.02 / (step + 1))
+            optimizer.zero_grad()
+            (model(tokens()).logits - step).square().mean().backward()
+            optimizer.step()
+    for eager, faster in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(faster, eager, rtol=1e-4, atol=1e-5)
+    # Two functions of Muon for each of three shapes of matrices, and the update of the lags.
+    assert counts["unique_graphs"] == 7
 
 
 def with_backend(name: str):

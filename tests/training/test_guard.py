@@ -5,11 +5,13 @@ import os
 
 import pytest
 import torch
-from runs import read_lines
+from models import small_model, tokens
+from runs import RECIPE, read_lines
 
 from mixer.checkpoints.format import damage
 from mixer.common.errors import UserError
 from mixer.training.guard import Guard, Skipped, require_finite
+from mixer.training.optim import OptimConfig, build_optimizer
 
 LONG = {"steps": 200, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
 
@@ -49,15 +51,14 @@ def bad_loss_at() -> None:
     )
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "settings"), [(1, ()), (2, ()), (2, RECIPE)])
 def test_a_loss_that_is_not_finite_stops_the_run_naming_step_process_and_parameter(
-    write_config, launch, tmp_path, processes
+    write_config, launch, tmp_path, processes, settings
 ):
     config = write_config(train=LONG, checkpoint={"save_every": 5}, logging={"log_every": 8})
     environment = {"BAD_STEPS": "12", "BAD_RANK": str(processes - 1)}
-    ranks = launch(
-        "--config", config, processes=processes, environment=environment, before=bad_loss_at
-    )
+    options = {"processes": processes, "environment": environment, "before": bad_loss_at}
+    ranks = launch("--config", config, *settings, **options)
     assert set(ranks.wait()) <= {1, 2}
     assert "the gradient of step 12 is not finite" in ranks.output
     assert (
@@ -72,14 +73,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_naming_step_process_and_paramet
     assert max(line["step"] for line in read_lines(run)) == 8
 
 
+@pytest.mark.parametrize("settings", [(), RECIPE], ids=["adamw", "recipe"])
 def test_skipping_counts_the_steps_and_leaves_the_weights_as_if_they_had_not_been(
-    write_config, launch, tmp_path
+    write_config, launch, tmp_path, settings
 ):
     train = LONG | {"steps": 12, "non_finite": "skip"}
     config = write_config(train=train, checkpoint={"save_every": 1, "keep": 12})
-    ranks = launch(
-        "--config", config, environment={"BAD_STEPS": "3,7,8", "BAD_RANK": "0"}, before=bad_loss_at
-    )
+    environment = {"BAD_STEPS": "3,7,8", "BAD_RANK": "0"}
+    ranks = launch("--config", config, *settings, environment=environment, before=bad_loss_at)
     assert "3 skipped" in ranks.succeed()
     run = tmp_path / "runs/small"
     lines = [line for line in read_lines(run) if "loss" in line]
@@ -185,37 +186,56 @@ def test_a_loss_scale_that_never_fits_ends_the_run(write_config, launch):
     assert "train.mixed_precision=bf16" in ranks.output
 
 
-def test_a_skipped_step_changes_nothing_in_weights_or_optimizer():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
-    guard = Guard(optimizer, scaled=False, stop_at_first=False, device=torch.device("cpu"))
-    states = []
-    for step, value in enumerate([1.0, math.nan, math.inf, 1.0], 1):
-        weight.grad = torch.full((3,), value)
-        guard.before_step(weight.grad.norm(), step)
-        optimizer.step()
-        state = optimizer.state[weight]
-        states.append(
-            [
-                float(t.detach().sum())
-                for t in (weight, state["exp_avg"], state["exp_avg_sq"], state["step"])
-            ]
-        )
-    assert states[0] == states[1] == states[2] != states[3]
-    assert guard.look() == Skipped(steps=2, first=2, last=3, in_a_row=2)
-    assert guard.look() == Skipped(0, 0, 0, 0)
+ADAMW, MUON = OptimConfig(), OptimConfig(name="muon", shared_lags=True)
 
 
-def test_after_the_first_bad_step_nothing_changes_until_it_is_looked_at():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
-    guard = Guard(optimizer, scaled=False, stop_at_first=True, device=torch.device("cpu"))
-    for step, value in enumerate([math.nan, 1.0, 1.0], 1):
-        weight.grad = torch.full((3,), value)
-        guard.before_step(weight.grad.norm(), step)
-        optimizer.step()
-    assert torch.equal(weight, torch.ones(3))
-    with pytest.raises(UserError, match="the gradient of step 1 is not finite: traced 1"):
-        require_finite(
-            guard.look(), 50, stop_at_first=True, scaled=False, trace=lambda step: f"traced {step}"
-        )
+class Trained:
+    """A small model with its optimizer and guard; `step` trains on gradients times a factor."""
+
+    def __init__(self, config: OptimConfig, stop_at_first: bool):
+        self.model = small_model(num_mixer_heads=2).train()
+        self.optimizer = build_optimizer(self.model, config)
+        self.guard = Guard(self.optimizer, False, stop_at_first, torch.device("cpu"))
+        self.steps = 0
+
+    def step(self, factor: float) -> dict[str, torch.Tensor]:
+        """Returns copies of the weights and of all of the optimizer's state, as they are then."""
+        self.optimizer.zero_grad()
+        (self.model(tokens()).logits.square().mean() * factor).backward()
+        self.steps += 1
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        self.guard.before_step(torch.nn.utils.get_total_norm(gradients), self.steps)
+        self.optimizer.step()
+        return self.state()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter, {})
+            found |= {f"{name}/{key}": value.clone() for key, value in state.items()}
+            found[name] = parameter.detach().clone()
+        return found
+
+
+def changed(before: dict, after: dict) -> set[str]:
+    return {name for name in after if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_a_skipped_step_changes_nothing_in_weights_or_optimizer(config):
+    trained = Trained(config, stop_at_first=False)
+    first, second, third, fourth = map(trained.step, [1.0, math.nan, math.inf, 1.0])
+    assert changed(first, second) == changed(second, third) == set()
+    assert changed(third, fourth) == third.keys() == fourth.keys()
+    assert trained.guard.look() == Skipped(steps=2, first=2, last=3, in_a_row=2)
+    assert trained.guard.look() == Skipped(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_after_the_first_bad_step_nothing_changes_until_it_is_looked_at(config):
+    trained = Trained(config, stop_at_first=True)
+    first, *later = map(trained.step, [1.0, math.nan, 1.0, 1.0])
+    assert all(changed(first, state) == set() for state in later)
+    found = trained.guard.look()
+    with pytest.raises(UserError, match="the gradient of step 2 is not finite: traced 2"):
+        require_finite(found, 50, True, scaled=False, trace=lambda step: f"traced {step}")
