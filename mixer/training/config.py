@@ -228,7 +228,7 @@ def _value_problems(run: RunConfig) -> list[str]:
         )
     if run.optim.shared_lags and run.model.architecture == "llama":
         problems.append(
-            "optim.shared_lags = True, which is for the mixing weights of masked mixers; allowed "
+            "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
             "for architecture llama: false"
         )
     if not run.name or "/" in run.name or run.name in (".", ".."):

@@ -56,7 +56,9 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
     for name in ("losses.png", "throughput.png", "gap.png", "dense.jsonl", "panels.jsonl"):
         assert (output / name).stat().st_size > 0
 
-    llama = [*common, "--seconds", "0.5", "--backends", "llama:32x2"]
+    # Overrides may follow the backends, and shared lags are for the mixers of a comparison alone.
+    muon = ["optim.name=muon", "optim.shared_lags=true"]
+    llama = [*common, "--seconds", "0.5", "--backends", "llama:32x2", *muon]
     with pytest.raises(UserError, match="exists already; choose another --output"):
         main(llama)
     main([*llama, "--resume"])

@@ -51,7 +51,7 @@ def test_a_llama_is_trained_by_muon(write_config, tmp_path):
 def test_shared_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the_mixers():
     with pytest.raises(UserError) as caught:
         load_config(None, [LLAMA, *RECIPE[:2]])
-    wanted = "optim.shared_lags = True, which is for the mixing weights of masked mixers; allowed"
+    wanted = "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed"
     assert f"{wanted} for architecture llama: false" in str(caught.value)
     optim = [load_config(None, [*RECIPE, *entrant(name).overrides]).optim for name in ENTRANTS]
     assert [each.name for each in optim] == ["muon"] * 3
