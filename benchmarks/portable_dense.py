@@ -20,7 +20,7 @@ REPLACEMENTS = {  # of each file: pattern, replacement; each pattern is there on
             "int first() const { return 0; }",
         ),
         (
-            r"int last\(\) const \{ return kTransposed \? [^}]*\}",
+            r"int last\(\) const \{\s*return kTransposed \? [^}]*\}",
             "int last() const { return params.tokens; }",
         ),
     ],

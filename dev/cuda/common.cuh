@@ -1,10 +1,13 @@
-// What the three ladders share: random data, the check against the CPU, timing, cuBLAS as the rival, the command line.
-// A ladder is a list of versions; a version is a list of configurations; a configuration is a function that launches.
+// What the three ladders share: random data, the check against the CPU, timing, cuBLAS as the
+// rival, the command line. A ladder is a list of versions; a version is a list of configurations; a
+// configuration is a function that launches.
 //
 // Each operation is y = W x in one of its three directions, W (tokens, tokens) lower triangular:
-//   forward       y[b, i, c]  = sum over j <= i of W[i, j] x[b, j, c]  (+ bias[i] + residual[b, i, c])
+//   forward       y[b, i, c]  = sum over j <= i of W[i, j] x[b, j, c]
+//                               (+ bias[i] + residual[b, i, c])
 //   grad_input    dx[b, j, c] = sum over i >= j of W[i, j] dy[b, i, c]
-//   grad_weight   dW[i, j]    = sum over b, c of dy[b, i, c] x[b, j, c] for j <= i, exact zeros above
+//   grad_weight   dW[i, j]    = sum over b, c of dy[b, i, c] x[b, j, c] for j <= i,
+//                               exact zeros above the diagonal
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,7 +27,7 @@
 
 #include "tensor_core.cuh"
 
-// ------------------------------------------------------------------------------------------------ errors
+// ------------------------------------------------------------------------------------------ errors
 
 [[noreturn]] inline void stop(const std::string& message) {
   fprintf(stderr, "error: %s\n", message.c_str());
@@ -33,11 +36,12 @@
 
 inline void check_cuda(cudaError_t status, const char* what, int line) {
   if (status != cudaSuccess)
-    stop(std::string(cudaGetErrorString(status)) + " at line " + std::to_string(line) + ": " + what);
+    stop(std::string(cudaGetErrorString(status)) + " at line " + std::to_string(line) + ": " +
+         what);
 }
 #define CHECK(call) check_cuda((call), #call, __LINE__)
 
-// ------------------------------------------------------------------------------------------------ the problem
+// ------------------------------------------------------------------------------------- the problem
 
 enum Operation { kForward, kGradInput, kGradWeight };
 inline const char* operation_name(Operation operation) {
@@ -45,7 +49,8 @@ inline const char* operation_name(Operation operation) {
   return kNames[operation];
 }
 
-// What every version is given; all pointers are to the device. What an operation does not use is null.
+// What every version is given; all pointers are to the device. What an operation does not use is
+// null.
 struct Arguments {
   const bf16* weight;  // (tokens, columns), exact zeros above the diagonal and beyond `tokens`
   const bf16* x;       // (batch, tokens, channels), like dy, residual, y and dx
@@ -83,9 +88,11 @@ inline const cudaDeviceProp& device() {
 
 // Launches a kernel; one that wants more than 48 KB of shared memory has to say so first.
 template <typename... Parameters, typename... Values>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes, Values... values) {
+cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
+                   Values... values) {
   if (shared_bytes > 48 * 1024) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;
   }
   kernel<<<blocks, threads, shared_bytes>>>(values...);
@@ -104,17 +111,20 @@ inline void* scratch(size_t bytes) {
   return memory;
 }
 
-// Columns (tiles of `tile` channels, of all samples) whose activations fill 25 MB: half of a Hopper GPU's L2.
+// Columns (tiles of `tile` channels, of all samples) whose activations fill 25 MB: half of a Hopper
+// GPU's L2.
 inline int columns_in_cache(const Arguments& a, int tile) {
   const double bytes = 2.0 * a.tokens * tile;
-  return std::max(1, std::min(static_cast<int>(25e6 / bytes), a.batch * ceil_div(a.channels, tile)));
+  return std::max(1,
+                  std::min(static_cast<int>(25e6 / bytes), a.batch * ceil_div(a.channels, tile)));
 }
 
-// ------------------------------------------------------------------------------------------------ data
+// -------------------------------------------------------------------------------------------- data
 
 // A number of the standard normal distribution for each index and seed.
 __device__ inline float random_normal(uint64_t index, uint32_t seed) {
-  uint64_t bits = (index + 1) * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(seed) * 0xd1342543de82ef95ull;
+  uint64_t bits =
+      (index + 1) * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(seed) * 0xd1342543de82ef95ull;
   bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9ull;
   bits = (bits ^ bits >> 27) * 0x94d049bb133111ebull;
   bits ^= bits >> 31;
@@ -123,11 +133,13 @@ __device__ inline float random_normal(uint64_t index, uint32_t seed) {
   return sqrtf(-2.0f * logf(radius)) * cosf(6.2831853f * angle);
 }
 
-// values[i] = scale * normal; a lower triangular matrix if columns > 0, zero above the diagonal and in the padding.
+// values[i] = scale * normal; a lower triangular matrix if columns > 0, zero above the diagonal and
+// in the padding.
 template <typename Value>
 __global__ void fill_kernel(Value* values, size_t count, uint32_t seed, float scale, int columns) {
   const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
-  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += stride) {
     const bool keep = columns == 0 || i % columns <= i / columns;
     values[i] = static_cast<Value>(keep ? scale * random_normal(i, seed) : 0.0f);
   }
@@ -137,7 +149,8 @@ template <typename Value>
 Value* random_array(size_t count, uint32_t seed, float scale, int columns = 0) {
   void* memory = nullptr;
   CHECK(cudaMalloc(&memory, count * sizeof(Value)));
-  CHECK(launch(fill_kernel<Value>, dim3(1024), dim3(256), 0, static_cast<Value*>(memory), count, seed, scale, columns));
+  CHECK(launch(fill_kernel<Value>, dim3(1024), dim3(256), 0, static_cast<Value*>(memory), count,
+               seed, scale, columns));
   return static_cast<Value*>(memory);
 }
 
@@ -148,22 +161,27 @@ std::vector<Value> to_host(const Value* values, size_t count) {
   return host;
 }
 
-// One problem on the device: several sets of buffers, so that a timed run never finds its data in the cache.
+// One problem on the device: several sets of buffers, so that a timed run never finds its data in
+// the cache.
 struct Data {
   Operation operation;
   std::vector<Arguments> sets;
   size_t output_bytes;
 
-  Data(Operation operation, int batch, int tokens, int channels, bool fused, int set_count) : operation(operation) {
+  Data(Operation operation, int batch, int tokens, int channels, bool fused, int set_count)
+      : operation(operation) {
     const size_t activations = static_cast<size_t>(batch) * tokens * channels;
     const int columns = round_up(tokens, 8);
     Arguments common = {};
-    common.batch = batch, common.tokens = tokens, common.channels = channels, common.columns = columns;
+    common.batch = batch, common.tokens = tokens, common.channels = channels,
+    common.columns = columns;
     if (operation != kGradWeight) {
-      common.weight = random_array<bf16>(static_cast<size_t>(tokens) * columns, 1, 1.0f / std::sqrt(tokens), columns);
+      common.weight = random_array<bf16>(static_cast<size_t>(tokens) * columns, 1,
+                                         1.0f / std::sqrt(tokens), columns);
     }
     if (fused) common.bias = random_array<float>(tokens, 2, 1.0f);
-    output_bytes = operation == kGradWeight ? sizeof(float) * tokens * tokens : sizeof(bf16) * activations;
+    output_bytes =
+        operation == kGradWeight ? sizeof(float) * tokens * tokens : sizeof(bf16) * activations;
     for (int i = 0; i < set_count; ++i) {
       Arguments set = common;
       void* output = nullptr;
@@ -198,10 +216,11 @@ struct Data {
   }
 };
 
-// ------------------------------------------------------------------------------------------------ the reference
+// ----------------------------------------------------------------------------------- the reference
 
-// Rows of the output, computed in fp64 on the CPU from the same bf16 inputs: all rows of a small problem, a sample of a
-// large one. A row is (sample, token) with all its channels, or for dW one element (token, token).
+// Rows of the output, computed in fp64 on the CPU from the same bf16 inputs: all rows of a small
+// problem, a sample of a large one. A row is (sample, token) with all its channels, or for dW one
+// element (token, token).
 class Reference {
  public:
   Reference(const Data& data, bool all) : operation_(data.operation), a_(data.sets[0]) {
@@ -216,7 +235,8 @@ class Reference {
     }
   }
 
-  // Empty if the device's output agrees, else what is wrong. *error: ||output - expected|| / ||expected||.
+  // Empty if the device's output agrees, else what is wrong. *error: ||output - expected|| /
+  // ||expected||.
   std::string compare(bool with_upper_half, double* error) const {
     std::vector<float> found = fetch();
     for (size_t i = 0; i < found.size(); ++i) {
@@ -231,7 +251,8 @@ class Reference {
     const double mean = std::sqrt(norm / found.size());
     for (size_t i = 0; i < found.size(); ++i) {
       const double gap = std::fabs(found[i] - expected_[i]);
-      // A zero above the diagonal must be exact; elsewhere one wrong element must not drown among many right ones.
+      // A zero above the diagonal must be exact; elsewhere one wrong element must not drown among
+      // many right ones.
       const double bound = above_diagonal(i) ? 0 : 0.01 * std::fabs(expected_[i]) + 0.01 * mean;
       if (!(gap <= bound)) return place(i) + describe(found[i], expected_[i]);
     }
@@ -264,7 +285,8 @@ class Reference {
       }
       return;
     }
-    for (int i = 0; i < 100; ++i) chosen_.push_back({random_below(a_.tokens), random_below(a_.tokens)});
+    for (int i = 0; i < 100; ++i)
+      chosen_.push_back({random_below(a_.tokens), random_below(a_.tokens)});
     for (int i = 0; i < 60; ++i) {
       const int token = i < 2 ? i * (a_.tokens - 1) : random_below(a_.tokens);
       chosen_.push_back({token, token});
@@ -282,8 +304,10 @@ class Reference {
   void product_row(int sample, int token) {
     const size_t sample_size = static_cast<size_t>(a_.tokens) * a_.channels;
     if (sample != loaded_sample_) {
-      loaded_ = to_host((operation_ == kForward ? a_.x : a_.dy) + sample * sample_size, sample_size);
-      if (a_.residual != nullptr) residual_ = to_host(a_.residual + sample * sample_size, sample_size);
+      loaded_ =
+          to_host((operation_ == kForward ? a_.x : a_.dy) + sample * sample_size, sample_size);
+      if (a_.residual != nullptr)
+        residual_ = to_host(a_.residual + sample * sample_size, sample_size);
       loaded_sample_ = sample;
     }
     std::vector<double> sum(a_.channels, 0.0);
@@ -298,7 +322,8 @@ class Reference {
     }
     for (int c = 0; c < a_.channels; ++c) {
       if (!bias_.empty()) sum[c] += bias_[token];
-      if (!residual_.empty()) sum[c] += __bfloat162float(residual_[static_cast<size_t>(token) * a_.channels + c]);
+      if (!residual_.empty())
+        sum[c] += __bfloat162float(residual_[static_cast<size_t>(token) * a_.channels + c]);
     }
     expected_.insert(expected_.end(), sum.begin(), sum.end());
   }
@@ -315,13 +340,14 @@ class Reference {
   }
 
   // Row `token` of every sample: (batch, channels).
-  const std::vector<bf16>& token_rows(std::map<int, std::vector<bf16>>& cache, const bf16* values, int token) {
+  const std::vector<bf16>& token_rows(std::map<int, std::vector<bf16>>& cache, const bf16* values,
+                                      int token) {
     std::vector<bf16>& rows = cache[token];
     if (rows.empty()) {
       rows.resize(static_cast<size_t>(a_.batch) * a_.channels);
       const size_t width = sizeof(bf16) * a_.channels;
-      CHECK(cudaMemcpy2D(rows.data(), width, values + static_cast<size_t>(token) * a_.channels, width * a_.tokens,
-                         width, a_.batch, cudaMemcpyDeviceToHost));
+      CHECK(cudaMemcpy2D(rows.data(), width, values + static_cast<size_t>(token) * a_.channels,
+                         width * a_.tokens, width, a_.batch, cudaMemcpyDeviceToHost));
     }
     return rows;
   }
@@ -330,14 +356,17 @@ class Reference {
   std::vector<float> fetch() const {
     std::vector<float> found;
     if (operation_ == kGradWeight) {
-      const std::vector<float> all = to_host(a_.dweight, static_cast<size_t>(a_.tokens) * a_.tokens);
-      for (const auto& [i, j] : chosen_) found.push_back(all[static_cast<size_t>(i) * a_.tokens + j]);
+      const std::vector<float> all =
+          to_host(a_.dweight, static_cast<size_t>(a_.tokens) * a_.tokens);
+      for (const auto& [i, j] : chosen_)
+        found.push_back(all[static_cast<size_t>(i) * a_.tokens + j]);
       return found;
     }
     const bf16* output = operation_ == kForward ? a_.y : a_.dx;
     for (const auto& [sample, token] : chosen_) {
       const size_t start = (static_cast<size_t>(sample) * a_.tokens + token) * a_.channels;
-      for (const bf16 value : to_host(output + start, a_.channels)) found.push_back(__bfloat162float(value));
+      for (const bf16 value : to_host(output + start, a_.channels))
+        found.push_back(__bfloat162float(value));
     }
     return found;
   }
@@ -370,9 +399,10 @@ class Reference {
   uint64_t state_ = 1;
 };
 
-// ------------------------------------------------------------------------------------------------ timing
+// ------------------------------------------------------------------------------------------ timing
 
-// Milliseconds of one run: the median over runs that rotate through the sets of buffers. Negative: the launch failed.
+// Milliseconds of one run: the median over runs that rotate through the sets of buffers. Negative:
+// the launch failed.
 inline double median_milliseconds(const Data& data, const Configuration& configuration) {
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin));
@@ -387,7 +417,8 @@ inline double median_milliseconds(const Data& data, const Configuration& configu
 
   std::vector<cudaEvent_t> events(2 * runs);
   for (cudaEvent_t& event : events) CHECK(cudaEventCreate(&event));
-  const int warm_runs = runs > 3 ? 3 : 0;  // keep the GPU busy while the first timed runs are queued
+  // keep the GPU busy while the first timed runs are queued
+  const int warm_runs = runs > 3 ? 3 : 0;
   for (int run = -warm_runs; run < runs; ++run) {
     if (run >= 0) CHECK(cudaEventRecord(events[2 * run]));
     CHECK(configuration.launch(data.sets[(run + warm_runs) % data.sets.size()]));
@@ -395,7 +426,8 @@ inline double median_milliseconds(const Data& data, const Configuration& configu
   }
   CHECK(cudaDeviceSynchronize());
   std::vector<float> times(runs);
-  for (int run = 0; run < runs; ++run) CHECK(cudaEventElapsedTime(&times[run], events[2 * run], events[2 * run + 1]));
+  for (int run = 0; run < runs; ++run)
+    CHECK(cudaEventElapsedTime(&times[run], events[2 * run], events[2 * run + 1]));
   for (cudaEvent_t event : events) CHECK(cudaEventDestroy(event));
   CHECK(cudaEventDestroy(begin));
   CHECK(cudaEventDestroy(end));
@@ -403,10 +435,11 @@ inline double median_milliseconds(const Data& data, const Configuration& configu
   return times[runs / 2];
 }
 
-// ------------------------------------------------------------------------------------------------ cuBLAS
+// ------------------------------------------------------------------------------------------ cuBLAS
 
-// cuBLAS is loaded, not linked: its header and library lie in different places (toolkit, Python wheel), and the ladder
-// also runs without it. $CUBLAS_LIBRARY names the file; `libraries.py` finds it.
+// cuBLAS is loaded, not linked: its header and library lie in different places (toolkit, Python
+// wheel), and the ladder also runs without it. $CUBLAS_LIBRARY names the file; `libraries.py` finds
+// it.
 class Cublas {
  public:
   static Cublas& get() {
@@ -415,14 +448,16 @@ class Cublas {
   }
   explicit operator bool() const { return handle_ != nullptr; }
 
-  // Column-major, as cuBLAS counts: a row-major (rows, columns) array is its (columns, rows) matrix.
-  cudaError_t multiply(bool transpose_a, bool transpose_b, int m, int n, int k, const bf16* a, int lda,
-                       int64_t stride_a, const bf16* b, int ldb, int64_t stride_b, float beta, void* c, bool c_is_float,
-                       int ldc, int64_t stride_c, int batch) {
+  // Column-major, as cuBLAS counts: a row-major (rows, columns) array is its (columns, rows)
+  // matrix.
+  cudaError_t multiply(bool transpose_a, bool transpose_b, int m, int n, int k, const bf16* a,
+                       int lda, int64_t stride_a, const bf16* b, int ldb, int64_t stride_b,
+                       float beta, void* c, bool c_is_float, int ldc, int64_t stride_c, int batch) {
     const float alpha = 1.0f;
     const int status =
-        gemm_(handle_, transpose_a, transpose_b, m, n, k, &alpha, a, CUDA_R_16BF, lda, stride_a, b, CUDA_R_16BF, ldb,
-              stride_b, &beta, c, c_is_float ? CUDA_R_32F : CUDA_R_16BF, ldc, stride_c, batch, kCompute32, kDefault);
+        gemm_(handle_, transpose_a, transpose_b, m, n, k, &alpha, a, CUDA_R_16BF, lda, stride_a, b,
+              CUDA_R_16BF, ldb, stride_b, &beta, c, c_is_float ? CUDA_R_32F : CUDA_R_16BF, ldc,
+              stride_c, batch, kCompute32, kDefault);
     if (status != 0) stop("cublasGemmStridedBatchedEx returned " + std::to_string(status));
     return cudaSuccess;
   }
@@ -431,9 +466,9 @@ class Cublas {
   static constexpr int kCompute32 = 68;  // CUBLAS_COMPUTE_32F
   static constexpr int kDefault = -1;    // CUBLAS_GEMM_DEFAULT
   using Create = int (*)(void**);
-  using Gemm = int (*)(void*, int, int, int, int, int, const void*, const void*, cudaDataType, int, long long,
-                       const void*, cudaDataType, int, long long, const void*, void*, cudaDataType, int, long long, int,
-                       int, int);
+  using Gemm = int (*)(void*, int, int, int, int, int, const void*, const void*, cudaDataType, int,
+                       long long, const void*, cudaDataType, int, long long, const void*, void*,
+                       cudaDataType, int, long long, int, int, int);
 
   Cublas() {
     void* library = nullptr;
@@ -442,8 +477,10 @@ class Cublas {
       names.insert(names.begin(), name);
     for (const std::string& name : names) {
       const size_t slash = name.rfind('/');
-      if (slash != std::string::npos) {  // its second half, from the same folder: the loader may not look there
-        const std::string light = name.substr(0, slash + 1) + "libcublasLt" + name.substr(slash + 10);
+      // its second half, from the same folder: the loader may not look there
+      if (slash != std::string::npos) {
+        const std::string light =
+            name.substr(0, slash + 1) + "libcublasLt" + name.substr(slash + 10);
         dlopen(light.c_str(), RTLD_NOW | RTLD_GLOBAL);
       }
       if ((library = dlopen(name.c_str(), RTLD_NOW | RTLD_GLOBAL)) != nullptr) break;
@@ -459,9 +496,11 @@ class Cublas {
 };
 
 // dweight[i] = sum over b of products[b][i].
-static __global__ void sum_products_kernel(const bf16* products, float* dweight, int batch, size_t size) {
+static __global__ void sum_products_kernel(const bf16* products, float* dweight, int batch,
+                                           size_t size) {
   const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
-  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < size; i += stride) {
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < size;
+       i += stride) {
     float sum = 0.0f;
 #pragma unroll 4
     for (int b = 0; b < batch; ++b) sum += __bfloat162float(products[b * size + i]);
@@ -472,40 +511,45 @@ static __global__ void sum_products_kernel(const bf16* products, float* dweight,
 // The dense product, zeros of the upper half multiplied too; for dW the full square.
 inline Version cublas_version(Operation operation) {
   Version version = {0, "cuBLAS, the dense product", false, {}};
-  if (!Cublas::get()) version.missing = "not found; name its file: export CUBLAS_LIBRARY=/path/to/libcublas.so.13";
+  if (!Cublas::get())
+    version.missing = "not found; name its file: export CUBLAS_LIBRARY=/path/to/libcublas.so.13";
   const auto product = [operation](const Arguments& a) {
     const bool forward = operation == kForward;
     const int64_t sample = static_cast<int64_t>(a.tokens) * a.channels;
-    return Cublas::get().multiply(false, !forward, a.channels, a.tokens, a.tokens, forward ? a.x : a.dy, a.channels,
-                                  sample, a.weight, a.columns, 0, 0.0f, forward ? a.y : a.dx, false, a.channels, sample,
-                                  a.batch);
+    return Cublas::get().multiply(false, !forward, a.channels, a.tokens, a.tokens,
+                                  forward ? a.x : a.dy, a.channels, sample, a.weight, a.columns, 0,
+                                  0.0f, forward ? a.y : a.dx, false, a.channels, sample, a.batch);
   };
   const auto batched = [](const Arguments& a) {  // as torch.bmm(dy, x^T).sum(0)
     const int64_t sample = static_cast<int64_t>(a.tokens) * a.channels;
     const int64_t square = static_cast<int64_t>(a.tokens) * a.tokens;
     bf16* products = static_cast<bf16*>(scratch(sizeof(bf16) * square * a.batch));
-    Cublas::get().multiply(true, false, a.tokens, a.tokens, a.channels, a.x, a.channels, sample, a.dy, a.channels,
-                           sample, 0.0f, products, false, a.tokens, square, a.batch);
+    Cublas::get().multiply(true, false, a.tokens, a.tokens, a.channels, a.x, a.channels, sample,
+                           a.dy, a.channels, sample, 0.0f, products, false, a.tokens, square,
+                           a.batch);
     return launch(sum_products_kernel, dim3(8 * device().multiProcessorCount), dim3(256), 0,
-                  static_cast<const bf16*>(products), a.dweight, a.batch, static_cast<size_t>(square));
+                  static_cast<const bf16*>(products), a.dweight, a.batch,
+                  static_cast<size_t>(square));
   };
   const auto loop = [](const Arguments& a) {
     const int64_t sample = static_cast<int64_t>(a.tokens) * a.channels;
     for (int b = 0; b < a.batch; ++b) {
-      Cublas::get().multiply(true, false, a.tokens, a.tokens, a.channels, a.x + b * sample, a.channels, 0,
-                             a.dy + b * sample, a.channels, 0, b == 0 ? 0.0f : 1.0f, a.dweight, true, a.tokens, 0, 1);
+      Cublas::get().multiply(true, false, a.tokens, a.tokens, a.channels, a.x + b * sample,
+                             a.channels, 0, a.dy + b * sample, a.channels, 0, b == 0 ? 0.0f : 1.0f,
+                             a.dweight, true, a.tokens, 0, 1);
     }
     return cudaSuccess;
   };
   if (operation == kGradWeight) {
-    version.configurations = {{"batched product, then a sum", batched}, {"one product a sample, added up", loop}};
+    version.configurations = {{"batched product, then a sum", batched},
+                              {"one product a sample, added up", loop}};
   } else {
     version.configurations = {{"strided batched product", product}};
   }
   return version;
 }
 
-// ------------------------------------------------------------------------------------------------ results
+// ----------------------------------------------------------------------------------------- results
 
 struct Row {
   int version;
@@ -522,7 +566,8 @@ inline std::string quoted(const std::string& text) {
   return result + "\"";
 }
 
-inline void write_json(const std::string& path, const Data& data, const std::vector<Row>& rows, double cublas) {
+inline void write_json(const std::string& path, const Data& data, const std::vector<Row>& rows,
+                       double cublas) {
   FILE* file = fopen(path.c_str(), "w");
   if (file == nullptr) stop("cannot write " + path);
   const Arguments& a = data.sets[0];
@@ -532,23 +577,28 @@ inline void write_json(const std::string& path, const Data& data, const std::vec
   fprintf(file, "[");
   for (size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
-    fprintf(file, "%s\n {\"operation\": \"%s\", \"version\": %d, \"adds\": %s, \"configuration\": %s,", i ? "," : "",
-            operation_name(data.operation), row.version, quoted(row.adds).c_str(), quoted(row.configuration).c_str());
-    fprintf(file, " \"batch\": %d, \"tokens\": %d, \"channels\": %d,", a.batch, a.tokens, a.channels);
+    fprintf(file,
+            "%s\n {\"operation\": \"%s\", \"version\": %d, \"adds\": %s, \"configuration\": %s,",
+            i ? "," : "", operation_name(data.operation), row.version, quoted(row.adds).c_str(),
+            quoted(row.configuration).c_str());
+    fprintf(file, " \"batch\": %d, \"tokens\": %d, \"channels\": %d,", a.batch, a.tokens,
+            a.channels);
     if (row.problem.empty()) {
-      fprintf(file, " \"milliseconds\": %.6g, \"useful_tflops\": %.6g, \"relative_error\": %.3g,", row.milliseconds,
-              data.useful_flops() / row.milliseconds / 1e9, row.error);
-      if (cublas > 0) fprintf(file, " \"percent_of_cublas\": %.6g,", 100 * cublas / row.milliseconds);
+      fprintf(file, " \"milliseconds\": %.6g, \"useful_tflops\": %.6g, \"relative_error\": %.3g,",
+              row.milliseconds, data.useful_flops() / row.milliseconds / 1e9, row.error);
+      if (cublas > 0)
+        fprintf(file, " \"percent_of_cublas\": %.6g,", 100 * cublas / row.milliseconds);
     } else {
       fprintf(file, " \"problem\": %s,", quoted(row.problem).c_str());
     }
-    fprintf(file, " \"device\": %s, \"driver\": %d, \"runtime\": %d}", quoted(device().name).c_str(), driver, runtime);
+    fprintf(file, " \"device\": %s, \"driver\": %d, \"runtime\": %d}",
+            quoted(device().name).c_str(), driver, runtime);
   }
   fprintf(file, "\n]\n");
   fclose(file);
 }
 
-// ------------------------------------------------------------------------------------------------ the command line
+// -------------------------------------------------------------------------------- the command line
 
 struct Options {
   int version = -1;  // -1: all
@@ -558,14 +608,16 @@ struct Options {
 
 // To be called first: it also sets where the trainer's library lies.
 inline Options parse(int count, char** arguments, int versions = 7) {
-  const std::string usage = std::string("usage: ") + arguments[0] + " VERSION|all [--tokens 512] [--batch 128] " +
-                            "[--channels 1024] [--json FILE] [--library FILE]; VERSION is 0 (cuBLAS) to " +
-                            std::to_string(versions);
+  const std::string usage =
+      std::string("usage: ") + arguments[0] + " VERSION|all [--tokens 512] [--batch 128] " +
+      "[--channels 1024] [--json FILE] [--library FILE]; VERSION is 0 (cuBLAS) to " +
+      std::to_string(versions);
   if (count < 2) stop(usage);
   Options options;
   const std::string which = arguments[1];
   if (which != "all") {
-    if (which.empty() || which.find_first_not_of("0123456789") != std::string::npos || atoi(which.c_str()) > versions) {
+    if (which.empty() || which.find_first_not_of("0123456789") != std::string::npos ||
+        atoi(which.c_str()) > versions) {
       stop("there is no version " + which + "; " + usage);
     }
     options.version = atoi(which.c_str());
@@ -594,41 +646,46 @@ inline Options parse(int count, char** arguments, int versions = 7) {
 }
 
 // Runs the configuration once on poisoned output (0xff bytes are NaN) and compares.
-inline std::string check(const Data& data, const Reference& reference, const Configuration& configuration,
-                         bool with_upper_half, double* error) {
+inline std::string check(const Data& data, const Reference& reference,
+                         const Configuration& configuration, bool with_upper_half, double* error) {
   CHECK(cudaMemset(data.output(0), 0xff, data.output_bytes));
   const cudaError_t status = configuration.launch(data.sets[0]);
   if (status != cudaSuccess) {
     cudaGetLastError();  // taken note of; the next configuration starts clean
     return cudaGetErrorString(status);
   }
-  if (const cudaError_t fault = cudaDeviceSynchronize(); fault != cudaSuccess) return cudaGetErrorString(fault);
+  if (const cudaError_t fault = cudaDeviceSynchronize(); fault != cudaSuccess)
+    return cudaGetErrorString(fault);
   return reference.compare(with_upper_half, error);
 }
 
 // main() of a ladder: checks and times version after version, prints a line for each configuration.
-inline int run_ladder(Operation operation, const Options& options, const std::vector<Version>& versions) {
+inline int run_ladder(Operation operation, const Options& options,
+                      const std::vector<Version>& versions) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   const int capability = 10 * device().major + device().minor;
-  printf("%s on %s (compute capability %d.%d, %d multiprocessors)\n", operation_name(operation), device().name,
-         device().major, device().minor, device().multiProcessorCount);
+  printf("%s on %s (compute capability %d.%d, %d multiprocessors)\n", operation_name(operation),
+         device().name, device().major, device().minor, device().multiProcessorCount);
 
-  // Two small problems of odd sizes, every output checked; then the large one, sampled rows checked, and timed.
+  // Two small problems of odd sizes, every output checked; then the large one, sampled rows
+  // checked, and timed.
   const bool fused = operation == kForward;  // with bias and residual
   const Data small(operation, 3, 200, 136, fused, 1);
   const Data odd(operation, 2, 331, 264, fused, 1);
   const Reference small_reference(small, true), odd_reference(odd, true);
-  const size_t set_bytes = sizeof(bf16) * 2 * options.batch * static_cast<size_t>(options.tokens) * options.channels;
+  const size_t set_bytes =
+      sizeof(bf16) * 2 * options.batch * static_cast<size_t>(options.tokens) * options.channels;
   size_t free_bytes = 0, total_bytes = 0;
   CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
-  const size_t wanted = 3 * static_cast<size_t>(std::max(device().l2CacheSize, 1 << 20)) / set_bytes + 1;
+  const size_t wanted =
+      3 * static_cast<size_t>(std::max(device().l2CacheSize, 1 << 20)) / set_bytes + 1;
   const size_t most = std::max(free_bytes / 2 / set_bytes, static_cast<size_t>(1));
-  const int sets =
-      static_cast<int>(std::min({std::max(wanted, static_cast<size_t>(2)), most, static_cast<size_t>(32)}));
+  const int sets = static_cast<int>(
+      std::min({std::max(wanted, static_cast<size_t>(2)), most, static_cast<size_t>(32)}));
   const Data data(operation, options.batch, options.tokens, options.channels, false, sets);
   const Reference reference(data, false);
-  printf("batch %d, tokens %d, channels %d; %d sets of %.0f MB\n", options.batch, options.tokens, options.channels,
-         sets, data.bytes_of_set() / 1e6);
+  printf("batch %d, tokens %d, channels %d; %d sets of %.0f MB\n", options.batch, options.tokens,
+         options.channels, sets, data.bytes_of_set() / 1e6);
 
   std::vector<Version> all = {cublas_version(operation)};
   all.insert(all.end(), versions.begin(), versions.end());
@@ -649,10 +706,13 @@ inline int run_ladder(Operation operation, const Options& options, const std::ve
     for (const Configuration& configuration : version.configurations) {
       Row row = {version.number, version.adds, configuration.name, "", 0, 0};
       double error = 0;
-      const bool plain = version.number == 0;  // cuBLAS adds no bias or residual: only the large problem is its own
+      // cuBLAS adds no bias or residual: only the large problem is its own
+      const bool plain = version.number == 0;
       if (!plain) row.problem = check(small, small_reference, configuration, true, &error);
-      if (!plain && row.problem.empty()) row.problem = check(odd, odd_reference, configuration, true, &error);
-      if (row.problem.empty()) row.problem = check(data, reference, configuration, !plain, &row.error);
+      if (!plain && row.problem.empty())
+        row.problem = check(odd, odd_reference, configuration, true, &error);
+      if (row.problem.empty())
+        row.problem = check(data, reference, configuration, !plain, &row.error);
       if (row.problem.empty()) {
         row.milliseconds = median_milliseconds(data, configuration);
         if (plain && (cublas == 0 || row.milliseconds < cublas)) cublas = row.milliseconds;
@@ -665,7 +725,8 @@ inline int run_ladder(Operation operation, const Options& options, const std::ve
         printf("  %-44s FAILED: %s\n", configuration.name.c_str(), row.problem.c_str());
       }
       rows.push_back(row);
-      if (failed && cudaDeviceSynchronize() != cudaSuccess) {  // a kernel faulted: this process has lost the GPU
+      // a kernel faulted: this process has lost the GPU
+      if (failed && cudaDeviceSynchronize() != cudaSuccess) {
         if (!options.json.empty()) write_json(options.json, data, rows, cublas);
         stop("the GPU cannot be used after this fault; run the other versions by their numbers");
       }

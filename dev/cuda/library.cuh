@@ -1,5 +1,6 @@
-// The last version of each ladder: the trainer's own kernels, from the shared library that mixer/ops/build.py makes of
-// mixer/ops/csrc. It is loaded at run time: --library FILE or $MIXER_KERNELS.
+// The last version of each ladder: the trainer's own kernels, from the shared library that
+// mixer/ops/build.py makes of mixer/ops/csrc. It is loaded at run time: --library FILE or
+// $MIXER_KERNELS.
 #pragma once
 
 #include "../../mixer/ops/csrc/params.h"
@@ -18,8 +19,10 @@ class Library {
     params.packed = const_cast<bf16*>(a.weight);
     params.batch = a.batch, params.tokens = params.context = a.tokens, params.channels = a.channels;
     params.columns = a.columns, params.heads = params.taps = 1;
-    params.dtype = MIXER_BFLOAT16, params.bias_dtype = params.gradient_dtype = params.weight_dtype = MIXER_FLOAT32;
-    params.capability = 10 * device().major + device().minor, params.processors = device().multiProcessorCount;
+    params.dtype = MIXER_BFLOAT16,
+    params.bias_dtype = params.gradient_dtype = params.weight_dtype = MIXER_FLOAT32;
+    params.capability = 10 * device().major + device().minor,
+    params.processors = device().multiProcessorCount;
     params.x = a.x, params.dy = a.dy, params.bias = a.bias, params.residual = a.residual;
     params.y = a.y, params.dx = a.dx, params.dweight = a.dweight;
     const int64_t row = a.channels, sample = row * a.tokens;
@@ -41,12 +44,15 @@ class Library {
   Library() {
     const char* path = getenv("MIXER_KERNELS");
     if (path == nullptr || *path == '\0') {
-      problem_ = "needs the library: --library FILE or MIXER_KERNELS, `python -m mixer.ops.build` prints where it is";
+      problem_ =
+          "needs the library: --library FILE or MIXER_KERNELS, "
+          "`python -m mixer.ops.build` prints where it is";
       return;
     }
     library_ = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library_ == nullptr) {
-      problem_ = std::string("cannot load it (") + dlerror() + "); build it: `python -m mixer.ops.build`";
+      problem_ =
+          std::string("cannot load it (") + dlerror() + "); build it: `python -m mixer.ops.build`";
       return;
     }
     const auto version = find<int (*)()>("mixer_abi_version");
@@ -55,13 +61,16 @@ class Library {
     entries_[kGradInput] = find<Entry>("mixer_grad_input");
     entries_[kGradWeight] = find<Entry>("mixer_grad_weight");
     workspace_ = find<Size>("mixer_grad_weight_workspace");
-    schedule_size_ = find<Size>("mixer_schedule_size");  // these two may be absent: no kernel wants a schedule then
+    // these two may be absent: no kernel wants a schedule then
+    schedule_size_ = find<Size>("mixer_schedule_size");
     schedule_ = find<Fill>("mixer_schedule");
-    const bool complete =
-        version && size && workspace_ && entries_[kForward] && entries_[kGradInput] && entries_[kGradWeight];
-    if (!complete || version() != MIXER_ABI_VERSION || size() != static_cast<int>(sizeof(TriangularConvParams))) {
+    const bool complete = version && size && workspace_ && entries_[kForward] &&
+                          entries_[kGradInput] && entries_[kGradWeight];
+    if (!complete || version() != MIXER_ABI_VERSION ||
+        size() != static_cast<int>(sizeof(TriangularConvParams))) {
       problem_ =
-          std::string(path) + " has another interface than params.h; build both anew: `python -m mixer.ops.build`";
+          std::string(path) +
+          " has another interface than params.h; build both anew: `python -m mixer.ops.build`";
     }
   }
 
@@ -70,7 +79,8 @@ class Library {
     return reinterpret_cast<Function>(dlsym(library_, name));
   }
 
-  // The order in which persistent blocks take the tiles: made once for a shape on the host, as the trainer does.
+  // The order in which persistent blocks take the tiles: made once for a shape on the host, as the
+  // trainer does.
   const void* schedule_on_device(Operation operation, const TriangularConvParams& params) {
     const int64_t bytes = schedule_size_ && schedule_ ? schedule_size_(&params) : 0;
     if (bytes <= 0) return nullptr;

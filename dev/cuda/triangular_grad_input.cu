@@ -2,26 +2,28 @@
 //
 //   dx[b, j, c] = sum over i >= j of W[i, j] dy[b, i, c]
 //
-// dy, dx (batch, tokens, channels), W (tokens, columns), bf16; sums in fp32. README.md says how to run it. The ladder
-// is the forward's with two changes everywhere: the walk starts at the diagonal and runs to the last token, so the
-// first row tile is the heaviest, and W is read along its columns. No transposed copy of W is made: each version reads
-// it as it lies.
+// dy, dx (batch, tokens, channels), W (tokens, columns), bf16; sums in fp32. README.md says how to
+// run it. The ladder is the forward's with two changes everywhere: the walk starts at the diagonal
+// and runs to the last token, so the first row tile is the heaviest, and W is read along its
+// columns. No transposed copy of W is made: each version reads it as it lies.
 #include "common.cuh"
 #include "hopper.cuh"
 #include "library.cuh"
 
 // Two neighbouring channels of dx, rounded to bf16, in one 4-byte store.
-__device__ __forceinline__ void store_pair(const Arguments& a, int sample, int row, int channel, float first,
-                                           float second) {
-  if (row >= a.tokens || channel >= a.channels) return;  // channels is even: both are inside or neither
+__device__ __forceinline__ void store_pair(const Arguments& a, int sample, int row, int channel,
+                                           float first, float second) {
+  // channels is even: both are inside or neither
+  if (row >= a.tokens || channel >= a.channels) return;
   const size_t index = (static_cast<size_t>(sample) * a.tokens + row) * a.channels + channel;
   *reinterpret_cast<uint32_t*>(&a.dx[index]) = pack_pair(first, second);
 }
 
-// ================================================================================================ version 1
-// One thread for each output element, which adds its i >= j products. Neighbouring threads take neighbouring channels,
-// so their loads of dy are next to each other in memory and W[i, j] is one word for the whole warp. Half the work of
-// the dense product is skipped from the start; what is slow is that every product fetches both of its factors.
+// ================================================================================================
+// version 1 One thread for each output element, which adds its i >= j products. Neighbouring
+// threads take neighbouring channels, so their loads of dy are next to each other in memory and
+// W[i, j] is one word for the whole warp. Half the work of the dense product is skipped from the
+// start; what is slow is that every product fetches both of its factors.
 
 __global__ void naive_kernel(const Arguments a) {
   const int channel = blockIdx.x * blockDim.x + threadIdx.x;
@@ -39,18 +41,20 @@ __global__ void naive_kernel(const Arguments a) {
 }
 
 Configuration naive(int across, int down) {
-  const std::string name = std::to_string(across) + " channels x " + std::to_string(down) + " tokens a block";
+  const std::string name =
+      std::to_string(across) + " channels x " + std::to_string(down) + " tokens a block";
   return {name, [=](const Arguments& a) {
             const dim3 blocks(ceil_div(a.channels, across), ceil_div(a.tokens, down), a.batch);
             return launch(naive_kernel, blocks, dim3(across, down), 0, a);
           }};
 }
 
-// ================================================================================================ version 2
-// A block computes a square tile of dx and walks along i in steps of the tile's width. In each step it brings one tile
-// of W and one of dy into shared memory, as fp32, and every value brought in is used kTile times. The walk starts at
-// the diagonal: tiles above it are neither loaded nor multiplied. Memory traffic falls by kTile; now shared memory is
-// the limit, since each multiply-add still reads two values from it.
+// ================================================================================================
+// version 2 A block computes a square tile of dx and walks along i in steps of the tile's width. In
+// each step it brings one tile of W and one of dy into shared memory, as fp32, and every value
+// brought in is used kTile times. The walk starts at the diagonal: tiles above it are neither
+// loaded nor multiplied. Memory traffic falls by kTile; now shared memory is the limit, since each
+// multiply-add still reads two values from it.
 
 template <int kTile>
 __global__ void __launch_bounds__(kTile* kTile) shared_kernel(const Arguments a) {
@@ -94,11 +98,11 @@ Configuration shared_tiles() {
           }};
 }
 
-// ================================================================================================ version 3
-// Each thread computes 8 x 8 elements and keeps them in registers: 16 values from shared memory now feed 64
-// multiply-adds instead of 2 feeding 1. Loads from global memory bring 8 bf16 (16 bytes) an instruction. A row of W's
-// tile is one i, so a thread's 8 rows of dx are two 16-byte reads: here W lies just right. The limit is now the fp32
-// units themselves.
+// ================================================================================================
+// version 3 Each thread computes 8 x 8 elements and keeps them in registers: 16 values from shared
+// memory now feed 64 multiply-adds instead of 2 feeding 1. Loads from global memory bring 8 bf16
+// (16 bytes) an instruction. A row of W's tile is one i, so a thread's 8 rows of dx are two 16-byte
+// reads: here W lies just right. The limit is now the fp32 units themselves.
 
 template <int kRows, int kChannels>
 __global__ void __launch_bounds__(kRows* kChannels / 64) register_kernel(const Arguments a) {
@@ -108,8 +112,10 @@ __global__ void __launch_bounds__(kRows* kChannels / 64) register_kernel(const A
   __shared__ __align__(16) float weights[kDepth][kRows];        // [i][row]
   __shared__ __align__(16) float gradients[kDepth][kChannels];  // [i][channel]
   const int thread = threadIdx.x;
-  const int down = thread / kAcross * 4;    // the thread's rows: down .. down + 3 and kRows / 2 further on
-  const int across = thread % kAcross * 4;  // and its channels: across .. across + 3 and kChannels / 2 further on
+  // the thread's rows: down .. down + 3 and kRows / 2 further on
+  const int down = thread / kAcross * 4;
+  // and its channels: across .. across + 3 and kChannels / 2 further on
+  const int across = thread % kAcross * 4;
   const int channel0 = blockIdx.x * kChannels;
   const int row0 = blockIdx.y * kRows;
   const int sample = blockIdx.z;
@@ -124,7 +130,8 @@ __global__ void __launch_bounds__(kRows* kChannels / 64) register_kernel(const A
       const int row = vector % (kRows / 8) * 8;
       uint4 packed = make_uint4(0, 0, 0, 0);
       if (i0 + i < a.tokens && row0 + row < a.columns) {
-        packed = *reinterpret_cast<const uint4*>(&a.weight[static_cast<size_t>(i0 + i) * a.columns + row0 + row]);
+        packed = *reinterpret_cast<const uint4*>(
+            &a.weight[static_cast<size_t>(i0 + i) * a.columns + row0 + row]);
       }
       float values[8];
       unpack(values, packed);
@@ -138,7 +145,8 @@ __global__ void __launch_bounds__(kRows* kChannels / 64) register_kernel(const A
       const int channel = vector % (kChannels / 8) * 8;
       uint4 packed = make_uint4(0, 0, 0, 0);
       if (i0 + i < a.tokens && channel0 + channel < a.channels) {
-        packed = *reinterpret_cast<const uint4*>(&dy[static_cast<size_t>(i0 + i) * a.channels + channel0 + channel]);
+        packed = *reinterpret_cast<const uint4*>(
+            &dy[static_cast<size_t>(i0 + i) * a.channels + channel0 + channel]);
       }
       float values[8];
       unpack(values, packed);
@@ -183,12 +191,13 @@ Configuration register_tiles() {
           }};
 }
 
-// ================================================================================================ version 4
-// Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048 multiply-adds, from bf16 in registers
-// with sums in fp32. ldmatrix brings its operands from shared memory in the layout it wants; both tiles lie with i as
-// their row and are transposed on the way. Tiles stay bf16 in shared memory, half the bytes of before. Rows are padded
-// by 16 bytes, so that the 8 rows that ldmatrix reads at once lie in different banks. Loading and multiplying still
-// take turns.
+// ================================================================================================
+// version 4 Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048
+// multiply-adds, from bf16 in registers with sums in fp32. ldmatrix brings its operands from shared
+// memory in the layout it wants; both tiles lie with i as their row and are transposed on the way.
+// Tiles stay bf16 in shared memory, half the bytes of before. Rows are padded by 16 bytes, so that
+// the 8 rows that ldmatrix reads at once lie in different banks. Loading and multiplying still take
+// turns.
 
 template <int kRows, int kChannels, int kWarpRows, int kWarpChannels>
 __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels) * 32, 1)
@@ -216,7 +225,8 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
       const int row = vector % (kRows / 8) * 8;
       uint4 packed = make_uint4(0, 0, 0, 0);
       if (i0 + i < a.tokens && row0 + row < a.columns) {
-        packed = *reinterpret_cast<const uint4*>(&a.weight[static_cast<size_t>(i0 + i) * a.columns + row0 + row]);
+        packed = *reinterpret_cast<const uint4*>(
+            &a.weight[static_cast<size_t>(i0 + i) * a.columns + row0 + row]);
       }
       *reinterpret_cast<uint4*>(&weights[i][row]) = packed;
     }
@@ -226,7 +236,8 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
       const int channel = vector % (kChannels / 8) * 8;
       uint4 packed = make_uint4(0, 0, 0, 0);
       if (i0 + i < a.tokens && channel0 + channel < a.channels) {
-        packed = *reinterpret_cast<const uint4*>(&dy[static_cast<size_t>(i0 + i) * a.channels + channel0 + channel]);
+        packed = *reinterpret_cast<const uint4*>(
+            &dy[static_cast<size_t>(i0 + i) * a.channels + channel0 + channel]);
       }
       *reinterpret_cast<uint4*>(&gradients[i][channel]) = packed;
     }
@@ -242,7 +253,8 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
 #pragma unroll
       for (int c = 0; c < kWarpChannels / 16; ++c) {
         uint32_t right[4];  // two operands of 16 x 8
-        load_matrices_transposed(right, &gradients[k + lane % 16][warp_channel + 16 * c + lane / 16 * 8]);
+        load_matrices_transposed(right,
+                                 &gradients[k + lane % 16][warp_channel + 16 * c + lane / 16 * 8]);
 #pragma unroll
         for (int r = 0; r < kWarpRows / 16; ++r) {
           multiply_16x8x16(sum[r][2 * c], left[r], right[0], right[1]);
@@ -266,18 +278,21 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
 template <int kRows, int kChannels, int kWarpRows, int kWarpChannels>
 Configuration tensor_cores() {
   constexpr int kWarps = kRows * kChannels / (kWarpRows * kWarpChannels);
-  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kChannels) + "x32, ";
+  const std::string name =
+      "tile " + std::to_string(kRows) + "x" + std::to_string(kChannels) + "x32, ";
   return {name + std::to_string(kWarps) + " warps", [](const Arguments& a) {
             const dim3 blocks(ceil_div(a.channels, kChannels), ceil_div(a.tokens, kRows), a.batch);
-            return launch(mma_kernel<kRows, kChannels, kWarpRows, kWarpChannels>, blocks, dim3(32 * kWarps), 0, a);
+            return launch(mma_kernel<kRows, kChannels, kWarpRows, kWarpChannels>, blocks,
+                          dim3(32 * kWarps), 0, a);
           }};
 }
 
-// ================================================================================================ version 5
-// cp.async copies from global to shared memory in the background. With kStages buffers the copies of the next kStages -
-// 1 steps are under way while the tensor cores work on this one, and one __syncthreads a step is enough. An XOR swizzle
-// takes the place of the padding. The first row tile has the longest walk, so it starts first, and the light ones fill
-// the end. Warps whose rows lie above the diagonal of a step skip it.
+// ================================================================================================
+// version 5 cp.async copies from global to shared memory in the background. With kStages buffers
+// the copies of the next kStages - 1 steps are under way while the tensor cores work on this one,
+// and one __syncthreads a step is enough. An XOR swizzle takes the place of the padding. The first
+// row tile has the longest walk, so it starts first, and the light ones fill the end. Warps whose
+// rows lie above the diagonal of a step skip it.
 
 template <int kRows, int kChannels, int kDepth, int kStages>
 constexpr int pipeline_bytes() {
@@ -312,7 +327,8 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
       const int i = vector / (kRows / 8);
       const int row = vector % (kRows / 8) * 8;
       const bool inside = i0 + i < a.tokens && row0 + row < a.columns;
-      const bf16* source = a.weight + (inside ? static_cast<size_t>(i0 + i) * a.columns + row0 + row : 0);
+      const bf16* source =
+          a.weight + (inside ? static_cast<size_t>(i0 + i) * a.columns + row0 + row : 0);
       copy_async(&weight_stage[swizzled<kRows>(i, row)], source, inside);
     }
 #pragma unroll
@@ -320,7 +336,8 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
       const int i = vector / (kChannels / 8);
       const int channel = vector % (kChannels / 8) * 8;
       const bool inside = i0 + i < a.tokens && channel0 + channel < a.channels;
-      const bf16* source = dy + (inside ? static_cast<size_t>(i0 + i) * a.channels + channel0 + channel : 0);
+      const bf16* source =
+          dy + (inside ? static_cast<size_t>(i0 + i) * a.channels + channel0 + channel : 0);
       copy_async(&gradient_stage[swizzled<kChannels>(i, channel)], source, inside);
     }
   };
@@ -332,10 +349,12 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
   float sum[kWarpRows / 16][kWarpChannels / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
     wait_for_copies<kStages - 2>();  // this thread's copies of `step` are there
-    __syncthreads();                 // everyone's are, and everyone is done with step - 1, whose buffer is loaded next
+    // everyone's are, and everyone is done with step - 1, whose buffer is loaded next
+    __syncthreads();
     if (step + kStages - 1 < steps) load(step + kStages - 1);
     close_copy_group();
-    if (step * kDepth + kDepth - 1 < warp_row) continue;  // above the diagonal for all of this warp's rows
+    // above the diagonal for all of this warp's rows
+    if (step * kDepth + kDepth - 1 < warp_row) continue;
     const bf16* weight_stage = weights + step % kStages * (kRows * kDepth);
     const bf16* gradient_stage = gradients + step % kStages * (kDepth * kChannels);
 #pragma unroll
@@ -344,13 +363,15 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
 #pragma unroll
       for (int r = 0; r < kWarpRows / 16; ++r) {
         const int row = warp_row + 16 * r + lane / 8 % 2 * 8;
-        load_matrices_transposed(left[r], &weight_stage[swizzled<kRows>(k + lane / 16 * 8 + lane % 8, row)]);
+        load_matrices_transposed(left[r],
+                                 &weight_stage[swizzled<kRows>(k + lane / 16 * 8 + lane % 8, row)]);
       }
 #pragma unroll
       for (int c = 0; c < kWarpChannels / 16; ++c) {
         uint32_t right[4];
         const int channel = warp_channel + 16 * c + lane / 16 * 8;
-        load_matrices_transposed(right, &gradient_stage[swizzled<kChannels>(k + lane % 16, channel)]);
+        load_matrices_transposed(right,
+                                 &gradient_stage[swizzled<kChannels>(k + lane % 16, channel)]);
 #pragma unroll
         for (int r = 0; r < kWarpRows / 16; ++r) {
           multiply_16x8x16(sum[r][2 * c], left[r], right[0], right[1]);
@@ -382,40 +403,47 @@ Configuration pipelined(bool grouped) {
             const int columns = a.batch * ceil_div(a.channels, kChannels);
             const int group = grouped ? columns_in_cache(a, kChannels) : columns;
             const TileOrder order = {ceil_div(a.tokens, kRows), columns, group};
-            return launch(pipelined_kernel<kRows, kChannels, kDepth, kWarpRows, kWarpChannels, kStages>,
-                          dim3(order.row_tiles * columns), dim3(32 * kWarps), kBytes, a, order);
+            return launch(
+                pipelined_kernel<kRows, kChannels, kDepth, kWarpRows, kWarpChannels, kStages>,
+                dim3(order.row_tiles * columns), dim3(32 * kWarps), kBytes, a, order);
           }};
 }
 
-// ================================================================================================ version 6
-// Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both operands from shared memory
-// itself, so the operands no longer pass through registers. TMA copies boxes of 64 x 64 with one instruction of one
-// thread: address arithmetic, bounds and swizzle are done by hardware. So the block divides the labour: one producer
-// warp keeps the stages full, the consumer warpgroups (64 rows each) only multiply, and two barriers a stage, full and
-// empty, are all they share. Tiles are ordered in groups of columns whose gradients stay in L2. The result goes through
-// shared memory and TMA again.
+// ================================================================================================
+// version 6 Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both
+// operands from shared memory itself, so the operands no longer pass through registers. TMA copies
+// boxes of 64 x 64 with one instruction of one thread: address arithmetic, bounds and swizzle are
+// done by hardware. So the block divides the labour: one producer warp keeps the stages full, the
+// consumer warpgroups (64 rows each) only multiply, and two barriers a stage, full and empty, are
+// all they share. Tiles are ordered in groups of columns whose gradients stay in L2. The result
+// goes through shared memory and TMA again.
 //
-// Stage: the tile of W as kConsumers boxes (64 i x 64 rows of dx, M-major), that of dy as kChannels / 64 boxes (64 i x
-// 64 channels, N-major). wgmma transposes both as it reads them.
+// Stage: the tile of W as kConsumers boxes (64 i x 64 rows of dx, M-major), that of dy as kChannels
+// / 64 boxes (64 i x 64 channels, N-major). wgmma transposes both as it reads them.
 
 template <int kConsumers, int kChannels, int kStages>
 constexpr int hopper_bytes() {
-  return 1024 + kStages * (kConsumers + kChannels / kBox) * kBoxBytes + 2 * kStages * static_cast<int>(sizeof(Barrier));
+  return 1024 + kStages * (kConsumers + kChannels / kBox) * kBoxBytes +
+         2 * kStages * static_cast<int>(sizeof(Barrier));
 }
 
 template <int kConsumers, int kChannels, int kStages, int kBlocks>
 __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
-    hopper_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap dy_map,
-                  const __grid_constant__ CUtensorMap dx_map, const Arguments a, const TileOrder order) {
+    hopper_kernel(const __grid_constant__ CUtensorMap weight_map,
+                  const __grid_constant__ CUtensorMap dy_map,
+                  const __grid_constant__ CUtensorMap dx_map, const Arguments a,
+                  const TileOrder order) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = kBox * kConsumers;
   constexpr int kBoxesAcross = kChannels / kBox;
   constexpr int kStageBytes = (kConsumers + kBoxesAcross) * kBoxBytes;
   static_assert(kConsumers * kBoxesAcross * kBoxBytes <= kStages * kStageBytes,
                 "the output tile takes the stages' place");
-  static_assert(kConsumers <= kStages, "the steps that a consumer leaves out lie in different stages");
+  static_assert(kConsumers <= kStages,
+                "the steps that a consumer leaves out lie in different stages");
   // Boxes must start at multiples of 1024 bytes.
-  unsigned char* stages = dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
+  unsigned char* stages =
+      dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
   Barrier* full = reinterpret_cast<Barrier*>(stages + kStages * kStageBytes);
   Barrier* empty = full + kStages;
 
@@ -445,23 +473,26 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
       barrier_wait(&empty[stage], (step / kStages + 1) % 2);
       barrier_arrive_expecting(&full[stage], kStageBytes);
       for (int box = 0; box < kConsumers; ++box) {
-        load_box(memory + box * kBoxBytes, &weight_map, &full[stage], row0 + box * kBox, row0 + step * kBox, 0);
+        load_box(memory + box * kBoxBytes, &weight_map, &full[stage], row0 + box * kBox,
+                 row0 + step * kBox, 0);
       }
       for (int box = 0; box < kBoxesAcross; ++box) {
-        load_box(memory + (kConsumers + box) * kBoxBytes, &dy_map, &full[stage], channel0 + box * kBox,
-                 row0 + step * kBox, sample);
+        load_box(memory + (kConsumers + box) * kBoxBytes, &dy_map, &full[stage],
+                 channel0 + box * kBox, row0 + step * kBox, sample);
       }
     }
     return;
   }
 
-  // A consumer. Its 64 rows begin at the diagonal: the steps before that are zeros for it, and it gives their stages
-  // back unread, but waits for them like everyone: copies arrive in any order, and if a later one came first, the wait
-  // for this stage's next copy would take the phase before it, still open, for the one it waits for. (Rows beyond the
-  // last token have no step of their own; the last step then serves them, with zeros.)
+  // A consumer. Its 64 rows begin at the diagonal: the steps before that are zeros for it, and it
+  // gives their stages back unread, but waits for them like everyone: copies arrive in any order,
+  // and if a later one came first, the wait for this stage's next copy would take the phase before
+  // it, still open, for the one it waits for. (Rows beyond the last token have no step of their
+  // own; the last step then serves them, with zeros.)
   const int consumer = warp / 4;
   const int first = min(consumer, steps - 1);
-  float sum[kChannels / 2];  // written by the first wgmma, which does not add: a zero written here would have to wait
+  // written by the first wgmma, which does not add: a zero written here would have to wait
+  float sum[kChannels / 2];
   for (int step = 0; step < first; ++step) {
     barrier_wait(&full[step], 0);
     if (threadIdx.x % 128 == 0) barrier_arrive(&empty[step]);
@@ -475,33 +506,39 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBox / 16; ++k) {
-      wgmma<true, true>(sum, left + k * kNextKTransposed, right + k * kNextKTransposed, step > first || k > 0);
+      wgmma<true, true>(sum, left + k * kNextKTransposed, right + k * kNextKTransposed,
+                        step > first || k > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();  // the step before has been read: its stage is free
     if (step > first && threadIdx.x % 128 == 0) barrier_arrive(&empty[(step - 1) % kStages]);
   }
-  wgmma_wait<0>();  // the last stage is not given back: the output tile takes the stages' place once all have read
+  // the last stage is not given back: the output tile takes the stages' place once all have read
+  wgmma_wait<0>();
                     // theirs
   named_barrier(1, 128 * kConsumers);
 
-  // The tile goes to shared memory as boxes of 64 x 64, swizzled as TMA expects; TMA drops what lies outside.
+  // The tile goes to shared memory as boxes of 64 x 64, swizzled as TMA expects; TMA drops what
+  // lies outside.
   unsigned char* boxes = stages + consumer * kBoxesAcross * kBoxBytes;
   const int warp_row = warp % 4 * 16;
 #pragma unroll
   for (int pair = 0; pair < kChannels / 16; ++pair) {  // 16 channels
     uint32_t values[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] = pack_pair(sum[8 * pair + 2 * i], sum[8 * pair + 2 * i + 1]);
+    for (int i = 0; i < 4; ++i)
+      values[i] = pack_pair(sum[8 * pair + 2 * i], sum[8 * pair + 2 * i + 1]);
     const int box_row = warp_row + lane % 16;
     const int piece = pair % 4 * 2 + lane / 16;
-    store_matrices(boxes + pair / 4 * kBoxBytes + box_row * 128 + (piece ^ box_row % 8) * 16, values);
+    store_matrices(boxes + pair / 4 * kBoxBytes + box_row * 128 + (piece ^ box_row % 8) * 16,
+                   values);
   }
   publish_to_copy_engine();
   named_barrier(2 + consumer, 128);
   if (threadIdx.x % 128 == 0) {
     for (int box = 0; box < kBoxesAcross; ++box) {
-      store_box(&dx_map, boxes + box * kBoxBytes, channel0 + box * kBox, row0 + consumer * kBox, sample);
+      store_box(&dx_map, boxes + box * kBoxBytes, channel0 + box * kBox, row0 + consumer * kBox,
+                sample);
     }
     finish_stores();
   }
@@ -513,19 +550,24 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
 template <int kConsumers, int kChannels, int kStages, int kBlocks>
 Configuration hopper() {
   constexpr int kRows = kBox * kConsumers;
-  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kChannels) + "x64, " +
-                           std::to_string(kStages) + " stages, " + std::to_string(kBlocks) + " blocks an SM";
+  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kChannels) +
+                           "x64, " + std::to_string(kStages) + " stages, " +
+                           std::to_string(kBlocks) + " blocks an SM";
   return {name, [](const Arguments& a) {
             CUtensorMap weight_map, dy_map, dx_map;
             cudaError_t status = make_map(&weight_map, a.weight, 1, a.tokens, a.columns, a.columns);
-            if (status == cudaSuccess) status = make_map(&dy_map, a.dy, a.batch, a.tokens, a.channels, a.channels);
-            if (status == cudaSuccess) status = make_map(&dx_map, a.dx, a.batch, a.tokens, a.channels, a.channels);
+            if (status == cudaSuccess)
+              status = make_map(&dy_map, a.dy, a.batch, a.tokens, a.channels, a.channels);
+            if (status == cudaSuccess)
+              status = make_map(&dx_map, a.dx, a.batch, a.tokens, a.channels, a.channels);
             if (status != cudaSuccess) return status;
             const int columns = a.batch * ceil_div(a.channels, kChannels);
-            const TileOrder order = {ceil_div(a.tokens, kRows), columns, columns_in_cache(a, kChannels)};
-            return launch(hopper_kernel<kConsumers, kChannels, kStages, kBlocks>, dim3(order.row_tiles * columns),
-                          dim3(128 * kConsumers + 32), hopper_bytes<kConsumers, kChannels, kStages>(), weight_map,
-                          dy_map, dx_map, a, order);
+            const TileOrder order = {ceil_div(a.tokens, kRows), columns,
+                                     columns_in_cache(a, kChannels)};
+            return launch(hopper_kernel<kConsumers, kChannels, kStages, kBlocks>,
+                          dim3(order.row_tiles * columns), dim3(128 * kConsumers + 32),
+                          hopper_bytes<kConsumers, kChannels, kStages>(), weight_map, dy_map,
+                          dx_map, a, order);
           }};
 }
 
@@ -534,8 +576,14 @@ int main(int count, char** arguments) {
   return run_ladder(
       kGradInput, options,
       {
-          {1, "one thread an element, i >= j only", false, {naive(32, 8), naive(64, 4), naive(256, 1)}},
-          {2, "tiles in shared memory, none above the diagonal", false, {shared_tiles<16>(), shared_tiles<32>()}},
+          {1,
+           "one thread an element, i >= j only",
+           false,
+           {naive(32, 8), naive(64, 4), naive(256, 1)}},
+          {2,
+           "tiles in shared memory, none above the diagonal",
+           false,
+           {shared_tiles<16>(), shared_tiles<32>()}},
           {3,
            "8x8 elements a thread in registers, 16-byte loads",
            false,
@@ -543,7 +591,8 @@ int main(int count, char** arguments) {
           {4,
            "tensor cores: mma.sync and ldmatrix",
            false,
-           {tensor_cores<64, 64, 32, 32>(), tensor_cores<128, 128, 64, 32>(), tensor_cores<128, 128, 64, 64>()}},
+           {tensor_cores<64, 64, 32, 32>(), tensor_cores<128, 128, 64, 32>(),
+            tensor_cores<128, 128, 64, 64>()}},
           {5,
            "cp.async pipeline, XOR swizzle, heavy tiles first",
            false,
@@ -553,8 +602,8 @@ int main(int count, char** arguments) {
           {6,
            "TMA, mbarriers, wgmma, a producer warp; tiles grouped for L2",
            true,
-           {hopper<2, 128, 4, 1>(), hopper<2, 128, 3, 2>(), hopper<2, 256, 3, 1>(), hopper<2, 256, 4, 1>(),
-            hopper<4, 128, 4, 1>()}},
+           {hopper<2, 128, 4, 1>(), hopper<2, 128, 3, 2>(), hopper<2, 256, 3, 1>(),
+            hopper<2, 256, 4, 1>(), hopper<4, 128, 4, 1>()}},
           library_version(kGradInput),
       });
 }

@@ -1,19 +1,21 @@
-// The ladder of the gradient with respect to the weight: dW = lower triangle of the sum over the batch of dy x^T.
+// The ladder of the gradient with respect to the weight: dW = lower triangle of the sum over the
+// batch of dy x^T.
 //
 //   dW[i, j] = sum over b, c of dy[b, i, c] x[b, j, c]  for j <= i, exact zeros above
 //
-// dy, x (batch, tokens, channels) bf16, dW (tokens, tokens) fp32. README.md says how to run it. Here the output is
-// small and the sum is long, batch x channels products an element, so from version 2 on the sum is split: blockIdx.y is
-// the range of (sample, channels) that a block adds up, its tile of partial sums goes to a workspace, and a second
-// kernel adds the partial tiles in a fixed order. No atomics: two runs agree bit for bit.
+// dy, x (batch, tokens, channels) bf16, dW (tokens, tokens) fp32. README.md says how to run it.
+// Here the output is small and the sum is long, batch x channels products an element, so from
+// version 2 on the sum is split: blockIdx.y is the range of (sample, channels) that a block adds
+// up, its tile of partial sums goes to a workspace, and a second kernel adds the partial tiles in a
+// fixed order. No atomics: two runs agree bit for bit.
 #include "common.cuh"
 #include "hopper.cuh"
 #include "library.cuh"
 
-// ------------------------------------------------------------------------------------------------ tiles and splits
+// -------------------------------------------------------------------------------- tiles and splits
 
-// Tiles of kRows x kColumns that touch the lower triangle, counted row tile by row tile. kColumns is a multiple of
-// kRows, so row tile r has r / ratio + 1 of them.
+// Tiles of kRows x kColumns that touch the lower triangle, counted row tile by row tile. kColumns
+// is a multiple of kRows, so row tile r has r / ratio + 1 of them.
 template <int kRows, int kColumns>
 struct LowerTiles {
   static_assert(kColumns % kRows == 0, "a row tile's diagonal must lie in one column tile");
@@ -28,7 +30,8 @@ struct LowerTiles {
 
   // The first row and column of a tile.
   __device__ static void origin(int tile, int* row0, int* column0) {
-    int r = static_cast<int>(sqrtf(2.0f * kRatio * tile));  // near the row tile; exact after the two loops
+    // near the row tile; exact after the two loops
+    int r = static_cast<int>(sqrtf(2.0f * kRatio * tile));
     while (before(r) > tile) --r;
     while (before(r + 1) <= tile) ++r;
     *row0 = r * kRows;
@@ -36,7 +39,8 @@ struct LowerTiles {
   }
 };
 
-// The part of the sum that block blockIdx.y of gridDim.y adds up: slices of kDepth channels of a sample, [first, last).
+// The part of the sum that block blockIdx.y of gridDim.y adds up: slices of kDepth channels of a
+// sample, [first, last).
 template <int kDepth>
 struct Range {
   int per_sample, first, last;
@@ -50,12 +54,14 @@ struct Range {
   __device__ int channel(int slice) const { return slice % per_sample * kDepth; }
 };
 
-// How often to split the sum, so that tiles x splits come close to `wanted` blocks for each multiprocessor but do not
-// exceed them (one block more would mean a second round for its sake), with at least 4 slices a block.
+// How often to split the sum, so that tiles x splits come close to `wanted` blocks for each
+// multiprocessor but do not exceed them (one block more would mean a second round for its sake),
+// with at least 4 slices a block.
 inline int choose_splits(const Arguments& a, int tiles, int depth, int wanted) {
   const int64_t slices = static_cast<int64_t>(a.batch) * ceil_div(a.channels, depth);
   const int64_t most = std::min<int64_t>(slices / 4, 1024);
-  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(most, wanted * device().multiProcessorCount / tiles)));
+  return static_cast<int>(
+      std::max<int64_t>(1, std::min<int64_t>(most, wanted * device().multiProcessorCount / tiles)));
 }
 
 // Where a block's partial tile goes: workspace (splits, tiles, kRows, kColumns) fp32.
@@ -65,7 +71,8 @@ __device__ __forceinline__ float* partial_tile(float* workspace) {
   return workspace + index * (kRows * kColumns);
 }
 
-// dW from the partial tiles: a thread adds one element's partial sums in order, or writes a zero above the diagonal.
+// dW from the partial tiles: a thread adds one element's partial sums in order, or writes a zero
+// above the diagonal.
 template <int kRows, int kColumns>
 __global__ void finish_kernel(const Arguments a, const float* workspace, int splits) {
   const int column = blockIdx.x * blockDim.x + threadIdx.x;
@@ -85,8 +92,8 @@ __global__ void finish_kernel(const Arguments a, const float* workspace, int spl
 
 template <int kRows, int kColumns>
 cudaError_t finish(const Arguments& a, const float* workspace, int splits) {
-  return launch(finish_kernel<kRows, kColumns>, dim3(ceil_div(a.tokens, 256), a.tokens), dim3(256), 0, a, workspace,
-                splits);
+  return launch(finish_kernel<kRows, kColumns>, dim3(ceil_div(a.tokens, 256), a.tokens), dim3(256),
+                0, a, workspace, splits);
 }
 
 template <int kRows, int kColumns>
@@ -95,11 +102,11 @@ float* workspace_for(const Arguments& a, int splits) {
   return static_cast<float*>(scratch(sizeof(float) * tiles * splits * kRows * kColumns));
 }
 
-// ================================================================================================ version 1
-// One thread for each element of dW, which adds its batch x channels products, 8 channels (16 bytes of each factor) at
-// a time. Above the diagonal a thread writes its zero and is done. A short context has few elements, so few threads,
-// each with a long sum: at 512 tokens 131 thousand threads of 131 thousand products, half of what fits on the GPU at
-// once.
+// ================================================================================================
+// version 1 One thread for each element of dW, which adds its batch x channels products, 8 channels
+// (16 bytes of each factor) at a time. Above the diagonal a thread writes its zero and is done. A
+// short context has few elements, so few threads, each with a long sum: at 512 tokens 131 thousand
+// threads of 131 thousand products, half of what fits on the GPU at once.
 
 __global__ void naive_kernel(const Arguments a) {
   const int column = blockIdx.x * blockDim.x + threadIdx.x;
@@ -125,22 +132,25 @@ __global__ void naive_kernel(const Arguments a) {
 }
 
 Configuration naive(int across, int down) {
-  const std::string name = std::to_string(across) + " columns x " + std::to_string(down) + " rows a block";
+  const std::string name =
+      std::to_string(across) + " columns x " + std::to_string(down) + " rows a block";
   return {name, [=](const Arguments& a) {
-            return launch(naive_kernel, dim3(ceil_div(a.tokens, across), ceil_div(a.tokens, down)), dim3(across, down),
-                          0, a);
+            return launch(naive_kernel, dim3(ceil_div(a.tokens, across), ceil_div(a.tokens, down)),
+                          dim3(across, down), 0, a);
           }};
 }
 
-// ================================================================================================ version 2
-// A block computes a square tile of dW for a part of the sum. Tiles of dy and x come into shared memory as fp32, with
-// their rows along the tokens, and every value brought in is used kTile times. Only tiles that touch the lower triangle
-// have a block. Splitting the sum gives the GPU enough blocks whatever the context.
+// ================================================================================================
+// version 2 A block computes a square tile of dW for a part of the sum. Tiles of dy and x come into
+// shared memory as fp32, with their rows along the tokens, and every value brought in is used kTile
+// times. Only tiles that touch the lower triangle have a block. Splitting the sum gives the GPU
+// enough blocks whatever the context.
 
 template <int kTile>
 __global__ void __launch_bounds__(kTile* kTile) shared_kernel(const Arguments a, float* workspace) {
   __shared__ float left[kTile][kTile];       // [i][channel]
-  __shared__ float right[kTile][kTile + 1];  // [j][channel]; the extra word puts the rows into different banks
+  // [j][channel]; the extra word puts the rows into different banks
+  __shared__ float right[kTile][kTile + 1];
   int row0, column0;
   LowerTiles<kTile, kTile>::origin(blockIdx.x, &row0, &column0);
   const Range<kTile> range(a);
@@ -150,8 +160,10 @@ __global__ void __launch_bounds__(kTile* kTile) shared_kernel(const Arguments a,
     const int channel = range.channel(slice) + threadIdx.x;
     const size_t row = row0 + threadIdx.y, column = column0 + threadIdx.y;
     float dy = 0.0f, x = 0.0f;
-    if (row < a.tokens && channel < a.channels) dy = __bfloat162float(a.dy[(start + row) * a.channels + channel]);
-    if (column < a.tokens && channel < a.channels) x = __bfloat162float(a.x[(start + column) * a.channels + channel]);
+    if (row < a.tokens && channel < a.channels)
+      dy = __bfloat162float(a.dy[(start + row) * a.channels + channel]);
+    if (column < a.tokens && channel < a.channels)
+      x = __bfloat162float(a.x[(start + column) * a.channels + channel]);
     __syncthreads();
     left[threadIdx.y][threadIdx.x] = dy;
     right[threadIdx.y][threadIdx.x] = x;
@@ -169,30 +181,32 @@ Configuration shared_tiles() {
             const int tiles = LowerTiles<kTile, kTile>::count(a.tokens);
             const int splits = choose_splits(a, tiles, kTile, 8);
             float* workspace = workspace_for<kTile, kTile>(a, splits);
-            const cudaError_t status =
-                launch(shared_kernel<kTile>, dim3(tiles, splits), dim3(kTile, kTile), 0, a, workspace);
+            const cudaError_t status = launch(shared_kernel<kTile>, dim3(tiles, splits),
+                                              dim3(kTile, kTile), 0, a, workspace);
             return status == cudaSuccess ? finish<kTile, kTile>(a, workspace, splits) : status;
           }};
 }
 
-// ================================================================================================ version 3
-// Each thread computes 8 x 8 elements in registers: 16 values from shared memory feed 64 multiply-adds instead of 2
-// feeding 1. Loads from global memory bring 8 bf16 (16 bytes) an instruction. Both tiles are stored with the channel as
-// their row, so that a thread's 8 rows and 8 columns are two 16-byte reads each; the 4 extra floats of a row keep the
-// transposing stores out of each other's banks.
+// ================================================================================================
+// version 3 Each thread computes 8 x 8 elements in registers: 16 values from shared memory feed 64
+// multiply-adds instead of 2 feeding 1. Loads from global memory bring 8 bf16 (16 bytes) an
+// instruction. Both tiles are stored with the channel as their row, so that a thread's 8 rows and 8
+// columns are two 16-byte reads each; the 4 extra floats of a row keep the transposing stores out
+// of each other's banks.
 
 // tile[channel][row] from rows row0 .. of one sample; zero beyond the tokens and channels.
 template <int kRows, int kDepth, int kThreads>
-__device__ __forceinline__ void load_transposed(float (&tile)[kDepth][kRows + 4], const Arguments& a,
-                                                const bf16* values, int row0, int channel0) {
+__device__ __forceinline__ void load_transposed(float (&tile)[kDepth][kRows + 4],
+                                                const Arguments& a, const bf16* values, int row0,
+                                                int channel0) {
 #pragma unroll
   for (int vector = threadIdx.x; vector < kRows * kDepth / 8; vector += kThreads) {
     const int row = vector / (kDepth / 8);
     const int channel = vector % (kDepth / 8) * 8;
     uint4 packed = make_uint4(0, 0, 0, 0);
     if (row0 + row < a.tokens && channel0 + channel < a.channels) {
-      packed =
-          *reinterpret_cast<const uint4*>(&values[static_cast<size_t>(row0 + row) * a.channels + channel0 + channel]);
+      packed = *reinterpret_cast<const uint4*>(
+          &values[static_cast<size_t>(row0 + row) * a.channels + channel0 + channel]);
     }
     float unpacked[8];
     unpack(unpacked, packed);
@@ -202,14 +216,17 @@ __device__ __forceinline__ void load_transposed(float (&tile)[kDepth][kRows + 4]
 }
 
 template <int kRows, int kColumns>
-__global__ void __launch_bounds__(kRows* kColumns / 64) register_kernel(const Arguments a, float* workspace) {
+__global__ void __launch_bounds__(kRows* kColumns / 64)
+    register_kernel(const Arguments a, float* workspace) {
   constexpr int kDepth = 16;
   constexpr int kThreads = kRows * kColumns / 64;
   constexpr int kAcross = kColumns / 8;  // threads side by side
   __shared__ __align__(16) float left[kDepth][kRows + 4];
   __shared__ __align__(16) float right[kDepth][kColumns + 4];
-  const int down = threadIdx.x / kAcross * 4;    // the thread's rows: down .. down + 3 and kRows / 2 further on
-  const int across = threadIdx.x % kAcross * 4;  // and its columns: across .. across + 3 and kColumns / 2 further on
+  // the thread's rows: down .. down + 3 and kRows / 2 further on
+  const int down = threadIdx.x / kAcross * 4;
+  // and its columns: across .. across + 3 and kColumns / 2 further on
+  const int across = threadIdx.x % kAcross * 4;
   int row0, column0;
   LowerTiles<kRows, kColumns>::origin(blockIdx.x, &row0, &column0);
   const Range<kDepth> range(a);
@@ -219,7 +236,8 @@ __global__ void __launch_bounds__(kRows* kColumns / 64) register_kernel(const Ar
     const size_t start = static_cast<size_t>(range.sample(slice)) * a.tokens * a.channels;
     __syncthreads();
     load_transposed<kRows, kDepth, kThreads>(left, a, a.dy + start, row0, range.channel(slice));
-    load_transposed<kColumns, kDepth, kThreads>(right, a, a.x + start, column0, range.channel(slice));
+    load_transposed<kColumns, kDepth, kThreads>(right, a, a.x + start, column0,
+                                                range.channel(slice));
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kDepth; ++k) {
@@ -241,7 +259,8 @@ __global__ void __launch_bounds__(kRows* kColumns / 64) register_kernel(const Ar
   for (int r = 0; r < 8; ++r) {
     float* target = &partial[(r / 4 * (kRows / 2) + down + r % 4) * kColumns + across];
     *reinterpret_cast<float4*>(target) = make_float4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-    *reinterpret_cast<float4*>(target + kColumns / 2) = make_float4(sum[r][4], sum[r][5], sum[r][6], sum[r][7]);
+    *reinterpret_cast<float4*>(target + kColumns / 2) =
+        make_float4(sum[r][4], sum[r][5], sum[r][6], sum[r][7]);
   }
 }
 
@@ -253,21 +272,23 @@ Configuration register_tiles() {
             const int tiles = LowerTiles<kRows, kColumns>::count(a.tokens);
             const int splits = choose_splits(a, tiles, 16, 512 / kThreads);
             float* workspace = workspace_for<kRows, kColumns>(a, splits);
-            const cudaError_t status =
-                launch(register_kernel<kRows, kColumns>, dim3(tiles, splits), dim3(kThreads), 0, a, workspace);
+            const cudaError_t status = launch(register_kernel<kRows, kColumns>, dim3(tiles, splits),
+                                              dim3(kThreads), 0, a, workspace);
             return status == cudaSuccess ? finish<kRows, kColumns>(a, workspace, splits) : status;
           }};
 }
 
-// ================================================================================================ version 4
-// Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048 multiply-adds, from bf16 in registers
-// with sums in fp32. Channels run along the rows of dy and of x, just as mma wants both of its operands: ldmatrix
-// transposes neither. Tiles stay bf16 in shared memory; rows are padded by 16 bytes, so that the 8 rows that ldmatrix
-// reads at once lie in different banks. Loading and multiplying still take turns.
+// ================================================================================================
+// version 4 Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048
+// multiply-adds, from bf16 in registers with sums in fp32. Channels run along the rows of dy and of
+// x, just as mma wants both of its operands: ldmatrix transposes neither. Tiles stay bf16 in shared
+// memory; rows are padded by 16 bytes, so that the 8 rows that ldmatrix reads at once lie in
+// different banks. Loading and multiplying still take turns.
 
 // Partial sums of a warp's tile of mma results to the block's partial tile.
 template <int kColumns, int kRowBlocks, int kColumnBlocks>
-__device__ __forceinline__ void store_partial(float* partial, const float (&sum)[kRowBlocks][kColumnBlocks][4]) {
+__device__ __forceinline__ void store_partial(float* partial,
+                                              const float (&sum)[kRowBlocks][kColumnBlocks][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < kRowBlocks; ++r) {
@@ -296,7 +317,8 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
   const Range<kDepth> range(a);
 
   // tile[row][channel] from rows row0 .. of one sample; zero beyond the tokens and channels.
-  const auto load = [&](bf16(*tile)[kDepth + 8], int rows, const bf16* values, int first_row, int channel0) {
+  const auto load = [&](bf16(*tile)[kDepth + 8], int rows, const bf16* values, int first_row,
+                        int channel0) {
 #pragma unroll
     for (int vector = threadIdx.x; vector < rows * kDepth / 8; vector += kThreads) {
       const int row = vector / (kDepth / 8);
@@ -327,7 +349,8 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
 #pragma unroll
       for (int c = 0; c < kWarpColumns / 16; ++c) {
         uint32_t x[4];  // two operands of 16 x 8
-        load_matrices(x, &right[warp_column + 16 * c + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
+        load_matrices(
+            x, &right[warp_column + 16 * c + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
 #pragma unroll
         for (int r = 0; r < kWarpRows / 16; ++r) {
           multiply_16x8x16(sum[r][2 * c], dy[r], x[0], x[1]);
@@ -336,28 +359,31 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
       }
     }
   }
-  store_partial<kColumns>(partial_tile<kRows, kColumns>(workspace) + warp_row * kColumns + warp_column, sum);
+  store_partial<kColumns>(
+      partial_tile<kRows, kColumns>(workspace) + warp_row * kColumns + warp_column, sum);
 }
 
 template <int kRows, int kColumns, int kWarpRows, int kWarpColumns>
 Configuration tensor_cores() {
   constexpr int kWarps = kRows * kColumns / (kWarpRows * kWarpColumns);
-  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kColumns) + "x32, ";
+  const std::string name =
+      "tile " + std::to_string(kRows) + "x" + std::to_string(kColumns) + "x32, ";
   return {name + std::to_string(kWarps) + " warps", [](const Arguments& a) {
             const int tiles = LowerTiles<kRows, kColumns>::count(a.tokens);
             const int splits = choose_splits(a, tiles, 32, 16 / kWarps);
             float* workspace = workspace_for<kRows, kColumns>(a, splits);
-            const cudaError_t status = launch(mma_kernel<kRows, kColumns, kWarpRows, kWarpColumns>, dim3(tiles, splits),
-                                              dim3(32 * kWarps), 0, a, workspace);
+            const cudaError_t status =
+                launch(mma_kernel<kRows, kColumns, kWarpRows, kWarpColumns>, dim3(tiles, splits),
+                       dim3(32 * kWarps), 0, a, workspace);
             return status == cudaSuccess ? finish<kRows, kColumns>(a, workspace, splits) : status;
           }};
 }
 
-// ================================================================================================ version 5
-// cp.async copies from global to shared memory in the background. With kStages buffers the copies of the next kStages -
-// 1 slices are under way while the tensor cores work on this one, and one __syncthreads a slice is enough. An XOR
-// swizzle takes the place of the padding. All tiles have the same work here, so what decides the last round is the
-// number of splits.
+// ================================================================================================
+// version 5 cp.async copies from global to shared memory in the background. With kStages buffers
+// the copies of the next kStages - 1 slices are under way while the tensor cores work on this one,
+// and one __syncthreads a slice is enough. An XOR swizzle takes the place of the padding. All tiles
+// have the same work here, so what decides the last round is the number of splits.
 
 template <int kRows, int kColumns, int kDepth, int kStages>
 constexpr int pipeline_bytes() {
@@ -379,14 +405,16 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
   const Range<kDepth> range(a);
   const int steps = range.last - range.first;
 
-  // Starts to copy tile[row][channel] from rows first_row .. of one sample; zero beyond the tokens and channels.
+  // Starts to copy tile[row][channel] from rows first_row .. of one sample; zero beyond the tokens
+  // and channels.
   const auto copy = [&](bf16* tile, int rows, const bf16* values, int first_row, int channel0) {
 #pragma unroll
     for (int vector = threadIdx.x; vector < rows * kDepth / 8; vector += kThreads) {
       const int row = vector / (kDepth / 8);
       const int channel = vector % (kDepth / 8) * 8;
       const bool inside = first_row + row < a.tokens && channel0 + channel < a.channels;
-      const size_t index = inside ? static_cast<size_t>(first_row + row) * a.channels + channel0 + channel : 0;
+      const size_t index =
+          inside ? static_cast<size_t>(first_row + row) * a.channels + channel0 + channel : 0;
       copy_async(&tile[swizzled<kDepth>(row, channel)], values + index, inside);
     }
   };
@@ -394,7 +422,8 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
     const int slice = range.first + step;
     const size_t start = static_cast<size_t>(range.sample(slice)) * a.tokens * a.channels;
     copy(left + step % kStages * (kRows * kDepth), kRows, a.dy + start, row0, range.channel(slice));
-    copy(right + step % kStages * (kColumns * kDepth), kColumns, a.x + start, column0, range.channel(slice));
+    copy(right + step % kStages * (kColumns * kDepth), kColumns, a.x + start, column0,
+         range.channel(slice));
   };
 
   for (int step = 0; step < kStages - 1; ++step) {
@@ -404,7 +433,8 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
   float sum[kWarpRows / 16][kWarpColumns / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
     wait_for_copies<kStages - 2>();  // this thread's copies of `step` are there
-    __syncthreads();                 // everyone's are, and everyone is done with step - 1, whose buffer is loaded next
+    // everyone's are, and everyone is done with step - 1, whose buffer is loaded next
+    __syncthreads();
     if (step + kStages - 1 < steps) load(step + kStages - 1);
     close_copy_group();
     const bf16* left_stage = left + step % kStages * (kRows * kDepth);
@@ -414,7 +444,8 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
       uint32_t dy[kWarpRows / 16][4];
 #pragma unroll
       for (int r = 0; r < kWarpRows / 16; ++r) {
-        load_matrices(dy[r], &left_stage[swizzled<kDepth>(warp_row + 16 * r + lane % 16, k + lane / 16 * 8)]);
+        load_matrices(
+            dy[r], &left_stage[swizzled<kDepth>(warp_row + 16 * r + lane % 16, k + lane / 16 * 8)]);
       }
 #pragma unroll
       for (int c = 0; c < kWarpColumns / 16; ++c) {
@@ -429,7 +460,8 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
       }
     }
   }
-  store_partial<kColumns>(partial_tile<kRows, kColumns>(workspace) + warp_row * kColumns + warp_column, sum);
+  store_partial<kColumns>(
+      partial_tile<kRows, kColumns>(workspace) + warp_row * kColumns + warp_column, sum);
 }
 
 template <int kRows, int kColumns, int kDepth, int kWarpRows, int kWarpColumns, int kStages>
@@ -444,37 +476,41 @@ Configuration pipelined(int blocks_per_processor) {
             const int splits = choose_splits(a, tiles, kDepth, blocks_per_processor);
             float* workspace = workspace_for<kRows, kColumns>(a, splits);
             const cudaError_t status =
-                launch(pipelined_kernel<kRows, kColumns, kDepth, kWarpRows, kWarpColumns, kStages>, dim3(tiles, splits),
-                       dim3(32 * kWarps), kBytes, a, workspace);
+                launch(pipelined_kernel<kRows, kColumns, kDepth, kWarpRows, kWarpColumns, kStages>,
+                       dim3(tiles, splits), dim3(32 * kWarps), kBytes, a, workspace);
             return status == cudaSuccess ? finish<kRows, kColumns>(a, workspace, splits) : status;
           }};
 }
 
-// ================================================================================================ version 6
-// Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both operands from shared memory
-// itself, so the operands no longer pass through registers. TMA copies boxes of 64 x 64 with one instruction of one
-// thread: address arithmetic, bounds and swizzle are done by hardware. So the block divides the labour: one producer
-// warp keeps the stages full, the consumer warpgroups (64 rows each) only multiply, and two barriers a stage, full and
-// empty, are all they share.
+// ================================================================================================
+// version 6 Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both
+// operands from shared memory itself, so the operands no longer pass through registers. TMA copies
+// boxes of 64 x 64 with one instruction of one thread: address arithmetic, bounds and swizzle are
+// done by hardware. So the block divides the labour: one producer warp keeps the stages full, the
+// consumer warpgroups (64 rows each) only multiply, and two barriers a stage, full and empty, are
+// all they share.
 //
-// Stage: the tile of dy as kConsumers boxes (64 rows x 64 channels), that of x as kColumns / 64 boxes of the same
-// shape. Both are K-major, the sum runs along the rows of the boxes, so wgmma transposes nothing.
+// Stage: the tile of dy as kConsumers boxes (64 rows x 64 channels), that of x as kColumns / 64
+// boxes of the same shape. Both are K-major, the sum runs along the rows of the boxes, so wgmma
+// transposes nothing.
 
 template <int kConsumers, int kColumns, int kStages>
 constexpr int hopper_bytes() {
-  return 1024 + kStages * (kConsumers + kColumns / kBox) * kBoxBytes + 2 * kStages * static_cast<int>(sizeof(Barrier));
+  return 1024 + kStages * (kConsumers + kColumns / kBox) * kBoxBytes +
+         2 * kStages * static_cast<int>(sizeof(Barrier));
 }
 
 template <int kConsumers, int kColumns, int kStages, int kBlocks>
 __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
-    hopper_kernel(const __grid_constant__ CUtensorMap dy_map, const __grid_constant__ CUtensorMap x_map,
-                  const Arguments a, float* workspace) {
+    hopper_kernel(const __grid_constant__ CUtensorMap dy_map,
+                  const __grid_constant__ CUtensorMap x_map, const Arguments a, float* workspace) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = kBox * kConsumers;
   constexpr int kBoxesAcross = kColumns / kBox;
   constexpr int kStageBytes = (kConsumers + kBoxesAcross) * kBoxBytes;
   // Boxes must start at multiples of 1024 bytes.
-  unsigned char* stages = dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
+  unsigned char* stages =
+      dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
   Barrier* full = reinterpret_cast<Barrier*>(stages + kStages * kStageBytes);
   Barrier* empty = full + kStages;
 
@@ -504,17 +540,20 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
       barrier_wait(&empty[stage], (step / kStages + 1) % 2);
       barrier_arrive_expecting(&full[stage], kStageBytes);
       for (int box = 0; box < kConsumers; ++box) {
-        load_box(memory + box * kBoxBytes, &dy_map, &full[stage], channel, row0 + box * kBox, sample);
+        load_box(memory + box * kBoxBytes, &dy_map, &full[stage], channel, row0 + box * kBox,
+                 sample);
       }
       for (int box = 0; box < kBoxesAcross; ++box) {
-        load_box(memory + (kConsumers + box) * kBoxBytes, &x_map, &full[stage], channel, column0 + box * kBox, sample);
+        load_box(memory + (kConsumers + box) * kBoxBytes, &x_map, &full[stage], channel,
+                 column0 + box * kBox, sample);
       }
     }
     return;
   }
 
   const int consumer = warp / 4;
-  float sum[kColumns / 2];  // written by the first wgmma, which does not add: a zero written here would have to wait
+  // written by the first wgmma, which does not add: a zero written here would have to wait
+  float sum[kColumns / 2];
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages;
     const unsigned char* memory = stages + stage * kStageBytes;
@@ -538,7 +577,8 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
   for (int block = 0; block < kColumns / 8; ++block) {
     float* target = partial + row * kColumns + 8 * block + lane % 4 * 2;
     *reinterpret_cast<float2*>(target) = make_float2(sum[4 * block], sum[4 * block + 1]);
-    *reinterpret_cast<float2*>(target + 8 * kColumns) = make_float2(sum[4 * block + 2], sum[4 * block + 3]);
+    *reinterpret_cast<float2*>(target + 8 * kColumns) =
+        make_float2(sum[4 * block + 2], sum[4 * block + 3]);
   }
 #else
   __trap();  // built for another architecture than sm_90a
@@ -548,20 +588,22 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
 template <int kConsumers, int kColumns, int kStages, int kBlocks>
 Configuration hopper(int blocks_per_processor) {
   constexpr int kRows = kBox * kConsumers;
-  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kColumns) + "x64, " +
-                           std::to_string(kStages) + " stages, " + std::to_string(blocks_per_processor) +
-                           " blocks an SM";
+  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kColumns) +
+                           "x64, " + std::to_string(kStages) + " stages, " +
+                           std::to_string(blocks_per_processor) + " blocks an SM";
   return {name, [=](const Arguments& a) {
             CUtensorMap dy_map, x_map;
             cudaError_t status = make_map(&dy_map, a.dy, a.batch, a.tokens, a.channels, a.channels);
-            if (status == cudaSuccess) status = make_map(&x_map, a.x, a.batch, a.tokens, a.channels, a.channels);
+            if (status == cudaSuccess)
+              status = make_map(&x_map, a.x, a.batch, a.tokens, a.channels, a.channels);
             if (status != cudaSuccess) return status;
             const int tiles = LowerTiles<kRows, kColumns>::count(a.tokens);
             const int splits = choose_splits(a, tiles, kBox, blocks_per_processor);
             float* workspace = workspace_for<kRows, kColumns>(a, splits);
-            status = launch(hopper_kernel<kConsumers, kColumns, kStages, kBlocks>, dim3(tiles, splits),
-                            dim3(128 * kConsumers + 32), hopper_bytes<kConsumers, kColumns, kStages>(), dy_map, x_map,
-                            a, workspace);
+            status =
+                launch(hopper_kernel<kConsumers, kColumns, kStages, kBlocks>, dim3(tiles, splits),
+                       dim3(128 * kConsumers + 32), hopper_bytes<kConsumers, kColumns, kStages>(),
+                       dy_map, x_map, a, workspace);
             return status == cudaSuccess ? finish<kRows, kColumns>(a, workspace, splits) : status;
           }};
 }
@@ -571,8 +613,14 @@ int main(int count, char** arguments) {
   return run_ladder(
       kGradWeight, options,
       {
-          {1, "one thread an element, j <= i only", false, {naive(32, 8), naive(16, 16), naive(8, 8)}},
-          {2, "tiles in shared memory, lower ones only, split sum", false, {shared_tiles<16>(), shared_tiles<32>()}},
+          {1,
+           "one thread an element, j <= i only",
+           false,
+           {naive(32, 8), naive(16, 16), naive(8, 8)}},
+          {2,
+           "tiles in shared memory, lower ones only, split sum",
+           false,
+           {shared_tiles<16>(), shared_tiles<32>()}},
           {3,
            "8x8 elements a thread in registers, 16-byte loads",
            false,
@@ -580,7 +628,8 @@ int main(int count, char** arguments) {
           {4,
            "tensor cores: mma.sync and ldmatrix",
            false,
-           {tensor_cores<64, 64, 32, 32>(), tensor_cores<128, 128, 64, 32>(), tensor_cores<128, 128, 64, 64>()}},
+           {tensor_cores<64, 64, 32, 32>(), tensor_cores<128, 128, 64, 32>(),
+            tensor_cores<128, 128, 64, 64>()}},
           {5,
            "cp.async pipeline, XOR swizzle",
            false,
@@ -589,8 +638,8 @@ int main(int count, char** arguments) {
           {6,
            "TMA, mbarriers, wgmma, a producer warp",
            true,
-           {hopper<2, 128, 4, 1>(1), hopper<2, 128, 3, 2>(2), hopper<2, 128, 3, 2>(4), hopper<2, 256, 4, 1>(1),
-            hopper<2, 256, 4, 1>(2)}},
+           {hopper<2, 128, 4, 1>(1), hopper<2, 128, 3, 2>(2), hopper<2, 128, 3, 2>(4),
+            hopper<2, 256, 4, 1>(1), hopper<2, 256, 4, 1>(2)}},
           library_version(kGradWeight),
       });
 }

@@ -1,9 +1,11 @@
-// mix_row.cu on the CPU, as a library with the kernels' own interface: test_mix_row.py makes `mix_row.inc` of its source, with
-// the emulator's words in place of <<<>>>, __shared__ and instructions.
+// mix_row.cu on the CPU, as a library with the kernels' own interface: test_mix_row.py makes
+// `mix_row.inc` of its source, with the emulator's words in place of <<<>>>, __shared__ and
+// instructions.
 //
-// The threads of a block, or on Hopper of a cluster of blocks, are fibers that take turns in an order that changes with each
-// round; __syncthreads, shuffles and the cluster's barrier are where a round ends. Blocks or clusters run one after another, in
-// a random order. Not emulated: time, registers, and what a barrier orders beyond its round.
+// The threads of a block, or on Hopper of a cluster of blocks, are fibers that take turns in an
+// order that changes with each round; __syncthreads, shuffles and the cluster's barrier are where a
+// round ends. Blocks or clusters run one after another, in a random order. Not emulated: time,
+// registers, and what a barrier orders beyond its round.
 #include <ucontext.h>
 
 #include "emulated_cuda.h"
@@ -88,17 +90,20 @@ void run_cluster(int first, int blocks, int threads) {
 
 void launch(int blocks, int threads, std::function<void()> work, int together = 1) {
   std::vector<int> order(blocks / together);
-  for (size_t cluster = 0; cluster < order.size(); ++cluster) order[cluster] = static_cast<int>(cluster) * together;
+  for (size_t cluster = 0; cluster < order.size(); ++cluster)
+    order[cluster] = static_cast<int>(cluster) * together;
   std::shuffle(order.begin(), order.end(), generator);
   kernel = &work;
   for (int first : order) run_cluster(first, together, threads);
 }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_clusters(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+cudaError_t launch_clusters(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                            Arguments... arguments) {
   int together = 1;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
-    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) together = config->attrs[i].val.clusterDim.x;
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      together = config->attrs[i].val.clusterDim.x;
   }
   launch(config->gridDim.x, config->blockDim.x, [=] { kernel(arguments...); }, together);
   return cudaSuccess;

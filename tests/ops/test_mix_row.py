@@ -41,7 +41,7 @@ EMULATED = [  # (CUDA's words, the emulator's, how often)
     ),
     (r"\bblockDim\.", "emulator::block_size.", 2),
     (r"asm volatile\(\"griddepcontrol.*", "", 2),
-    (r"(void (\w+_cluster)\(\)) \{.*\}", r"\1 { emulator::\2(); }", 2),
+    (r"(void (\w+_cluster)\(\)) \{[^}]*\}", r"\1 { emulator::\2(); }", 2),
     (
         r"(void send_to_first\(.*?\)) \{\n(.*\n)*?\}",
         r"\1 { emulator::send_to_first(place, value); }",

@@ -56,7 +56,7 @@ MISTAKES = {
         "  __syncthreads();  // no stage is read any more",
         "",
     ),
-    "two quad pairs take the same columns": ("lane() / 8 % 2; }", "lane() / 4 % 2; }"),
+    "two quad pairs take the same columns": (": lane() / 8 % 2;", ": lane() / 4 % 2;"),
 }
 
 

@@ -1,5 +1,5 @@
-// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i < tokens, exact zeros
-// elsewhere.
+// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i <
+// tokens, exact zeros elsewhere.
 #include "ampere_tile.cuh"
 #include "tensor_grad_weight.cuh"
 
@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
 #if __CUDA_ARCH__ >= 800
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
   const PartialTile tile(params, splits);
-  GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile, tile.lower.column * kTile,
+  GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile,
+                                            tile.lower.column * kTile,
                                             tap_shift(tile.tap, params.taps), tile.first);
   Accumulator sum;
   const auto multiply = [&](const Fragments& fragments) {
@@ -25,8 +26,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
   const auto load = [&](AsyncCopies& copies) {
     if (--unloaded >= 0) loader(copies);
   };
-  Pipeline<Element, KMajor<Element>, KMajor<Element>, kGroupColumnStep> pipeline(shared_address(memory),
-                                                                                 first_group_column(), load);
+  Pipeline<Element, KMajor<Element>, KMajor<Element>, kGroupColumnStep> pipeline(
+      shared_address(memory), first_group_column(), load);
   pipeline.run(steps, load, multiply);
   wait_copies<0>();
 
@@ -37,9 +38,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
     for (int c = 0; c < 2 * kWarpGroups; ++c) {
       const float(&value)[4] = sum.value[group][c];
       const int row = group_row(group) + lane() / 4;
-      const int column = first_group_column() + c / 2 * kGroupColumnStep + c % 2 * 8 + lane() % 4 * 2;
+      const int column =
+          first_group_column() + c / 2 * kGroupColumnStep + c % 2 * 8 + lane() % 4 * 2;
       *reinterpret_cast<float2*>(&partial[row * kTile + column]) = make_float2(value[0], value[1]);
-      *reinterpret_cast<float2*>(&partial[(row + 8) * kTile + column]) = make_float2(value[2], value[3]);
+      *reinterpret_cast<float2*>(&partial[(row + 8) * kTile + column]) =
+          make_float2(value[2], value[3]);
     }
   }
 #endif
@@ -47,7 +50,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
 
 }  // namespace
 
-int64_t grad_weight_workspace(const TriangularConvParams& params) { return workspace_bytes(params); }
+int64_t grad_weight_workspace(const TriangularConvParams& params) {
+  return workspace_bytes(params);
+}
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
   return launch_grad_weight(params, [&](unsigned blocks, int splits) {

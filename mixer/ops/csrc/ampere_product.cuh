@@ -1,5 +1,5 @@
-// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on tensor cores: one kernel,
-// since the triangle only turns over.
+// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on tensor
+// cores: one kernel, since the triangle only turns over.
 #pragma once
 
 #include "ampere_store.cuh"
@@ -9,17 +9,18 @@
 
 namespace ampere {
 
-// ---------------------------------------------------------------------------------------------- the diagonal
+// ------------------------------------------------------------------------------------ the diagonal
 
-// multiply_row_group where the diagonal cuts the group and the right factor may have infinities or NaN. W's zeros beyond the
-// diagonal would turn these into NaN, and a later token would show in an earlier one. So each of the 16 rows is
-// multiplied by itself, with the right factors that are not its own set to zero; the bits are those that any finite
-// values give.
-// `lead` = first row of the group - first token of the step.
+// multiply_row_group where the diagonal cuts the group and the right factor may have infinities or
+// NaN. W's zeros beyond the diagonal would turn these into NaN, and a later token would show in an
+// earlier one. So each of the 16 rows is multiplied by itself, with the right factors that are not
+// its own set to zero; the bits are those that any finite values give. `lead` = first row of the
+// group - first token of the step.
 template <typename Element, bool kTransposed>
-__device__ __forceinline__ void multiply_row_by_row(Accumulator& sum, const Fragments& fragments, int row_group,
-                                                    int lead) {
-  constexpr int kPerPart = 4 / sizeof(Element);  // values in a part: depths (lane % 4) * kPerPart ...
+__device__ __forceinline__ void multiply_row_by_row(Accumulator& sum, const Fragments& fragments,
+                                                    int row_group, int lead) {
+  // values in a part: depths (lane % 4) * kPerPart ...
+  constexpr int kPerPart = 4 / sizeof(Element);
   constexpr uint32_t kValueBits = kPerPart == 2 ? 0xffffu : 0xffffffffu;
 #pragma unroll 1
   for (int row = 0; row < 16; ++row) {
@@ -53,12 +54,14 @@ __device__ __forceinline__ void multiply_row_by_row(Accumulator& sum, const Frag
 // One mma step of a tile on the diagonal: groups of 16 rows whose W is all zero here are skipped.
 // `lead` = first row of the tile - first token of the step.
 template <typename Element, bool kTransposed, bool kCareful>
-__device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragments& fragments, int lead) {
+__device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragments& fragments,
+                                                  int lead) {
   __builtin_assume(warp_row() < 2);  // so that unrolled steps know which groups they skip
 #pragma unroll
   for (int group = 0; group < kWarpGroups; ++group) {
     const int group_lead = lead + group_row(group);
-    // Over the group's 16 rows and the step's tokens, row of W - column of W takes every value from `least` to `most`.
+    // Over the group's 16 rows and the step's tokens, row of W - column of W takes every value from
+    // `least` to `most`.
     const int most = kTransposed ? kMmaDepth<Element> - 1 - group_lead : group_lead + 15;
     const int least = most - 15 - (kMmaDepth<Element> - 1);
     if (most < 0) continue;
@@ -70,16 +73,18 @@ __device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragme
   }
 }
 
-// ---------------------------------------------------------------------------------------------- which tiles
+// ------------------------------------------------------------------------------------- which tiles
 
-// Whether a block makes two row tiles of a column, one after the other: while the first is stored, slices of the second are on
-// their way. As many tiles as one is from the first token, the other is from the last, so all pairs take the same time. Where
-// sums are long anyway (several taps), or pairs too few for the GPU's places to be done together, each tile has a block.
+// Whether a block makes two row tiles of a column, one after the other: while the first is stored,
+// slices of the second are on their way. As many tiles as one is from the first token, the other is
+// from the last, so all pairs take the same time. Where sums are long anyway (several taps), or
+// pairs too few for the GPU's places to be done together, each tile has a block.
 template <bool kOneTap>
 __host__ __device__ inline bool in_pairs(const TriangularConvParams& params) {
   constexpr int kLeastRounds = 4;  // blocks for each place
   const int64_t pairs = ceil_div(row_tiles(params), 2) * column_tiles(params) * params.heads;
-  return kOneTap && pairs >= static_cast<int64_t>(kLeastRounds) * kBlocksResident * params.processors;
+  return kOneTap &&
+         pairs >= static_cast<int64_t>(kLeastRounds) * kBlocksResident * params.processors;
 }
 
 template <bool kOneTap>
@@ -92,14 +97,15 @@ __device__ __forceinline__ int opposite(const TriangularConvParams& params, int 
   return (row_tiles(params) - 1) * kTile - row0;
 }
 
-// ---------------------------------------------------------------------------------------------- kernel
+// ------------------------------------------------------------------------------------------ kernel
 
 // Makes this block's tiles. Returns whether one of this thread's sums is infinite or NaN.
 template <typename Element, bool kTransposed, bool kOneTap, bool kCareful>
 __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, uint32_t stages) {
   using Loader = ProductLoader<Element, kTransposed, kOneTap>;
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
-  // Unrolled, each step on the diagonal knows which groups it skips: a gain in forward and a loss in grad-input, as measured.
+  // Unrolled, each step on the diagonal knows which groups it skips: a gain in forward and a loss
+  // in grad-input, as measured.
   constexpr bool kUnrolled = !kTransposed && kOneTap && !kCareful;
   const auto slices = [](int tokens) { return (max(tokens, 0) + kSliceDepth - 1) / kSliceDepth; };
 
@@ -116,7 +122,8 @@ __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, u
     loader(copies);
   };
   using Fast = Pipeline<Element, typename Loader::WeightLayout, typename Loader::InputLayout, 16>;
-  using Slow = SerialPipeline<Element, typename Loader::WeightLayout, typename Loader::InputLayout, 16>;
+  using Slow =
+      SerialPipeline<Element, typename Loader::WeightLayout, typename Loader::InputLayout, 16>;
   std::conditional_t<kCareful, Slow, Fast> pipeline(stages, warp_column() * kWarpTile, load);
 
   bool nonfinite = false;
@@ -128,7 +135,8 @@ __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, u
     const int after = kTransposed ? slices(params.tokens - tile.row0 - kTile) : 0;
     const auto multiply_all = [&](const Fragments& fragments) {
 #pragma unroll
-      for (int group = 0; group < kWarpGroups; ++group) multiply_row_group<Element>(sum, fragments, group);
+      for (int group = 0; group < kWarpGroups; ++group)
+        multiply_row_group<Element>(sum, fragments, group);
     };
 #pragma unroll 1
     for (int tap = 0; tap < (kOneTap ? 1 : params.taps); ++tap) {
@@ -151,10 +159,11 @@ __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, u
   return nonfinite;
 }
 
-// W's zeros beyond the diagonal times what is infinite or NaN show as NaN in the sums. Only then does the block make its tiles
-// once more, without such products.
+// W's zeros beyond the diagonal times what is infinite or NaN show as NaN in the sums. Only then
+// does the block make its tiles once more, without such products.
 template <typename Element, bool kTransposed, bool kOneTap>
-__global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
+__global__ void __launch_bounds__(kThreads, kBlocksResident)
+    product_kernel(const TriangularConvParams params) {
 #if __CUDA_ARCH__ >= 800
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
   const uint32_t stages = shared_address(memory);

@@ -1,5 +1,6 @@
-// How a tile of y or dx gets from the registers of the sm_80 kernels to global memory: bias and residual are added before the
-// only rounding, and nothing passes through shared memory, where the next tile's slices may be on their way already.
+// How a tile of y or dx gets from the registers of the sm_80 kernels to global memory: bias and
+// residual are added before the only rounding, and nothing passes through shared memory, where the
+// next tile's slices may be on their way already.
 #pragma once
 
 #include "ampere_tile.cuh"
@@ -7,8 +8,9 @@
 
 namespace ampere {
 
-// What a lane of a warp stores of a row at once, and how this comes from blocks of 8 columns, of each of which four lanes
-// hold 2 columns. Of 16-bit types a lane stores 8 columns: the four exchange what they have of 4 blocks.
+// What a lane of a warp stores of a row at once, and how this comes from blocks of 8 columns, of
+// each of which four lanes hold 2 columns. Of 16-bit types a lane stores 8 columns: the four
+// exchange what they have of 4 blocks.
 template <typename Element>
 struct Piece {
   using Bits = uint4;
@@ -72,12 +74,15 @@ struct Piece<float> {
     value[0][1] += added.y;
   }
 
-  __device__ __forceinline__ static float2 round(const float (&value)[1][2]) { return make_float2(value[0][0], value[0][1]); }
+  __device__ __forceinline__ static float2 round(const float (&value)[1][2]) {
+    return make_float2(value[0][0], value[0][1]);
+  }
 };
 
 // Stores a warp's part of a tile. Returns whether one of this thread's sums is infinite or NaN.
 template <typename Element, bool kTransposed>
-__device__ __forceinline__ bool store_result(const Accumulator& sum, const TriangularConvParams& params, const Tile& tile) {
+__device__ __forceinline__ bool store_result(const Accumulator& sum,
+                                             const TriangularConvParams& params, const Tile& tile) {
   using Piece = Piece<Element>;
   const int lane = read_lane();
   const int width = params.channels / params.heads;
@@ -96,7 +101,8 @@ __device__ __forceinline__ bool store_result(const Accumulator& sum, const Trian
     const bool row_inside = row < params.tokens;
     float bias = 0.0f;
     if (has_bias && row_inside) {
-      bias = load_float(params.bias, params.bias_dtype, static_cast<int64_t>(tile.head) * params.context + row);
+      bias = load_float(params.bias, params.bias_dtype,
+                        static_cast<int64_t>(tile.head) * params.context + row);
     }
     float zero = 0.0f;  // and stays so until a sum is infinite or NaN
     int64_t sample = column / width;
@@ -112,7 +118,8 @@ __device__ __forceinline__ bool store_result(const Accumulator& sum, const Trian
         value[i / 2][i % 2] = result + bias;
       }
       if (has_residual) {
-        const int64_t place = sample * params.residual_batch_stride + row * params.residual_token_stride + channel;
+        const int64_t place =
+            sample * params.residual_batch_stride + row * params.residual_token_stride + channel;
         typename Piece::Bits added = {};
         if (inside) added = *reinterpret_cast<const typename Piece::Bits*>(residual + place);
         Piece::add(value, added);

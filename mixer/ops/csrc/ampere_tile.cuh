@@ -1,5 +1,6 @@
-// What the sm_80 kernels share beside tensor_tile.cuh: asynchronous copies bring slices to shared memory, three stages deep;
-// fragments come from there and are multiplied. One mma takes 32 bytes of depth, so a slice is two steps.
+// What the sm_80 kernels share beside tensor_tile.cuh: asynchronous copies bring slices to shared
+// memory, three stages deep; fragments come from there and are multiplied. One mma takes 32 bytes
+// of depth, so a slice is two steps.
 #pragma once
 
 #include "ampere_mma.cuh"
@@ -31,19 +32,22 @@ struct AsyncCopies {
   }
 };
 
-// ---------------------------------------------------------------------------------------------- fragments
+// --------------------------------------------------------------------------------------- fragments
 
-// A warp's fragments of a factor are groups of 16 rows of a slice, `row` (a multiple of 16) rows behind a first one. Each matrix of
-// the load is a part; lane l tells where row l % 8 of part l / 8 lies. What of this does not change from step to step is the
-// lane's `own` offset: that of a group that begins at `first_row`.
+// A warp's fragments of a factor are groups of 16 rows of a slice, `row` (a multiple of 16) rows
+// behind a first one. Each matrix of the load is a part; lane l tells where row l % 8 of part l / 8
+// lies. What of this does not change from step to step is the lane's `own` offset: that of a group
+// that begins at `first_row`.
 template <Side kSide, typename Element>
 __device__ __forceinline__ int own_offset(KMajor<Element>, int first_row) {
   const int part = lane() / 8;
-  return KMajor<Element>::offset(first_row + row_half(kSide, part) * 8 + lane() % 8, depth_half(kSide, part));
+  return KMajor<Element>::offset(first_row + row_half(kSide, part) * 8 + lane() % 8,
+                                 depth_half(kSide, part));
 }
 
 template <Side kSide, typename Element>
-__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, uint32_t slice, int own, int row, int step) {
+__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, uint32_t slice, int own, int row,
+                                                  int step) {
   return load_matrices(slice + row * kSliceDepthBytes + (own ^ step * kMmaDepthBytes));
 }
 
@@ -51,24 +55,29 @@ __device__ __forceinline__ Fragment load_fragment(KMajor<Element>, uint32_t slic
 template <Side kSide, typename Element>
 __device__ __forceinline__ int own_offset(MnMajor<Element>, int first_row) {
   const int part = lane() / 8;
-  const int offset = MnMajor<Element>::offset(depth_half(kSide, part) * 8 + lane() % 8, row_half(kSide, part));
+  const int offset =
+      MnMajor<Element>::offset(depth_half(kSide, part) * 8 + lane() % 8, row_half(kSide, part));
   return add_to_offset(offset, first_row * static_cast<int>(sizeof(Element)));
 }
 
 template <Side kSide, typename Element>
-__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, uint32_t slice, int own, int row, int step) {
+__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, uint32_t slice, int own,
+                                                  int row, int step) {
   const int row_offset = add_to_offset(own, row * static_cast<int>(sizeof(Element)));
-  return load_matrices_transposed(slice + step * kMmaDepth<Element> * MnMajor<Element>::kRowBytes + row_offset);
+  return load_matrices_transposed(slice + step * kMmaDepth<Element> * MnMajor<Element>::kRowBytes +
+                                  row_offset);
 }
 
 // 32-bit values are read one by one.
 template <Side kSide>
 __device__ __forceinline__ int own_offset(MnMajor<float>, int first_row) {
-  return add_to_offset(MnMajor<float>::offset(lane() % 4, lane() / 16) + lane() / 4 % 4 * 4, first_row * 4);
+  return add_to_offset(MnMajor<float>::offset(lane() % 4, lane() / 16) + lane() / 4 % 4 * 4,
+                       first_row * 4);
 }
 
 template <Side kSide>
-__device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice, int own, int row, int step) {
+__device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice, int own, int row,
+                                                  int step) {
   Fragment f;
 #pragma unroll
   for (int part = 0; part < 4; ++part) {
@@ -79,7 +88,7 @@ __device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice
   return f;
 }
 
-// ---------------------------------------------------------------------------------------------- multiplication
+// ---------------------------------------------------------------------------------- multiplication
 
 // A warp's part of the result: groups of 16 rows by 8 columns, as mma has them.
 struct Accumulator {
@@ -108,8 +117,8 @@ __device__ __forceinline__ void round_factors<float>(Fragments& fragments) {
 
 // sum += left right for one group of 16 rows and one of 16 columns.
 template <typename Element>
-__device__ __forceinline__ void multiply_groups(Accumulator& sum, const Fragments& fragments, int row_group,
-                                                int column_group) {
+__device__ __forceinline__ void multiply_groups(Accumulator& sum, const Fragments& fragments,
+                                                int row_group, int column_group) {
   const Fragment& left = fragments.left[row_group];
   const Fragment& right = fragments.right[column_group];
   mma<Element>(sum.value[row_group][2 * column_group], left, right.part[0], right.part[1]);
@@ -117,7 +126,8 @@ __device__ __forceinline__ void multiply_groups(Accumulator& sum, const Fragment
 }
 
 template <typename Element>
-__device__ __forceinline__ void multiply_row_group(Accumulator& sum, const Fragments& fragments, int row_group) {
+__device__ __forceinline__ void multiply_row_group(Accumulator& sum, const Fragments& fragments,
+                                                   int row_group) {
 #pragma unroll
   for (int column_group = 0; column_group < kWarpGroups; ++column_group) {
     multiply_groups<Element>(sum, fragments, row_group, column_group);
@@ -131,25 +141,30 @@ struct OwnOffsets {
 
 template <typename LeftLayout, typename RightLayout>
 __device__ __forceinline__ OwnOffsets own_offsets(int first_column) {
-  return {own_offset<kLeft>(LeftLayout(), group_row(0)), kSliceBytes + own_offset<kRight>(RightLayout(), first_column)};
+  return {own_offset<kLeft>(LeftLayout(), group_row(0)),
+          kSliceBytes + own_offset<kRight>(RightLayout(), first_column)};
 }
 
-// The fragments of a warp at one mma's depth of a stage, its column groups kColumnStep columns apart.
+// The fragments of a warp at one mma's depth of a stage, its column groups kColumnStep columns
+// apart.
 template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
-__device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t stage, OwnOffsets own, int mma_step) {
+__device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t stage, OwnOffsets own,
+                                               int mma_step) {
 #pragma unroll
   for (int g = 0; g < kWarpGroups; ++g) {
     fragments.left[g] = load_fragment<kLeft>(LeftLayout(), stage, own.left, g * kRowStep, mma_step);
   }
 #pragma unroll
   for (int g = 0; g < kWarpGroups; ++g) {
-    fragments.right[g] = load_fragment<kRight>(RightLayout(), stage, own.right, g * kColumnStep, mma_step);
+    fragments.right[g] =
+        load_fragment<kRight>(RightLayout(), stage, own.right, g * kColumnStep, mma_step);
   }
 }
 
-// Multiplies slices, in order, while later ones are copied: load(copies) starts to copy the next slices, or nothing where none
-// is left; multiply(fragments) uses those of the next mma's depth. While one is multiplied, the fragments of the next are on
-// their way from shared memory and the slices of the next but one from global memory.
+// Multiplies slices, in order, while later ones are copied: load(copies) starts to copy the next
+// slices, or nothing where none is left; multiply(fragments) uses those of the next mma's depth.
+// While one is multiplied, the fragments of the next are on their way from shared memory and the
+// slices of the next but one from global memory.
 template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
 struct Pipeline {
   static_assert(kMmaSteps == 2, "fragments alternate between two buffers");
@@ -161,8 +176,12 @@ struct Pipeline {
 
   template <typename Load>
   __device__ __forceinline__ Pipeline(uint32_t stages, int first_column, Load&& load)
-      : stages(stages), own(own_offsets<LeftLayout, RightLayout>(first_column)), filling(stages), reading(stages) {
-    // A shuffle is not done twice: the compiler keeps its result, where else it would work out the offsets in each step.
+      : stages(stages),
+        own(own_offsets<LeftLayout, RightLayout>(first_column)),
+        filling(stages),
+        reading(stages) {
+    // A shuffle is not done twice: the compiler keeps its result, where else it would work out the
+    // offsets in each step.
     own.left = __shfl_sync(0xffffffffu, own.left, read_lane());
     own.right = __shfl_sync(0xffffffffu, own.right, read_lane());
 #pragma unroll
@@ -177,7 +196,8 @@ struct Pipeline {
   __device__ __forceinline__ void run(int steps, Load&& load, Multiply&& multiply) {
 #pragma unroll 1
     for (; steps > 0; --steps) {
-      // The stage that is filled was last read in the step before, and the barrier there came after those reads.
+      // The stage that is filled was last read in the step before, and the barrier there came after
+      // those reads.
       start_copies(load);
       load_fragments(1);
       round_factors<Element>(fragments[0]);
@@ -196,7 +216,8 @@ struct Pipeline {
     return stage == stages + (kStages - 1) * kStageBytes ? stages : stage + kStageBytes;
   }
 
-  // A group of copies is committed for each step, though it be empty, so that "all but the newest" is always the same.
+  // A group of copies is committed for each step, though it be empty, so that "all but the newest"
+  // is always the same.
   template <typename Load>
   __device__ __forceinline__ void start_copies(Load&& load) {
     AsyncCopies copies = {filling};
@@ -206,7 +227,8 @@ struct Pipeline {
   }
 
   __device__ __forceinline__ void load_fragments(int mma_step) {
-    ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step], reading, own, mma_step);
+    ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step],
+                                                                          reading, own, mma_step);
   }
 };
 
@@ -232,7 +254,8 @@ struct SerialPipeline {
 #pragma unroll 1
       for (int mma_step = 0; mma_step < kMmaSteps; ++mma_step) {
         Fragments fragments;
-        load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments, stage, own, mma_step);
+        load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments, stage, own,
+                                                                      mma_step);
         round_factors<Element>(fragments);
         multiply(fragments);
       }

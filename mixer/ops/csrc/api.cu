@@ -1,4 +1,5 @@
-// The library's C interface, loaded by mixer/ops/cuda.py. Every function returns a cudaError_t as an int; 0 is success.
+// The library's C interface, loaded by mixer/ops/cuda.py. Every function returns a cudaError_t as
+// an int; 0 is success.
 #include <cstring>
 
 #include "kernels.h"
@@ -18,19 +19,23 @@ struct KernelSet {
   int capability;  // 10 * major + minor of the GPUs they are written for; 0: of all
 };
 
-constexpr KernelSet kPortable = {portable::forward, portable::grad_input, portable::grad_weight_workspace,
-                                 portable::grad_weight, false, 0};
-
-constexpr KernelSet kVolta = {volta::forward, volta::grad_input, volta::grad_weight_workspace, volta::grad_weight, false, 70};
-
-constexpr KernelSet kAmpere = {ampere::forward, ampere::grad_input, ampere::grad_weight_workspace, ampere::grad_weight,
-                               false, 80};
+constexpr KernelSet kPortable = {
+    portable::forward, portable::grad_input, portable::grad_weight_workspace, portable::grad_weight,
+    false, 0};
+constexpr KernelSet kVolta = {
+    volta::forward, volta::grad_input, volta::grad_weight_workspace, volta::grad_weight,
+    false, 70};
+constexpr KernelSet kAmpere = {
+    ampere::forward, ampere::grad_input, ampere::grad_weight_workspace, ampere::grad_weight,
+    false, 80};
 #ifdef MIXER_HOPPER
-constexpr KernelSet kHopper = {hopper::forward, hopper::grad_input, hopper::grad_weight_workspace, hopper::grad_weight,
-                               true, 90};
+constexpr KernelSet kHopper = {
+    hopper::forward, hopper::grad_input, hopper::grad_weight_workspace, hopper::grad_weight,
+    true, 90};
 #endif
 
-// The one place that chooses kernels by architecture, type and shape: the fastest set that can serve the call.
+// The one place that chooses kernels by architecture, type and shape: the fastest set that can
+// serve the call.
 const KernelSet& kernels_for(const TriangularConvParams& params) {
 #ifdef MIXER_HOPPER
   if (hopper::serves(params) && hopper::fits(params)) return kHopper;
@@ -45,13 +50,15 @@ bool has_no_outputs(const TriangularConvParams& params) {
 }
 
 bool is_valid(const TriangularConvParams& params) {
-  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.taps >= 1 && params.heads >= 1 &&
-                     params.tokens >= 0 && params.tokens <= params.context && params.columns >= params.tokens;
+  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.taps >= 1 &&
+                     params.heads >= 1 && params.tokens >= 0 && params.tokens <= params.context &&
+                     params.columns >= params.tokens;
   return sizes && params.channels % params.heads == 0;
 }
 
-// The caller's runtime (torch's) and this library's own copy share the driver's current context; setting the device here
-// leaves nothing to chance, e.g. on an autograd thread. The caller holds a device guard, so nothing needs restoring.
+// The caller's runtime (torch's) and this library's own copy share the driver's current context;
+// setting the device here leaves nothing to chance, e.g. on an autograd thread. The caller holds a
+// device guard, so nothing needs restoring.
 cudaError_t enter(const TriangularConvParams& params) {
   return is_valid(params) ? cudaSetDevice(params.device) : cudaErrorInvalidValue;
 }
@@ -62,7 +69,8 @@ cudaError_t try_pack(int device, bool* right) {
   const float expected[16] = {1.0f, 0, 0, 0, 0, 0, 0, 0, 2.0f, 3.0f, 0, 0, 0, 0, 0, 0};
   float packed[16] = {};
   char* memory = nullptr;
-  cudaError_t status = cudaMalloc(reinterpret_cast<void**>(&memory), sizeof(weight) + sizeof(packed));
+  cudaError_t status =
+      cudaMalloc(reinterpret_cast<void**>(&memory), sizeof(weight) + sizeof(packed));
   if (status != cudaSuccess) return status;
   TriangularConvParams params = {};
   params.weight = memory;
@@ -74,7 +82,8 @@ cudaError_t try_pack(int device, bool* right) {
   params.device = device;
   status = cudaMemcpy(memory, weight, sizeof(weight), cudaMemcpyHostToDevice);
   if (status == cudaSuccess) status = pack(params);
-  if (status == cudaSuccess) status = cudaMemcpy(packed, params.packed, sizeof(packed), cudaMemcpyDeviceToHost);
+  if (status == cudaSuccess)
+    status = cudaMemcpy(packed, params.packed, sizeof(packed), cudaMemcpyDeviceToHost);
   cudaFree(memory);
   *right = true;
   for (int i = 0; i < 16; ++i) *right = *right && packed[i] == expected[i];
@@ -109,7 +118,8 @@ MIXER_EXPORT int64_t mixer_product_workspace(const TriangularConvParams* params)
   return 0;
 }
 
-// 10 * major + minor of the GPUs whose tensor cores the kernels that serve these sizes and types use: 70, 80 or 90; 0 for none.
+// 10 * major + minor of the GPUs whose tensor cores the kernels that serve these sizes and types
+// use: 70, 80 or 90; 0 for none.
 MIXER_EXPORT int mixer_kernels_capability(const TriangularConvParams* params) {
   return is_valid(*params) ? kernels_for(*params).capability : 0;
 }
@@ -125,10 +135,13 @@ MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
   if (status != cudaSuccess) return status;
   const KernelSet& kernels = kernels_for(*params);
   status = kernels.grad_weight(*params);
-  return status == cudaSuccess && params->dbias != nullptr && !kernels.with_bias ? grad_bias(*params) : status;
+  return status == cudaSuccess && params->dbias != nullptr && !kernels.with_bias
+             ? grad_bias(*params)
+             : status;
 }
 
-// One new token of each sample: writes x into the memory and y = bias + residual + W[position] memory; see mix_row.cu.
+// One new token of each sample: writes x into the memory and y = bias + residual + W[position]
+// memory; see mix_row.cu.
 MIXER_EXPORT int mixer_mix_row(const TriangularConvParams* params) {
   const cudaError_t status = enter(*params);
   if (status != cudaSuccess || has_no_outputs(*params)) return status;
@@ -152,7 +165,8 @@ MIXER_EXPORT void mixer_schedule(const TriangularConvParams* params, void* host)
   std::memcpy(host, flat.data(), flat.size() * sizeof(int32_t));
 }
 
-// Runs one small kernel and waits for it: tells whether this build, this driver and this device go together.
+// Runs one small kernel and waits for it: tells whether this build, this driver and this device go
+// together.
 MIXER_EXPORT int mixer_probe(int device) {
   int previous = 0;
   cudaError_t status = cudaGetDevice(&previous);
@@ -165,7 +179,9 @@ MIXER_EXPORT int mixer_probe(int device) {
   return status == cudaSuccess && !right ? cudaErrorUnknown : status;
 }
 
-MIXER_EXPORT const char* mixer_error_string(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
+MIXER_EXPORT const char* mixer_error_string(int status) {
+  return cudaGetErrorString(static_cast<cudaError_t>(status));
+}
 MIXER_EXPORT int mixer_abi_version() { return MIXER_ABI_VERSION; }
 MIXER_EXPORT int mixer_params_size() { return static_cast<int>(sizeof(TriangularConvParams)); }
 MIXER_EXPORT int mixer_runtime_version() { return CUDART_VERSION; }

@@ -1,5 +1,5 @@
-// dbias[h, i] = sum over batch and the head's channels of dy[b, i, c]; zero for rows beyond `tokens`.
-// One block owns one row and adds in a fixed order, so two runs agree bit for bit.
+// dbias[h, i] = sum over batch and the head's channels of dy[b, i, c]; zero for rows beyond
+// `tokens`. One block owns one row and adds in a fixed order, so two runs agree bit for bit.
 #include "kernels.h"
 #include "numeric.cuh"
 
@@ -8,7 +8,8 @@ namespace {
 constexpr int kLanes = 32;    // threads along the channels
 constexpr int kSamples = 8;   // threads along the batch
 constexpr int kThreads = kLanes * kSamples;
-constexpr int kSums = 4;      // independent sums of a thread: shorter chains, smaller rounding error
+// independent sums of a thread: shorter chains, smaller rounding error
+constexpr int kSums = 4;
 
 template <typename Element, typename Gradient>
 __global__ void __launch_bounds__(kThreads) grad_bias_kernel(const TriangularConvParams params) {
@@ -37,7 +38,8 @@ __global__ void __launch_bounds__(kThreads) grad_bias_kernel(const TriangularCon
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) static_cast<Gradient*>(params.dbias)[blockIdx.x] = from_float<Gradient>(sums[0]);
+  if (threadIdx.x == 0)
+    static_cast<Gradient*>(params.dbias)[blockIdx.x] = from_float<Gradient>(sums[0]);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// The second of the weight gradient's two kernels, for the portable, Volta and Ampere sets: adds the partial tiles in a fixed order
-// (no atomics: two runs agree bit for bit), casts, and writes the zeros.
+// The second of the weight gradient's two kernels, for the portable, Volta and Ampere sets: adds
+// the partial tiles in a fixed order (no atomics: two runs agree bit for bit), casts, and writes
+// the zeros.
 //
 // Workspace: (splits, heads, taps, lower tiles, kTile, kTile) fp32.
 #pragma once
@@ -15,7 +16,8 @@ constexpr int kRows = 4;    // and rows, so that many reads are on their way at 
 
 // Writes what of the vector lies left of `context`.
 template <typename Gradient>
-__device__ __forceinline__ void store_vector(Gradient* row, int column, int context, const float (&value)[kVector]) {
+__device__ __forceinline__ void store_vector(Gradient* row, int column, int context,
+                                             const float (&value)[kVector]) {
   struct alignas(kVector * sizeof(Gradient)) Vector { Gradient value[kVector]; };
   Vector vector;
 #pragma unroll
@@ -34,7 +36,8 @@ __device__ __forceinline__ void store_vector(Gradient* row, int column, int cont
 template <int kTile>
 constexpr int kBlockRows = kRows * kFinishThreads * kVector / kTile;
 
-// Blocks, fastest first: columns of tiles of dweight, groups of kBlockRows rows, heads * taps. tokens = 0: all zeros.
+// Blocks, fastest first: columns of tiles of dweight, groups of kBlockRows rows, heads * taps.
+// tokens = 0: all zeros.
 template <int kTile, typename Gradient>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const TriangularConvParams params, int tokens, int splits) {
@@ -44,7 +47,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int row_groups = static_cast<int>(ceil_div(params.context, kBlockRows<kTile>));
   const int row_group = blockIdx.x / column_tiles % row_groups;
   const int64_t matrix = blockIdx.x / column_tiles / row_groups;  // head * taps + tap
-  const LowerTile tile = {row_group * kBlockRows<kTile> / kTile, static_cast<int>(blockIdx.x) % column_tiles};
+  const LowerTile tile = {row_group * kBlockRows<kTile> / kTile,
+                          static_cast<int>(blockIdx.x) % column_tiles};
   const int row0 = row_group * kBlockRows<kTile> + threadIdx.x / kAcross;
   const int across = threadIdx.x % kAcross * kVector, column = tile.column * kTile + across;
 
@@ -52,12 +56,14 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (tile.column <= tile.row && tile.row * kTile < tokens) {
     const int64_t tiles = lower_tiles(tokens, kTile);
     const int64_t split_stride = tiles * params.heads * params.taps * kTile * kTile;
-    const float* partial = static_cast<const float*>(params.workspace) + across +
-                           (matrix * tiles + tile.row * (tile.row + 1) / 2 + tile.column) * kTile * kTile;
+    const float* partial =
+        static_cast<const float*>(params.workspace) + across +
+        (matrix * tiles + tile.row * (tile.row + 1) / 2 + tile.column) * kTile * kTile;
     for (int split = 0; split < splits; ++split, partial += split_stride) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float4 added = __ldcs(reinterpret_cast<const float4*>(partial + (row0 + i * kDown) % kTile * kTile));
+        const float4 added =
+            __ldcs(reinterpret_cast<const float4*>(partial + (row0 + i * kDown) % kTile * kTile));
         value[i][0] += added.x;
         value[i][1] += added.y;
         value[i][2] += added.z;
@@ -74,14 +80,16 @@ __global__ void __launch_bounds__(kFinishThreads)
     for (int c = 0; c < kVector; ++c) {
       if (column + c > row || row >= tokens) value[i][c] = 0.0f;
     }
-    Gradient* const gradient = static_cast<Gradient*>(params.dweight) + (matrix * params.context + row) * params.context;
+    Gradient* const gradient =
+        static_cast<Gradient*>(params.dweight) + (matrix * params.context + row) * params.context;
     store_vector(gradient, column, params.context, value[i]);
   }
 }
 
 template <int kTile>
 cudaError_t finish(const TriangularConvParams& params, int tokens, int splits) {
-  const int64_t blocks = static_cast<int64_t>(params.heads) * params.taps * ceil_div(params.context, kTile) *
+  const int64_t blocks = static_cast<int64_t>(params.heads) * params.taps *
+                         ceil_div(params.context, kTile) *
                          ceil_div(params.context, kBlockRows<kTile>);
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;

@@ -8,7 +8,7 @@ cudaError_t hopper::forward(const TriangularConvParams& params) {
   arguments.bias = params.bias;
   arguments.bias_dtype = params.bias_dtype;
   if (params.residual == nullptr) return launch_type<false, false>(params, arguments);
-  status = encode_activations(&arguments.residual, params.residual, params.residual_batch_stride, params.residual_token_stride,
-                              params);
+  status = encode_activations(&arguments.residual, params.residual, params.residual_batch_stride,
+                              params.residual_token_stride, params);
   return status == cudaSuccess ? launch_type<false, true>(params, arguments) : status;
 }

@@ -1,17 +1,21 @@
-// dweight[h,k,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + k - middle] for j <= i < tokens, exact zeros elsewhere,
-// and dbias[h,i] = sum over batch and channels of dy[b,i,c], on Hopper's tensor cores.
+// dweight[h,k,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + k - middle] for j <= i <
+// tokens, exact zeros elsewhere, and dbias[h,i] = sum over batch and channels of dy[b,i,c], on
+// Hopper's tensor cores.
 //
-// A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast), 128 columns (x) for each of its two
-// blocks. The depth runs over chunks of 64 channels of each sample. Only tiles that touch the lower triangle are computed, and
-// inside those on the diagonal only the row blocks that do.
+// A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast), 128 columns
+// (x) for each of its two blocks. The depth runs over chunks of 64 channels of each sample. Only
+// tiles that touch the lower triangle are computed, and inside those on the diagonal only the row
+// blocks that do.
 //
-// Work. Tiles are dealt to the clusters in whole waves; all clusters then walk through the depth together, and what one
-// reads of x and dy the others find in the L2 cache. The tiles that are left over are cut along the depth into equal splits,
-// whose partial sums go to the workspace and are added in a fixed order by a second kernel: two runs agree bit for bit.
+// Work. Tiles are dealt to the clusters in whole waves; all clusters then walk through the depth
+// together, and what one reads of x and dy the others find in the L2 cache. The tiles that are left
+// over are cut along the depth into equal splits, whose partial sums go to the workspace and are
+// added in a fixed order by a second kernel: two runs agree bit for bit.
 //
-// The bias gradient comes from the same pass over dy: in tiles on the diagonal the second block of the cluster, which has only
-// half of its row blocks to do, also multiplies all row blocks by a box of ones, 8 columns wide. The zeros above the tiles are
-// written by warps that have nothing else to do.
+// The bias gradient comes from the same pass over dy: in tiles on the diagonal the second block of
+// the cluster, which has only half of its row blocks to do, also multiplies all row blocks by a box
+// of ones, 8 columns wide. The zeros above the tiles are written by warps that have nothing else to
+// do.
 #include <algorithm>
 
 #include "hopper_maps.h"
@@ -24,19 +28,23 @@ namespace hopper {
 namespace {
 
 constexpr int kRowBlocks = 4;
-constexpr int kTileRows = kRowBlocks * kBox;             // 256; the columns of a cluster's tile, too
+// 256; the columns of a cluster's tile, too
+constexpr int kTileRows = kRowBlocks * kBox;
 constexpr int kStages = 4;
 constexpr int kColumnBoxes = kColumns / kBox;
 constexpr int kStageBytes = (kRowBlocks + kColumnBoxes) * kBoxBytes;
-constexpr int kGroups = kColumns / 8;                    // groups of four sums of a multiplying thread
+// groups of four sums of a multiplying thread
+constexpr int kGroups = kColumns / 8;
 static_assert(kRowBlocks == kMultipliers, "each multiplier has one row block");
 constexpr int kMultiplyingThreads = kMultipliers * kWarpgroup;
 constexpr int kPartialFloats = kTileRows * kColumns;     // of one block
-constexpr int kSplitOverhead = 4;                        // what a split costs beside its products, in steps of the depth
+// what a split costs beside its products, in steps of the depth
+constexpr int kSplitOverhead = 4;
 constexpr int kMaxSplits = 128;
 
-// How the work is cut: `whole` tiles in full, `rest` tiles in `splits` parts of the depth each. Items are numbered whole
-// tiles first, then split by split; cluster c takes the items c, c + clusters, ...
+// How the work is cut: `whole` tiles in full, `rest` tiles in `splits` parts of the depth each.
+// Items are numbered whole tiles first, then split by split; cluster c takes the items c, c +
+// clusters, ...
 struct Plan {
   int32_t row_tiles;   // tiles along the tokens
   int32_t triangle;    // lower tiles of one matrix
@@ -75,7 +83,9 @@ struct WeightTile {
     column_tile = lower.column;
   }
   // dy's sums go with the first tap's tiles on the diagonal.
-  __device__ __forceinline__ bool brings_bias() const { return tap == 0 && column_tile == row_tile; }
+  __device__ __forceinline__ bool brings_bias() const {
+    return tap == 0 && column_tile == row_tile;
+  }
 };
 
 struct Item {
@@ -100,7 +110,8 @@ struct BlockTile {
   int row_blocks;  // that hold tokens
 
   __device__ __forceinline__ BlockTile(const WeightTile& tile, int tokens, int rank)
-      : first_row(tile.row_tile * kTileRows), first_column(tile.column_tile * kTileRows + rank * kColumns) {
+      : first_row(tile.row_tile * kTileRows),
+        first_column(tile.column_tile * kTileRows + rank * kColumns) {
     row_blocks = min(kRowBlocks, (tokens - first_row + kBox - 1) / kBox);
   }
   // Whether a row block holds anything on or below the diagonal.
@@ -110,18 +121,19 @@ struct BlockTile {
   __device__ __forceinline__ bool is_idle() const { return !needs(row_blocks - 1); }
 };
 
-// Writes sums (rows r and r + 8, two columns each) of the thread at (row, column); zeros above the diagonal and beyond the
-// tokens, whatever the sum: it may be zero times something infinite.
+// Writes sums (rows r and r + 8, two columns each) of the thread at (row, column); zeros above the
+// diagonal and beyond the tokens, whatever the sum: it may be zero times something infinite.
 template <typename Gradient>
-__device__ __forceinline__ void store_sums(Gradient* matrix, int context, int tokens, int row, int column,
-                                           const float (&sum)[4]) {
+__device__ __forceinline__ void store_sums(Gradient* matrix, int context, int tokens, int row,
+                                           int column, const float (&sum)[4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = row + half * 8;
     if (i >= context) continue;
     Gradient* place = matrix + static_cast<int64_t>(i) * context + column;
     const Gradient first = from_float<Gradient>(column <= i && i < tokens ? sum[half * 2] : 0.0f);
-    const Gradient second = from_float<Gradient>(column + 1 <= i && i < tokens ? sum[half * 2 + 1] : 0.0f);
+    const Gradient second =
+        from_float<Gradient>(column + 1 <= i && i < tokens ? sum[half * 2 + 1] : 0.0f);
     if (context % 2 == 0 && column < context) {
       struct alignas(2 * sizeof(Gradient)) Pair { Gradient first, second; };
       *reinterpret_cast<Pair*>(place) = {first, second};
@@ -132,8 +144,8 @@ __device__ __forceinline__ void store_sums(Gradient* matrix, int context, int to
   }
 }
 
-__device__ __forceinline__ void store_gradient(const WeightArguments& arguments, int matrix, int row, int column,
-                                               const float (&sum)[4]) {
+__device__ __forceinline__ void store_gradient(const WeightArguments& arguments, int matrix,
+                                               int row, int column, const float (&sum)[4]) {
   const int context = arguments.context, tokens = arguments.tokens;
   const int64_t offset = static_cast<int64_t>(matrix) * context * context;
   if (arguments.gradient_dtype == MIXER_FLOAT32) {
@@ -141,7 +153,8 @@ __device__ __forceinline__ void store_gradient(const WeightArguments& arguments,
   } else if (arguments.gradient_dtype == MIXER_FLOAT16) {
     store_sums(static_cast<__half*>(arguments.dweight) + offset, context, tokens, row, column, sum);
   } else {
-    store_sums(static_cast<__nv_bfloat16*>(arguments.dweight) + offset, context, tokens, row, column, sum);
+    store_sums(static_cast<__nv_bfloat16*>(arguments.dweight) + offset, context, tokens, row,
+               column, sum);
   }
 }
 
@@ -159,7 +172,8 @@ __device__ __forceinline__ void store_float(void* values, int dtype, int64_t ind
 struct Place {
   int row, column;
   __device__ __forceinline__ Place(int thread, int group)
-      : row(thread / kWarpgroup * kBox + thread % kWarpgroup / 32 * 16 + thread % 32 / 4), column(group * 8 + thread % 4 * 2) {}
+      : row(thread / kWarpgroup * kBox + thread % kWarpgroup / 32 * 16 + thread % 32 / 4),
+        column(group * 8 + thread % 4 * 2) {}
 };
 
 struct WeightBarriers {
@@ -167,11 +181,13 @@ struct WeightBarriers {
 };
 
 // One thread.
-__device__ __forceinline__ void load_operands(const WeightArguments& arguments, char* stages, Ring<kStages, true>& ring) {
+__device__ __forceinline__ void load_operands(const WeightArguments& arguments, char* stages,
+                                              Ring<kStages, true>& ring) {
   const Plan& plan = arguments.plan;
   const int rank = cluster_rank();
   RingPosition<kStages> at;
-  for (int index = blockIdx.x / kClusterSize; index < plan.items(); index += gridDim.x / kClusterSize) {
+  for (int index = blockIdx.x / kClusterSize; index < plan.items();
+       index += gridDim.x / kClusterSize) {
     const Item item(plan, index);
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
@@ -185,12 +201,12 @@ __device__ __forceinline__ void load_operands(const WeightArguments& arguments, 
       barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
       barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
       for (int box = 0; box < column_boxes; ++box) {
-        load_box(stage + (kRowBlocks + box) * kBoxBytes, columns, full, chunk * kBox, item.tile.head,
-                 tile.first_column + box * kBox, first_sample + sample);
+        load_box(stage + (kRowBlocks + box) * kBoxBytes, columns, full, chunk * kBox,
+                 item.tile.head, tile.first_column + box * kBox, first_sample + sample);
       }
       for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
-        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, chunk * kBox, item.tile.head,
-                         tile.first_row + row_block * kBox, sample);
+        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, chunk * kBox,
+                         item.tile.head, tile.first_row + row_block * kBox, sample);
       }
       if (++chunk == plan.chunks) {
         chunk = 0;
@@ -200,20 +216,25 @@ __device__ __forceinline__ void load_operands(const WeightArguments& arguments, 
   }
 }
 
-// One warpgroup's products: its row block times the columns (kMultiplies), and its row block summed over the depth (kWithBias).
+// One warpgroup's products: its row block times the columns (kMultiplies), and its row block summed
+// over the depth (kWithBias).
 template <typename Element, bool kMultiplies, bool kWithBias>
-__device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t left, uint32_t right, uint32_t ones,
-                                    Ring<kStages, true>& ring, RingPosition<kStages>& at, int depths) {
+__device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t left,
+                                    uint32_t right, uint32_t ones, Ring<kStages, true>& ring,
+                                    RingPosition<kStages>& at, int depths) {
 #pragma unroll 1
   for (int depth = 0; depth < depths; ++depth, at.advance()) {
     barrier_wait(&ring.full[at.slot], at.parity);
     const uint32_t stage = at.slot * (kStageBytes / 16);
     wgmma_fence();
-    if (kMultiplies) multiply_slices<Element, false, false, kBox / 16>(sum, left + stage, right + stage, depth > 0);
+    if (kMultiplies)
+      multiply_slices<Element, false, false, kBox / 16>(sum, left + stage, right + stage,
+                                                        depth > 0);
     if (kWithBias) {
 #pragma unroll
       for (int slice = 0; slice < kBox / 16; ++slice) {
-        wgmma_n8<Element>(bias, left + stage + slice * slice_step<false>(), ones, depth + slice > 0);
+        wgmma_n8<Element>(bias, left + stage + slice * slice_step<false>(), ones,
+                          depth + slice > 0);
       }
     }
     wgmma_commit();
@@ -226,7 +247,8 @@ __device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t
 
 // One warpgroup.
 template <typename Element>
-__device__ __forceinline__ void multiply(const WeightArguments& arguments, int multiplier, uint32_t stages, uint32_t ones_box,
+__device__ __forceinline__ void multiply(const WeightArguments& arguments, int multiplier,
+                                         uint32_t stages, uint32_t ones_box,
                                          Ring<kStages, true>& ring) {
   const Plan& plan = arguments.plan;
   const int rank = cluster_rank();
@@ -235,7 +257,8 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
   const uint32_t right = operand(stages + kRowBlocks * kBoxBytes);
   const uint32_t ones = operand(ones_box);
   RingPosition<kStages> at;
-  for (int index = blockIdx.x / kClusterSize; index < plan.items(); index += gridDim.x / kClusterSize) {
+  for (int index = blockIdx.x / kClusterSize; index < plan.items();
+       index += gridDim.x / kClusterSize) {
     const Item item(plan, index);
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const bool multiplies = tile.needs(multiplier);
@@ -252,8 +275,9 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
       run<Element, false, false>(sum, bias, left, right, ones, ring, at, depths);
     }
 
-    float4* partial = reinterpret_cast<float4*>(arguments.partials) +
-                      (static_cast<int64_t>(item.partial) * kClusterSize + rank) * (kPartialFloats / 4) + thread;
+    float4* partial =
+        reinterpret_cast<float4*>(arguments.partials) +
+        (static_cast<int64_t>(item.partial) * kClusterSize + rank) * (kPartialFloats / 4) + thread;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       float value[4];
@@ -261,7 +285,8 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
       for (int i = 0; i < 4; ++i) value[i] = multiplies ? sum[group * 4 + i] : 0.0f;
       if (item.partial < 0) {
         const Place place(thread, group);
-        store_gradient(arguments, item.tile.matrix, tile.first_row + place.row, tile.first_column + place.column, value);
+        store_gradient(arguments, item.tile.matrix, tile.first_row + place.row,
+                       tile.first_column + place.column, value);
       } else if (multiplies) {
         partial[group * kMultiplyingThreads] = make_float4(value[0], value[1], value[2], value[3]);
       }
@@ -272,9 +297,11 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
       for (int half = 0; half < 2; ++half) {
         const int row = place.row + half * 8;
         if (item.partial >= 0) {
-          arguments.bias_partials[static_cast<int64_t>(item.partial) * kTileRows + row] = bias[half * 2];
+          arguments.bias_partials[static_cast<int64_t>(item.partial) * kTileRows + row] =
+              bias[half * 2];
         } else if (tile.first_row + row < arguments.tokens) {
-          const int64_t first = static_cast<int64_t>(item.tile.head) * arguments.context + tile.first_row;
+          const int64_t first =
+              static_cast<int64_t>(item.tile.head) * arguments.context + tile.first_row;
           store_float(arguments.dbias, arguments.gradient_dtype, first + row, bias[half * 2]);
         }
       }
@@ -282,7 +309,8 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
   }
 }
 
-// What no tile covers: columns beyond the diagonal tile of each row, rows beyond the tiles. `warp` of `warps` in the grid.
+// What no tile covers: columns beyond the diagonal tile of each row, rows beyond the tiles. `warp`
+// of `warps` in the grid.
 template <typename Gradient>
 __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
   const int lane = threadIdx.x % 32;
@@ -292,18 +320,22 @@ __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, in
   constexpr int kWide = 16 / sizeof(Gradient);
   for (int64_t matrix_row = warp; matrix_row < rows; matrix_row += warps) {
     const int row = static_cast<int>(matrix_row % context);
-    const int first = row / kTileRows < arguments.plan.row_tiles ? (row / kTileRows + 1) * kTileRows : 0;
+    const int first =
+        row / kTileRows < arguments.plan.row_tiles ? (row / kTileRows + 1) * kTileRows : 0;
     Gradient* values = static_cast<Gradient*>(arguments.dweight) + matrix_row * context;
     if (wide) {
       for (int column = first + lane * kWide; column < context; column += 32 * kWide) {
         *reinterpret_cast<uint4*>(values + column) = make_uint4(0, 0, 0, 0);
       }
     } else {
-      for (int column = first + lane; column < context; column += 32) values[column] = from_float<Gradient>(0.0f);
+      for (int column = first + lane; column < context; column += 32)
+        values[column] = from_float<Gradient>(0.0f);
     }
     const int64_t matrix = matrix_row / context;
-    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens && matrix % arguments.plan.taps == 0) {
-      store_float(arguments.dbias, arguments.gradient_dtype, matrix / arguments.plan.taps * context + row, 0.0f);
+    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens &&
+        matrix % arguments.plan.taps == 0) {
+      store_float(arguments.dbias, arguments.gradient_dtype,
+                  matrix / arguments.plan.taps * context + row, 0.0f);
     }
   }
 }
@@ -326,7 +358,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
   char* stages = shared + (1024 - shared_address(shared) % 1024) % 1024;
   char* ones = stages + kStages * kStageBytes;  // 8 rows of 64 ones
   auto& barriers = *reinterpret_cast<WeightBarriers*>(ones + 1024);
-  for (int i = threadIdx.x; i < 8 * kBox; i += kThreads) reinterpret_cast<Element*>(ones)[i] = from_float<Element>(1.0f);
+  for (int i = threadIdx.x; i < 8 * kBox; i += kThreads)
+    reinterpret_cast<Element*>(ones)[i] = from_float<Element>(1.0f);
   fence_async_proxy();
   if (threadIdx.x == 0) {
     prefetch_map(&arguments.dy);
@@ -349,13 +382,15 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     __syncwarp();
   } else {
     take_registers<kMultiplierRegisters>();
-    multiply<Element>(arguments, warpgroup, shared_address(stages), shared_address(ones), barriers.ring);
+    multiply<Element>(arguments, warpgroup, shared_address(stages), shared_address(ones),
+                      barriers.ring);
   }
   cluster_sync();  // the other block may still write into our shared memory
 }
 
 // Adds the partial sums of the split tiles. Blocks: (rest * 2 blocks of the cluster, kGroups).
-__global__ void __launch_bounds__(kMultiplyingThreads) finish_kernel(const WeightArguments arguments) {
+__global__ void __launch_bounds__(kMultiplyingThreads)
+    finish_kernel(const WeightArguments arguments) {
   const Plan& plan = arguments.plan;
   const int group = blockIdx.x % kGroups;
   const int rank = blockIdx.x / kGroups % kClusterSize;
@@ -366,7 +401,8 @@ __global__ void __launch_bounds__(kMultiplyingThreads) finish_kernel(const Weigh
 
   float sum[4] = {};
   if (tile.needs(place.row / kBox)) {
-    const float4* partial = reinterpret_cast<const float4*>(arguments.partials) + group * kMultiplyingThreads + threadIdx.x;
+    const float4* partial = reinterpret_cast<const float4*>(arguments.partials) +
+                            group * kMultiplyingThreads + threadIdx.x;
 #pragma unroll 8
     for (int split = 0; split < plan.splits; ++split) {
       const int64_t block = static_cast<int64_t>(split * plan.rest + rest) * kClusterSize + rank;
@@ -377,21 +413,25 @@ __global__ void __launch_bounds__(kMultiplyingThreads) finish_kernel(const Weigh
       sum[3] += value.w;
     }
   }
-  store_gradient(arguments, weight_tile.matrix, tile.first_row + place.row, tile.first_column + place.column, sum);
+  store_gradient(arguments, weight_tile.matrix, tile.first_row + place.row,
+                 tile.first_column + place.column, sum);
 
   const int row = tile.first_row + threadIdx.x;
   const bool has_bias = group == 0 && rank == 0 && weight_tile.brings_bias();
   if (arguments.dbias != nullptr && has_bias && threadIdx.x < kTileRows && row < arguments.tokens) {
     float bias = 0.0f;
     for (int split = 0; split < plan.splits; ++split) {
-      bias += arguments.bias_partials[static_cast<int64_t>(split * plan.rest + rest) * kTileRows + threadIdx.x];
+      bias += arguments.bias_partials[static_cast<int64_t>(split * plan.rest + rest) * kTileRows +
+                                      threadIdx.x];
     }
     store_float(arguments.dbias, arguments.gradient_dtype,
                 static_cast<int64_t>(weight_tile.head) * arguments.context + row, bias);
   }
 }
 
-int clusters(const TriangularConvParams& params) { return std::max(1, params.processors / kClusterSize); }
+int clusters(const TriangularConvParams& params) {
+  return std::max(1, params.processors / kClusterSize);
+}
 
 // Splits that end first: whole rounds of all clusters, each of a split's depth and its overhead.
 int choose_splits(int rest, int depth, int clusters) {
@@ -425,19 +465,24 @@ Plan make_plan(const TriangularConvParams& params) {
 }
 
 int64_t partial_bytes(const Plan& plan) {
-  return plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kClusterSize * kPartialFloats * sizeof(float);
+  return plan.splits == 1
+             ? 0
+             : int64_t(plan.rest) * plan.splits * kClusterSize * kPartialFloats * sizeof(float);
 }
 
 template <typename Element>
-cudaError_t launch_grad_weight(const TriangularConvParams& params, const WeightArguments& arguments) {
+cudaError_t launch_grad_weight(const TriangularConvParams& params,
+                               const WeightArguments& arguments) {
   const auto kernel = grad_weight_kernel<Element>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWeightSharedBytes);
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWeightSharedBytes);
   if (status != cudaSuccess) return status;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   kernel<<<clusters(params) * kClusterSize, kThreads, kWeightSharedBytes, stream>>>(arguments);
   status = cudaGetLastError();
   if (status != cudaSuccess || arguments.plan.splits == 1) return status;
-  finish_kernel<<<arguments.plan.rest * kClusterSize * kGroups, kMultiplyingThreads, 0, stream>>>(arguments);
+  finish_kernel<<<arguments.plan.rest * kClusterSize * kGroups, kMultiplyingThreads, 0, stream>>>(
+      arguments);
   return cudaGetLastError();
 }
 
@@ -445,7 +490,8 @@ cudaError_t launch_grad_weight(const TriangularConvParams& params, const WeightA
 
 int64_t grad_weight_workspace(const TriangularConvParams& params) {
   const Plan plan = make_plan(params);
-  return shifted_bytes(params) + partial_bytes(plan) + (plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows * sizeof(float));
+  return shifted_bytes(params) + partial_bytes(plan) +
+         (plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows * sizeof(float));
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
@@ -455,16 +501,20 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
   arguments.dbias = params.dbias;
   char* workspace = static_cast<char*>(params.workspace);
   arguments.partials = reinterpret_cast<float*>(workspace + shifted_bytes(params));
-  arguments.bias_partials = reinterpret_cast<float*>(workspace + shifted_bytes(params) + partial_bytes(arguments.plan));
+  arguments.bias_partials =
+      reinterpret_cast<float*>(workspace + shifted_bytes(params) + partial_bytes(arguments.plan));
   arguments.tokens = params.tokens;
   arguments.context = params.context;
   arguments.gradient_dtype = params.gradient_dtype;
-  cudaError_t status = encode_activations(&arguments.dy, params.dy, params.dy_batch_stride, params.dy_token_stride, params);
+  cudaError_t status = encode_activations(&arguments.dy, params.dy, params.dy_batch_stride,
+                                          params.dy_token_stride, params);
   if (status == cudaSuccess) {
-    status = encode_activations(&arguments.x, params.x, params.x_batch_stride, params.x_token_stride, params);
+    status = encode_activations(&arguments.x, params.x, params.x_batch_stride,
+                                params.x_token_stride, params);
   }
   if (status == cudaSuccess && params.taps > 1) {
-    status = shift_taps(params, params.x, params.x_batch_stride, params.x_token_stride, 1, workspace);
+    status =
+        shift_taps(params, params.x, params.x_batch_stride, params.x_token_stride, 1, workspace);
     if (status == cudaSuccess) status = encode_shifted(&arguments.shifted, workspace, params);
   }
   if (status != cudaSuccess) return status;

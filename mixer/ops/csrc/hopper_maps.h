@@ -16,50 +16,61 @@ inline EncodeTiled find_encode_tiled() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
-  const cudaError_t status =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                              12000, cudaEnableDefault, &found);
 #else
-  const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+  const cudaError_t status =
+      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
 #endif
-  return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
+  return status == cudaSuccess && found == cudaDriverEntryPointSuccess
+             ? reinterpret_cast<EncodeTiled>(function)
+             : nullptr;
 }
 
-// Sizes innermost first; strides in bytes of all dimensions but the innermost. Boxes are 64 x 64 in the dimensions 0 and
-// `rows`, 1 in all others, swizzled by 128 bytes; what lies outside reads as zero and is not written.
-inline cudaError_t encode_map(CUtensorMap* map, const void* data, int dtype, int rank, const cuuint64_t* sizes,
-                              const cuuint64_t* strides, int rows) {
+// Sizes innermost first; strides in bytes of all dimensions but the innermost. Boxes are 64 x 64 in
+// the dimensions 0 and `rows`, 1 in all others, swizzled by 128 bytes; what lies outside reads as
+// zero and is not written.
+inline cudaError_t encode_map(CUtensorMap* map, const void* data, int dtype, int rank,
+                              const cuuint64_t* sizes, const cuuint64_t* strides, int rows) {
   static const EncodeTiled encode = find_encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
   cuuint32_t box[5] = {64, 1, 1, 1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   box[rows] = 64;
-  const CUtensorMapDataType type = dtype == MIXER_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUtensorMapDataType type =
+      dtype == MIXER_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =
-      encode(map, type, rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, type, rank, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// A (batch, tokens, channels) tensor as {channels of a head, heads, tokens, batch}. The batch is a dimension of its own: folded
-// into the rows, the tail of one sample would read the next one; and so is the head, whose channels end within a box.
-inline cudaError_t encode_activations(CUtensorMap* map, const void* data, int64_t batch_stride, int64_t token_stride,
-                                      const TriangularConvParams& params) {
+// A (batch, tokens, channels) tensor as {channels of a head, heads, tokens, batch}. The batch is a
+// dimension of its own: folded into the rows, the tail of one sample would read the next one; and
+// so is the head, whose channels end within a box.
+inline cudaError_t encode_activations(CUtensorMap* map, const void* data, int64_t batch_stride,
+                                      int64_t token_stride, const TriangularConvParams& params) {
   const cuuint64_t width = params.channels / params.heads;
-  const cuuint64_t sizes[4] = {width, cuuint64_t(params.heads), cuuint64_t(params.tokens), cuuint64_t(params.batch)};
+  const cuuint64_t sizes[4] = {width, cuuint64_t(params.heads), cuuint64_t(params.tokens),
+                               cuuint64_t(params.batch)};
   // The stride of a dimension of size 1 is arbitrary in torch and must still be a valid one here.
   const cuuint64_t row = 2 * (params.tokens > 1 ? token_stride : int64_t(params.channels));
-  const cuuint64_t strides[3] = {2 * width, row, params.batch > 1 ? cuuint64_t(2 * batch_stride) : row * params.tokens};
+  const cuuint64_t strides[3] = {
+      2 * width, row, params.batch > 1 ? cuuint64_t(2 * batch_stride) : row * params.tokens};
   return encode_map(map, data, params.dtype, 4, sizes, strides, 2);
 }
 
 inline cudaError_t encode_output(CUtensorMap* map, void* data, const TriangularConvParams& params) {
-  return encode_activations(map, data, int64_t(params.tokens) * params.channels, params.channels, params);
+  return encode_activations(map, data, int64_t(params.tokens) * params.channels, params.channels,
+                            params);
 }
 
 // What shift_taps() has written.
 inline cudaError_t encode_shifted(CUtensorMap* map, const void* data, TriangularConvParams params) {
   params.batch *= params.taps - 1;
-  return encode_activations(map, data, int64_t(params.tokens) * params.channels, params.channels, params);
+  return encode_activations(map, data, int64_t(params.tokens) * params.channels, params.channels,
+                            params);
 }
 
 // The packed weight as {columns, rows, matrices}, a matrix for each head and tap.
@@ -73,7 +84,8 @@ inline cudaError_t encode_weight(CUtensorMap* map, const TriangularConvParams& p
 // TMA wants 16-byte addresses and strides.
 inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-inline bool strides_fit(int64_t batch_stride, int64_t token_stride, const TriangularConvParams& params) {
+inline bool strides_fit(int64_t batch_stride, int64_t token_stride,
+                        const TriangularConvParams& params) {
   const bool token = params.tokens == 1 || (token_stride > 0 && token_stride % 8 == 0);
   const bool sample = params.batch == 1 || (batch_stride > 0 && batch_stride % 8 == 0);
   return token && sample;

@@ -1,22 +1,27 @@
-// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on Hopper's tensor cores.
+// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on Hopper's
+// tensor cores.
 //
-// Tokens are counted in blocks of 64. Forward takes the blocks as they are; grad-input takes them from the last to the first,
-// and then is a lower triangle too: row block r of the result needs the steps 0 .. r of the depth. Everything below speaks
-// of blocks in that order; Tile::token() tells where one lies.
+// Tokens are counted in blocks of 64. Forward takes the blocks as they are; grad-input takes them
+// from the last to the first, and then is a lower triangle too: row block r of the result needs the
+// steps 0 .. r of the depth. Everything below speaks of blocks in that order; Tile::token() tells
+// where one lies.
 //
-// One persistent cluster of two thread blocks for each two multiprocessors walks through its tiles of the schedule: 512 rows by
-// 128 columns, or 256 by 256. Both thread blocks take the same right operand, x or dy: each loads half and multicasts it.
-// Eight warpgroups multiply, four in each thread block, 64 rows by 128 columns each. The rows are dealt so that both have
-// equal work along the diagonal: one takes the row blocks 0, 3, 4, 7 and the other 1, 2, 5, 6.
+// One persistent cluster of two thread blocks for each two multiprocessors walks through its tiles
+// of the schedule: 512 rows by 128 columns, or 256 by 256. Both thread blocks take the same right
+// operand, x or dy: each loads half and multicasts it. Eight warpgroups multiply, four in each
+// thread block, 64 rows by 128 columns each. The rows are dealt so that both have equal work along
+// the diagonal: one takes the row blocks 0, 3, 4, 7 and the other 1, 2, 5, 6.
 //
-// In each thread block two threads load and four warpgroups multiply at the same time; they meet at barriers alone:
-//   - the loaders fill the stages, one with column boxes of x or dy, the other with the row boxes of W that do not lie above
-//     the diagonal. Where all of W's triangle fits into the shared memory of the cluster (512 tokens), it is loaded once and
-//     stays: *resident*;
-//     With more than one tap the steps are gone through once for each of them;
-//   - a multiplier runs wgmma over the stages up to its diagonal and writes its result through an output box while the other
-//     multipliers go on. The last row block of a thread block, for which the next tile waits, has the last stage to itself: its
-//     result goes out from there, both boxes at once.
+// In each thread block two threads load and four warpgroups multiply at the same time; they meet at
+// barriers alone:
+//   - the loaders fill the stages, one with column boxes of x or dy, the other with the row boxes
+//     of W that do not lie above the diagonal. Where all of W's triangle fits into the shared
+//     memory of the cluster (512 tokens), it is loaded once and stays: *resident*; With more than
+//     one tap the steps are gone through once for each of them;
+//   - a multiplier runs wgmma over the stages up to its diagonal and writes its result through an
+//     output box while the other multipliers go on. The last row block of a thread block, for which
+//     the next tile waits, has the last stage to itself: its result goes out from there, both boxes
+//     at once.
 #pragma once
 
 #include "hopper_maps.h"
@@ -40,13 +45,16 @@ struct ProductArguments {
 
 // Where W comes from, and who loads the columns of x or dy.
 enum class Plan {
-  kStreamed,        // W and the columns come stage by stage, the columns half from each thread block
+  // W and the columns come stage by stage, the columns half from each thread block
+  kStreamed,
   kResident,        // W stays in shared memory
-  kResidentAlone,   // and each thread block loads all of its columns itself, independent of the other one
+  // and each thread block loads all of its columns itself, independent of the other one
+  kResidentAlone,
 };
 
 // The sizes of an instance.
-template <typename Element_, int kRowBlocks_, int kStages_, Plan kPlan, bool kTransposed_, bool kWithResidual_>
+template <typename Element_, int kRowBlocks_, int kStages_, Plan kPlan, bool kTransposed_,
+          bool kWithResidual_>
 struct ProductShape {
   using Element = Element_;
   static constexpr int kRowBlocks = kRowBlocks_;  // of the cluster's tile: 8 or 4
@@ -56,12 +64,15 @@ struct ProductShape {
   static constexpr bool kTransposed = kTransposed_;
   static constexpr bool kWithResidual = kWithResidual_;
 
-  // The multipliers of the last row box write into their last stage. The others have an output box each; where the resident W
-  // leaves no room, the first and the third, whose ends are far apart, take turns with one.
+  // The multipliers of the last row box write into their last stage. The others have an output box
+  // each; where the resident W leaves no room, the first and the third, whose ends are far apart,
+  // take turns with one.
   static constexpr bool kTakesTurns = kPlan == Plan::kResidentAlone && !kWithResidual;
-  static constexpr int kOutputBoxes = kTakesTurns ? 2 : kMultipliers - 2 * kMultipliers / kRowBlocks;
+  static constexpr int kOutputBoxes =
+      kTakesTurns ? 2 : kMultipliers - 2 * kMultipliers / kRowBlocks;
 
-  // A multiplier leaves out at most 7 steps; with the stages, 16 are more than anyone is off. (A multiple of kStages.)
+  // A multiplier leaves out at most 7 steps; with the stages, 16 are more than anyone is off. (A
+  // multiple of kStages.)
   static constexpr int kFullBarriers = (16 + kStages - 1) / kStages * kStages;
 
   static constexpr int kRowBoxes = kRowBlocks / kClusterSize;        // of a thread block
@@ -70,7 +81,8 @@ struct ProductShape {
   // Row block r has r + 1 boxes; those of a thread block pair up to kRowBlocks + 1.
   static constexpr int kResidentBoxes = kResident ? kRowBoxes / 2 * (kRowBlocks + 1) : 0;
 
-  // Shared memory, in boxes: the resident W; the stages, row boxes before column boxes; the output boxes.
+  // Shared memory, in boxes: the resident W; the stages, row boxes before column boxes; the output
+  // boxes.
   static constexpr int kFirstStage = kResidentBoxes;
   static constexpr int kFirstColumn = kFirstStage + (kResident ? 0 : kRowBoxes);
   static constexpr int kFirstOutput = kFirstStage + kStages * kStageBoxes;
@@ -80,14 +92,17 @@ struct ProductShape {
 template <typename Shape>
 struct ProductBarriers {
   Ring<Shape::kStages, Shape::kShared, Shape::kFullBarriers> ring;
-  uint64_t residual[kMultipliers];          // the output box, or both boxes of the last stage, hold the residual
-  uint64_t turn[2];                         // the shared output box is free for the first, for the third multiplier
+  // the output box, or both boxes of the last stage, hold the residual
+  uint64_t residual[kMultipliers];
+  // the shared output box is free for the first, for the third multiplier
+  uint64_t turn[2];
   uint64_t weight_full[Shape::kRowBlocks];  // resident: W's boxes of a step have landed
   uint64_t weight_empty;                    // resident: the products with this head's W have ended
 
   __device__ __forceinline__ void init() {
     ring.init(Shape::kResident ? 1 : 2);
-    for (int multiplier = 0; multiplier < kMultipliers; ++multiplier) barrier_init(&residual[multiplier], 1);
+    for (int multiplier = 0; multiplier < kMultipliers; ++multiplier)
+      barrier_init(&residual[multiplier], 1);
     for (int which = 0; which < 2; ++which) barrier_init(&turn[which], 1);
     for (int step = 0; step < Shape::kRowBlocks; ++step) barrier_init(&weight_full[step], 1);
     barrier_init(&weight_empty, kMultipliers * kWarpgroup / 32);
@@ -95,8 +110,8 @@ struct ProductBarriers {
   }
 };
 
-// The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()) use tiles.entry. The entry after that has
-// been read, too: nobody waits for it.
+// The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()) use tiles.entry.
+// The entry after that has been read, too: nobody waits for it.
 struct Tiles {
   const int4* entries;
   int index, end;
@@ -112,7 +127,9 @@ struct Tiles {
     if (index + 1 < end) ahead = __ldg(entries + index + 1);
   }
   __device__ __forceinline__ bool valid() const { return index < end; }
-  __device__ __forceinline__ bool head_changes() const { return index + 1 < end && ahead.y != entry.y; }
+  __device__ __forceinline__ bool head_changes() const {
+    return index + 1 < end && ahead.y != entry.y;
+  }
   __device__ __forceinline__ void next() {
     ++index;
     entry = ahead;
@@ -121,9 +138,12 @@ struct Tiles {
 };
 
 // Row block number `box` of a thread block: 0, 3, 4, 7 of the first and 1, 2, 5, 6 of the second.
-__device__ __forceinline__ int row_block_of(int box, int rank) { return box / 2 * 4 + (box % 2 == 0 ? rank : 3 - rank); }
+__device__ __forceinline__ int row_block_of(int box, int rank) {
+  return box / 2 * 4 + (box % 2 == 0 ? rank : 3 - rank);
+}
 
-// Place of the first box of row block number `box` among the resident ones: after the boxes of those before it.
+// Place of the first box of row block number `box` among the resident ones: after the boxes of
+// those before it.
 __device__ __forceinline__ int resident_box(int box, int rank) {
   int place = 0;
   for (int before = 0; before < box; ++before) place += row_block_of(before, rank) + 1;
@@ -144,12 +164,14 @@ struct Tile {
     first_block = entry.x * arguments.height;
     row_blocks = min(arguments.height, blocks - first_block);
   }
-  // Steps that a thread block goes through: all of the tile's, or, where it works alone, up to its own last one.
+  // Steps that a thread block goes through: all of the tile's, or, where it works alone, up to its
+  // own last one.
   __device__ __forceinline__ int steps(int rank) const {
     if (Shape::kShared) return first_block + row_blocks;
     int most = 0;
 #pragma unroll
-    for (int box = 0; box < Shape::kRowBoxes; ++box) most = max(most, steps_of(row_block_of(box, rank)));
+    for (int box = 0; box < Shape::kRowBoxes; ++box)
+      most = max(most, steps_of(row_block_of(box, rank)));
     return most;
   }
   // Steps in which a row block of this tile multiplies: up to the diagonal.
@@ -157,21 +179,25 @@ struct Tile {
     return row_block < row_blocks ? first_block + row_block + 1 : 0;
   }
   // Row blocks that multiply at a step.
-  __device__ __forceinline__ int readers(int step) const { return row_blocks - max(0, step - first_block); }
+  __device__ __forceinline__ int readers(int step) const {
+    return row_blocks - max(0, step - first_block);
+  }
   // First token of a block.
   __device__ __forceinline__ int token(int block) const {
     return (Shape::kTransposed ? blocks - 1 - block : block) * kBox;
   }
 };
 
-// Where a chunk lies. Chunks beyond the last sample are outside the tensor: TMA reads zeros there and writes nothing.
+// Where a chunk lies. Chunks beyond the last sample are outside the tensor: TMA reads zeros there
+// and writes nothing.
 struct Chunk {
   int sample, channel;
   Chunk() = default;
-  __device__ __forceinline__ Chunk(int chunk, int chunks) : sample(chunk / chunks), channel(chunk % chunks * kBox) {}
+  __device__ __forceinline__ Chunk(int chunk, int chunks)
+      : sample(chunk / chunks), channel(chunk % chunks * kBox) {}
 };
 
-// ---------------------------------------------------------------------------------------------- loaders
+// ----------------------------------------------------------------------------------------- loaders
 
 // One thread, which does little else than wait and issue: all other warps wait for it.
 template <typename Shape>
@@ -188,7 +214,8 @@ struct Loader {
     int steps[Shape::kRowBoxes];
     __device__ __forceinline__ Limits(const Tile<Shape>& tile, int rank) {
 #pragma unroll
-      for (int box = 0; box < Shape::kRowBoxes; ++box) steps[box] = tile.steps_of(row_block_of(box, rank));
+      for (int box = 0; box < Shape::kRowBoxes; ++box)
+        steps[box] = tile.steps_of(row_block_of(box, rank));
     }
     __device__ __forceinline__ int longest() const {
       int most = 0;
@@ -205,7 +232,9 @@ struct Loader {
     }
   };
 
-  __device__ __forceinline__ void wait_for_stage() { barrier_wait(&barriers.ring.empty[at.slot], at.parity ^ 1); }
+  __device__ __forceinline__ void wait_for_stage() {
+    barrier_wait(&barriers.ring.empty[at.slot], at.parity ^ 1);
+  }
   __device__ __forceinline__ uint64_t* full() { return &barriers.ring.full[at_full.slot]; }
   __device__ __forceinline__ char* box(int index) const { return shared + index * kBoxBytes; }
   __device__ __forceinline__ void advance() {
@@ -243,7 +272,8 @@ struct Loader {
     const CUtensorMap* map;
     Chunk chunks[Shape::kColumnBoxes];
 
-    __device__ __forceinline__ Columns(const ProductArguments& arguments, const Tile<Shape>& tile, int tap) {
+    __device__ __forceinline__ Columns(const ProductArguments& arguments, const Tile<Shape>& tile,
+                                       int tap) {
       const bool shifted = tap != middle_tap(arguments.taps);
       map = shifted ? &arguments.shifted : &arguments.input;
 #pragma unroll
@@ -258,48 +288,55 @@ struct Loader {
     return box(Shape::kFirstColumn + at.slot * Shape::kStageBoxes + index);
   }
 
-  __device__ __forceinline__ void load_own_columns(const Tile<Shape>& tile, const Columns& columns, int step) {
+  __device__ __forceinline__ void load_own_columns(const Tile<Shape>& tile, const Columns& columns,
+                                                   int step) {
     barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
 #pragma unroll
     for (int box = 0; box < Shape::kColumnBoxes; ++box) {
       const Chunk& chunk = columns.chunks[box];
-      load_box(column_box(box), columns.map, full(), chunk.channel, tile.head, tile.token(step), chunk.sample);
+      load_box(column_box(box), columns.map, full(), chunk.channel, tile.head, tile.token(step),
+               chunk.sample);
     }
   }
 
-  // Where one thread block has no readers left, it gets nothing: nobody there would see whether it had arrived before the stage
-  // is filled anew.
-  __device__ __forceinline__ void load_shared_columns(const Tile<Shape>& tile, const Columns& columns, int step,
-                                                      int readers, int own_readers) {
+  // Where one thread block has no readers left, it gets nothing: nobody there would see whether it
+  // had arrived before the stage is filled anew.
+  __device__ __forceinline__ void load_shared_columns(const Tile<Shape>& tile,
+                                                      const Columns& columns, int step, int readers,
+                                                      int own_readers) {
     if (own_readers == 0) return barrier_arrive(full());
     if (own_readers == readers) return load_own_columns(tile, columns, step);
     barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
 #pragma unroll
     for (int pair = 0; pair < Shape::kColumnBoxes; pair += kClusterSize) {
       const Chunk &first = columns.chunks[pair], &second = columns.chunks[pair + 1];
-      load_box_for_all(column_box(pair + rank), columns.map, full(), rank == 0 ? first.channel : second.channel, tile.head,
-                       tile.token(step), rank == 0 ? first.sample : second.sample);
+      load_box_for_all(column_box(pair + rank), columns.map, full(),
+                       rank == 0 ? first.channel : second.channel, tile.head, tile.token(step),
+                       rank == 0 ? first.sample : second.sample);
     }
   }
 
-  // The multipliers that have passed their diagonal do not look at this stage: it is released for them here.
+  // The multipliers that have passed their diagonal do not look at this stage: it is released for
+  // them here.
   __device__ __forceinline__ void release_idle(int row_blocks) {
-    constexpr int kWarpsOfRowBlock = kClusterSize * kMultipliers / Shape::kRowBlocks * kWarpgroup / 32;
-    if (row_blocks > 0) barrier_arrive(&barriers.ring.empty[at.slot], row_blocks * kWarpsOfRowBlock);
+    constexpr int kWarpsOfRowBlock =
+        kClusterSize * kMultipliers / Shape::kRowBlocks * kWarpgroup / 32;
+    if (row_blocks > 0)
+      barrier_arrive(&barriers.ring.empty[at.slot], row_blocks * kWarpsOfRowBlock);
   }
 
   // The row boxes of W that a step needs; `place(box)` is where they go.
   template <typename Place>
-  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int tap, int step,
-                                            uint64_t* barrier, Place place) {
+  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int tap,
+                                            int step, uint64_t* barrier, Place place) {
     barrier_arrive_expect(barrier, limits.count(step) * kBoxBytes);
     const int depth = tile.token(step);
 #pragma unroll
     for (int box = 0; box < Shape::kRowBoxes; ++box) {
       if (step >= limits.steps[box]) continue;
       const int row = tile.token(tile.first_block + row_block_of(box, rank));
-      load_weight(place(box), &arguments.weight, barrier, Shape::kTransposed ? row : depth, Shape::kTransposed ? depth : row,
-                  tile.head * arguments.taps + tap);
+      load_weight(place(box), &arguments.weight, barrier, Shape::kTransposed ? row : depth,
+                  Shape::kTransposed ? depth : row, tile.head * arguments.taps + tap);
     }
   }
 
@@ -313,8 +350,9 @@ struct Loader {
 #pragma unroll 1
         for (int step = 0; step < tile.steps(rank); ++step, advance()) {
           wait_for_stage();
-          load_rows(tile, limits, tap, step, full(),
-                    [&](int row_box) { return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box); });
+          load_rows(tile, limits, tap, step, full(), [&](int row_box) {
+            return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box);
+          });
           barriers.ring.loaded(at.slot);
         }
       }
@@ -331,7 +369,8 @@ struct Loader {
         const Limits limits(tile, rank);
         barrier_wait(&barriers.weight_empty, parity);
         parity ^= 1;
-        for (int step = 0; step < max(1, limits.longest()); ++step) {  // step 0 also tells of a new head
+        // step 0 also tells of a new head
+        for (int step = 0; step < max(1, limits.longest()); ++step) {
           load_rows(tile, limits, 0, step, &barriers.weight_full[step],
                     [&](int row_box) { return box(resident_box(row_box, rank) + step); });
         }
@@ -341,7 +380,7 @@ struct Loader {
   }
 };
 
-// ---------------------------------------------------------------------------------------------- multipliers
+// ------------------------------------------------------------------------------------- multipliers
 
 __device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float first, float second) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
@@ -367,12 +406,13 @@ struct BiasPair {
     const int row = first_row + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
     const int64_t index = static_cast<int64_t>(head) * arguments.context + row;
     if (row < arguments.tokens) upper = load_float(arguments.bias, arguments.bias_dtype, index);
-    if (row + 8 < arguments.tokens) lower = load_float(arguments.bias, arguments.bias_dtype, index + 8);
+    if (row + 8 < arguments.tokens)
+      lower = load_float(arguments.bias, arguments.bias_dtype, index + 8);
   }
 };
 
-// A box (64 x 64) = 32 sums of this thread (8 groups of 8 columns) + bias, + what the box holds where there is a residual.
-// `place`: address of the box + fragment_offset().
+// A box (64 x 64) = 32 sums of this thread (8 groups of 8 columns) + bias, + what the box holds
+// where there is a residual. `place`: address of the box + fragment_offset().
 template <typename Shape>
 __device__ __forceinline__ void write_box(uint32_t place, const float* sum, const BiasPair& bias) {
   using Element = typename Shape::Element;
@@ -383,7 +423,8 @@ __device__ __forceinline__ void write_box(uint32_t place, const float* sum, cons
 #pragma unroll
     for (int part = 0; part < 4; ++part) {  // upper left, lower left, upper right, lower right
       const float add = part % 2 == 0 ? bias.upper : bias.lower;
-      const float2 other = Shape::kWithResidual ? unpack_pair(Element(), value[part]) : make_float2(0.0f, 0.0f);
+      const float2 other =
+          Shape::kWithResidual ? unpack_pair(Element(), value[part]) : make_float2(0.0f, 0.0f);
       const float* pair = sum + group * 8 + part * 2;
       value[part] = pack_pair(Element(), pair[0] + add + other.x, pair[1] + add + other.y);
     }
@@ -411,9 +452,12 @@ struct Multiplier {
   RingPosition<Shape::kFullBarriers> at_full = {};
   uint32_t weight_parity = 0, residual_parity = 0, turn_parity;
 
-  __device__ __forceinline__ Multiplier(const ProductArguments& arguments, char* shared, ProductBarriers<Shape>& barriers,
-                                        int index)
-      : arguments(arguments), barriers(barriers), index(index), rank(cluster_rank()),
+  __device__ __forceinline__ Multiplier(const ProductArguments& arguments, char* shared,
+                                        ProductBarriers<Shape>& barriers, int index)
+      : arguments(arguments),
+        barriers(barriers),
+        index(index),
+        rank(cluster_rank()),
         is_first(threadIdx.x % kWarpgroup == 0) {
     const int row_box = index % Shape::kRowBoxes;
     row_block = row_block_of(row_box, rank);
@@ -421,16 +465,22 @@ struct Multiplier {
     in_place = row_box == Shape::kRowBoxes - 1;
     turn_parity = index == 0;
     const uint32_t base = shared_address(shared);
-    left = operand(base + (Shape::kResident ? resident_box(row_box, rank) : Shape::kFirstStage + row_box) * kBoxBytes);
+    left = operand(base +
+                   (Shape::kResident ? resident_box(row_box, rank) : Shape::kFirstStage + row_box) *
+                       kBoxBytes);
     right = operand(base + (Shape::kFirstColumn + first_box) * kBoxBytes);
     const int output = Shape::kTakesTurns ? index % 2 : index - index / Shape::kRowBoxes;
-    box = shared + (in_place ? Shape::kFirstColumn + first_box : Shape::kFirstOutput + output) * kBoxBytes;
+    box = shared +
+          (in_place ? Shape::kFirstColumn + first_box : Shape::kFirstOutput + output) * kBoxBytes;
   }
-  __device__ __forceinline__ bool takes_turns() const { return Shape::kTakesTurns && index % 2 == 0; }
+  __device__ __forceinline__ bool takes_turns() const {
+    return Shape::kTakesTurns && index % 2 == 0;
+  }
 
-  // The products of `steps` steps for each tap, then on to the next tile's first stage. Each is waited for, so that its stage is
-  // free at once: the other multipliers keep the tensor cores busy. Returns the slot of the last stage that was multiplied,
-  // which a multiplier that writes in place has not released.
+  // The products of `steps` steps for each tap, then on to the next tile's first stage. Each is
+  // waited for, so that its stage is free at once: the other multipliers keep the tensor cores
+  // busy. Returns the slot of the last stage that was multiplied, which a multiplier that writes in
+  // place has not released.
   __device__ __forceinline__ int run(float (&sum)[64], int steps, int left_out) {
     int slot = 0;
 #pragma unroll 1
@@ -442,7 +492,8 @@ struct Multiplier {
         const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
         const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
         wgmma_fence();
-        multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box, right + stage, tap + step > 0);
+        multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(
+            sum, left + row_box, right + stage, tap + step > 0);
         wgmma_commit();
         wgmma_wait<0>();
         slot = at.slot;
@@ -458,8 +509,9 @@ struct Multiplier {
   }
   __device__ __forceinline__ int taps() const { return Shape::kResident ? 1 : arguments.taps; }
 
-  // All stages of a tile in which this row block is beyond the last token. Waits for W although it reads none: two heads ahead of
-  // the others it would release for them what they still read. Nothing here brings the lanes of a warp together but __syncwarp.
+  // All stages of a tile in which this row block is beyond the last token. Waits for W although it
+  // reads none: two heads ahead of the others it would release for them what they still read.
+  // Nothing here brings the lanes of a warp together but __syncwarp.
   __device__ __forceinline__ void pass(int steps) {
     if (Shape::kResident) barrier_wait(&barriers.weight_full[0], weight_parity);
     __syncwarp();
@@ -483,7 +535,8 @@ struct Multiplier {
   }
   __device__ __forceinline__ void end_turn() { barrier_arrive(&barriers.turn[1 - index / 2]); }
 
-  __device__ __forceinline__ void load_residual(const Tile<Shape>& tile, int column_box, char* place) const {
+  __device__ __forceinline__ void load_residual(const Tile<Shape>& tile, int column_box,
+                                                char* place) const {
     const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
     load_box(place, &arguments.residual, &barriers.residual[index], chunk.channel, tile.head,
              tile.token(tile.first_block + row_block), chunk.sample);
@@ -493,31 +546,37 @@ struct Multiplier {
     residual_parity ^= 1;
   }
 
-  __device__ __forceinline__ void store(const Tile<Shape>& tile, int column_box, const char* place) const {
+  __device__ __forceinline__ void store(const Tile<Shape>& tile, int column_box,
+                                        const char* place) const {
     const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
-    store_box(&arguments.output, place, chunk.channel, tile.head, tile.token(tile.first_block + row_block), chunk.sample);
+    store_box(&arguments.output, place, chunk.channel, tile.head,
+              tile.token(tile.first_block + row_block), chunk.sample);
   }
 
-  // From the stage in `slot`, which nobody else reads and which is released when it has been written out.
-  __device__ __forceinline__ void write_in_place(const Tile<Shape>& tile, const float (&sum)[64], const BiasPair& bias,
-                                                 int slot) {
+  // From the stage in `slot`, which nobody else reads and which is released when it has been
+  // written out.
+  __device__ __forceinline__ void write_in_place(const Tile<Shape>& tile, const float (&sum)[64],
+                                                 const BiasPair& bias, int slot) {
     char* boxes = box + slot * Shape::kStageBoxes * kBoxBytes;
     warpgroup_sync(index);  // the products of all four warps have read it
     if (Shape::kWithResidual) {
       if (is_first) {
         barrier_arrive_expect(&barriers.residual[index], 2 * kBoxBytes);
-        for (int column_box = 0; column_box < 2; ++column_box) load_residual(tile, column_box, boxes + column_box * kBoxBytes);
+        for (int column_box = 0; column_box < 2; ++column_box)
+          load_residual(tile, column_box, boxes + column_box * kBoxBytes);
       }
       wait_for_residual();
     }
 #pragma unroll
     for (int column_box = 0; column_box < 2; ++column_box) {
-      write_box<Shape>(shared_address(boxes + column_box * kBoxBytes) + fragment_offset(), sum + column_box * 32, bias);
+      write_box<Shape>(shared_address(boxes + column_box * kBoxBytes) + fragment_offset(),
+                       sum + column_box * 32, bias);
     }
     fence_async_proxy();
     warpgroup_sync(index);
     if (is_first) {
-      for (int column_box = 0; column_box < 2; ++column_box) store(tile, column_box, boxes + column_box * kBoxBytes);
+      for (int column_box = 0; column_box < 2; ++column_box)
+        store(tile, column_box, boxes + column_box * kBoxBytes);
       commit_stores();
       wait_stores_read<0>();
       barriers.ring.release_for_warpgroup(slot);
@@ -525,7 +584,8 @@ struct Multiplier {
   }
 
   // Through the output box, twice.
-  __device__ __forceinline__ void write(const Tile<Shape>& tile, const float (&sum)[64], const BiasPair& bias) {
+  __device__ __forceinline__ void write(const Tile<Shape>& tile, const float (&sum)[64],
+                                        const BiasPair& bias) {
 #pragma unroll
     for (int column_box = 0; column_box < 2; ++column_box) {
       if (Shape::kWithResidual) {
@@ -569,7 +629,8 @@ struct Multiplier {
         bias.load(arguments, tile.head, tile.token(tile.first_block + row_block));
         if (Shape::kWithResidual && is_first && !in_place) fetch_residual(tile, 0);
         float sum[64];
-        const int slot = run(sum, steps, tile.steps(rank) - steps);  // in the stages left out only others multiply
+        // in the stages left out only others multiply
+        const int slot = run(sum, steps, tile.steps(rank) - steps);
         if (in_place) {
           write_in_place(tile, sum, bias, slot);
         } else {
@@ -630,14 +691,18 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
   const void* input = Shape::kTransposed ? params.dy : params.x;
   const int64_t batch_stride = Shape::kTransposed ? params.dy_batch_stride : params.x_batch_stride;
   const int64_t token_stride = Shape::kTransposed ? params.dy_token_stride : params.x_token_stride;
-  cudaError_t status = encode_activations(&arguments.input, input, batch_stride, token_stride, params);
+  cudaError_t status =
+      encode_activations(&arguments.input, input, batch_stride, token_stride, params);
   if (status == cudaSuccess && !Shape::kResident && params.taps > 1) {
-    status = shift_taps(params, input, batch_stride, token_stride, Shape::kTransposed ? -1 : 1, params.workspace);
-    if (status == cudaSuccess) status = encode_shifted(&arguments.shifted, params.workspace, params);
+    status = shift_taps(params, input, batch_stride, token_stride, Shape::kTransposed ? -1 : 1,
+                        params.workspace);
+    if (status == cudaSuccess)
+      status = encode_shifted(&arguments.shifted, params.workspace, params);
   }
   if (status != cudaSuccess) return status;
 
-  constexpr int kBytes = kAlignment + Shape::kBoxes * kBoxBytes + static_cast<int>(sizeof(ProductBarriers<Shape>));
+  constexpr int kBytes =
+      kAlignment + Shape::kBoxes * kBoxBytes + static_cast<int>(sizeof(ProductBarriers<Shape>));
   const auto kernel = product_kernel<Shape>;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
@@ -649,24 +714,31 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
 template <typename Element, bool kTransposed, bool kWithResidual>
 cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& arguments) {
   if (params.tokens <= 4 * kBox && params.taps == 1) {
-    return launch_instance<ProductShape<Element, 4, 5, Plan::kResident, kTransposed, kWithResidual>>(params, arguments);
+    return launch_instance<
+        ProductShape<Element, 4, 5, Plan::kResident, kTransposed, kWithResidual>>(params,
+                                                                                  arguments);
   }
   if (params.tokens <= 8 * kBox && params.taps == 1) {
-    constexpr int kStages = kWithResidual ? 3 : 4;  // the residual waits in the output boxes, so nobody shares one
-    using Shape = ProductShape<Element, 8, kStages, Plan::kResidentAlone, kTransposed, kWithResidual>;
+    // the residual waits in the output boxes, so nobody shares one
+    constexpr int kStages = kWithResidual ? 3 : 4;
+    using Shape =
+        ProductShape<Element, 8, kStages, Plan::kResidentAlone, kTransposed, kWithResidual>;
     return launch_instance<Shape>(params, arguments);
   }
-  return launch_instance<ProductShape<Element, 8, 4, Plan::kStreamed, kTransposed, kWithResidual>>(params, arguments);
+  return launch_instance<ProductShape<Element, 8, 4, Plan::kStreamed, kTransposed, kWithResidual>>(
+      params, arguments);
 }
 
 template <bool kTransposed, bool kWithResidual>
 cudaError_t launch_type(const TriangularConvParams& params, ProductArguments& arguments) {
-  return params.dtype == MIXER_FLOAT16 ? launch_shape<__half, kTransposed, kWithResidual>(params, arguments)
-                                       : launch_shape<__nv_bfloat16, kTransposed, kWithResidual>(params, arguments);
+  return params.dtype == MIXER_FLOAT16
+             ? launch_shape<__half, kTransposed, kWithResidual>(params, arguments)
+             : launch_shape<__nv_bfloat16, kTransposed, kWithResidual>(params, arguments);
 }
 
 // The maps and values that all instances take.
-inline cudaError_t make_arguments(const TriangularConvParams& params, void* output, ProductArguments* arguments) {
+inline cudaError_t make_arguments(const TriangularConvParams& params, void* output,
+                                  ProductArguments* arguments) {
   arguments->schedule = static_cast<const int32_t*>(params.schedule);
   arguments->batch = params.batch;
   arguments->taps = params.taps;

@@ -37,13 +37,16 @@ __global__ void __launch_bounds__(kShiftThreads) shift_kernel(const ShiftArgumen
   const int group = static_cast<int>(index % arguments.row_groups);
   const int64_t row = index % arguments.groups / arguments.row_groups;  // sample * tokens + token
   const uint4* from = arguments.from + row / arguments.tokens * arguments.batch_stride +
-                      row % arguments.tokens * arguments.token_stride + group / arguments.head_groups * arguments.head_groups;
+                      row % arguments.tokens * arguments.token_stride +
+                      group / arguments.head_groups * arguments.head_groups;
   const int tap = copy < middle_tap(arguments.taps) ? copy : copy + 1;
   const int shift = arguments.direction * (tap - middle_tap(arguments.taps));  // in channels
   const int offset = (shift % kGroup + kGroup) % kGroup;
-  const int left = group % arguments.head_groups + (shift - offset) / kGroup;  // group of the head that holds the first value
+  // group of the head that holds the first value
+  const int left = group % arguments.head_groups + (shift - offset) / kGroup;
   const auto load = [&](int place) {
-    return place >= 0 && place < arguments.head_groups ? __ldg(from + place) : make_uint4(0, 0, 0, 0);
+    return place >= 0 && place < arguments.head_groups ? __ldg(from + place)
+                                                       : make_uint4(0, 0, 0, 0);
   };
   const uint4 first = load(left), second = offset > 0 ? load(left + 1) : make_uint4(0, 0, 0, 0);
   uint4 value = first;
@@ -61,8 +64,8 @@ __global__ void __launch_bounds__(kShiftThreads) shift_kernel(const ShiftArgumen
 
 }  // namespace
 
-cudaError_t shift_taps(const TriangularConvParams& params, const void* from, int64_t batch_stride, int64_t token_stride,
-                       int direction, void* to) {
+cudaError_t shift_taps(const TriangularConvParams& params, const void* from, int64_t batch_stride,
+                       int64_t token_stride, int direction, void* to) {
   if (shifted_copies(params) == 0) return cudaSuccess;
   ShiftArguments arguments = {};
   arguments.from = static_cast<const uint4*>(from);
@@ -77,7 +80,9 @@ cudaError_t shift_taps(const TriangularConvParams& params, const void* from, int
   arguments.direction = direction;
   const int64_t blocks = ceil_div(arguments.groups * shifted_copies(params), kShiftThreads);
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  shift_kernel<<<static_cast<unsigned>(blocks), kShiftThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(arguments);
+  shift_kernel<<<
+      static_cast<unsigned>(blocks), kShiftThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(
+      arguments);
   return cudaGetLastError();
 }
 

@@ -1,4 +1,5 @@
-// What each .cu file offers to api.cu. Every function launches on params.stream and returns the launch's status.
+// What each .cu file offers to api.cu. Every function launches on params.stream and returns the
+// launch's status.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,7 +26,8 @@ int64_t grad_weight_workspace(const TriangularConvParams& params);
 cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace volta
 
-namespace ampere {  // sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32 where allowed; rows on 16 bytes
+// sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32 where allowed; rows on 16 bytes
+namespace ampere {
 bool supports(const TriangularConvParams& params);
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
@@ -34,9 +36,11 @@ cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace ampere
 
 namespace hopper {  // sm_90a (MIXER_HOPPER): TMA and wgmma, 16-bit types, rows on 16 bytes
-bool serves(const TriangularConvParams& params);  // device, types and sizes; forward and grad-input then need a schedule
+// device, types and sizes; forward and grad-input then need a schedule
+bool serves(const TriangularConvParams& params);
 bool fits(const TriangularConvParams& params);    // and the addresses and strides
-int64_t product_workspace(const TriangularConvParams& params);  // bytes, of forward and of grad-input
+// bytes, of forward and of grad-input
+int64_t product_workspace(const TriangularConvParams& params);
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 int64_t grad_weight_workspace(const TriangularConvParams& params);

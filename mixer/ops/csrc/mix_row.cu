@@ -1,15 +1,17 @@
-// Generation's product, one new token of each sample: y = bias + residual + sum_{j <= position} W[position, j] x_j, where the
-// earlier x_j lie in the memory and the new one, which is written there too, in x.
+// Generation's product, one new token of each sample: y = bias + residual + sum_{j <= position}
+// W[position, j] x_j, where the earlier x_j lie in the memory and the new one, which is written
+// there too, in x.
 //
-// The time is that of reading the memory once. A block owns some channels of one sample and head, and reads them of every
-// token up to the position, which it finds in the device's memory: a captured graph goes on from wherever that says. Few
-// samples get narrow blocks, down to one 32-byte sector of a token. On Hopper they get clusters instead, whose blocks share the
-// tokens out and read whole lines; the first block adds up what the others send it. One launch, no workspace, and the same bits
-// each time.
+// The time is that of reading the memory once. A block owns some channels of one sample and head,
+// and reads them of every token up to the position, which it finds in the device's memory: a
+// captured graph goes on from wherever that says. Few samples get narrow blocks, down to one
+// 32-byte sector of a token. On Hopper they get clusters instead, whose blocks share the tokens out
+// and read whole lines; the first block adds up what the others send it. One launch, no workspace,
+// and the same bits each time.
 //
-// On Hopper the kernel may be started while the one before it in the stream ends (programmatic dependent launch), and lets the
-// next one do so: both wait, on the device, for what came before. In a compiled step, whose other kernels do so too, this saves
-// 0.7 us a call (dev/LOG.md).
+// On Hopper the kernel may be started while the one before it in the stream ends (programmatic
+// dependent launch), and lets the next one do so: both wait, on the device, for what came before.
+// In a compiled step, whose other kernels do so too, this saves 0.7 us a call (dev/LOG.md).
 //
 // A position outside the memory gives NaN and writes nothing.
 #include <type_traits>
@@ -26,21 +28,25 @@ constexpr int kMostThreads = 512, kLeastAcross = 8, kMostSplits = 8;
 constexpr int kMostThreads = 1024, kLeastAcross = 2, kMostSplits = 1;
 #endif
 constexpr int kThreads = 256;    // of a block; kMostThreads where blocks are few
-constexpr int kMostAcross = 32;  // threads side by side on a token's channels; kLeastAcross where blocks are few
+// threads side by side on a token's channels; kLeastAcross where blocks are few
+constexpr int kMostAcross = 32;
 constexpr int kAhead = 4;        // tokens that a thread has on their way from memory at a time
 constexpr int kVectorBytes = 16;
-constexpr int kMostSums = kThreads / kWarp * kMostAcross * (kVectorBytes / 2);  // blocks of more threads are kLeastAcross wide
+// blocks of more threads are kLeastAcross wide
+constexpr int kMostSums = kThreads / kWarp * kMostAcross * (kVectorBytes / 2);
 
-// Some channels of a token as they come from memory: 16 bytes, or one channel where rows do not start on 16 bytes. They are
-// taken apart only when they are multiplied: before that the next loads would wait for this one. Of one channel it is the bits:
-// below compute capability 8.0, CUDA 12.0 has no load of a bf16 around the cache.
+// Some channels of a token as they come from memory: 16 bytes, or one channel where rows do not
+// start on 16 bytes. They are taken apart only when they are multiplied: before that the next loads
+// would wait for this one. Of one channel it is the bits: below compute capability 8.0, CUDA 12.0
+// has no load of a bf16 around the cache.
 template <typename Element>
 using Bits = std::conditional_t<sizeof(Element) == 2, unsigned short, unsigned int>;
 template <typename Element, int kVector>
 using Vector = std::conditional_t<kVector == 1, Bits<Element>, uint4>;
 
 template <typename Element, int kVector>
-__device__ __forceinline__ void add_product(float* sum, float factor, const Vector<Element, kVector>& vector) {
+__device__ __forceinline__ void add_product(float* sum, float factor,
+                                            const Vector<Element, kVector>& vector) {
   const Element* values = reinterpret_cast<const Element*>(&vector);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) sum[k] += factor * to_float(values[k]);
@@ -48,8 +54,12 @@ __device__ __forceinline__ void add_product(float* sum, float factor, const Vect
 
 #ifdef MIXER_HOPPER
 // Each block of a cluster arrives, then waits for all: what they wrote before is seen after.
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void arrive_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // To the same place in the shared memory of the cluster's first block.
 __device__ __forceinline__ void send_to_first(float* place, float value) {
@@ -60,8 +70,8 @@ __device__ __forceinline__ void send_to_first(float* place, float value) {
 }
 #endif
 
-// Blocks: (batch, heads, slices, splits); a slice is `across` vectors of a head's channels, a split a share of the tokens, and
-// the splits of a slice are a cluster. Threads: (rows, across).
+// Blocks: (batch, heads, slices, splits); a slice is `across` vectors of a head's channels, a split
+// a share of the tokens, and the splits of a slice are a cluster. Threads: (rows, across).
 template <typename Element, typename Weight, int kVector>
 __global__ void __launch_bounds__(kMostThreads, 1)
     mix_row_kernel(const TriangularConvParams params, int across, int slices, int splits) {
@@ -84,12 +94,14 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const int row = threadIdx.x / across;
   const int channel = (slice * across + threadIdx.x % across) * kVector;
 
-  const int64_t position = static_cast<const int64_t*>(params.positions)[sample * params.positions_stride];
+  const int64_t position =
+      static_cast<const int64_t*>(params.positions)[sample * params.positions_stride];
   const bool exists = position >= 0 && position < params.tokens;
   const int earlier = exists && channel < width ? static_cast<int>(position) : 0;
   const int share = ceil_div(earlier, splits), end = min(earlier, (split + 1) * share);
-  const Weight* weight = static_cast<const Weight*>(params.weight) +
-                         (static_cast<int64_t>(head) * params.context + (exists ? position : 0)) * params.context;
+  const Weight* weight =
+      static_cast<const Weight*>(params.weight) +
+      (static_cast<int64_t>(head) * params.context + (exists ? position : 0)) * params.context;
   Element* memory = static_cast<Element*>(params.memory) + sample * params.memory_batch_stride +
                     head * params.memory_head_stride + channel;
 
@@ -99,13 +111,16 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     Weight factors[kAhead];
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      const int token = min(first + ahead * rows, end - 1);  // without a branch, so that all loads are under way at once
-      vectors[ahead] = __ldcs(reinterpret_cast<const Read*>(memory + static_cast<int64_t>(token) * width));
+      // without a branch, so that all loads are under way at once
+      const int token = min(first + ahead * rows, end - 1);
+      vectors[ahead] =
+          __ldcs(reinterpret_cast<const Read*>(memory + static_cast<int64_t>(token) * width));
       factors[ahead] = weight[token];
     }
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      if (first + ahead * rows < end) add_product<Element, kVector>(sum, to_float(factors[ahead]), vectors[ahead]);
+      if (first + ahead * rows < end)
+        add_product<Element, kVector>(sum, to_float(factors[ahead]), vectors[ahead]);
     }
   }
   if (split == 0 && row == 0 && exists && channel < width) {
@@ -116,8 +131,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     add_product<Element, kVector>(sum, to_float(weight[position]), vector);
   }
 
-  // The channel that this thread finishes. What is added to it is asked for now, so that its way from memory takes no time of
-  // its own.
+  // The channel that this thread finishes. What is added to it is asked for now, so that its way
+  // from memory takes no time of its own.
   const int channels = across * kVector;
   const int mine = slice * channels + threadIdx.x;
   const int64_t place = static_cast<int64_t>(head) * width + mine;
@@ -125,27 +140,32 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   float bias = 0;
   Element residual = from_float<Element>(0.0f);
   if (finishes && exists && params.bias != nullptr) {
-    bias = load_float(params.bias, params.bias_dtype, static_cast<int64_t>(head) * params.context + position);
+    bias = load_float(params.bias, params.bias_dtype,
+                      static_cast<int64_t>(head) * params.context + position);
   }
   if (finishes && params.residual != nullptr) {
-    residual = static_cast<const Element*>(params.residual)[sample * params.residual_batch_stride + place];
+    residual =
+        static_cast<const Element*>(params.residual)[sample * params.residual_batch_stride + place];
   }
 
   // The rows of a warp, then the warps, each in a fixed order.
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    for (int apart = across; apart < kWarp; apart *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], apart);
+    for (int apart = across; apart < kWarp; apart *= 2)
+      sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], apart);
   }
   const int lane = threadIdx.x % kWarp;
   if (lane < across) {
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) sums[threadIdx.x / kWarp * channels + lane * kVector + k] = sum[k];
+    for (int k = 0; k < kVector; ++k)
+      sums[threadIdx.x / kWarp * channels + lane * kVector + k] = sum[k];
   }
   __syncthreads();
   float total = 0;
   if (adds) {
 #pragma unroll 8
-    for (int warp = 0; warp < blockDim.x / kWarp; ++warp) total += sums[warp * channels + threadIdx.x];
+    for (int warp = 0; warp < blockDim.x / kWarp; ++warp)
+      total += sums[warp * channels + threadIdx.x];
   }
 #ifdef MIXER_HOPPER
   if (splits > 1) {
@@ -159,15 +179,19 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   if (!finishes) return;
   total += bias;
   total += to_float(residual);
-  static_cast<Element*>(params.y)[sample * params.channels + place] = from_float<Element>(exists ? total : nanf(""));
+  static_cast<Element*>(params.y)[sample * params.channels + place] =
+      from_float<Element>(exists ? total : nanf(""));
 }
 
 // Whether every row of the memory and of x starts on 16 bytes.
 bool is_aligned(const TriangularConvParams& params, int vector) {
-  const int64_t together = params.memory_batch_stride | params.memory_head_stride | params.x_batch_stride |
+  const int64_t together = params.memory_batch_stride | params.memory_head_stride |
+                           params.x_batch_stride |
                            static_cast<int64_t>(params.channels / params.heads);
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(params.memory) | reinterpret_cast<uintptr_t>(params.x);
-  return together % vector == 0 && addresses % kVectorBytes == 0;  // a vector's size is a power of two
+  const uintptr_t addresses =
+      reinterpret_cast<uintptr_t>(params.memory) | reinterpret_cast<uintptr_t>(params.x);
+  // a vector's size is a power of two
+  return together % vector == 0 && addresses % kVectorBytes == 0;
 }
 
 template <typename Element, typename Weight, int kVector>
@@ -179,7 +203,9 @@ cudaError_t launch(const TriangularConvParams& params) {
   int across = kMostAcross;
   while (across > kLeastAcross && (across / 2 >= vectors || blocks(across) < wanted)) across /= 2;
   int splits = 1;
-  while (across == kLeastAcross && splits < kMostSplits && 2 * splits * blocks(across) <= params.processors) splits *= 2;
+  while (across == kLeastAcross && splits < kMostSplits &&
+         2 * splits * blocks(across) <= params.processors)
+    splits *= 2;
   const int threads = across == kLeastAcross && blocks(across) < wanted ? kMostThreads : kThreads;
   if (blocks(across) > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const unsigned grid = static_cast<unsigned>(blocks(across) * splits);
@@ -198,9 +224,11 @@ cudaError_t launch(const TriangularConvParams& params) {
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight, kVector>, params, across, slices, splits);
+  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight, kVector>, params, across,
+                            slices, splits);
 #else
-  mix_row_kernel<Element, Weight, kVector><<<grid, threads, 0, stream>>>(params, across, slices, splits);
+  mix_row_kernel<Element, Weight, kVector><<<grid, threads, 0, stream>>>(
+      params, across, slices, splits);
   return cudaGetLastError();
 #endif
 }
@@ -213,7 +241,8 @@ cudaError_t mix_row(const TriangularConvParams& params) {
     constexpr int kVector = kVectorBytes / sizeof(Element);
     const bool aligned = is_aligned(params, kVector);
     if (params.weight_dtype == params.dtype) {
-      return aligned ? launch<Element, Element, kVector>(params) : launch<Element, Element, 1>(params);
+      return aligned ? launch<Element, Element, kVector>(params)
+                     : launch<Element, Element, 1>(params);
     }
     if (params.weight_dtype != MIXER_FLOAT32) return cudaErrorInvalidValue;
     return aligned ? launch<Element, float, kVector>(params) : launch<Element, float, 1>(params);

@@ -18,7 +18,9 @@ __device__ __forceinline__ float from_float<float>(float value) { return value; 
 template <>
 __device__ __forceinline__ __half from_float<__half>(float value) { return __float2half_rn(value); }
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
 
 // For values read once per row (the bias), where a template instance for each type would not pay.
 __device__ __forceinline__ float load_float(const void* values, int dtype, int64_t index) {
@@ -38,7 +40,9 @@ cudaError_t dispatch_dtype(int dtype, Function function) {
   }
 }
 
-__host__ __device__ constexpr int64_t ceil_div(int64_t value, int64_t step) { return (value + step - 1) / step; }
+__host__ __device__ constexpr int64_t ceil_div(int64_t value, int64_t step) {
+  return (value + step - 1) / step;
+}
 
 // Grids are one-dimensional: y and z stop at 65,535 blocks, which batch * heads can pass.
 constexpr int64_t kMaxBlocks = 2147483647;

@@ -1,11 +1,13 @@
-// weight -> packed: tril, cast and padding in one pass, once per step. The strictly upper triangle is never read.
+// weight -> packed: tril, cast and padding in one pass, once per step. The strictly upper triangle
+// is never read.
 #include "kernels.h"
 #include "numeric.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGroup = 8;  // columns of a thread: 16 bytes of a 16-bit type; a packed row holds whole groups
+// columns of a thread: 16 bytes of a 16-bit type; a packed row holds whole groups
+constexpr int kGroup = 8;
 
 template <typename Value>
 struct alignas(kGroup * sizeof(Value) < 16 ? kGroup * sizeof(Value) : 16) Group {
@@ -14,7 +16,8 @@ struct alignas(kGroup * sizeof(Value) < 16 ? kGroup * sizeof(Value) : 16) Group 
 
 // Threads: (heads * taps * tokens, groups of a row).
 template <typename Weight, typename Element>
-__global__ void __launch_bounds__(kThreads) pack_kernel(const TriangularConvParams params, int64_t groups) {
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const TriangularConvParams params, int64_t groups) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= groups) return;
   const int row_groups = params.columns / kGroup;
@@ -22,13 +25,16 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const TriangularConvPara
   const int column = static_cast<int>(index % row_groups) * kGroup;
   const int64_t matrix = packed_row / params.tokens;  // head * taps + tap
   const int row = static_cast<int>(packed_row % params.tokens);
-  const Weight* weight = static_cast<const Weight*>(params.weight) + (matrix * params.context + row) * params.context + column;
+  const Weight* weight = static_cast<const Weight*>(params.weight) +
+                         (matrix * params.context + row) * params.context + column;
 
   Group<Element> packed;
-  if (column + kGroup - 1 <= row && reinterpret_cast<uintptr_t>(weight) % alignof(Group<Weight>) == 0) {
+  if (column + kGroup - 1 <= row &&
+      reinterpret_cast<uintptr_t>(weight) % alignof(Group<Weight>) == 0) {
     const Group<Weight> read = *reinterpret_cast<const Group<Weight>*>(weight);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) packed.values[i] = from_float<Element>(to_float(read.values[i]));
+    for (int i = 0; i < kGroup; ++i)
+      packed.values[i] = from_float<Element>(to_float(read.values[i]));
   } else {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
@@ -41,14 +47,16 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const TriangularConvPara
 }  // namespace
 
 cudaError_t pack(const TriangularConvParams& params) {
-  const int64_t groups = static_cast<int64_t>(params.heads) * params.taps * params.tokens * (params.columns / kGroup);
+  const int64_t groups =
+      static_cast<int64_t>(params.heads) * params.taps * params.tokens * (params.columns / kGroup);
   const int64_t blocks = ceil_div(groups, kThreads);
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   return dispatch_dtype(params.weight_dtype, [&](auto weight) {
     return dispatch_dtype(params.dtype, [&](auto element) {
-      pack_kernel<decltype(weight), decltype(element)><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, groups);
+      pack_kernel<decltype(weight), decltype(element)>
+          <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, groups);
       return cudaGetLastError();
     });
   });

@@ -1,11 +1,14 @@
-// The one argument of every entry point: plain C, mirrored field by field by `Params` in mixer/ops/cuda.py.
+// The one argument of every entry point: plain C, mirrored field by field by `Params` in
+// mixer/ops/cuda.py.
 //
-// Shapes: x, y, residual, dy, dx (batch, tokens, channels), channels contiguous; weight, dweight (heads, taps, context, context),
-// out then in; bias, dbias (heads, context); packed (heads, taps, tokens, columns), the lower triangle of the weight's
-// top-left corner in x's type, exact zeros elsewhere, columns = tokens rounded up to 8. Of mix_row `tokens` is the length of the
-// memory, and x, residual and y have one token.
+// Shapes: x, y, residual, dy, dx (batch, tokens, channels), channels contiguous; weight, dweight
+// (heads, taps, context, context), out then in; bias, dbias (heads, context); packed (heads, taps,
+// tokens, columns), the lower triangle of the weight's top-left corner in x's type, exact zeros
+// elsewhere, columns = tokens rounded up to 8. Of mix_row `tokens` is the length of the memory, and
+// x, residual and y have one token.
 //
-// A pointer that an operation does not use is null. A change of this struct is a change of MIXER_ABI_VERSION.
+// A pointer that an operation does not use is null. A change of this struct is a change of
+// MIXER_ABI_VERSION.
 #pragma once
 
 #include <stdint.h>
@@ -25,9 +28,12 @@ typedef struct TriangularConvParams {
   void* dx;              // dtype, contiguous
   void* dweight;         // gradient_dtype, contiguous
   void* dbias;           // gradient_dtype, contiguous, or null
-  void* workspace;       // mixer_product_workspace() or mixer_grad_weight_workspace() bytes, 16-byte aligned; null for none
+  // mixer_product_workspace() or mixer_grad_weight_workspace() bytes, 16-byte aligned; null for
+  // none
+  void* workspace;
   const void* schedule;  // mixer_schedule() on the device, or null where mixer_schedule_size() is 0
-  void* memory;          // dtype, (batch, heads, tokens, channels of a head), the last two dense; of mix_row alone
+  // dtype, (batch, heads, tokens, channels of a head), the last two dense; of mix_row alone
+  void* memory;
   const void* positions;  // int64, where in the memory each sample's new token stands
   void* stream;          // a cudaStream_t
 

@@ -1,5 +1,6 @@
-// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true): one kernel, since the triangle
-// only turns over. Row tile [r, r + 64) of y reads tokens [0, r + 64); of dx it reads tokens [r, tokens).
+// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true): one kernel,
+// since the triangle only turns over. Row tile [r, r + 64) of y reads tokens [0, r + 64); of dx it
+// reads tokens [r, tokens).
 #pragma once
 
 #include "kernels.h"
@@ -9,9 +10,10 @@ namespace portable {
 
 // left[k][row] = W[row, k], or W[k, row] when transposed; zero beyond `tokens`.
 template <typename Element, bool kTransposed>
-__device__ __forceinline__ void load_weight(Slices& slices, const Element* weight, int row0, int depth0, int tokens,
-                                            int columns) {
-  // Neighbouring threads read neighbouring columns of W: these are k, or the rows of the result when transposed.
+__device__ __forceinline__ void load_weight(Slices& slices, const Element* weight, int row0,
+                                            int depth0, int tokens, int columns) {
+  // Neighbouring threads read neighbouring columns of W: these are k, or the rows of the result
+  // when transposed.
   constexpr int kAcross = kTransposed ? kTile : kDepth;
   constexpr int kStep = kThreads / kAcross;
   const int across = threadIdx.x % kAcross;
@@ -20,7 +22,8 @@ __device__ __forceinline__ void load_weight(Slices& slices, const Element* weigh
   for (int down = threadIdx.x / kAcross; down < kTile * kDepth / kAcross; down += kStep) {
     const int row = (kTransposed ? depth0 : row0) + down;
     float value = 0.0f;
-    if (row < tokens && column < tokens) value = to_float(weight[static_cast<int64_t>(row) * columns + column]);
+    if (row < tokens && column < tokens)
+      value = to_float(weight[static_cast<int64_t>(row) * columns + column]);
     if (kTransposed) {
       slices.left[down][across] = value;
     } else {
@@ -31,22 +34,26 @@ __device__ __forceinline__ void load_weight(Slices& slices, const Element* weigh
 
 // right[k][column] = input[k, column + shift]; zero beyond `tokens` and outside the head.
 template <typename Element>
-__device__ __forceinline__ void load_input(Slices& slices, const Element* input, int64_t token_stride, int depth0,
-                                           int tokens, int channel0, int width) {
+__device__ __forceinline__ void load_input(Slices& slices, const Element* input,
+                                           int64_t token_stride, int depth0, int tokens,
+                                           int channel0, int width) {
   const int across = threadIdx.x % kTile;
   const int channel = channel0 + across;
   const bool inside = channel >= 0 && channel < width;
 #pragma unroll
   for (int down = threadIdx.x / kTile; down < kDepth; down += kThreads / kTile) {
     float value = 0.0f;
-    if (inside && depth0 + down < tokens) value = to_float(input[(depth0 + down) * token_stride + channel]);
+    if (inside && depth0 + down < tokens)
+      value = to_float(input[(depth0 + down) * token_stride + channel]);
     slices.right[down][across] = value;
   }
 }
 
-// Blocks, fastest first: column tiles, batch, heads, row tiles; the row tiles with the longest sums come first.
+// Blocks, fastest first: column tiles, batch, heads, row tiles; the row tiles with the longest sums
+// come first.
 template <typename Element, bool kTransposed>
-__global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
+__global__ void __launch_bounds__(kThreads, kBlocksResident)
+    product_kernel(const TriangularConvParams params) {
   __shared__ Slices slices;
   const int tokens = params.tokens;
   const int width = params.channels / params.heads;  // channels of a head
@@ -63,15 +70,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(cons
 
   const int64_t batch_stride = kTransposed ? params.dy_batch_stride : params.x_batch_stride;
   const int64_t token_stride = kTransposed ? params.dy_token_stride : params.x_token_stride;
-  const Element* input = static_cast<const Element*>(kTransposed ? params.dy : params.x) + sample * batch_stride +
-                         static_cast<int64_t>(head) * width;
+  const Element* input = static_cast<const Element*>(kTransposed ? params.dy : params.x) +
+                         sample * batch_stride + static_cast<int64_t>(head) * width;
   const int first = kTransposed ? row0 : 0;
   const int last = kTransposed ? tokens : min(row0 + kTile, tokens);
 
   Accumulator sum;
   for (int tap = 0; tap < params.taps; ++tap) {
-    const Element* weight = static_cast<const Element*>(params.packed) +
-                            (static_cast<int64_t>(head) * params.taps + tap) * tokens * params.columns;
+    const Element* weight =
+        static_cast<const Element*>(params.packed) +
+        (static_cast<int64_t>(head) * params.taps + tap) * tokens * params.columns;
     const int shift = kTransposed ? -tap_shift(tap, params.taps) : tap_shift(tap, params.taps);
     for (int depth0 = first; depth0 < last; depth0 += kDepth) {
       __syncthreads();  // the slices of the step before have been read
@@ -87,7 +95,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(cons
       }
       if ((depth0 + kDepth) % kChunk == 0) sum.close_chunk();
     }
-    sum.close_chunk();  // here too, so that a row's sum does not depend on how many tokens follow it
+    // here too, so that a row's sum does not depend on how many tokens follow it
+    sum.close_chunk();
   }
 
 #pragma unroll
@@ -95,8 +104,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(cons
     const int row = row0 + thread_row() + r;
     if (row >= tokens) break;
     const bool has_bias = !kTransposed && params.bias != nullptr;
-    const float bias =
-        has_bias ? load_float(params.bias, params.bias_dtype, static_cast<int64_t>(head) * params.context + row) : 0.0f;
+    const float bias = has_bias ? load_float(params.bias, params.bias_dtype,
+                                             static_cast<int64_t>(head) * params.context + row)
+                                : 0.0f;
 #pragma unroll
     for (int c = 0; c < kThreadColumns; ++c) {
       const int channel = column0 + thread_column() + c;
@@ -105,22 +115,26 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(cons
       float value = sum.total[r][c] + bias;
       if (!kTransposed && params.residual != nullptr) {
         const Element* residual = static_cast<const Element*>(params.residual);
-        value += to_float(residual[sample * params.residual_batch_stride + row * params.residual_token_stride + position]);
+        value += to_float(residual[sample * params.residual_batch_stride +
+                                   row * params.residual_token_stride + position]);
       }
       Element* output = static_cast<Element*>(kTransposed ? params.dx : params.y);
-      output[(static_cast<int64_t>(sample) * tokens + row) * params.channels + position] = from_float<Element>(value);
+      output[(static_cast<int64_t>(sample) * tokens + row) * params.channels + position] =
+          from_float<Element>(value);
     }
   }
 }
 
 template <bool kTransposed>
 cudaError_t launch_product(const TriangularConvParams& params) {
-  const int64_t tiles = ceil_div(params.tokens, kTile) * ceil_div(params.channels / params.heads, kTile);
+  const int64_t tiles =
+      ceil_div(params.tokens, kTile) * ceil_div(params.channels / params.heads, kTile);
   const int64_t blocks = tiles * params.batch * params.heads;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   return dispatch_dtype(params.dtype, [&](auto element) {
-    product_kernel<decltype(element), kTransposed><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+    product_kernel<decltype(element), kTransposed>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
     return cudaGetLastError();
   });
 }

@@ -1,5 +1,5 @@
-// The tile product that the portable kernels share: 128 threads hold a 64 x 64 tile of the result, 8 x 4 values each,
-// and multiply 64 x 16 by 16 x 64 slices that lie in shared memory as fp32.
+// The tile product that the portable kernels share: 128 threads hold a 64 x 64 tile of the result,
+// 8 x 4 values each, and multiply 64 x 16 by 16 x 64 slices that lie in shared memory as fp32.
 #pragma once
 
 #include "triangle.cuh"
@@ -9,13 +9,14 @@ namespace portable {
 constexpr int kTile = 64;         // rows and columns of a result tile
 constexpr int kDepth = 16;        // depth of a slice
 constexpr int kThreads = 128;
-constexpr int kBlocksResident = 4;  // blocks a multiprocessor holds at once: 128 registers a thread, enough not to spill
+// blocks a multiprocessor holds at once: 128 registers a thread, enough not to spill
+constexpr int kBlocksResident = 4;
 constexpr int kThreadRows = 8;
 constexpr int kThreadColumns = 4;
 constexpr int kThreadsAcross = kTile / kThreadColumns;  // 16
 
-// A slice row holds 64 values and 4 of padding: float4 reads stay aligned, and threads that write one column of the
-// slice (the transposing loads) meet in a bank two at a time, not sixteen.
+// A slice row holds 64 values and 4 of padding: float4 reads stay aligned, and threads that write
+// one column of the slice (the transposing loads) meet in a bank two at a time, not sixteen.
 constexpr int kPitch = kTile + 4;
 
 struct Slices {
@@ -23,8 +24,8 @@ struct Slices {
   alignas(16) float right[kDepth][kPitch];  // right[k][column]
 };
 
-// Sums of more than kChunk products are built from sums of kChunk: the rounding error of a long chain grows with the
-// square root of its length, that of two short ones far less.
+// Sums of more than kChunk products are built from sums of kChunk: the rounding error of a long
+// chain grows with the square root of its length, that of two short ones far less.
 constexpr int kChunk = 128;
 
 struct Accumulator {
@@ -47,8 +48,8 @@ struct KeepAll {
   __device__ __forceinline__ bool operator()(int, int) const { return true; }
 };
 
-// Skips the products beyond the diagonal. They are skipped, not multiplied by zero: 0 * NaN is NaN, and then a later token
-// would show in an earlier one.
+// Skips the products beyond the diagonal. They are skipped, not multiplied by zero: 0 * NaN is NaN,
+// and then a later token would show in an earlier one.
 template <bool kTransposed>
 struct KeepTriangle {
   int row;    // of the thread's first result
@@ -58,15 +59,18 @@ struct KeepTriangle {
   }
 };
 
-// part += left^T right over one slice, in the order of k; (row, column) is the thread's first result within the tile.
+// part += left^T right over one slice, in the order of k; (row, column) is the thread's first
+// result within the tile.
 template <typename Keep>
-__device__ __forceinline__ void multiply(const Slices& slices, int row, int column, Accumulator& sum, Keep keep) {
+__device__ __forceinline__ void multiply(const Slices& slices, int row, int column,
+                                         Accumulator& sum, Keep keep) {
 #pragma unroll 4
   for (int k = 0; k < kDepth; ++k) {
     const float4 upper = *reinterpret_cast<const float4*>(&slices.left[k][row]);
     const float4 lower = *reinterpret_cast<const float4*>(&slices.left[k][row + 4]);
     const float4 across = *reinterpret_cast<const float4*>(&slices.right[k][column]);
-    const float left[kThreadRows] = {upper.x, upper.y, upper.z, upper.w, lower.x, lower.y, lower.z, lower.w};
+    const float left[kThreadRows] = {upper.x, upper.y, upper.z, upper.w,
+                                     lower.x, lower.y, lower.z, lower.w};
     const float right[kThreadColumns] = {across.x, across.y, across.z, across.w};
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
@@ -79,6 +83,8 @@ __device__ __forceinline__ void multiply(const Slices& slices, int row, int colu
 }
 
 __device__ __forceinline__ int thread_row() { return threadIdx.x / kThreadsAcross * kThreadRows; }
-__device__ __forceinline__ int thread_column() { return threadIdx.x % kThreadsAcross * kThreadColumns; }
+__device__ __forceinline__ int thread_column() {
+  return threadIdx.x % kThreadsAcross * kThreadColumns;
+}
 
 }  // namespace portable

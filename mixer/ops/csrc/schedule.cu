@@ -7,8 +7,8 @@ namespace schedule {
 
 namespace {
 
-// Input that a group of columns may take up in the L2 cache: half of Hopper's 50 MB, since each of its two halves may hold a
-// copy.
+// Input that a group of columns may take up in the L2 cache: half of Hopper's 50 MB, since each of
+// its two halves may hold a copy.
 constexpr int64_t kGroupBytes = 25 << 20;
 
 int workers(const TriangularConvParams& params) { return std::max(1, params.processors / 2); }
@@ -46,7 +46,8 @@ std::vector<std::vector<Tile>> assign(const TriangularConvParams& params) {
   const int64_t columns = column_tiles(params, row_blocks);
   std::vector<int> row_tiles;  // longest first
   for (int row_tile = 0; row_tile < shape.row_tiles(); ++row_tile) row_tiles.push_back(row_tile);
-  std::stable_sort(row_tiles.begin(), row_tiles.end(), [&](int a, int b) { return shape.cost(a) > shape.cost(b); });
+  std::stable_sort(row_tiles.begin(), row_tiles.end(),
+                   [&](int a, int b) { return shape.cost(a) > shape.cost(b); });
 
   // Longest tile first, to the worker with the least work so far.
   using Worker = std::pair<int64_t, int>;  // work, index
@@ -64,12 +65,16 @@ std::vector<std::vector<Tile>> assign(const TriangularConvParams& params) {
     }
   }
 
-  // Each worker got tiles of all columns, evenly. It takes them group by group, so that all work on the same columns.
+  // Each worker got tiles of all columns, evenly. It takes them group by group, so that all work on
+  // the same columns.
   const int64_t column_bytes = int64_t(params.tokens) * chunks * kBlock * 2;
   const int64_t group = std::max<int64_t>(1, kGroupBytes / column_bytes);
-  const auto group_of = [&](const Tile& tile) { return (tile.head * columns + tile.chunk / chunks) / group; };
+  const auto group_of = [&](const Tile& tile) {
+    return (tile.head * columns + tile.chunk / chunks) / group;
+  };
   for (auto& list : tiles) {
-    std::stable_sort(list.begin(), list.end(), [&](const Tile& a, const Tile& b) { return group_of(a) < group_of(b); });
+    std::stable_sort(list.begin(), list.end(),
+                     [&](const Tile& a, const Tile& b) { return group_of(a) < group_of(b); });
   }
   return tiles;
 }
@@ -84,7 +89,8 @@ std::vector<int32_t> flatten(const std::vector<std::vector<Tile>>& tiles) {
   flat.push_back(offset);
   flat.resize((flat.size() + 3) / 4 * 4);
   for (const auto& list : tiles) {
-    for (const Tile& tile : list) flat.insert(flat.end(), {tile.row_tile, tile.head, tile.chunk, tile.unused});
+    for (const Tile& tile : list)
+      flat.insert(flat.end(), {tile.row_tile, tile.head, tile.chunk, tile.unused});
   }
   return flat;
 }

@@ -1,6 +1,7 @@
-// What grad-weight has in common on tensor cores of sm_70 and sm_80. Two kernels, as in portable_grad_weight.cu: lower
-// 128 x 128 tiles, the sum over (batch, channels) cut into `splits` ranges whose partial tiles go to the workspace in fp32;
-// then their sum in a fixed order (grad_weight_finish.cuh).
+// What grad-weight has in common on tensor cores of sm_70 and sm_80. Two kernels, as in
+// portable_grad_weight.cu: lower 128 x 128 tiles, the sum over (batch, channels) cut into `splits`
+// ranges whose partial tiles go to the workspace in fp32; then their sum in a fixed order
+// (grad_weight_finish.cuh).
 #pragma once
 
 #include "grad_weight_finish.cuh"
@@ -11,22 +12,25 @@ namespace tensor {
 constexpr int kTileSize = kTile * kTile;
 constexpr int kMaxSplits = 128;
 
-// Batch and channels of a head are summed as one dimension, (sample, channel), cut into slices. A vector of 16 bytes
-// never crosses from one sample into the next.
+// Batch and channels of a head are summed as one dimension, (sample, channel), cut into slices. A
+// vector of 16 bytes never crosses from one sample into the next.
 __host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvParams& params) {
-  const int slice = params.dtype == MIXER_FLOAT32 ? Sizes<float>::kSliceDepth : Sizes<__half>::kSliceDepth;
+  const int slice =
+      params.dtype == MIXER_FLOAT32 ? Sizes<float>::kSliceDepth : Sizes<__half>::kSliceDepth;
   return ceil_div(static_cast<int64_t>(params.batch) * (params.channels / params.heads), slice);
 }
 
-// The number of ranges with the least time, in units of one slice's product (about half a microsecond). Blocks run in
-// waves as long as one range each, plus a start and an end; then the finishing kernel reads the partial tiles of all
-// ranges.
+// The number of ranges with the least time, in units of one slice's product (about half a
+// microsecond). Blocks run in waves as long as one range each, plus a start and an end; then the
+// finishing kernel reads the partial tiles of all ranges.
 inline int choose_splits(const TriangularConvParams& params) {
   constexpr double kWaveCost = 24;          // filling the pipeline, storing the tile
-  constexpr double kPartialTileCost = 0.1;  // a tile's 64 KB written and read, at a GPU's full bandwidth
+  // a tile's 64 KB written and read, at a GPU's full bandwidth
+  constexpr double kPartialTileCost = 0.1;
   constexpr double kRangeCost = 0.3;        // the wait for one more value in each thread's sum
   const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads * params.taps;
-  const int64_t places = static_cast<int64_t>(params.processors > 0 ? params.processors : 1) * kBlocksResident;
+  const int64_t places =
+      static_cast<int64_t>(params.processors > 0 ? params.processors : 1) * kBlocksResident;
   const int64_t slices = slice_count(params);
   int best = 1;
   double least = 0;
@@ -54,17 +58,20 @@ struct GradWeightLoader {
   int left_rows, right_rows;    // rows of the tensors from these on; 0 after the batch
   int samples_left, channel;    // from this thread's sample on; its channel in the head
 
-  __device__ __forceinline__ GradWeightLoader(const TriangularConvParams& params, int head, int row0, int column0,
-                                              int shift, int64_t first_slice)
+  __device__ __forceinline__ GradWeightLoader(const TriangularConvParams& params, int head,
+                                              int row0, int column0, int shift, int64_t first_slice)
       : params(params), width(params.channels / params.heads), shift(shift) {
-    const int64_t start = first_slice * Sizes<Element>::kSliceDepth + vector_across<Layout>() * kVector;
+    const int64_t start =
+        first_slice * Sizes<Element>::kSliceDepth + vector_across<Layout>() * kVector;
     const int64_t sample = start / width;
     channel = static_cast<int>(start - sample * width);
     samples_left = params.batch - static_cast<int>(sample);
     const int row = row0 + vector_down<Layout>(0), column = column0 + vector_down<Layout>(0);
     const int64_t place = static_cast<int64_t>(head) * width + channel;
-    left = static_cast<const Element*>(params.dy) + sample * params.dy_batch_stride + row * params.dy_token_stride + place;
-    right = static_cast<const Element*>(params.x) + sample * params.x_batch_stride + column * params.x_token_stride + place;
+    left = static_cast<const Element*>(params.dy) + sample * params.dy_batch_stride +
+           row * params.dy_token_stride + place;
+    right = static_cast<const Element*>(params.x) + sample * params.x_batch_stride +
+            column * params.x_token_stride + place;
     left_rows = samples_left > 0 ? params.tokens - row : 0;
     right_rows = samples_left > 0 ? params.tokens - column : 0;
   }
@@ -83,10 +90,11 @@ struct GradWeightLoader {
     }
   }
 
-  // slice(row, k) = the values of a row from channel k + shift on; zero beyond the tokens, outside the head and after the batch.
+  // slice(row, k) = the values of a row from channel k + shift on; zero beyond the tokens, outside
+  // the head and after the batch.
   template <typename Copies>
-  __device__ __forceinline__ void load_rows(Copies& copies, Side side, const Element* vector, int64_t token_stride, int rows,
-                                            int shift) const {
+  __device__ __forceinline__ void load_rows(Copies& copies, Side side, const Element* vector,
+                                            int64_t token_stride, int rows, int shift) const {
     constexpr int kDown = kThreads / Layout::kVectorsAcross;  // from a thread's vector to its next
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
@@ -95,15 +103,16 @@ struct GradWeightLoader {
         copies.template copy<Layout>(side, i, vector, inside);
       } else {
         const Element* const head = vector - channel;
-        copies.template store<Layout>(side, i, inside ? load_shifted(head, channel, shift, width) : make_uint4(0, 0, 0, 0));
+        copies.template store<Layout>(
+            side, i, inside ? load_shifted(head, channel, shift, width) : make_uint4(0, 0, 0, 0));
       }
       vector += kDown * token_stride;
     }
   }
 };
 
-// What a block of the first kernel makes. Blocks, fastest first: lower tiles, taps, heads, splits. Blocks that run at once
-// thus read the same range.
+// What a block of the first kernel makes. Blocks, fastest first: lower tiles, taps, heads, splits.
+// Blocks that run at once thus read the same range.
 struct PartialTile {
   LowerTile lower;
   int tap, head;
@@ -126,8 +135,9 @@ struct PartialTile {
   __device__ __forceinline__ bool on_diagonal() const { return lower.row == lower.column; }
 };
 
-// Columns go to the warps as rows do, 16 by 16 in turn. On the diagonal, groups right of their row's number are then above the
-// diagonal in every warp: the same 6 of 16 groups are skipped by all.
+// Columns go to the warps as rows do, 16 by 16 in turn. On the diagonal, groups right of their
+// row's number are then above the diagonal in every warp: the same 6 of 16 groups are skipped by
+// all.
 __device__ __forceinline__ int first_group_column() { return warp_column() * 16; }
 constexpr int kGroupColumnStep = 32;
 
@@ -137,13 +147,15 @@ __device__ __forceinline__ void multiply_lower_groups(bool on_diagonal, Multiply
 #pragma unroll
   for (int row_group = 0; row_group < kWarpGroups; ++row_group) {
 #pragma unroll
-    for (int column_group = 0; column_group <= row_group; ++column_group) multiply(row_group, column_group);
+    for (int column_group = 0; column_group <= row_group; ++column_group)
+      multiply(row_group, column_group);
   }
   if (on_diagonal) return;
 #pragma unroll
   for (int row_group = 0; row_group < kWarpGroups; ++row_group) {
 #pragma unroll
-    for (int column_group = row_group + 1; column_group < kWarpGroups; ++column_group) multiply(row_group, column_group);
+    for (int column_group = row_group + 1; column_group < kWarpGroups; ++column_group)
+      multiply(row_group, column_group);
   }
 }
 
@@ -158,7 +170,8 @@ inline int64_t partial_blocks(const TriangularConvParams& params, int splits) {
 
 inline int64_t workspace_bytes(const TriangularConvParams& params) {
   if (grad_weight_finish::is_empty(params)) return 0;
-  return partial_blocks(params, choose_splits(params)) * kTileSize * static_cast<int64_t>(sizeof(float));
+  return partial_blocks(params, choose_splits(params)) * kTileSize *
+         static_cast<int64_t>(sizeof(float));
 }
 
 // Both kernels; launch(blocks, splits) launches the first.

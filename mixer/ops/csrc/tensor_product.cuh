@@ -1,16 +1,17 @@
-// What forward (kTransposed = false) and grad-input (kTransposed = true) have in common on tensor cores of sm_70 and
-// sm_80: which block makes which tile, and what it loads. Row tile [r, r + 128) of y reads tokens [0, r + 128); of dx it reads
-// tokens [r, tokens).
+// What forward (kTransposed = false) and grad-input (kTransposed = true) have in common on tensor
+// cores of sm_70 and sm_80: which block makes which tile, and what it loads. Row tile [r, r + 128)
+// of y reads tokens [0, r + 128); of dx it reads tokens [r, tokens).
 //
-// Columns of the result run through batch and channels of a head as one dimension, (sample, channel), so that a narrow
-// head wastes no part of a tile. A vector of 16 bytes never crosses from one sample into the next.
+// Columns of the result run through batch and channels of a head as one dimension, (sample,
+// channel), so that a narrow head wastes no part of a tile. A vector of 16 bytes never crosses from
+// one sample into the next.
 #pragma once
 
 #include "tensor_tile.cuh"
 
 namespace tensor {
 
-// ---------------------------------------------------------------------------------------------- which tile
+// -------------------------------------------------------------------------------------- which tile
 
 struct Tile {
   int head, row0;
@@ -25,12 +26,14 @@ __host__ __device__ inline int row_tiles(const TriangularConvParams& params) {
   return static_cast<int>(ceil_div(params.tokens, kTile));
 }
 
-// Blocks go through groups of column tiles; inside a group through row tiles, those with the longest sums first; inside
-// a row tile through the group's columns. A group has about kBlocksPerGroup blocks, two for each place on a large GPU,
-// so what it reads of x or dy (16 MB in 16 bits) stays in the L2 cache from its first row tile to its last.
+// Blocks go through groups of column tiles; inside a group through row tiles, those with the
+// longest sums first; inside a row tile through the group's columns. A group has about
+// kBlocksPerGroup blocks, two for each place on a large GPU, so what it reads of x or dy (16 MB in
+// 16 bits) stays in the L2 cache from its first row tile to its last.
 constexpr int kBlocksPerGroup = 512;
 
-// The tile of a block; the first one, where each column has only `rows` blocks, which go on to its other row tiles.
+// The tile of a block; the first one, where each column has only `rows` blocks, which go on to its
+// other row tiles.
 template <bool kTransposed>
 __host__ __device__ inline Tile locate(const TriangularConvParams& params, int block, int rows) {
   const int per_head = static_cast<int>(column_tiles(params));
@@ -46,7 +49,7 @@ __host__ __device__ inline Tile locate(const TriangularConvParams& params, int b
           static_cast<int64_t>(column % per_head) * kTile};
 }
 
-// ---------------------------------------------------------------------------------------------- loading
+// ----------------------------------------------------------------------------------------- loading
 
 // Loads the slices of W and of x (or dy), one pair a call: tap by tap, tokens ascending.
 template <typename Element, bool kTransposed, bool kOneTap>
@@ -60,14 +63,16 @@ struct ProductLoader {
   const Element* weight;  // of this head and tap
   const Element* input;   // of this thread's sample and this head
   int channel, width;     // this thread's first channel in the head; `width` if it has none
-  int row0, tap, depth;   // first row of the result's tile; of the next slices the tap and the first token
+  // first row of the result's tile; of the next slices the tap and the first token
+  int row0, tap, depth;
 
   __device__ __forceinline__ ProductLoader(const TriangularConvParams& params, const Tile& tile)
       : params(params), width(params.channels / params.heads) {
     const int64_t column = tile.column0 + vector_across<InputLayout>() * kVector;
     const int64_t sample = column / width;
     channel = sample < params.batch ? static_cast<int>(column - sample * width) : width;
-    input = static_cast<const Element*>(kTransposed ? params.dy : params.x) + static_cast<int64_t>(tile.head) * width +
+    input = static_cast<const Element*>(kTransposed ? params.dy : params.x) +
+            static_cast<int64_t>(tile.head) * width +
             sample * (kTransposed ? params.dy_batch_stride : params.x_batch_stride);
     weight = static_cast<const Element*>(params.packed) + tile.head * params.taps * tap_size();
     start(tile.row0);
@@ -82,11 +87,17 @@ struct ProductLoader {
 
   // Rows [row0, row0 + 128) of the result are the sum over tokens [first, last).
   __device__ __forceinline__ int first() const { return kTransposed ? row0 : 0; }
-  __device__ __forceinline__ int last() const { return kTransposed ? params.tokens : min(row0 + kTile, params.tokens); }
+  __device__ __forceinline__ int last() const {
+    return kTransposed ? params.tokens : min(row0 + kTile, params.tokens);
+  }
 
-  __device__ __forceinline__ bool done() const { return kOneTap ? depth >= last() : tap == params.taps; }
+  __device__ __forceinline__ bool done() const {
+    return kOneTap ? depth >= last() : tap == params.taps;
+  }
 
-  __device__ __forceinline__ int64_t tap_size() const { return static_cast<int64_t>(params.tokens) * params.columns; }
+  __device__ __forceinline__ int64_t tap_size() const {
+    return static_cast<int64_t>(params.tokens) * params.columns;
+  }
 
   template <typename Copies>
   __device__ __forceinline__ void operator()(Copies& copies) {
@@ -100,7 +111,8 @@ struct ProductLoader {
     if (++tap == params.taps) weight -= params.taps * tap_size();
   }
 
-  // slice(row, k) = W[row, k], or W[k, row] when transposed: rows of W lie one below the other in both.
+  // slice(row, k) = W[row, k], or W[k, row] when transposed: rows of W lie one below the other in
+  // both.
   template <typename Copies>
   __device__ __forceinline__ void load_weight(Copies& copies) const {
     const int column = (kTransposed ? row0 : depth) + vector_across<WeightLayout>() * kVector;
@@ -109,7 +121,8 @@ struct ProductLoader {
       const int down = vector_down<WeightLayout>(i);
       const int row = (kTransposed ? depth : row0) + down;
       const Element* vector = weight + static_cast<int64_t>(row) * params.columns + column;
-      copies.template copy<WeightLayout>(kLeft, i, vector, row < params.tokens && column < params.columns);
+      copies.template copy<WeightLayout>(kLeft, i, vector,
+                                         row < params.tokens && column < params.columns);
     }
   }
 
@@ -125,7 +138,8 @@ struct ProductLoader {
       if (kOneTap || shift == 0) {
         copies.template copy<InputLayout>(kRight, i, row + channel, inside);
       } else {
-        const uint4 vector = inside ? load_shifted(row, channel, shift, width) : make_uint4(0, 0, 0, 0);
+        const uint4 vector =
+            inside ? load_shifted(row, channel, shift, width) : make_uint4(0, 0, 0, 0);
         copies.template store<InputLayout>(kRight, i, vector);
       }
     }

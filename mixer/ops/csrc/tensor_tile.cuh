@@ -1,12 +1,13 @@
-// What the tensor core kernels of sm_70 and sm_80 share: 4 warps hold a 128 x 128 tile of the result in registers and
-// multiply slices that lie in shared memory, several stages of them.
+// What the tensor core kernels of sm_70 and sm_80 share: 4 warps hold a 128 x 128 tile of the
+// result in registers and multiply slices that lie in shared memory, several stages of them.
 //
-// A slice of a factor is 128 rows (rows of the result for the left factor, its columns for the right one) by 64 bytes
-// of depth, 8 KB for every type: 32 values of 16 bits or 16 of 32.
+// A slice of a factor is 128 rows (rows of the result for the left factor, its columns for the
+// right one) by 64 bytes of depth, 8 KB for every type: 32 values of 16 bits or 16 of 32.
 //
-// How vectors of 16 bytes come from global to shared memory differs from one set to the other: a loader hands each to its
-// `copies`, which have
-//   copy<Layout>(side, i, global, inside)   the vector at `global`, which is not touched if not `inside`: then zeros
+// How vectors of 16 bytes come from global to shared memory differs from one set to the other: a
+// loader hands each to its `copies`, which have
+//   copy<Layout>(side, i, global, inside)   the vector at `global`; zeros if not `inside`, and then
+//                                           `global` is not read
 //   store<Layout>(side, i, vector)          a vector made in registers
 // for the i-th vector of this thread in the slice of the left or the right factor.
 #pragma once
@@ -19,14 +20,16 @@ namespace tensor {
 
 constexpr int kTile = 128;          // rows and columns of a result tile
 constexpr int kThreads = 128;       // 2 x 2 warps
-constexpr int kBlocksResident = 2;  // on a multiprocessor: one computes while the other waits, or stores its tile
+// on a multiprocessor: one computes while the other waits, or stores its tile
+constexpr int kBlocksResident = 2;
 constexpr int kVectorBytes = 16;    // what one copy moves
 constexpr int kSliceDepthBytes = 64;
 constexpr int kSliceBytes = kTile * kSliceDepthBytes;
 constexpr int kStageBytes = 2 * kSliceBytes;  // the left factor's slice, then the right one's
 constexpr int kVectorsPerThread = kSliceBytes / kVectorBytes / kThreads;  // of each slice
 
-constexpr int kWarpGroups = 4;              // a warp's part of the result: 4 x 4 groups of 16 x 16 values
+// a warp's part of the result: 4 x 4 groups of 16 x 16 values
+constexpr int kWarpGroups = 4;
 constexpr int kWarpTile = kWarpGroups * 16;
 
 constexpr int kRowStep = 32;  // rows from a warp's group to its next
@@ -44,20 +47,22 @@ __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_row() { return threadIdx.x / 64; }
 __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2; }
 
-// First row of a warp's group. The two rows of warps take turns every 16 rows, so that in a tile on the diagonal, where
-// groups are skipped, all warps have the same work (and with them the four tensor cores, one for each warp of a block).
+// First row of a warp's group. The two rows of warps take turns every 16 rows, so that in a tile on
+// the diagonal, where groups are skipped, all warps have the same work (and with them the four
+// tensor cores, one for each warp of a block).
 __device__ __forceinline__ int group_row(int group) { return group * kRowStep + warp_row() * 16; }
 
-// ---------------------------------------------------------------------------------------------- slices
+// ------------------------------------------------------------------------------------------ slices
 //
-// Vectors are written, and fragments read, 8 times 16 bytes at a time; these must lie in 8 different sixteenths of a
-// 128-byte line, or they wait for one another. Hence the swizzle: the place of a vector in its line is XORed with bits
-// of its depth (or row) that differ among the 8.
+// Vectors are written, and fragments read, 8 times 16 bytes at a time; these must lie in 8
+// different sixteenths of a 128-byte line, or they wait for one another. Hence the swizzle: the
+// place of a vector in its line is XORed with bits of its depth (or row) that differ among the 8.
 
 constexpr int kLineBytes = 128;
 
-// The swizzled offset of what lies `bytes` further along a row than what is at offset `own`, where no bit is set in
-// both before swizzling: inside a line the two are XORed, beyond it they add (and become constants of instructions).
+// The swizzled offset of what lies `bytes` further along a row than what is at offset `own`, where
+// no bit is set in both before swizzling: inside a line the two are XORed, beyond it they add (and
+// become constants of instructions).
 __host__ __device__ __forceinline__ constexpr int add_to_offset(int own, int bytes) {
   return (own ^ (bytes & (kLineBytes - 1))) + (bytes & -kLineBytes);
 }
@@ -83,8 +88,9 @@ struct MnMajor {
   }
 };
 
-// 32-bit values are read one by one, since no instruction transposes them. A warp then reads 8 neighbours (2 vectors) of
-// 4 depths at once, and the swizzle gives each depth a pair of vectors of its own.
+// 32-bit values are read one by one, since no instruction transposes them. A warp then reads 8
+// neighbours (2 vectors) of 4 depths at once, and the swizzle gives each depth a pair of vectors of
+// its own.
 template <>
 struct MnMajor<float> {
   static constexpr int kVectorsAcross = kTile * sizeof(float) / kVectorBytes;
@@ -95,8 +101,8 @@ struct MnMajor<float> {
   }
 };
 
-// A slice is filled by all threads: a thread's vectors lie in one column of vectors, kThreads / kVectorsAcross rows of
-// the slice apart.
+// A slice is filled by all threads: a thread's vectors lie in one column of vectors, kThreads /
+// kVectorsAcross rows of the slice apart.
 template <typename Layout>
 __device__ __forceinline__ int vector_across() { return threadIdx.x % Layout::kVectorsAcross; }
 template <typename Layout>
@@ -110,16 +116,17 @@ __device__ __forceinline__ int vector_offset(Side side, int i) {
   return side * kSliceBytes + Layout::offset(vector_down<Layout>(i), vector_across<Layout>());
 }
 
-// ---------------------------------------------------------------------------------------------- taps
+// -------------------------------------------------------------------------------------------- taps
 
-// Calls `function` with true where there is one tap, as a constant: all vectors are then copied as they lie, and a kernel that
-// knows it decides nothing for each of them.
+// Calls `function` with true where there is one tap, as a constant: all vectors are then copied as
+// they lie, and a kernel that knows it decides nothing for each of them.
 template <typename Function>
 cudaError_t dispatch_taps(const TriangularConvParams& params, Function&& function) {
-  return params.taps == 1 ? function(std::bool_constant<true>()) : function(std::bool_constant<false>());
+  return params.taps == 1 ? function(std::bool_constant<true>())
+                          : function(std::bool_constant<false>());
 }
 
-// ---------------------------------------------------------------------------------------------- shifted vectors
+// --------------------------------------------------------------------------------- shifted vectors
 
 // The 16 bytes that start `bytes` (even, below 16) into low, high.
 __device__ __forceinline__ uint4 extract(uint4 low, uint4 high, int bytes) {
@@ -129,20 +136,25 @@ __device__ __forceinline__ uint4 extract(uint4 low, uint4 high, int bytes) {
 #pragma unroll
   for (int i = 0; i < 5; ++i) word[i] = bytes & 4 ? word[i + 1] : word[i];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) word[i] = bytes & 2 ? __funnelshift_r(word[i], word[i + 1], 16) : word[i];
+  for (int i = 0; i < 4; ++i)
+    word[i] = bytes & 2 ? __funnelshift_r(word[i], word[i + 1], 16) : word[i];
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// The vector at channel + shift, zero outside the head. Copies must start at multiples of 16 bytes, so the two aligned
-// vectors that hold it are read and cut. `width` is a multiple of a vector: each lies inside the head or outside.
+// The vector at channel + shift, zero outside the head. Copies must start at multiples of 16 bytes,
+// so the two aligned vectors that hold it are read and cut. `width` is a multiple of a vector: each
+// lies inside the head or outside.
 template <typename Element>
-__device__ __forceinline__ uint4 load_shifted(const Element* head, int channel, int shift, int width) {
+__device__ __forceinline__ uint4 load_shifted(const Element* head, int channel, int shift,
+                                              int width) {
   constexpr int kVector = Sizes<Element>::kVector;
   const int low_channel = channel + (shift & -kVector);  // rounds down, negative shifts too
   const int high_channel = low_channel + kVector;
   uint4 low = make_uint4(0, 0, 0, 0), high = low;
-  if (low_channel >= 0 && low_channel < width) low = *reinterpret_cast<const uint4*>(head + low_channel);
-  if (high_channel >= 0 && high_channel < width) high = *reinterpret_cast<const uint4*>(head + high_channel);
+  if (low_channel >= 0 && low_channel < width)
+    low = *reinterpret_cast<const uint4*>(head + low_channel);
+  if (high_channel >= 0 && high_channel < width)
+    high = *reinterpret_cast<const uint4*>(head + high_channel);
   return extract(low, high, (shift & (kVector - 1)) * static_cast<int>(sizeof(Element)));
 }
 

@@ -3,7 +3,8 @@
 
 #include "numeric.cuh"
 
-// Channels by which a tap looks to the right: (taps - 1) / 2 zeros on the left, as nn.Conv1d(padding="same") has them.
+// Channels by which a tap looks to the right: (taps - 1) / 2 zeros on the left, as
+// nn.Conv1d(padding="same") has them.
 __device__ __forceinline__ int tap_shift(int tap, int taps) { return tap - (taps - 1) / 2; }
 
 __host__ __device__ __forceinline__ int64_t lower_tiles(int tokens, int tile) {

@@ -1,5 +1,5 @@
-// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i < tokens, exact zeros
-// elsewhere.
+// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i <
+// tokens, exact zeros elsewhere.
 #include "tensor_grad_weight.cuh"
 #include "volta_tile.cuh"
 
@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
   using Layout = KMajor<Element>;
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
   const PartialTile tile(params, splits);
-  GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile, tile.lower.column * kTile,
+  GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile,
+                                            tile.lower.column * kTile,
                                             tap_shift(tile.tap, params.taps), tile.first);
   Accumulator sum;
   const auto multiply = [&](int, const Fragments& fragments) {
@@ -20,8 +21,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
       multiply_groups<Layout, Layout>(sum, fragments, row_group, column_group);
     });
   };
-  run_pipeline<Layout, Layout, kGroupColumnStep>(memory, static_cast<int>(tile.last - tile.first), first_group_column(),
-                                                 loader, multiply);
+  run_pipeline<Layout, Layout, kGroupColumnStep>(memory, static_cast<int>(tile.last - tile.first),
+                                                 first_group_column(), loader, multiply);
 
   float* partial = partial_tile(params);
 #pragma unroll
@@ -41,7 +42,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
 
 }  // namespace
 
-int64_t grad_weight_workspace(const TriangularConvParams& params) { return workspace_bytes(params); }
+int64_t grad_weight_workspace(const TriangularConvParams& params) {
+  return workspace_bytes(params);
+}
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
   return launch_grad_weight(params, [&](unsigned blocks, int splits) {

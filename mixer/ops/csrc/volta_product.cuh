@@ -1,5 +1,5 @@
-// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on tensor cores: one kernel,
-// since the triangle only turns over.
+// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on tensor
+// cores: one kernel, since the triangle only turns over.
 #pragma once
 
 #include "kernels.h"
@@ -8,7 +8,7 @@
 
 namespace volta {
 
-// ---------------------------------------------------------------------------------------------- storing
+// ----------------------------------------------------------------------------------------- storing
 
 // 16 bytes, moved as a whole and computed value by value.
 union Vector {
@@ -16,31 +16,34 @@ union Vector {
   Element value[Sizes<Element>::kVector];
 };
 
-// Floats from one row of a group to the next in shared memory; the 8 keep rows that are written at once in different banks.
+// Floats from one row of a group to the next in shared memory; the 8 keep rows that are written at
+// once in different banks.
 constexpr int kGroupPitch = kWarpTile + 8;
 
-// A warp's groups of 16 rows go through shared memory one by one, in fp32: its threads then hold whole vectors, to
-// which bias and residual are added before the only rounding. write_group(group, values) writes this thread's part of a
-// group, kGroupPitch floats from row to row.
+// A warp's groups of 16 rows go through shared memory one by one, in fp32: its threads then hold
+// whole vectors, to which bias and residual are added before the only rounding. write_group(group,
+// values) writes this thread's part of a group, kGroupPitch floats from row to row.
 template <bool kTransposed, typename WriteGroup>
 __device__ __forceinline__ void store_result(WriteGroup&& write_group, unsigned char* memory,
                                              const TriangularConvParams& params, const Tile& tile) {
   constexpr int kVector = Sizes<Element>::kVector;
   constexpr int kLanesAcross = kWarpTile / kVector;
-  static_assert(kThreads / 32 * 16 * kGroupPitch * sizeof(float) <= 2 * kStageBytes, "the groups fit where the stages were");
+  static_assert(kThreads / 32 * 16 * kGroupPitch * sizeof(float) <= 2 * kStageBytes,
+                "the groups fit where the stages were");
   float* group_values = reinterpret_cast<float*>(memory) + threadIdx.x / 32 * 16 * kGroupPitch;
 
   const int width = params.channels / params.heads;
   const int across = lane() % kLanesAcross * kVector;
   const int64_t column = tile.column0 + warp_column() * kWarpTile + across;
   const int64_t sample = column / width;
-  const int64_t position = static_cast<int64_t>(tile.head) * width + (column - sample * width);  // among all channels
+  // among all channels
+  const int64_t position = static_cast<int64_t>(tile.head) * width + (column - sample * width);
   const bool has_bias = !kTransposed && params.bias != nullptr;
   const bool has_residual = !kTransposed && params.residual != nullptr;
   Element* output = static_cast<Element*>(kTransposed ? params.dx : params.y) +
                     sample * params.tokens * params.channels + position;
-  const Element* residual =
-      static_cast<const Element*>(params.residual) + sample * params.residual_batch_stride + position;
+  const Element* residual = static_cast<const Element*>(params.residual) +
+                            sample * params.residual_batch_stride + position;
 
   __syncthreads();  // no stage is read any more
 #pragma unroll
@@ -60,7 +63,8 @@ __device__ __forceinline__ void store_result(WriteGroup&& write_group, unsigned 
       Vector result;
 #pragma unroll
       for (int i = 0; i < kVector; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(group_values + r * kGroupPitch + across + i);
+        const float4 four =
+            *reinterpret_cast<const float4*>(group_values + r * kGroupPitch + across + i);
         const float values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -70,16 +74,18 @@ __device__ __forceinline__ void store_result(WriteGroup&& write_group, unsigned 
         }
       }
       // A plain store would be cut into the parts that `result` was made of.
-      __stcg(reinterpret_cast<uint4*>(output + static_cast<int64_t>(row) * params.channels), result.bits);
+      __stcg(reinterpret_cast<uint4*>(output + static_cast<int64_t>(row) * params.channels),
+             result.bits);
     }
     __syncwarp();  // the values have been read before the next group's overwrite them
   }
 }
 
-// ---------------------------------------------------------------------------------------------- kernel
+// ------------------------------------------------------------------------------------------ kernel
 
 template <bool kTransposed, bool kOneTap>
-__global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(const TriangularConvParams params) {
+__global__ void __launch_bounds__(kThreads, kBlocksResident)
+    product_kernel(const TriangularConvParams params) {
   using Loader = ProductLoader<Element, kTransposed, kOneTap>;
   using LeftLayout = typename Loader::WeightLayout;
   using RightLayout = typename Loader::InputLayout;
@@ -100,14 +106,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(cons
         multiply_groups<LeftLayout, RightLayout>(sum, fragments, group, column_group);
       }
     };
-    const int lead = tile.row0 - (depth + mma_step * kMmaDepth);  // first row of the tile - first token of the step
+    // first row of the tile - first token of the step
+    const int lead = tile.row0 - (depth + mma_step * kMmaDepth);
     const bool on_diagonal = kTransposed ? lead + kTile > 0 : lead < kMmaDepth;
     if (on_diagonal) {
-      // Groups of 16 rows whose W is all zero here are skipped, so what is infinite or NaN in x stays in its 16 tokens.
+      // Groups of 16 rows whose W is all zero here are skipped, so what is infinite or NaN in x
+      // stays in its 16 tokens.
 #pragma unroll
       for (int group = 0; group < kWarpGroups; ++group) {
-        // The most that a row of W is below its column, over the group's 16 rows and the step's tokens.
-        const int most = kTransposed ? kMmaDepth - 1 - (lead + group_row(group)) : lead + group_row(group) + 15;
+        // The most that a row of W is below its column, over the group's 16 rows and the step's
+        // tokens.
+        const int most =
+            kTransposed ? kMmaDepth - 1 - (lead + group_row(group)) : lead + group_row(group) + 15;
         if (most >= 0) multiply_row_group(group);
       }
     } else {
@@ -116,7 +126,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(cons
     }
     if (mma_step == kMmaSteps - 1) depth = depth + kSliceDepth < last ? depth + kSliceDepth : first;
   };
-  run_pipeline<LeftLayout, RightLayout, 16>(memory, params.taps * steps_per_tap, warp_column() * kWarpTile, loader, multiply);
+  run_pipeline<LeftLayout, RightLayout, 16>(memory, params.taps * steps_per_tap,
+                                            warp_column() * kWarpTile, loader, multiply);
 
   const auto write_group = [&](int group, float* values) {
 #pragma unroll
@@ -129,7 +140,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident) product_kernel(cons
       }
     }
   };
-  store_result<kTransposed>(write_group, memory, params, locate<kTransposed>(params, blockIdx.x, row_tiles(params)));
+  store_result<kTransposed>(write_group, memory, params,
+                            locate<kTransposed>(params, blockIdx.x, row_tiles(params)));
 }
 
 template <bool kTransposed>

@@ -1,6 +1,6 @@
-// What the sm_70 kernels share beside tensor_tile.cuh: slices come from global memory through registers, which hold those
-// of the next step while this one is multiplied, and lie in two stages of shared memory. A fragment takes 8 of depth, so a
-// slice is four steps.
+// What the sm_70 kernels share beside tensor_tile.cuh: slices come from global memory through
+// registers, which hold those of the next step while this one is multiplied, and lie in two stages
+// of shared memory. A fragment takes 8 of depth, so a slice is four steps.
 #pragma once
 
 #include "volta_mma.cuh"
@@ -13,11 +13,14 @@ constexpr int kStages = 2;
 constexpr int kMmaDepth = 8;
 constexpr int kMmaSteps = Sizes<Element>::kSliceDepth / kMmaDepth;
 #if __CUDA_ARCH__ >= 800
-constexpr int kUnrolledSteps = 1;  // newer GPUs, where these kernels run for tests alone, need registers to imitate m8n8k4
+// newer GPUs, where these kernels run for tests alone, need registers to imitate m8n8k4
+constexpr int kUnrolledSteps = 1;
 #else
-constexpr int kUnrolledSteps = kMmaSteps;  // fragments of the next step are read while this one is multiplied
+// fragments of the next step are read while this one is multiplied
+constexpr int kUnrolledSteps = kMmaSteps;
 #endif
-constexpr int kSharedBytes = kStages * kStageBytes;  // 32 KB: two blocks fit in the 64 KB of sm_75 as well
+// 32 KB: two blocks fit in the 64 KB of sm_75 as well
+constexpr int kSharedBytes = kStages * kStageBytes;
 
 // Holds a loader's vectors until they are written to a stage.
 struct HeldCopies {
@@ -43,34 +46,40 @@ struct HeldCopies {
   }
 };
 
-// ---------------------------------------------------------------------------------------------- fragments
+// --------------------------------------------------------------------------------------- fragments
 
-// Rows [row, row + 16) at one step's depth, row a multiple of 16: one vector of a lane's row. The 8 lanes that read at
-// once have 8 neighbouring rows, or 4 and the same 4, so the swizzle keeps them apart.
+// Rows [row, row + 16) at one step's depth, row a multiple of 16: one vector of a lane's row. The 8
+// lanes that read at once have 8 neighbouring rows, or 4 and the same 4, so the swizzle keeps them
+// apart.
 template <Side kSide>
-__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, const unsigned char* slice, int row, int step) {
+__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, const unsigned char* slice,
+                                                  int row, int step) {
   const int own = KMajor<Element>::offset(first_row(kSide) + lane() % 4, 0);
-  const uint4 vector = *reinterpret_cast<const uint4*>(slice + row * kSliceDepthBytes + (own ^ step * kVectorBytes));
+  const uint4 vector =
+      *reinterpret_cast<const uint4*>(slice + row * kSliceDepthBytes + (own ^ step * kVectorBytes));
   return {{make_uint2(vector.x, vector.y), make_uint2(vector.z, vector.w)}};
 }
 
-// The same where rows lie side by side: half a vector at each of two depths. The 16 lanes that read at once have 4 depths,
-// which the swizzle keeps apart, and both halves of a vector, or the same half twice.
+// The same where rows lie side by side: half a vector at each of two depths. The 16 lanes that read
+// at once have 4 depths, which the swizzle keeps apart, and both halves of a vector, or the same
+// half twice.
 template <Side kSide>
-__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, const unsigned char* slice, int row, int step) {
+__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, const unsigned char* slice,
+                                                  int row, int step) {
   using Layout = MnMajor<Element>;
   Fragment fragment;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const int own = Layout::offset(part * 4 + lane() % 4, lane() / 16);
-    const int row_offset = add_to_offset(own, row * static_cast<int>(sizeof(Element))) + half(kSide) * 8;
+    const int row_offset =
+        add_to_offset(own, row * static_cast<int>(sizeof(Element))) + half(kSide) * 8;
     const unsigned char* place = slice + step * kMmaDepth * Layout::kRowBytes + row_offset;
     fragment.part[part] = *reinterpret_cast<const uint2*>(place);
   }
   return fragment;
 }
 
-// ---------------------------------------------------------------------------------------------- multiplication
+// ---------------------------------------------------------------------------------- multiplication
 
 // A warp's part of the result, by groups of 16 x 16.
 struct Accumulator {
@@ -84,21 +93,23 @@ struct Fragments {
 
 // sum += left right for one group of 16 rows and one of 16 columns.
 template <typename LeftLayout, typename RightLayout>
-__device__ __forceinline__ void multiply_groups(Accumulator& sum, const Fragments& fragments, int row_group,
-                                                int column_group) {
+__device__ __forceinline__ void multiply_groups(Accumulator& sum, const Fragments& fragments,
+                                                int row_group, int column_group) {
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
-    mma<LeftLayout, RightLayout>(sum.value[row_group][column_group], fragments.left[row_group].part[part],
+    mma<LeftLayout, RightLayout>(sum.value[row_group][column_group],
+                                 fragments.left[row_group].part[part],
                                  fragments.right[column_group].part[part]);
   }
 }
 
-// Runs through `steps` slices, one at least. load(copies) reads the next slices; multiply(mma_step, fragments) uses them.
-// While one step is multiplied, the vectors of the next are on their way from global memory. A warp's column group g starts
-// at column first_column + g * kColumnStep.
-template <typename LeftLayout, typename RightLayout, int kColumnStep, typename Load, typename Multiply>
-__device__ __forceinline__ void run_pipeline(unsigned char* stages, int steps, int first_column, Load&& load,
-                                             Multiply&& multiply) {
+// Runs through `steps` slices, one at least. load(copies) reads the next slices; multiply(mma_step,
+// fragments) uses them. While one step is multiplied, the vectors of the next are on their way from
+// global memory. A warp's column group g starts at column first_column + g * kColumnStep.
+template <typename LeftLayout, typename RightLayout, int kColumnStep, typename Load,
+          typename Multiply>
+__device__ __forceinline__ void run_pipeline(unsigned char* stages, int steps, int first_column,
+                                             Load&& load, Multiply&& multiply) {
   HeldCopies copies;
   load(copies);
   copies.write<LeftLayout, RightLayout>(stages);
@@ -115,11 +126,13 @@ __device__ __forceinline__ void run_pipeline(unsigned char* stages, int steps, i
       for (int g = 0; g < kWarpGroups; ++g) {
         const int column = first_column + g * kColumnStep;
         fragments.left[g] = load_fragment<kLeft>(LeftLayout(), reading, group_row(g), mma_step);
-        fragments.right[g] = load_fragment<kRight>(RightLayout(), reading + kSliceBytes, column, mma_step);
+        fragments.right[g] =
+            load_fragment<kRight>(RightLayout(), reading + kSliceBytes, column, mma_step);
       }
       multiply(mma_step, fragments);
     }
-    if (has_next) copies.write<LeftLayout, RightLayout>(stages + (step + 1) % kStages * kStageBytes);
+    if (has_next)
+      copies.write<LeftLayout, RightLayout>(stages + (step + 1) % kStages * kStageBytes);
   }
 }
 

@@ -2,8 +2,9 @@
 //
 //     cases SEED COUNT [OPERATION|any [PLAN|any]]
 //
-// ends with status 0 and a line `OPERATION PLAN: cases` for each that was run, or with status 1 at the first failure. Inputs are
-// small integers: every sum is exact, whatever its order, and results must be equal bit for bit.
+// ends with status 0 and a line `OPERATION PLAN: cases` for each that was run, or with status 1 at
+// the first failure. Inputs are small integers: every sum is exact, whatever its order, and results
+// must be equal bit for bit.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +21,8 @@ namespace {
 
 enum Operation { kForward, kGradInput, kGradWeight, kOperations };
 const char* const kOperationNames[] = {"forward", "grad_input", "grad_weight"};
-const char* const kPlanNames[] = {"resident", "resident_alone", "streamed"};  // of the product, by the number of tokens
+// of the product, by the number of tokens
+const char* const kPlanNames[] = {"resident", "resident_alone", "streamed"};
 const char* const kTypeNames[] = {"fp32", "fp16", "bf16"};                    // MIXER_FLOAT32 ...
 constexpr int kPlans = 3;
 
@@ -35,7 +37,10 @@ float rounded(int type, float value) {
 class Buffer {
  public:
   Buffer(size_t count, int type)
-      : count_(count), type_(type), bytes_(count * (type == MIXER_FLOAT32 ? 4 : 2)), memory_(bytes_ + 2 * kGuard, kFill) {
+      : count_(count),
+        type_(type),
+        bytes_(count * (type == MIXER_FLOAT32 ? 4 : 2)),
+        memory_(bytes_ + 2 * kGuard, kFill) {
     data_ = memory_.data() + kGuard / 2;
     data_ += (16 - reinterpret_cast<uintptr_t>(data_) % 16) % 16;
     memset(data_, 0xff, bytes_);
@@ -57,7 +62,8 @@ class Buffer {
   float get(size_t index) const {
     EMULATOR_CHECK(index < count_);
     if (type_ == MIXER_FLOAT16) return __half2float(reinterpret_cast<const __half*>(data_)[index]);
-    if (type_ == MIXER_BFLOAT16) return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data_)[index]);
+    if (type_ == MIXER_BFLOAT16)
+      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data_)[index]);
     return reinterpret_cast<const float*>(data_)[index];
   }
 
@@ -78,7 +84,8 @@ class Buffer {
   char* data_;
 };
 
-enum Layout { kContiguous, kTokensFirst, kPadded, kLayouts };  // what lies between the values is NaN
+// what lies between the values is NaN
+enum Layout { kContiguous, kTokensFirst, kPadded, kLayouts };
 
 // A random (batch, tokens, channels) tensor.
 class Activations {
@@ -108,7 +115,9 @@ class Activations {
   }
 
   void* data() const { return buffer_->data() + first_ * 2; }
-  const float* row(int sample, int token) const { return &values_[(size_t(sample) * tokens_ + token) * channels_]; }
+  const float* row(int sample, int token) const {
+    return &values_[(size_t(sample) * tokens_ + token) * channels_];
+  }
 
  private:
   void fill(int batch, std::mt19937& random) {
@@ -129,7 +138,7 @@ class Activations {
   std::unique_ptr<Buffer> buffer_;
 };
 
-// ---------------------------------------------------------------------------------------------- cases
+// ------------------------------------------------------------------------------------------- cases
 
 struct Case {
   int operation, tokens, width, heads, taps, batch, dtype, processors;
@@ -144,11 +153,13 @@ struct Case {
 
   std::string describe(uint64_t seed) const {
     char text[300];
-    snprintf(text, sizeof text,
-             "%s tokens %d width %d heads %d taps %d batch %d %s processors %d context %d bias %d (%s) residual %d layout %d gradient %s "
-             "seed %lu",
-             kOperationNames[operation], tokens, width, heads, taps, batch, kTypeNames[dtype], processors, context(), with_bias,
-             kTypeNames[bias_dtype], with_residual, layout, kTypeNames[weight_dtype], static_cast<unsigned long>(seed));
+    snprintf(
+        text, sizeof text,
+        "%s tokens %d width %d heads %d taps %d batch %d %s processors %d context %d "
+        "bias %d (%s) residual %d layout %d gradient %s seed %lu",
+        kOperationNames[operation], tokens, width, heads, taps, batch, kTypeNames[dtype],
+        processors, context(), with_bias, kTypeNames[bias_dtype], with_residual, layout,
+        kTypeNames[weight_dtype], static_cast<unsigned long>(seed));
     return text;
   }
 
@@ -171,7 +182,8 @@ struct Case {
 };
 
 void compare(const char* what, int a, int b, int c, float got, float want) {
-  if (got != want) emulator::fail("%s MISMATCH at (%d, %d, %d): got %g want %g", what, a, b, c, got, want);
+  if (got != want)
+    emulator::fail("%s MISMATCH at (%d, %d, %d): got %g want %g", what, a, b, c, got, want);
 }
 
 // The schedule where the kernels read it: aligned to 16 bytes.
@@ -191,24 +203,29 @@ class Schedule {
   int32_t* first_;
 };
 
-// A random lower triangle for each head and tap, packed as pack.cu does: rows padded to a multiple of 8, zeros above the diagonal.
+// A random lower triangle for each head and tap, packed as pack.cu does: rows padded to a multiple
+// of 8, zeros above the diagonal.
 class Weight {
  public:
   Weight(const TriangularConvParams& params, std::mt19937& random)
-      : tokens_(params.tokens), packed_(size_t(params.heads) * params.taps * params.tokens * params.columns, params.dtype),
+      : tokens_(params.tokens),
+        packed_(size_t(params.heads) * params.taps * params.tokens * params.columns, params.dtype),
         values_(size_t(params.heads) * params.taps * params.tokens * params.tokens) {
     for (int matrix = 0; matrix < params.heads * params.taps; ++matrix) {
       for (int row = 0; row < tokens_; ++row) {
         for (int column = 0; column < params.columns; ++column) {
           const float value = column <= row ? int(random() % 5) - 2 : 0;
           packed_.set((size_t(matrix) * tokens_ + row) * params.columns + column, value);
-          if (column < tokens_) values_[(size_t(matrix) * tokens_ + row) * tokens_ + column] = value;
+          if (column < tokens_)
+            values_[(size_t(matrix) * tokens_ + row) * tokens_ + column] = value;
         }
       }
     }
   }
   void* data() const { return packed_.data(); }
-  float at(int matrix, int row, int column) const { return values_[(size_t(matrix) * tokens_ + row) * tokens_ + column]; }
+  float at(int matrix, int row, int column) const {
+    return values_[(size_t(matrix) * tokens_ + row) * tokens_ + column];
+  }
 
  private:
   int tokens_;
@@ -223,9 +240,11 @@ void run_product(const Case& c, std::mt19937& random) {
   const int tokens = c.tokens, channels = c.channels(), width = c.width;
   const Activations input(c.batch, tokens, channels, c.dtype, c.layout, random);
   const Weight weight(params, random);
-  Buffer bias(size_t(c.heads) * c.context(), c.bias_dtype), output(size_t(c.batch) * tokens * channels, c.dtype);
+  Buffer bias(size_t(c.heads) * c.context(), c.bias_dtype),
+      output(size_t(c.batch) * tokens * channels, c.dtype);
   for (int head = 0; head < c.heads; ++head) {
-    for (int row = 0; row < tokens; ++row) bias.set(size_t(head) * c.context() + row, int(random() % 9) - 4);
+    for (int row = 0; row < tokens; ++row)
+      bias.set(size_t(head) * c.context() + row, int(random() % 9) - 4);
   }
   const Schedule schedule(params);
   Buffer workspace(hopper::product_workspace(params) / 2, c.dtype);
@@ -252,7 +271,8 @@ void run_product(const Case& c, std::mt19937& random) {
     params.dx = output.data();
   }
   EMULATOR_CHECK(hopper::fits(params));
-  EMULATOR_CHECK((is_forward ? hopper::forward(params) : hopper::grad_input(params)) == cudaSuccess);
+  EMULATOR_CHECK((is_forward ? hopper::forward(params) : hopper::grad_input(params)) ==
+                 cudaSuccess);
 
   std::vector<float> sum(width);
   for (int sample = 0; sample < c.batch; ++sample) {
@@ -262,9 +282,11 @@ void run_product(const Case& c, std::mt19937& random) {
         for (int tap = 0; tap < c.taps; ++tap) {
           const int matrix = head * c.taps + tap, shift = is_forward ? c.shift(tap) : -c.shift(tap);
           for (int depth = is_forward ? 0 : row; depth < (is_forward ? row + 1 : tokens); ++depth) {
-            const float factor = is_forward ? weight.at(matrix, row, depth) : weight.at(matrix, depth, row);
+            const float factor =
+                is_forward ? weight.at(matrix, row, depth) : weight.at(matrix, depth, row);
             const float* values = input.row(sample, depth) + head * width;
-            for (int k = std::max(0, -shift); k < std::min(width, width - shift); ++k) sum[k] += factor * values[k + shift];
+            for (int k = std::max(0, -shift); k < std::min(width, width - shift); ++k)
+              sum[k] += factor * values[k + shift];
           }
         }
         for (int k = 0; k < width; ++k) {
@@ -287,7 +309,8 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
   const int tokens = c.tokens, channels = c.channels(), width = c.width, context = c.context();
   const Activations x(c.batch, tokens, channels, c.dtype, c.layout, random);
   const Activations dy(c.batch, tokens, channels, c.dtype, c.other_layout(), random);
-  Buffer dweight(size_t(c.heads) * c.taps * context * context, c.weight_dtype), dbias(size_t(c.heads) * context, c.weight_dtype);
+  Buffer dweight(size_t(c.heads) * c.taps * context * context, c.weight_dtype),
+      dbias(size_t(c.heads) * context, c.weight_dtype);
   params.x = x.data();
   params.x_batch_stride = x.batch_stride;
   params.x_token_stride = x.token_stride;
@@ -301,7 +324,8 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
   EMULATOR_CHECK(hopper::fits(params));
   EMULATOR_CHECK(hopper::grad_weight(params) == cudaSuccess);
 
-  std::vector<float> columns(size_t(tokens) * c.batch * width), sum(tokens);  // x of a head, tokens innermost
+  // x of a head, tokens innermost
+  std::vector<float> columns(size_t(tokens) * c.batch * width), sum(tokens);
   for (int matrix = 0; matrix < c.heads * c.taps; ++matrix) {
     const int head = matrix / c.taps, shift = c.shift(matrix % c.taps);
     for (int sample = 0; sample < c.batch; ++sample) {
@@ -323,10 +347,14 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
         for (int column = 0; column <= row; ++column) sum[column] += factor * values[column];
       }
       for (int column = 0; column < context; ++column) {
-        const float want = column <= row && row < tokens ? rounded(c.weight_dtype, sum[column]) : 0.0f;
-        compare("dweight", matrix, row, column, dweight.get((size_t(matrix) * context + row) * context + column), want);
+        const float want =
+            column <= row && row < tokens ? rounded(c.weight_dtype, sum[column]) : 0.0f;
+        compare("dweight", matrix, row, column,
+                dweight.get((size_t(matrix) * context + row) * context + column), want);
       }
-      if (c.with_bias) compare("dbias", head, row, 0, dbias.get(size_t(head) * context + row), rounded(c.weight_dtype, bias));
+      if (c.with_bias)
+        compare("dbias", head, row, 0, dbias.get(size_t(head) * context + row),
+                rounded(c.weight_dtype, bias));
     }
   }
   dweight.check_guards();
@@ -336,7 +364,8 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
 
 void run(const Case& c, uint64_t seed) {
   emulator::context = c.describe(seed);
-  emulator::random_bits.seed(seed * 1000003 + c.tokens * 7919 + c.width * 31 + c.operation * 5 + c.batch * 3 + c.heads);
+  emulator::random_bits.seed(seed * 1000003 + c.tokens * 7919 + c.width * 31 + c.operation * 5 +
+                             c.batch * 3 + c.heads);
   std::mt19937 random(seed * 17 + c.tokens);
   EMULATOR_CHECK(hopper::serves(c.params()));
   if (c.operation == kGradWeight) {
@@ -346,17 +375,20 @@ void run(const Case& c, uint64_t seed) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------- choosing cases
+// ---------------------------------------------------------------------------------- choosing cases
 
 template <size_t kCount>
 int one_of(const int (&values)[kCount], std::mt19937_64& random) {
   return values[random() % kCount];
 }
 
-// At random, around the sizes at which plans, tiles, blocks and boxes end. With few processors clusters have many tiles.
+// At random, around the sizes at which plans, tiles, blocks and boxes end. With few processors
+// clusters have many tiles.
 Case choose(std::mt19937_64& random, int operation) {
-  const int tokens[] = {1, 63, 64, 65, 128, 130, 192, 200, 256, 257, 300, 320, 384, 450, 512, 513, 577, 640, 1000, 1100};
-  const int widths[] = {8, 40, 64, 72, 128, 136, 256}, batches[] = {1, 2, 3, 5}, processors[] = {2, 2, 3, 4, 4, 6};
+  const int tokens[] = {1,   63,  64,  65,  128, 130, 192, 200, 256,  257,
+                        300, 320, 384, 450, 512, 513, 577, 640, 1000, 1100};
+  const int widths[] = {8, 40, 64, 72, 128, 136, 256}, batches[] = {1, 2, 3, 5},
+            processors[] = {2, 2, 3, 4, 4, 6};
   Case c = {};
   c.tokens = one_of(tokens, random);
   c.operation = operation >= 0 ? operation : int(random() % kOperations);
@@ -412,8 +444,10 @@ int main(int count, char** arguments) {
     ++done[c.operation][plan_of(c.tokens, c.taps)];
   }
   for (int i = 0; i < kOperations * kPlans; ++i) {
-    printf("%s %s: %d\n", kOperationNames[i / kPlans], kPlanNames[i % kPlans], done[i / kPlans][i % kPlans]);
+    printf("%s %s: %d\n", kOperationNames[i / kPlans], kPlanNames[i % kPlans],
+           done[i / kPlans][i % kPlans]);
   }
-  printf("turns %ld events %ld products %ld phases %ld\n", long(emulator::counters.turns), long(emulator::counters.events),
-         long(emulator::counters.products), long(emulator::counters.phases));
+  printf("turns %ld events %ld products %ld phases %ld\n", long(emulator::counters.turns),
+         long(emulator::counters.events), long(emulator::counters.products),
+         long(emulator::counters.phases));
 }

@@ -1,7 +1,8 @@
-// The emulator: see emulator.h for what it does and what it leaves out. In order: state, waiting, collectives, barriers, TMA,
-// matrices, events, the scheduler.
+// The emulator: see emulator.h for what it does and what it leaves out. In order: state, waiting,
+// collectives, barriers, TMA, matrices, events, the scheduler.
 //
-// All delays and orders come from one generator of random bits, seeded for each case: a failure comes again with its seed.
+// All delays and orders come from one generator of random bits, seeded for each case: a failure
+// comes again with its seed.
 #include "emulator.h"
 
 #include <stdarg.h>
@@ -25,16 +26,19 @@ namespace {
 
 constexpr int kBlocks = 2;                   // of a cluster
 constexpr int kMemoryBytes = 256 << 10;      // of a block: the space of its shared addresses
-constexpr int kFirstShared = 1024;           // address of the dynamic shared memory, and up to 1008 bytes more
+// address of the dynamic shared memory, and up to 1008 bytes more
+constexpr int kFirstShared = 1024;
 constexpr int kMostFibers = kBlocks * 640;
 constexpr size_t kStackBytes = 48 << 10;
 constexpr int kBoxRows = 64, kRowBytes = 128, kBoxBytes = kBoxRows * kRowBytes, kChunk = 16;
-constexpr uint64_t kMagic = 0xfeedfacecafebeefull;  // lies where an mbarrier does, and at the beginning of a tensor map
-constexpr uint32_t kAddressMask = 0xffffff;  // of a shared address; the bits above are the rank of its block
+// lies where an mbarrier does, and at the beginning of a tensor map
+constexpr uint64_t kMagic = 0xfeedfacecafebeefull;
+// of a shared address; the bits above are the rank of its block
+constexpr uint32_t kAddressMask = 0xffffff;
 
 uint64_t random_below(uint64_t limit) { return limit ? random_bits() % limit : 0; }
 
-// ---------------------------------------------------------------------------------------------- state
+// ------------------------------------------------------------------------------------------- state
 
 struct Barrier {
   bool is_initialised = false;
@@ -52,7 +56,8 @@ struct Meeting {
 struct Block {
   char* memory;
   std::vector<Barrier> barriers;        // by address / 8
-  std::vector<short> unfenced;          // by address / 16: 1 + the thread that has written there and not fenced since, or 0
+  // by address / 16: 1 + the thread that has written there and not fenced since, or 0
+  std::vector<short> unfenced;
   Meeting sync, named[16];
 };
 
@@ -90,8 +95,9 @@ struct Product {
   int lanes;       // that have come
 
   bool same_as(const Product& other) const {
-    return columns == other.columns && left == other.left && right == other.right && accumulate == other.accumulate &&
-           left_transposed == other.left_transposed && right_transposed == other.right_transposed;
+    return columns == other.columns && left == other.left && right == other.right &&
+           accumulate == other.accumulate && left_transposed == other.left_transposed &&
+           right_transposed == other.right_transposed;
   }
 };
 
@@ -134,7 +140,9 @@ struct Event {
   int warp;                 // product
 };
 
-bool is_later(const Event& a, const Event& b) { return a.due != b.due ? a.due > b.due : a.key > b.key; }
+bool is_later(const Event& a, const Event& b) {
+  return a.due != b.due ? a.due > b.due : a.key > b.key;
+}
 
 Block blocks[kBlocks];
 Fiber* fibers;
@@ -161,7 +169,7 @@ int warp_of(const Fiber& fiber) { return fiber.block * warps_of_block() + fiber.
 Block& own_block() { return blocks[current->block]; }
 Warp& own_warp() { return warps[warp_of(*current)]; }
 
-// ---------------------------------------------------------------------------------------------- failing
+// ----------------------------------------------------------------------------------------- failing
 
 std::string describe(const Fiber& fiber) {
   if (fiber.wait == Wait::kNothing) return "running";
@@ -169,12 +177,13 @@ std::string describe(const Fiber& fiber) {
   char text[200];
   const Barrier& barrier = *fiber.barrier;
   snprintf(text, sizeof text, "mbarrier @%d parity %u (phase %ld pending %d of %d bytes %ld)",
-           int(fiber.barrier_address & kAddressMask) - shared_begin, fiber.parity, long(barrier.phase), barrier.pending,
-           barrier.expected, long(barrier.bytes));
+           int(fiber.barrier_address & kAddressMask) - shared_begin, fiber.parity,
+           long(barrier.phase), barrier.pending, barrier.expected, long(barrier.bytes));
   return text;
 }
 
-// Where each warp is, lanes that wait alike once, and all barriers, by their place in shared memory.
+// Where each warp is, lanes that wait alike once, and all barriers, by their place in shared
+// memory.
 void report() {
   if (fiber_count == 0) return;
   int lines = 0;
@@ -185,19 +194,22 @@ void report() {
       if (fiber.is_done) continue;
       const std::string text = describe(fiber);
       if (text != last && lines++ < 100) {
-        printf("  block %d warp %d lane %d: %s\n", fiber.block, fiber.thread / 32, lane, text.c_str());
+        printf("  block %d warp %d lane %d: %s\n", fiber.block, fiber.thread / 32, lane,
+               text.c_str());
       }
       last = text;
     }
   }
-  printf("  loads in flight %d, events %zu, turn %ld, treatment %d, delays %d %d %d %d\n", loads_in_flight, events.size(),
-         long(turn), treatment, load_delay, store_delay, product_delay, arrival_delay);
+  printf("  loads in flight %d, events %zu, turn %ld, treatment %d, delays %d %d %d %d\n",
+         loads_in_flight, events.size(), long(turn), treatment, load_delay, store_delay,
+         product_delay, arrival_delay);
   for (int block = 0; block < kBlocks; ++block) {
     for (size_t place = 0; place < blocks[block].barriers.size(); ++place) {
       const Barrier& barrier = blocks[block].barriers[place];
       if (!barrier.is_initialised) continue;
-      printf("  [block %d @%d: phase %ld pending %d/%d bytes %ld]\n", block, int(place * 8) - shared_begin, long(barrier.phase),
-             barrier.pending, barrier.expected, long(barrier.bytes));
+      printf("  [block %d @%d: phase %ld pending %d/%d bytes %ld]\n", block,
+             int(place * 8) - shared_begin, long(barrier.phase), barrier.pending, barrier.expected,
+             long(barrier.bytes));
     }
   }
 }
@@ -216,9 +228,10 @@ void fail(const char* format, ...) {
   _exit(1);
 }
 
-// ---------------------------------------------------------------------------------------------- waiting
+// ----------------------------------------------------------------------------------------- waiting
 
-// Saves the callee's registers on this stack and goes on from another one. (ucontext makes a system call each time.)
+// Saves the callee's registers on this stack and goes on from another one. (ucontext makes a system
+// call each time.)
 asm(R"(
 .globl emulator_switch
 emulator_switch:
@@ -241,7 +254,8 @@ void maybe_yield(int odds) {
   to_scheduler();
 }
 
-// Waiting for a parity passes if the phase before the current one has it: of earlier ones a barrier knows nothing.
+// Waiting for a parity passes if the phase before the current one has it: of earlier ones a barrier
+// knows nothing.
 bool passes(const Barrier& barrier, uint32_t parity) { return ((barrier.phase - 1) & 1) == parity; }
 
 bool stores_have_read(const Fiber& fiber, int allowed) {
@@ -287,7 +301,7 @@ void wait_for_generation(const Meeting& meeting, const char* where) {
   wait_for(Wait::kMeeting, where);
 }
 
-// ---------------------------------------------------------------------------------------------- collectives
+// ------------------------------------------------------------------------------------- collectives
 
 enum Collective { kWarpSync = 1, kStoreMatrix, kLoadMatrix, kCommit, kWaitProducts };
 
@@ -296,11 +310,13 @@ template <typename Argument, typename Action>
 void collective(Collective which, Argument& argument, Action action) {
   Warp& warp = own_warp();
   if (warp.meeting.arrived == 0) warp.collective = which;
-  if (warp.collective != which) fail("the lanes of a warp diverge: collective %d against %d", warp.collective, which);
+  if (warp.collective != which)
+    fail("the lanes of a warp diverge: collective %d against %d", warp.collective, which);
   warp.argument[current->thread % 32] = &argument;
   if (++warp.meeting.arrived < 32) return wait_for_generation(warp.meeting, "warp collective");
   const Argument* arguments[32];
-  for (int lane = 0; lane < 32; ++lane) arguments[lane] = static_cast<const Argument*>(warp.argument[lane]);
+  for (int lane = 0; lane < 32; ++lane)
+    arguments[lane] = static_cast<const Argument*>(warp.argument[lane]);
   warp.meeting.arrived = 0;
   action(arguments);
   ++warp.meeting.generation;
@@ -337,13 +353,14 @@ void cluster_sync() {
   meet(cluster_meeting, block_threads * kBlocks, "cluster_sync");
 }
 
-// ---------------------------------------------------------------------------------------------- shared memory, barriers
+// ------------------------------------------------------------------------- shared memory, barriers
 
 char* dynamic_shared() { return own_block().memory + shared_begin; }
 
 uint32_t shared_address(const void* pointer) {
   const int64_t offset = static_cast<const char*>(pointer) - own_block().memory;
-  if (offset < shared_begin || offset >= shared_begin + shared_bytes) fail("a pointer outside of this block's shared memory");
+  if (offset < shared_begin || offset >= shared_begin + shared_bytes)
+    fail("a pointer outside of this block's shared memory");
   return offset | current->block << 24;
 }
 
@@ -353,14 +370,17 @@ namespace {
 uint32_t own_offset(uint32_t address, uint32_t bytes, uint32_t alignment) {
   if (address >> 24 != uint32_t(current->block)) fail("address %x is another block's", address);
   const uint32_t offset = address & kAddressMask;
-  if (offset % alignment || int(offset) < shared_begin || int(offset + bytes) > shared_begin + shared_bytes) {
+  if (offset % alignment || int(offset) < shared_begin ||
+      int(offset + bytes) > shared_begin + shared_bytes) {
     fail("shared address %u + %u misaligned or outside", offset, bytes);
   }
   return offset;
 }
 uint32_t own_barrier(uint32_t address) { return own_offset(address, 8, 8); }
 
-uint64_t& word_at(int block, uint32_t offset) { return *reinterpret_cast<uint64_t*>(blocks[block].memory + offset); }
+uint64_t& word_at(int block, uint32_t offset) {
+  return *reinterpret_cast<uint64_t*>(blocks[block].memory + offset);
+}
 
 Barrier& barrier_at(int block, uint32_t offset) {
   Barrier& barrier = blocks[block].barriers[offset / 8];
@@ -379,8 +399,9 @@ void end_phase_if_complete(Barrier& barrier) {
 void arrive(int block, uint32_t offset, int arrivals) {
   Barrier& barrier = barrier_at(block, offset);
   if (arrivals < 1 || arrivals > barrier.pending) {
-    fail("barrier @%d of block %d: %d arrivals, %d pending of %d (phase %ld bytes %ld)", offset - shared_begin, block, arrivals,
-         barrier.pending, barrier.expected, long(barrier.phase), long(barrier.bytes));
+    fail("barrier @%d of block %d: %d arrivals, %d pending of %d (phase %ld bytes %ld)",
+         offset - shared_begin, block, arrivals, barrier.pending, barrier.expected,
+         long(barrier.phase), long(barrier.bytes));
   }
   barrier.pending -= arrivals;
   end_phase_if_complete(barrier);
@@ -389,7 +410,8 @@ void arrive(int block, uint32_t offset, int arrivals) {
 void announce(int block, uint32_t offset, int64_t bytes) {
   Barrier& barrier = barrier_at(block, offset);
   barrier.bytes += bytes;
-  if (std::abs(barrier.bytes) >= 1 << 20) fail("barrier @%d: more bytes than it can count", offset - shared_begin);
+  if (std::abs(barrier.bytes) >= 1 << 20)
+    fail("barrier @%d: more bytes than it can count", offset - shared_begin);
 }
 
 uint64_t random_delay(int scale) {
@@ -404,7 +426,8 @@ void push(Event event) {
   std::push_heap(events.begin(), events.end(), is_later);
 }
 
-// An arrival at the own block releases what this thread did before, arrivals at the other block included.
+// An arrival at the own block releases what this thread did before, arrivals at the other block
+// included.
 void wait_for_remote_arrivals() {
   if (current->remote_arrivals > 0) wait_for(Wait::kRemote, "remote arrivals");
 }
@@ -460,21 +483,25 @@ void barrier_wait(uint32_t barrier, uint32_t parity) {
   wait_for(Wait::kBarrier, "mbarrier");
 }
 
-// ---------------------------------------------------------------------------------------------- TMA
+// --------------------------------------------------------------------------------------------- TMA
 
-CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data, const cuuint64_t* sizes,
-                      const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave interleave,
-                      CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
-  bool is_valid = rank >= 3 && rank <= 5 && data != nullptr && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
-                  reinterpret_cast<uintptr_t>(map) % 64 == 0 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
-                  swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
+                      const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                      const cuuint32_t* steps, CUtensorMapInterleave interleave,
+                      CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                      CUtensorMapFloatOOBfill fill) {
+  bool is_valid =
+      rank >= 3 && rank <= 5 && data != nullptr && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+      reinterpret_cast<uintptr_t>(map) % 64 == 0 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+      swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
   Map made = {};
   made.is_half = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   made.rank = rank;
   made.data = static_cast<char*>(data);
   made.stride[0] = 2;
   for (unsigned i = 0; is_valid && i < rank; ++i) {
-    is_valid = sizes[i] >= 1 && sizes[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 && steps[i] == 1;
+    is_valid =
+        sizes[i] >= 1 && sizes[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 && steps[i] == 1;
     if (i > 0) is_valid = is_valid && strides[i - 1] % 16 == 0 && strides[i - 1] < 1ull << 40;
     made.size[i] = sizes[i];
     made.box[i] = box[i];
@@ -502,7 +529,8 @@ const Map* map_of(const CUtensorMap* map, int rank) {
   return found;
 }
 
-// For each row of an event's box: its number, where it lies in the tensor (null: outside), how many of its 64 values do.
+// For each row of an event's box: its number, where it lies in the tensor (null: outside), how many
+// of its 64 values do.
 template <typename Action>
 void each_row(const Event& event, Action action) {
   const Map& map = *event.map;
@@ -520,7 +548,8 @@ void each_row(const Event& event, Action action) {
       is_inside = is_inside && place >= 0 && place < map.size[i];
       offset += place * map.stride[i];
     }
-    const int64_t left = std::max<int64_t>(0, std::min<int64_t>(kBoxRows, map.size[0] - event.coordinate[0]));
+    const int64_t left =
+        std::max<int64_t>(0, std::min<int64_t>(kBoxRows, map.size[0] - event.coordinate[0]));
     action(row, is_inside ? map.data + offset : nullptr, is_inside ? int(left) : 0);
   }
 }
@@ -536,7 +565,8 @@ void check_fenced(const Block& block, uint32_t box, const char* what) {
   }
 }
 
-Event box_event(EventType type, int block, uint32_t box, const Map* map, int c0, int c1, int c2, int c3) {
+Event box_event(EventType type, int block, uint32_t box, const Map* map, int c0, int c1, int c2,
+                int c3) {
   Event event = {};
   event.type = type;
   event.block = block;
@@ -549,13 +579,15 @@ Event box_event(EventType type, int block, uint32_t box, const Map* map, int c0,
 
 }  // namespace
 
-void load_box(uint32_t box, const CUtensorMap* map, uint32_t barrier, bool for_all, int rank, int c0, int c1, int c2, int c3) {
+void load_box(uint32_t box, const CUtensorMap* map, uint32_t barrier, bool for_all, int rank,
+              int c0, int c1, int c2, int c3) {
   maybe_yield(2);
   const Map* source = map_of(map, rank);
   const uint32_t offset = own_offset(box, kBoxBytes, 1024), barrier_offset = own_barrier(barrier);
   for (int block = 0; block < kBlocks; ++block) {
     if (!for_all && block != current->block) continue;
-    memset(blocks[block].memory + offset, 0xff, kBoxBytes);  // from now on the hardware may write at any time
+    // from now on the hardware may write at any time
+    memset(blocks[block].memory + offset, 0xff, kBoxBytes);
     check_fenced(blocks[block], offset, "TMA load over");
     const int cut = random_below(4) ? kBoxRows / 2 : 8 * random_below(9);  // it comes in two parts
     for (int part = 0; part < 2; ++part) {
@@ -609,7 +641,7 @@ void fence_async_proxy() {
   current->written.clear();
 }
 
-// ---------------------------------------------------------------------------------------------- matrices
+// ---------------------------------------------------------------------------------------- matrices
 
 namespace {
 
@@ -625,7 +657,8 @@ void each_pair(char* memory, const LaneMatrix** lanes, Action action) {
   for (int matrix = 0; matrix < 4; ++matrix) {
     for (int row = 0; row < 8; ++row) {
       for (int pair = 0; pair < 4; ++pair) {
-        action(memory + lanes[matrix * 8 + row]->row + pair * 4, &lanes[row * 4 + pair]->value[matrix]);
+        action(memory + lanes[matrix * 8 + row]->row + pair * 4,
+               &lanes[row * 4 + pair]->value[matrix]);
       }
     }
   }
@@ -648,7 +681,8 @@ struct ValueTable {
 };
 const ValueTable table;
 
-// 8 values where a descriptor leads: the swizzle flips the chunk by the row in groups of 8, from the address alone.
+// 8 values where a descriptor leads: the swizzle flips the chunk by the row in groups of 8, from
+// the address alone.
 const uint16_t* swizzled(int block, uint32_t address) {
   address ^= (address >> 7 & 7) << 4;
   if (int(address) < shared_begin || int(address) + kChunk > shared_begin + shared_bytes) {
@@ -657,10 +691,11 @@ const uint16_t* swizzled(int block, uint32_t address) {
   return reinterpret_cast<const uint16_t*>(blocks[block].memory + address);
 }
 
-// Reads `count` rows (of the left operand) or columns (of the right) from `first` on, 16 deep, through the lower half of a
-// descriptor. The value at (depth, index) goes to out[depth * depth_step + index * index_step].
-void fetch(int block, uint32_t descriptor, bool is_transposed, int first, int count, bool is_half, float* out, int depth_step,
-           int index_step) {
+// Reads `count` rows (of the left operand) or columns (of the right) from `first` on, 16 deep,
+// through the lower half of a descriptor. The value at (depth, index) goes to out[depth *
+// depth_step + index * index_step].
+void fetch(int block, uint32_t descriptor, bool is_transposed, int first, int count, bool is_half,
+           float* out, int depth_step, int index_step) {
   if (descriptor & 0xc000c000) fail("descriptor %x: bits outside of the fields", descriptor);
   const uint32_t start = (descriptor & 0x3fff) << 4, next_box = (descriptor >> 16 & 0x3fff) << 4;
   if (start % (is_transposed ? 1024 : 32)) fail("operand at %u", start);
@@ -669,8 +704,10 @@ void fetch(int block, uint32_t descriptor, bool is_transposed, int first, int co
     for (int index = 0; index < count; ++index) {
       const int row = first + index;
       for (int chunk = 0; chunk < 2; ++chunk) {
-        const uint16_t* bits = swizzled(block, start + row / 8 * 1024 + row % 8 * kRowBytes + chunk * kChunk);
-        for (int i = 0; i < 8; ++i) out[(chunk * 8 + i) * depth_step + index * index_step] = value[bits[i]];
+        const uint16_t* bits =
+            swizzled(block, start + row / 8 * 1024 + row % 8 * kRowBytes + chunk * kChunk);
+        for (int i = 0; i < 8; ++i)
+          out[(chunk * 8 + i) * depth_step + index * index_step] = value[bits[i]];
       }
     }
     return;
@@ -678,9 +715,10 @@ void fetch(int block, uint32_t descriptor, bool is_transposed, int first, int co
   for (int depth = 0; depth < 16; ++depth) {  // rows of memory run along the depth
     for (int index = 0; index < count; index += 8) {
       const int place = first + index;
-      const uint16_t* bits =
-          swizzled(block, start + place / 64 * next_box + depth / 8 * 1024 + depth % 8 * kRowBytes + place % 64 * 2);
-      for (int i = 0; i < 8; ++i) out[depth * depth_step + (index + i) * index_step] = value[bits[i]];
+      const uint16_t* bits = swizzled(block, start + place / 64 * next_box + depth / 8 * 1024 +
+                                                 depth % 8 * kRowBytes + place % 64 * 2);
+      for (int i = 0; i < 8; ++i)
+        out[depth * depth_step + (index + i) * index_step] = value[bits[i]];
     }
   }
 }
@@ -689,11 +727,13 @@ void fetch(int block, uint32_t descriptor, bool is_transposed, int first, int co
 int sum_row(int lane, int i) { return lane / 4 + i % 4 / 2 * 8; }
 int sum_column(int lane, int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
 
-void multiply(const float (&left)[16][16], const float (&right)[16][128], float (&sum)[16][128], int columns) {
+void multiply(const float (&left)[16][16], const float (&right)[16][128], float (&sum)[16][128],
+              int columns) {
   for (int row = 0; row < 16; ++row) {
     for (int depth = 0; depth < 16; ++depth) {
       const float factor = left[row][depth];
-      for (int column = 0; column < columns; ++column) sum[row][column] += factor * right[depth][column];
+      for (int column = 0; column < columns; ++column)
+        sum[row][column] += factor * right[depth][column];
     }
   }
 }
@@ -703,8 +743,10 @@ void execute(int warp, const Product& product) {
   ++counters.products;
   const int block = warp / warps_of_block();
   const int sums = product.columns / 2;  // of a lane
-  fetch(block, product.left, product.left_transposed, 16 * (warp % 4), 16, product.is_half, &left[0][0], 1, 16);
-  fetch(block, product.right, product.right_transposed, 0, product.columns, product.is_half, &right[0][0], 128, 1);
+  fetch(block, product.left, product.left_transposed, 16 * (warp % 4), 16, product.is_half,
+        &left[0][0], 1, 16);
+  fetch(block, product.right, product.right_transposed, 0, product.columns, product.is_half,
+        &right[0][0], 128, 1);
   for (int lane = 0; lane < 32; ++lane) {
     for (int i = 0; i < sums; ++i) {
       sum[sum_row(lane, i)][sum_column(lane, i)] = product.accumulate ? product.sum[lane][i] : 0.0f;
@@ -712,7 +754,8 @@ void execute(int warp, const Product& product) {
   }
   multiply(left, right, sum, product.columns);
   for (int lane = 0; lane < 32; ++lane) {
-    for (int i = 0; i < sums; ++i) product.sum[lane][i] = sum[sum_row(lane, i)][sum_column(lane, i)];
+    for (int i = 0; i < sums; ++i)
+      product.sum[lane][i] = sum[sum_row(lane, i)][sum_column(lane, i)];
   }
 }
 
@@ -724,7 +767,8 @@ void stmatrix(uint32_t address, const uint32_t* value) {
   collective(kStoreMatrix, own, [memory](const LaneMatrix** lanes) {
     each_pair(memory, lanes, [](char* place, const uint32_t* pair) { memcpy(place, pair, 4); });
   });
-  // A fence counts for what its own thread wrote. Here the row is the lane's that names it: all lanes fence alike.
+  // A fence counts for what its own thread wrote. Here the row is the lane's that names it: all
+  // lanes fence alike.
   own_block().unfenced[own.row / kChunk] = current->thread + 1;
   current->written.push_back(own.row / kChunk);
 }
@@ -740,8 +784,8 @@ void ldmatrix(uint32_t address, uint32_t* value) {
 void wgmma_fence() { current->is_fenced = true; }
 
 // Lanes come one by one; the product starts when the last has come. Those of a warp run in order.
-void wgmma(float* sum, int columns, bool is_half, bool left_transposed, bool right_transposed, uint32_t left, uint32_t right,
-           bool accumulate) {
+void wgmma(float* sum, int columns, bool is_half, bool left_transposed, bool right_transposed,
+           uint32_t left, uint32_t right, bool accumulate) {
   if (!current->is_fenced) fail("wgmma without wgmma.fence");
   Warp& warp = own_warp();
   Product product = {};
@@ -761,7 +805,8 @@ void wgmma(float* sum, int columns, bool is_half, bool left_transposed, bool rig
   Event event = {};
   event.type = EventType::kProduct;
   event.warp = warp_of(*current);
-  event.due = warp.last_product_due = std::max(warp.last_product_due, turn + random_delay(product_delay));
+  event.due = warp.last_product_due =
+      std::max(warp.last_product_due, turn + random_delay(product_delay));
   push(event);
 }
 
@@ -779,7 +824,7 @@ void wgmma_wait(int pending) {
   current->is_fenced = false;
 }
 
-// ---------------------------------------------------------------------------------------------- events
+// ------------------------------------------------------------------------------------------ events
 
 namespace {
 
@@ -789,7 +834,8 @@ void finish_load(const Event& event) {
   each_row(event, [&](int row, const char* source, int values) {
     char bytes[kRowBytes] = {};
     if (values > 0) memcpy(bytes, source, values * 2);
-    for (int chunk = 0; chunk < 8; ++chunk) memcpy(chunk_at(memory, event.box, row, chunk), bytes + chunk * kChunk, kChunk);
+    for (int chunk = 0; chunk < 8; ++chunk)
+      memcpy(chunk_at(memory, event.box, row, chunk), bytes + chunk * kChunk, kChunk);
   });
   --loads_in_flight;
   announce(event.block, event.barrier, -int64_t(event.end_row - event.first_row) * kRowBytes);
@@ -801,7 +847,8 @@ void finish_store(const Event& event) {
   char* memory = blocks[event.block].memory;
   each_row(event, [&](int row, char* target, int values) {
     char bytes[kRowBytes];
-    for (int chunk = 0; chunk < 8; ++chunk) memcpy(bytes + chunk * kChunk, chunk_at(memory, event.box, row, chunk), kChunk);
+    for (int chunk = 0; chunk < 8; ++chunk)
+      memcpy(bytes + chunk * kChunk, chunk_at(memory, event.box, row, chunk), kChunk);
     if (values > 0) memcpy(target, bytes, values * 2);
   });
   Fiber& fiber = *event.fiber;
@@ -839,11 +886,12 @@ void fire_due_events() {
   }
 }
 
-// ---------------------------------------------------------------------------------------------- the scheduler
+// ----------------------------------------------------------------------------------- the scheduler
 
 void run_fiber() {
   (*kernel_body)();
-  if (!stores_have_read(*current, 0) || current->uncommitted_stores) fail("a thread ends before its stores have read their box");
+  if (!stores_have_read(*current, 0) || current->uncommitted_stores)
+    fail("a thread ends before its stores have read their box");
   if (current->remote_arrivals) fail("a thread ends before its arrivals at the other block");
   current->is_done = true;
   to_scheduler();
@@ -854,9 +902,11 @@ void prepare_fiber(Fiber& fiber, int index, char* stack_end) {
   fiber = Fiber();
   fiber.block = index / block_threads;
   fiber.thread = index % block_threads;
-  void** stack = reinterpret_cast<void**>(stack_end - 8);  // a function begins 8 bytes off a multiple of 16
+  // a function begins 8 bytes off a multiple of 16
+  void** stack = reinterpret_cast<void**>(stack_end - 8);
   *--stack = reinterpret_cast<void*>(run_fiber);
-  for (int i = 0; i < 6; ++i) *--stack = nullptr;  // the registers that emulator_switch takes from there
+  // the registers that emulator_switch takes from there
+  for (int i = 0; i < 6; ++i) *--stack = nullptr;
   fiber.stack = stack;
 }
 
@@ -871,11 +921,13 @@ void prepare_block(Block& block) {
 void prepare_cluster() {
   static char* stacks = nullptr;
   if (stacks == nullptr) {
-    void* memory = mmap(nullptr, kStackBytes * kMostFibers, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory = mmap(nullptr, kStackBytes * kMostFibers, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     EMULATOR_CHECK(memory != MAP_FAILED);
     stacks = static_cast<char*>(memory);
     fibers = new Fiber[kMostFibers];
-    for (Block& block : blocks) block.memory = static_cast<char*>(aligned_alloc(4096, kMemoryBytes));
+    for (Block& block : blocks)
+      block.memory = static_cast<char*>(aligned_alloc(4096, kMemoryBytes));
   }
   fiber_count = block_threads * kBlocks;
   EMULATOR_CHECK(fiber_count <= kMostFibers);
@@ -909,14 +961,16 @@ struct Scheduler {
     slow_warpgroup = random_below(3) ? ~0ull : random_below(10);
   }
 
-  // Now and then some warps get no turn for a while: one, its warpgroup, its block, the block's loaders, or one loader.
+  // Now and then some warps get no turn for a while: one, its warpgroup, its block, the block's
+  // loaders, or one loader.
   void starve_some() {
     if (treatment == kUniform || random_below(150) != 0) return;
     const uint64_t turns = random_below(random_below(4) ? 300 : 5000);
     const int whom = random_below(5), chosen = random_below(warp_count);
     const int in_block = warps_of_block(), loaders = in_block - 4;
     for (int i = 0; i < warp_count; ++i) {
-      const bool same_block = i / in_block == chosen / in_block, is_loader = i % in_block >= loaders;
+      const bool same_block = i / in_block == chosen / in_block,
+                 is_loader = i % in_block >= loaders;
       const bool is_hit = whom == 0   ? i == chosen
                           : whom == 1 ? i / 4 == chosen / 4
                           : whom == 2 ? same_block
@@ -940,7 +994,8 @@ struct Scheduler {
   }
 
   bool is_starving(int warp) const {
-    const bool is_slow = treatment == kSlow && (warp == slow_warp || uint64_t(warp) / 4 == slow_warpgroup);
+    const bool is_slow =
+        treatment == kSlow && (warp == slow_warp || uint64_t(warp) / 4 == slow_warpgroup);
     return is_slow || warps[warp].starves_until > turn;
   }
 
@@ -958,7 +1013,8 @@ struct Scheduler {
         is_anybody_starving = true;
         continue;
       }
-      if (treatment == kPriorities && best >= 0 && warps[best].priority >= warps[warp].priority) continue;
+      if (treatment == kPriorities && best >= 0 && warps[best].priority >= warps[warp].priority)
+        continue;
       if (!can_run(warp)) continue;
       best = warp;
       if (treatment != kPriorities) break;
@@ -984,7 +1040,8 @@ struct Scheduler {
     return best;
   }
 
-  // Each lane that can run does, until it next gives way; now and then some are left out. Returns how many ended.
+  // Each lane that can run does, until it next gives way; now and then some are left out. Returns
+  // how many ended.
   int run_warp(int warp, int cluster, bool leaves_out_lanes) {
     favourite = warp;
     if (favoured == 0 && random_below(16) == 0) favoured = random_below(20);
@@ -1033,7 +1090,8 @@ void run_cluster(int cluster) {
   if (!events.empty()) fail("the blocks end with events in flight");
   for (const Block& block : blocks) {
     for (const Barrier& barrier : block.barriers) {
-      if (barrier.is_initialised && barrier.bytes != 0) fail("%ld announced bytes never came", long(barrier.bytes));
+      if (barrier.is_initialised && barrier.bytes != 0)
+        fail("%ld announced bytes never came", long(barrier.bytes));
     }
   }
 }
@@ -1052,7 +1110,8 @@ void launch(int blocks_of_grid, int threads, int bytes, const std::function<void
   if (bytes == 0) return run_one_by_one(threads);
   EMULATOR_CHECK(bytes <= kMostSharedBytes && grid_blocks > 0 && grid_blocks % kBlocks == 0);
   block_threads = threads;
-  shared_begin = kFirstShared + (random_below(2) ? 0 : 16 * random_below(64));  // kernels align it themselves
+  // kernels align it themselves
+  shared_begin = kFirstShared + (random_below(2) ? 0 : 16 * random_below(64));
   shared_bytes = bytes;
   for (int cluster = 0; cluster < grid_blocks / kBlocks; ++cluster) run_cluster(cluster);
   maps.clear();

@@ -103,7 +103,7 @@ def replace_launches(text: str) -> tuple[str, int]:
     """kernel<<<blocks, threads, bytes, stream>>>(arguments); calls the emulator. Also says how many
     there were.
     """
-    launch = r"(\w+)<<<(.*?), (\w+), (\w+), (.*?)>>>\((\w+)\);"
+    launch = r"(\w+)<<<\s*([^;]*?), (\w+), (\w+), ([^;]*?)>>>\(\s*(\w+)\);"
     return re.subn(launch, r"emulator::launch(\2, \3, \4, [&] { \1(\6); });", text)
 
 

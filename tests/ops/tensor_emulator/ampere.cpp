@@ -1,6 +1,6 @@
-// Runs the kernels for Ampere of mixer/ops/csrc on the CPU (cases.h), for the type ELEMENT: test_ampere.py makes `kernels.inc` of
-// their own source, with the functions of this file in place of PTX. They do what the PTX manual says; a copy arrives no sooner
-// than it is waited for.
+// Runs the kernels for Ampere of mixer/ops/csrc on the CPU (cases.h), for the type ELEMENT:
+// test_ampere.py makes `kernels.inc` of their own source, with the functions of this file in place
+// of PTX. They do what the PTX manual says; a copy arrives no sooner than it is waited for.
 #include "threads.h"
 
 namespace emulator {
@@ -10,7 +10,8 @@ struct Copy {
   const void* global;  // null: zeros
 };
 using Copies = std::vector<Copy>;
-std::deque<Copies> groups[kMostThreads];  // committed groups of each thread's copies that have not arrived
+// committed groups of each thread's copies that have not arrived
+std::deque<Copies> groups[kMostThreads];
 Copies open_group[kMostThreads];
 
 inline uint32_t shared_address(const void* pointer) {
@@ -29,7 +30,8 @@ inline void commit_copies() {
 inline void wait_copies(size_t pending) {
   for (auto& mine = groups[thread_index.x]; mine.size() > pending; mine.pop_front()) {
     for (const Copy& copy : mine.front()) {
-      copy.global ? memcpy(shared + copy.shared, copy.global, 16) : memset(shared + copy.shared, 0, 16);
+      copy.global ? memcpy(shared + copy.shared, copy.global, 16)
+                  : memset(shared + copy.shared, 0, 16);
     }
   }
 }
@@ -48,7 +50,8 @@ inline void load_matrices(uint32_t address, uint32_t (&part)[4], bool is_transpo
       for (int matrix = 0; matrix < 4; ++matrix) {
         uint16_t value[2];
         for (int i = 0; i < 2; ++i) {
-          const int row = is_transposed ? lane % 4 * 2 + i : lane / 4, column = is_transposed ? lane / 4 : lane % 4 * 2 + i;
+          const int row = is_transposed ? lane % 4 * 2 + i : lane / 4,
+                    column = is_transposed ? lane / 4 : lane % 4 * 2 + i;
           memcpy(&value[i], shared + warp[matrix * 8 + row].address + column * 2, 2);
         }
         memcpy(&warp[lane].part[matrix], value, 4);
@@ -66,7 +69,9 @@ Operands operands[kMostThreads];
 inline float value_of(uint32_t word, int i, __half) {
   return __half2float(__half(__half_raw{static_cast<unsigned short>(word >> i * 16)}));
 }
-inline float value_of(uint32_t word, int i, __nv_bfloat16) { return __uint_as_float(word >> i * 16 << 16); }
+inline float value_of(uint32_t word, int i, __nv_bfloat16) {
+  return __uint_as_float(word >> i * 16 << 16);
+}
 inline float value_of(uint32_t word, int, float) { return __uint_as_float(word); }
 
 // mma.sync.aligned.m16n8kK.row.col, K values of 32 bytes.
@@ -81,7 +86,8 @@ void mma(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t r
       for (int i = 0; i < kPerWord; ++i) {
         const int depth = lane % 4 * kPerWord + i;
         for (int part = 0; part < 4; ++part) {
-          rows[lane / 4 + part % 2 * 8][depth + part / 2 * kHalf] = value_of(warp[lane].left[part], i, Element());
+          rows[lane / 4 + part % 2 * 8][depth + part / 2 * kHalf] =
+              value_of(warp[lane].left[part], i, Element());
         }
         for (int part = 0; part < 2; ++part) {
           columns[lane / 4][depth + part * kHalf] = value_of(warp[lane].right[part], i, Element());

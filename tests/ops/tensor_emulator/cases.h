@@ -2,9 +2,9 @@
 //
 //     emulator SEED COUNT
 //
-// ends with status 0, or with 1 at the first case that differs. There is NaN around tensors and wherever nothing was written.
-// Inputs are small integers: every sum is exact, whatever its order. What includes this file says whose `kernels`, of which
-// Element.
+// ends with status 0, or with 1 at the first case that differs. There is NaN around tensors and
+// wherever nothing was written. Inputs are small integers: every sum is exact, whatever its order.
+// What includes this file says whose `kernels`, of which Element.
 #pragma once
 
 namespace {
@@ -18,19 +18,23 @@ struct Buffer {
   size_t count;
   std::vector<uint4> memory;
 
-  explicit Buffer(size_t count) : count(count), memory(2 * kGuard + count * sizeof(Value) / sizeof(uint4) + 1) {
+  explicit Buffer(size_t count)
+      : count(count), memory(2 * kGuard + count * sizeof(Value) / sizeof(uint4) + 1) {
     memset(memory.data(), 0xff, memory.size() * sizeof(uint4));
   }
   Value* data() { return reinterpret_cast<Value*>(memory.data() + kGuard); }
   float get(size_t i) { return static_cast<float>(data()[i]); }
   void fill() {
-    for (size_t i = 0; i < count; ++i) data()[i] = static_cast<Value>(static_cast<float>(below(5) - 2));
+    for (size_t i = 0; i < count; ++i)
+      data()[i] = static_cast<Value>(static_cast<float>(below(5) - 2));
   }
   bool is_guarded() {
     const auto* bytes = reinterpret_cast<const unsigned char*>(memory.data());
-    const size_t begin = kGuard * sizeof(uint4), end = begin + count * sizeof(Value), size = memory.size() * sizeof(uint4);
+    const size_t begin = kGuard * sizeof(uint4), end = begin + count * sizeof(Value),
+                 size = memory.size() * sizeof(uint4);
     const auto is_fill = [](unsigned char byte) { return byte == 0xff; };
-    return std::all_of(bytes, bytes + begin, is_fill) && std::all_of(bytes + end, bytes + size, is_fill);
+    return std::all_of(bytes, bytes + begin, is_fill) &&
+           std::all_of(bytes + end, bytes + size, is_fill);
   }
 };
 
@@ -40,7 +44,9 @@ struct Activation : Buffer<Element> {
   Activation(const TriangularConvParams& p, int gap)
       : Buffer(static_cast<size_t>(p.batch) * (p.tokens * (p.channels + gap) + gap)),
         batch_stride(p.tokens * (p.channels + gap) + gap), token_stride(p.channels + gap) {}
-  float at(int sample, int token, int channel) { return get(sample * batch_stride + token * token_stride + channel); }
+  float at(int sample, int token, int channel) {
+    return get(sample * batch_stride + token * token_stride + channel);
+  }
 };
 
 bool check(const char* name, int64_t place, float got, float wanted) {
@@ -65,14 +71,17 @@ bool run_case() {
   p.dtype = kDtype;
   p.capability = kCapability;
   p.processors = 1 + below(below(2) ? 4 : 20);
-  const bool has_bias = below(2), has_residual = below(2), wide_bias = below(2), wide_gradient = below(2);
+  const bool has_bias = below(2), has_residual = below(2), wide_bias = below(2),
+             wide_gradient = below(2);
   p.bias_dtype = wide_bias ? MIXER_FLOAT32 : kDtype;
   p.gradient_dtype = wide_gradient ? MIXER_FLOAT32 : kDtype;
-  printf("tokens %d context %d heads %d taps %d batch %d width %d bias %d residual %d processors %d\n", p.tokens, p.context, p.heads, p.taps,
-         p.batch, width, has_bias, has_residual, p.processors);
+  printf(
+      "tokens %d context %d heads %d taps %d batch %d width %d bias %d residual %d processors %d\n",
+      p.tokens, p.context, p.heads, p.taps, p.batch, width, has_bias, has_residual, p.processors);
 
   Activation x(p, 8 * below(3)), dy(p, 8 * below(3)), residual(p, 8 * below(3)), y(p, 0), dx(p, 0);
-  Buffer<Element> packed(static_cast<size_t>(p.heads) * p.taps * p.tokens * p.columns), narrow(p.heads * p.context);
+  Buffer<Element> packed(static_cast<size_t>(p.heads) * p.taps * p.tokens * p.columns),
+      narrow(p.heads * p.context);
   Buffer<float> wide(p.heads * p.context);
   x.fill(), dy.fill(), residual.fill(), packed.fill(), wide.fill();
   for (size_t i = 0; i < narrow.count; ++i) narrow.data()[i] = Element(wide.get(i));
@@ -80,10 +89,12 @@ bool run_case() {
     if (int(i % p.columns) > int(i / p.columns % p.tokens)) packed.data()[i] = Element(0.0f);
   }
   const auto weight = [&](int head, int tap, int row, int column) {
-    return packed.get((static_cast<int64_t>(head * p.taps + tap) * p.tokens + row) * p.columns + column);
+    return packed.get((static_cast<int64_t>(head * p.taps + tap) * p.tokens + row) * p.columns +
+                      column);
   };
   // In the first sample one token of each may be bad.
-  const int bad_x = kIsCausal && below(3) == 0 ? below(p.tokens) : p.tokens, bad_dy = kIsCausal && below(3) == 0 ? below(p.tokens) : -1;
+  const int bad_x = kIsCausal && below(3) == 0 ? below(p.tokens) : p.tokens,
+            bad_dy = kIsCausal && below(3) == 0 ? below(p.tokens) : -1;
   for (int c = 0; c < p.channels; ++c) {
     if (bad_x < p.tokens) x.data()[bad_x * x.token_stride + c] = Element(below(2) ? NAN : INFINITY);
     if (bad_dy >= 0) dy.data()[bad_dy * dy.token_stride + c] = Element(below(2) ? NAN : INFINITY);
@@ -94,7 +105,8 @@ bool run_case() {
   if (has_bias) p.bias = wide_bias ? static_cast<void*>(wide.data()) : narrow.data();
   if (has_residual) {
     p.residual = residual.data();
-    p.residual_batch_stride = residual.batch_stride, p.residual_token_stride = residual.token_stride;
+    p.residual_batch_stride = residual.batch_stride,
+    p.residual_token_stride = residual.token_stride;
   }
   const int64_t size = static_cast<int64_t>(p.heads) * p.taps * p.context * p.context;
   Buffer<float> workspace(kernels::grad_weight_workspace(p) / sizeof(float)), wide_gradients(size);
@@ -105,14 +117,16 @@ bool run_case() {
   kernels::grad_input(p);
   kernels::grad_weight(p);
 
-  bool good = y.is_guarded() && dx.is_guarded() && workspace.is_guarded() && wide_gradients.is_guarded() &&
-              narrow_gradients.is_guarded();
+  bool good = y.is_guarded() && dx.is_guarded() && workspace.is_guarded() &&
+              wide_gradients.is_guarded() && narrow_gradients.is_guarded();
   if (!good) puts("written outside of a tensor");
   std::vector<float> dweight(size);
   for (int b = 0; b < p.batch; ++b) {
     for (int c = 0; c < p.channels; ++c) {
       const int head = c / width;
-      const auto inside = [&](int channel) { return channel >= head * width && channel < (head + 1) * width; };
+      const auto inside = [&](int channel) {
+        return channel >= head * width && channel < (head + 1) * width;
+      };
       for (int row = 0; row < p.tokens; ++row) {
         float sum = has_bias ? wide.get(head * p.context + row) : 0.0f, back = 0.0f;
         if (has_residual) sum += residual.at(b, row, c);
@@ -121,13 +135,17 @@ bool run_case() {
           for (int k = 0; k <= row && inside(c + shift); ++k) {
             const float value = x.at(b, k, c + shift);
             sum += weight(head, tap, row, k) * value;
-            dweight[(static_cast<int64_t>(head * p.taps + tap) * p.context + row) * p.context + k] += dy.at(b, row, c) * value;
+            dweight[(static_cast<int64_t>(head * p.taps + tap) * p.context + row) * p.context +
+                    k] += dy.at(b, row, c) * value;
           }
-          for (int i = row; i < p.tokens && inside(c - shift); ++i) back += weight(head, tap, i, row) * dy.at(b, i, c - shift);
+          for (int i = row; i < p.tokens && inside(c - shift); ++i)
+            back += weight(head, tap, i, row) * dy.at(b, i, c - shift);
         }
         const int64_t place = (static_cast<int64_t>(b) * p.tokens + row) * p.channels + c;
-        if (b > 0 || row < bad_x) good = good && check("y", place, y.get(place), static_cast<float>(Element(sum)));
-        if (b > 0 || row > bad_dy) good = good && check("dx", place, dx.get(place), static_cast<float>(Element(back)));
+        if (b > 0 || row < bad_x)
+          good = good && check("y", place, y.get(place), static_cast<float>(Element(sum)));
+        if (b > 0 || row > bad_dy)
+          good = good && check("dx", place, dx.get(place), static_cast<float>(Element(back)));
       }
     }
   }
@@ -135,7 +153,8 @@ bool run_case() {
     const int row = i / p.context % p.context, column = i % p.context;
     if (column <= row && (row == bad_dy || column == bad_x)) continue;
     good = wide_gradient ? check("dweight", i, wide_gradients.get(i), dweight[i])
-                         : check("dweight", i, narrow_gradients.get(i), static_cast<float>(Element(dweight[i])));
+                         : check("dweight", i, narrow_gradients.get(i),
+                                 static_cast<float>(Element(dweight[i])));
   }
   return good;
 }

@@ -1,7 +1,9 @@
-// A GPU for kernels of one-dimensional blocks, on the CPU: threads, barriers, shuffles and launches.
+// A GPU for kernels of one-dimensional blocks, on the CPU: threads, barriers, shuffles and
+// launches.
 //
-// The threads of a block are fibers. A random warp goes on until it has to wait, one for long or all in turn, so that a
-// missing barrier shows; shared memory starts as NaN. Not emulated: time, registers, bank conflicts.
+// The threads of a block are fibers. A random warp goes on until it has to wait, one for long or
+// all in turn, so that a missing barrier shows; shared memory starts as NaN. Not emulated: time,
+// registers, bank conflicts.
 #pragma once
 
 #include <setjmp.h>
@@ -34,7 +36,8 @@ enum Group { kBlock, kWarp };
 
 struct Fiber {
   ucontext_t start;
-  jmp_buf place;  // setjmp and longjmp, once it has started: they ask nothing of the operating system
+  // setjmp and longjmp, once it has started: they ask nothing of the operating system
+  jmp_buf place;
   std::vector<char> stack;
   bool has_started, is_done, is_waiting;
   Group group;
@@ -59,13 +62,15 @@ void wait() {
   if (!_setjmp(me.place)) _longjmp(scheduler, 1);
 }
 
-// Waits for all threads of the block or the warp, which must come to the same place. The last one does `work` for all.
+// Waits for all threads of the block or the warp, which must come to the same place. The last one
+// does `work` for all.
 template <typename Work>
 void meet(Group group, int line, Work work) {
   Fiber& me = fibers[thread_index.x];
   me.group = group;
   me.line = line;
-  const int begin = group == kWarp ? thread_index.x / 32 * 32 : 0, end = group == kWarp ? begin + 32 : threads;
+  const int begin = group == kWarp ? thread_index.x / 32 * 32 : 0,
+            end = group == kWarp ? begin + 32 : threads;
   bool all = true;
   for (int i = begin; i < end; ++i) all = all && (i == thread_index.x || fibers[i].is_waiting);
   if (!all) return wait();
@@ -160,7 +165,8 @@ inline uint32_t funnel(uint32_t low, uint32_t high, int bits) {
 #define __funnelshift_r emulator::funnel
 #define __syncthreads_or emulator::any_of_block
 #define __shfl_sync(mask, value, lane) emulator::exchange(value, lane)
-#define __shfl_xor_sync(mask, value, distance) emulator::exchange(value, (threadIdx.x % 32) ^ (distance))
+#define __shfl_xor_sync(mask, value, distance) \
+  emulator::exchange(value, (threadIdx.x % 32) ^ (distance))
 template <typename Value>
 void __stcg(Value* place, Value value) { *place = value; }
 template <typename Value>

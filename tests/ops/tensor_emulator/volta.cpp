@@ -1,5 +1,6 @@
-// Runs the Volta kernels of mixer/ops/csrc on the CPU (cases.h): test_volta.py makes `kernels.inc` of their own source, with the
-// functions of this file in place of PTX. mma.m8n8k4 is what the PTX manual says.
+// Runs the Volta kernels of mixer/ops/csrc on the CPU (cases.h): test_volta.py makes `kernels.inc`
+// of their own source, with the functions of this file in place of PTX. mma.m8n8k4 is what the PTX
+// manual says.
 #include "threads.h"
 
 namespace emulator {
@@ -38,7 +39,8 @@ void mma(float (&sum)[8], uint2 left, uint2 right, const char* layouts) {
   operands[thread_index.x] = {sum, {left.x, left.y}, {right.x, right.y}};
   meet(kWarp, -10, [&] {
     const int warp = thread_index.x / 32 * 32;
-    for (int pair = 0; pair < 4; ++pair) multiply_quad_pair(warp + pair * 4, layouts[0] == 'r', layouts[4] == 'r');
+    for (int pair = 0; pair < 4; ++pair)
+      multiply_quad_pair(warp + pair * 4, layouts[0] == 'r', layouts[4] == 'r');
   });
 }
 
