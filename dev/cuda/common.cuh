@@ -1,6 +1,6 @@
 // What the three ladders share: random data, the check against the CPU, timing, cuBLAS as the
-// rival, the command line. A ladder is a list of versions; a version is a list of configurations; a
-// configuration is a function that launches.
+// baseline, and the command line. A ladder is a list of versions, a version a list of
+// configurations, a configuration a function that launches.
 //
 // Each operation is y = W x in one of its three directions, W (tokens, tokens) lower triangular:
 //   forward       y[b, i, c]  = sum over j <= i of W[i, j] x[b, j, c]
@@ -49,8 +49,8 @@ inline const char* operation_name(Operation operation) {
   return kNames[operation];
 }
 
-// What every version is given; all pointers are to the device. What an operation does not use is
-// null.
+// The arguments of every version; all pointers are to device memory. Those that an operation does
+// not use are null.
 struct Arguments {
   const bf16* weight;  // (tokens, columns), exact zeros above the diagonal and beyond `tokens`
   const bf16* x;       // (batch, tokens, channels), like dy, residual, y and dx
@@ -86,7 +86,7 @@ inline const cudaDeviceProp& device() {
   return properties;
 }
 
-// Launches a kernel; one that wants more than 48 KB of shared memory has to say so first.
+// Launches a kernel, after asking for more than 48 KB of shared memory if it needs that.
 template <typename... Parameters, typename... Values>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
                    Values... values) {
@@ -99,7 +99,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int
   return cudaGetLastError();
 }
 
-// Scratch memory on the device, kept and grown; what the last caller wrote is lost.
+// Scratch memory on the device. It is kept and grown between calls; its contents are lost.
 inline void* scratch(size_t bytes) {
   static void* memory = nullptr;
   static size_t size = 0;
@@ -121,7 +121,7 @@ inline int columns_in_cache(const Arguments& a, int tile) {
 
 // -------------------------------------------------------------------------------------------- data
 
-// A number of the standard normal distribution for each index and seed.
+// A standard normal random number for each index and seed.
 __device__ inline float random_normal(uint64_t index, uint32_t seed) {
   uint64_t bits =
       (index + 1) * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(seed) * 0xd1342543de82ef95ull;
@@ -209,7 +209,7 @@ struct Data {
     return output_bytes + activations * (operation == kGradWeight ? 2 : 1);
   }
 
-  // Multiplications and additions that the triangle needs, the same in all three directions.
+  // Multiplications and additions that the triangle needs, the same for all three operations.
   double useful_flops() const {
     const Arguments& a = sets[0];
     return static_cast<double>(a.batch) * a.tokens * (a.tokens + 1.0) * a.channels;
@@ -235,8 +235,8 @@ class Reference {
     }
   }
 
-  // Empty if the device's output agrees, else what is wrong. *error: ||output - expected|| /
-  // ||expected||.
+  // Returns an empty string if the device's output is right, else what is wrong. *error: ||output -
+  // expected|| / ||expected||.
   std::string compare(bool with_upper_half, double* error) const {
     std::vector<float> found = fetch();
     for (size_t i = 0; i < found.size(); ++i) {
@@ -251,8 +251,8 @@ class Reference {
     const double mean = std::sqrt(norm / found.size());
     for (size_t i = 0; i < found.size(); ++i) {
       const double gap = std::fabs(found[i] - expected_[i]);
-      // A zero above the diagonal must be exact; elsewhere one wrong element must not drown among
-      // many right ones.
+      // A zero above the diagonal must be exact. Elsewhere single elements are checked too, because
+      // one wrong element among many right ones hardly changes the relative error.
       const double bound = above_diagonal(i) ? 0 : 0.01 * std::fabs(expected_[i]) + 0.01 * mean;
       if (!(gap <= bound)) return place(i) + describe(found[i], expected_[i]);
     }
@@ -401,8 +401,8 @@ class Reference {
 
 // ------------------------------------------------------------------------------------------ timing
 
-// Milliseconds of one run: the median over runs that rotate through the sets of buffers. Negative:
-// the launch failed.
+// Milliseconds per run: the median of runs that rotate through the sets of buffers. Negative if a
+// launch failed.
 inline double median_milliseconds(const Data& data, const Configuration& configuration) {
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin));
@@ -437,9 +437,8 @@ inline double median_milliseconds(const Data& data, const Configuration& configu
 
 // ------------------------------------------------------------------------------------------ cuBLAS
 
-// cuBLAS is loaded, not linked: its header and library lie in different places (toolkit, Python
-// wheel), and the ladder also runs without it. $CUBLAS_LIBRARY names the file; `libraries.py` finds
-// it.
+// cuBLAS is loaded at run time: its library lies in different places (toolkit, Python wheel), and
+// the ladder also runs without it. $CUBLAS_LIBRARY names the file; `libraries.py` finds it.
 class Cublas {
  public:
   static Cublas& get() {
@@ -477,7 +476,7 @@ class Cublas {
       names.insert(names.begin(), name);
     for (const std::string& name : names) {
       const size_t slash = name.rfind('/');
-      // its second half, from the same folder: the loader may not look there
+      // the library's second half, from the same folder: the loader may not search there
       if (slash != std::string::npos) {
         const std::string light =
             name.substr(0, slash + 1) + "libcublasLt" + name.substr(slash + 10);
@@ -508,7 +507,7 @@ static __global__ void sum_products_kernel(const bf16* products, float* dweight,
   }
 }
 
-// The dense product, zeros of the upper half multiplied too; for dW the full square.
+// The dense product, which also multiplies the zeros of the upper half; for dW the full square.
 inline Version cublas_version(Operation operation) {
   Version version = {0, "cuBLAS, the dense product", false, {}};
   if (!Cublas::get())
@@ -606,7 +605,7 @@ struct Options {
   std::string json;
 };
 
-// To be called first: it also sets where the trainer's library lies.
+// Must be called first: it also sets the path of the trainer's library.
 inline Options parse(int count, char** arguments, int versions = 7) {
   const std::string usage =
       std::string("usage: ") + arguments[0] + " VERSION|all [--tokens 512] [--batch 128] " +
@@ -645,13 +644,13 @@ inline Options parse(int count, char** arguments, int versions = 7) {
   return options;
 }
 
-// Runs the configuration once on poisoned output (0xff bytes are NaN) and compares.
+// Runs the configuration once on output filled with NaN (bytes of 0xff) and compares.
 inline std::string check(const Data& data, const Reference& reference,
                          const Configuration& configuration, bool with_upper_half, double* error) {
   CHECK(cudaMemset(data.output(0), 0xff, data.output_bytes));
   const cudaError_t status = configuration.launch(data.sets[0]);
   if (status != cudaSuccess) {
-    cudaGetLastError();  // taken note of; the next configuration starts clean
+    cudaGetLastError();  // clears the error, so that the next configuration starts clean
     return cudaGetErrorString(status);
   }
   if (const cudaError_t fault = cudaDeviceSynchronize(); fault != cudaSuccess)
@@ -667,8 +666,8 @@ inline int run_ladder(Operation operation, const Options& options,
   printf("%s on %s (compute capability %d.%d, %d multiprocessors)\n", operation_name(operation),
          device().name, device().major, device().minor, device().multiProcessorCount);
 
-  // Two small problems of odd sizes, every output checked; then the large one, sampled rows
-  // checked, and timed.
+  // First two small problems of odd sizes, with every output checked; then the large one, with
+  // sampled rows checked, and timed.
   const bool fused = operation == kForward;  // with bias and residual
   const Data small(operation, 3, 200, 136, fused, 1);
   const Data odd(operation, 2, 331, 264, fused, 1);
@@ -706,7 +705,7 @@ inline int run_ladder(Operation operation, const Options& options,
     for (const Configuration& configuration : version.configurations) {
       Row row = {version.number, version.adds, configuration.name, "", 0, 0};
       double error = 0;
-      // cuBLAS adds no bias or residual: only the large problem is its own
+      // cuBLAS adds no bias and no residual, so it runs the large problem only
       const bool plain = version.number == 0;
       if (!plain) row.problem = check(small, small_reference, configuration, true, &error);
       if (!plain && row.problem.empty())
@@ -725,7 +724,7 @@ inline int run_ladder(Operation operation, const Options& options,
         printf("  %-44s FAILED: %s\n", configuration.name.c_str(), row.problem.c_str());
       }
       rows.push_back(row);
-      // a kernel faulted: this process has lost the GPU
+      // a kernel faulted: this process cannot use the GPU any more
       if (failed && cudaDeviceSynchronize() != cudaSuccess) {
         if (!options.json.empty()) write_json(options.json, data, rows, cublas);
         stop("the GPU cannot be used after this fault; run the other versions by their numbers");

@@ -1,10 +1,10 @@
-// Hopper's own instructions (compute capability 9.0, built for sm_90a): bulk tensor copies (TMA),
-// barriers in shared memory that count bytes (mbarrier), matrix products that read shared memory
-// (wgmma). One small function for each.
+// Hopper's own instructions (compute capability 9.0, built for sm_90a), one small function each:
+// bulk tensor copies (TMA), barriers in shared memory that count bytes (mbarrier), and matrix
+// products that read shared memory (wgmma).
 //
-// Everything moves in boxes of 64 x 64 bf16: 64 rows of 128 bytes, 8 KB, "128-byte swizzled": the
-// hardware stores the 16-byte piece p of row r at place p ^ (r % 8). A box must start at a multiple
-// of 1024 bytes.
+// All data moves in boxes of 64 x 64 bf16: 64 rows of 128 bytes, 8 KB, with the 128-byte swizzle:
+// the hardware stores the 16-byte piece p of row r at place p ^ (r % 8). A box must start at a
+// multiple of 1024 bytes.
 #pragma once
 
 #include <cuda.h>
@@ -17,11 +17,11 @@ constexpr int kBoxBytes = 64 * 64 * 2;
 
 // ------------------------------------------------------------------------------ tensor maps (host)
 
-// Describes a (batch, rows, width) array of bf16 whose rows are `pitch` elements apart, in boxes of
-// 64 x 64. What a box reads beyond an edge is zero, what it would write there is dropped; the batch
-// is a dimension of its own so that the last rows of a sample do not run into the next one. The
-// function that makes a map lives in the driver; it is found through the runtime, so that nothing
-// has to be linked with libcuda.
+// The tensor map of a (batch, rows, width) array of bf16 whose rows are `pitch` elements apart, in
+// boxes of 64 x 64. Elements beyond an edge read as zero and are not written. The batch is its own
+// dimension, so that a box at the end of a sample does not reach into the next one. The function
+// that makes a map is in the driver. It is found through the runtime, so that we need not link with
+// libcuda.
 inline cudaError_t make_map(CUtensorMap* map, const bf16* data, int batch, int rows, int width,
                             int pitch) {
   using Encode =
@@ -71,7 +71,7 @@ __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
                : "memory");
 }
 
-// Arrives, and makes the phase wait for so many bytes of TMA copies.
+// Arrives, and makes the phase wait for this many bytes of TMA copies.
 __device__ __forceinline__ void barrier_arrive_expecting(Barrier* barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -79,9 +79,9 @@ __device__ __forceinline__ void barrier_arrive_expecting(Barrier* barrier, int b
       : "memory");
 }
 
-// Waits until the phase of this parity is over. On a new barrier the phase "before the first",
-// parity 1, is over. A barrier that never completes is a bug: rather than hang, the kernel then
-// stops with an error after some seconds.
+// Waits until the phase of this parity is over. On a new barrier, the phase before the first
+// (parity 1) counts as over. A barrier that never completes is a bug: after some seconds the kernel
+// stops with an error instead of hanging.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, uint32_t parity) {
   const uint32_t address = shared_address(barrier);
   for (int attempt = 0; attempt < 1 << 23; ++attempt) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 // ------------------------------------------------------------------------------ bulk tensor copies
 
-// Starts to copy the box at (column, row, sample) to shared memory; its bytes count on the barrier
-// when they are there.
+// Starts to copy the box at (column, row, sample) to shared memory. Its bytes count on the barrier
+// when they have landed.
 __device__ __forceinline__ void load_box(void* shared, const CUtensorMap* map, Barrier* barrier,
                                          int column, int row, int sample) {
   asm volatile(
@@ -126,8 +126,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* sh
       : "memory");
 }
 
-// Waits until this thread's store_box copies have read their shared memory (the block may end
-// then).
+// Waits until this thread's store_box copies have read shared memory; the block may end after that.
 __device__ __forceinline__ void finish_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -138,13 +137,13 @@ __device__ __forceinline__ void publish_to_copy_engine() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Fetches the map ahead of its first use.
+// Prefetches the map.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Writes four 8 x 8 matrices of bf16, the mirror of load_matrices: lane l names row l % 8 of matrix
-// l / 8.
+// Stores four 8 x 8 matrices of bf16, the opposite of load_matrices: lane l addresses row l % 8 of
+// matrix l / 8.
 __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&values)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
@@ -154,14 +153,12 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&value
 
 // ------------------------------------------------------------------------------------------- wgmma
 
-// Tells wgmma where an operand lies: boxes with 128-byte swizzle from `shared` on.
-//   K-major (rows of the operand are the box's rows, k runs along them): 8-row groups lie 1024
-//   bytes apart; 16 of k are
-//     32 bytes. `box_stride` is not used.
-//   MN-major (k is the box's row, the operand's rows or columns run along it; "transposed" for
-//   wgmma): 8 of k lie 1024 bytes
-//     apart, 16 of k are 2048 bytes, and the next 64 rows or columns are in the box `box_stride`
-//     bytes further on.
+// The descriptor of an operand for wgmma: boxes with the 128-byte swizzle, starting at `shared`.
+//   K-major (rows of the operand are rows of the box, k runs along them): groups of 8 rows are 1024
+//     bytes apart, and 16 of k are 32 bytes. `box_stride` is not used.
+//   MN-major (k runs down the rows of the box, the operand's rows or columns along them;
+//     "transposed" for wgmma): 8 of k are 1024 bytes apart, 16 of k 2048 bytes, and the next 64
+//     rows or columns are in the box `box_stride` bytes further on.
 __device__ __forceinline__ uint64_t operand(const void* shared, int box_stride) {
   const uint64_t address = (shared_address(shared) & 0x3ffff) >> 4;
   return address | static_cast<uint64_t>(box_stride >> 4) << 16 |
@@ -171,7 +168,7 @@ __device__ __forceinline__ uint64_t operand(const void* shared, int box_stride) 
 constexpr int kNextK = 32 >> 4;              // added to a K-major descriptor for the next 16 of k
 constexpr int kNextKTransposed = 2048 >> 4;  // and to an MN-major one
 
-// Before the first wgmma of a batch: the accumulators' registers are ready.
+// Needed before the first wgmma of a batch: the accumulators' registers are ready.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -180,16 +177,16 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending batches, the newest, are still under way.
+// Waits until at most the newest kPending batches are still running.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d (64 x N) = left (64 x 16) right (16 x N), plus what d was if `add`, by the 128 threads of a
-// warpgroup. Thread t holds rows 16 * (t / 32) + (t % 32) / 4 and that + 8; of every 8 columns the
-// two from 2 * (t % 4) on: d[4 * block + {0, 1}] and, 8 rows further down, d[4 * block + {2, 3}]. N
-// is 128 or 256, by the size of d.
+// d (64 x N) = left (64 x 16) right (16 x N), plus the old d if `add`, by the 128 threads of a
+// warpgroup. Thread t holds rows 16 * (t / 32) + (t % 32) / 4 and that + 8. Of every 8 columns it
+// holds the two from 2 * (t % 4) on: d[4 * block + {0, 1}], and d[4 * block + {2, 3}] 8 rows
+// further down. N is 128 or 256, given by the size of d.
 
 template <bool kLeftTransposed, bool kRightTransposed>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t left, uint64_t right, bool add) {

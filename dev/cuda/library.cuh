@@ -1,5 +1,5 @@
 // The last version of each ladder: the trainer's own kernels, from the shared library that
-// mixer/ops/build.py makes of mixer/ops/csrc. It is loaded at run time: --library FILE or
+// mixer/ops/build.py builds from mixer/ops/csrc. It is loaded at run time: --library FILE or
 // $MIXER_KERNELS.
 #pragma once
 
@@ -61,7 +61,7 @@ class Library {
     entries_[kGradInput] = find<Entry>("mixer_grad_input");
     entries_[kGradWeight] = find<Entry>("mixer_grad_weight");
     workspace_ = find<Size>("mixer_grad_weight_workspace");
-    // these two may be absent: no kernel wants a schedule then
+    // these two may be missing: then no kernel needs a schedule
     schedule_size_ = find<Size>("mixer_schedule_size");
     schedule_ = find<Fill>("mixer_schedule");
     const bool complete = version && size && workspace_ && entries_[kForward] &&
@@ -79,8 +79,8 @@ class Library {
     return reinterpret_cast<Function>(dlsym(library_, name));
   }
 
-  // The order in which persistent blocks take the tiles: made once for a shape on the host, as the
-  // trainer does.
+  // The order in which persistent blocks take the tiles: computed once per shape on the host, as in
+  // the trainer.
   const void* schedule_on_device(Operation operation, const TriangularConvParams& params) {
     const int64_t bytes = schedule_size_ && schedule_ ? schedule_size_(&params) : 0;
     if (bytes <= 0) return nullptr;

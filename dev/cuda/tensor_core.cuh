@@ -1,5 +1,5 @@
-// The instructions behind versions 4 and 5, one small function each, and the index arithmetic that
-// all versions share. Everything here runs on compute capability 8.0 and newer.
+// The instructions of versions 4 and 5, one small function each, and the index arithmetic that all
+// versions share. Everything here runs on compute capability 8.0 and newer.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,15 +14,15 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
   return memory;
 }
 
-// A pointer into shared memory as the instructions below want it: 32 bits.
+// A pointer into shared memory as the 32-bit number that the instructions below take.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Where element (row, column) lies in a tile whose rows hold kWidth elements, without padding.
+// The place of element (row, column) in a tile whose rows hold kWidth elements, without padding.
 // Shared memory has 32 banks of 4 bytes, so 8 pieces of 16 bytes can be read at once if they lie in
-// different banks. ldmatrix reads one piece from each of 8 rows below one another, which in a plain
-// layout share their banks; XOR with the row spreads them over all banks.
+// different banks. ldmatrix reads one piece from each of 8 consecutive rows, which share banks in a
+// plain layout. XOR with the row spreads them over all banks.
 template <int kWidth>
 __device__ __forceinline__ int swizzled(int row, int column) {
   static_assert(kWidth == 32 || kWidth % 64 == 0, "rows of 64 bytes, or of a multiple of 128");
@@ -33,9 +33,9 @@ __device__ __forceinline__ int swizzled(int row, int column) {
 
 // -------------------------------------------------------------------------------- ldmatrix and mma
 
-// Four 8 x 8 matrices of bf16. Lane l names row l % 8 of matrix l / 8 (16 bytes) and receives from
-// each matrix the elements [l / 4][2 * (l % 4)] and the one to its right: the layout in which mma
-// wants its operands.
+// Loads four 8 x 8 matrices of bf16. Lane l addresses row l % 8 of matrix l / 8 (16 bytes). From
+// each matrix it receives the element [l / 4][2 * (l % 4)] and the one to its right: the layout of
+// mma's operands.
 __device__ __forceinline__ void load_matrices(uint32_t (&values)[4], const bf16* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
@@ -64,20 +64,20 @@ __device__ __forceinline__ void multiply_16x8x16(float (&sum)[4], const uint32_t
 
 // ---------------------------------------------------------------------------------------- cp.async
 
-// Starts to copy 16 bytes from global to shared memory, past the registers; writes zeros if not
-// `inside` (then nothing is read, but the address must be a valid one).
+// Starts an asynchronous copy of 16 bytes from global to shared memory. If not `inside`, it writes
+// zeros and reads nothing, but the address must still be valid.
 __device__ __forceinline__ void copy_async(bf16* shared, const bf16* global, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(inside ? 16 : 0)
                : "memory");
 }
 
-// Copies started since the last call become one group.
+// Commits the copies started since the last call as one group.
 __device__ __forceinline__ void close_copy_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of this thread's groups, the newest, are still under way.
+// Waits until at most this thread's newest kPending groups are still running.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -113,7 +113,7 @@ __device__ __forceinline__ void unpack(float (&values)[8], uint4 packed) {
 
 // Which tile a block computes. Blocks start roughly in the order of their index, so index 0 should
 // be the heaviest tile: the light ones then fill the gaps at the end. Columns (tiles of channels,
-// for all samples) come in groups: within a group all row tiles run before the next group starts,
+// for all samples) come in groups. Within a group all row tiles run before the next group starts,
 // so that the group's activations stay in L2 while every row tile reads them.
 struct TileOrder {
   int row_tiles, columns, group;

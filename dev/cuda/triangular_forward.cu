@@ -34,11 +34,11 @@ __device__ __forceinline__ void store_pair(const Arguments& a, int sample, int r
   *reinterpret_cast<uint32_t*>(&a.y[index]) = finish_pair(a, sample, row, channel, first, second);
 }
 
-// ================================================================================================
-// version 1 One thread for each output element, which adds its j <= i products. Neighbouring
-// threads take neighbouring channels, so their loads of x are next to each other in memory and W[i,
-// j] is one word for the whole warp. Half the work of the dense product is skipped from the start;
-// what is slow is that every product fetches both of its factors.
+// ======================================================================================= version 1
+// One thread for each output element, which adds its j <= i products. Neighbouring threads take
+// neighbouring channels, so their loads of x are next to each other in memory and W[i, j] is one
+// word for the whole warp. Half the work of the dense product is skipped from the start; what is
+// slow is that every product fetches both of its factors.
 
 __global__ void naive_kernel(const Arguments a) {
   const int channel = blockIdx.x * blockDim.x + threadIdx.x;
@@ -67,11 +67,11 @@ Configuration naive(int across, int down) {
           }};
 }
 
-// ================================================================================================
-// version 2 A block computes a square tile of y and walks along j in steps of the tile's width. In
-// each step it brings one tile of W and one of x into shared memory, as fp32, and every value
-// brought in is used kTile times. The walk ends at the diagonal: tiles above it are neither loaded
-// nor multiplied. Memory traffic falls by kTile; now shared memory is the limit, since each
+// ======================================================================================= version 2
+// A block computes a square tile of y and walks along j in steps of the tile's width. In each step
+// it brings one tile of W and one of x into shared memory, as fp32, and every value brought in is
+// used kTile times. The walk ends at the diagonal: tiles above it are neither loaded nor
+// multiplied. Memory traffic falls by kTile; now shared memory is the limit, since each
 // multiply-add still reads two values from it.
 
 template <int kTile>
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kTile* kTile) shared_kernel(const Arguments a)
     if (token < a.tokens && channel < a.channels) {
       activation = __bfloat162float(x[static_cast<size_t>(token) * a.channels + channel]);
     }
-    __syncthreads();  // the tiles of the step before have been read
+    __syncthreads();  // all threads have read the previous step's tiles
     weights[threadIdx.y][threadIdx.x] = weight;
     activations[threadIdx.y][threadIdx.x] = activation;
     __syncthreads();
@@ -118,12 +118,12 @@ Configuration shared_tiles() {
           }};
 }
 
-// ================================================================================================
-// version 3 Each thread computes 8 x 8 elements and keeps them in registers: 16 values from shared
-// memory now feed 64 multiply-adds instead of 2 feeding 1. Loads from global memory bring 8 bf16
-// (16 bytes) an instruction. The tile of W is stored with j as its row, so that a thread's 8 rows
-// are two 16-byte reads; the 4 extra floats of a row keep the transposing stores out of each
-// other's banks. The limit is now the fp32 units themselves.
+// ======================================================================================= version 3
+// Each thread computes 8 x 8 elements and keeps them in registers: 16 values from shared memory now
+// feed 64 multiply-adds instead of 2 feeding 1. Loads from global memory bring 8 bf16 (16 bytes) an
+// instruction. The tile of W is stored with j as its row, so that a thread's 8 rows are two 16-byte
+// reads; the 4 extra floats of a row keep the transposing stores out of each other's banks. The
+// limit is now the fp32 units themselves.
 
 template <int kRows, int kChannels>
 __global__ void __launch_bounds__(kRows* kChannels / 64) register_kernel(const Arguments a) {
@@ -212,13 +212,12 @@ Configuration register_tiles() {
           }};
 }
 
-// ================================================================================================
-// version 4 Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048
-// multiply-adds, from bf16 in registers with sums in fp32. ldmatrix brings its operands from shared
-// memory in the layout it wants; x lies with channels along the row and is transposed on the way.
-// Tiles stay bf16 in shared memory, half the bytes of before. Rows are padded by 16 bytes, so that
-// the 8 rows that ldmatrix reads at once lie in different banks. Loading and multiplying still take
-// turns.
+// ======================================================================================= version 4
+// Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048 multiply-adds,
+// from bf16 in registers with sums in fp32. ldmatrix brings its operands from shared memory in the
+// layout it wants; x lies with channels along the row and is transposed on the way. Tiles stay bf16
+// in shared memory, half the bytes of before. Rows are padded by 16 bytes, so that the 8 rows that
+// ldmatrix reads at once lie in different banks. Loading and multiplying still take turns.
 
 template <int kRows, int kChannels, int kWarpRows, int kWarpChannels>
 __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels) * 32, 1)
@@ -308,12 +307,12 @@ Configuration tensor_cores() {
           }};
 }
 
-// ================================================================================================
-// version 5 cp.async copies from global to shared memory in the background. With kStages buffers
-// the copies of the next kStages - 1 steps are under way while the tensor cores work on this one,
-// and one __syncthreads a step is enough. An XOR swizzle takes the place of the padding. Row tile r
-// needs r + 1 times the work of the first one, so the heavy ones start first: a light tile that
-// ends late costs little. Warps whose rows lie above the diagonal of a step skip it.
+// ======================================================================================= version 5
+// cp.async copies from global to shared memory in the background. With kStages buffers the copies
+// of the next kStages - 1 steps are under way while the tensor cores work on this one, and one
+// __syncthreads a step is enough. An XOR swizzle takes the place of the padding. Row tile r needs r
+// + 1 times the work of the first one, so the heavy ones start first: a light tile that ends late
+// costs little. Warps whose rows lie above the diagonal of a step skip it.
 
 template <int kRows, int kChannels, int kDepth, int kStages>
 constexpr int pipeline_bytes() {
@@ -366,12 +365,12 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
 
   for (int step = 0; step < kStages - 1; ++step) {
     if (step < steps) load(step);
-    close_copy_group();  // an empty group too: the count of groups stays in step with the loop
+    close_copy_group();  // also if empty, so that each step has exactly one group
   }
   float sum[kWarpRows / 16][kWarpChannels / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
-    wait_for_copies<kStages - 2>();  // this thread's copies of `step` are there
-    // everyone's are, and everyone is done with step - 1, whose buffer is loaded next
+    wait_for_copies<kStages - 2>();  // this thread's copies of `step` have arrived
+    // all threads' copies have arrived, and all have read step - 1, whose buffer is loaded next
     __syncthreads();
     if (step + kStages - 1 < steps) load(step + kStages - 1);
     close_copy_group();
@@ -431,14 +430,14 @@ Configuration pipelined(bool grouped) {
           }};
 }
 
-// ================================================================================================
-// version 6 Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both
-// operands from shared memory itself, so the operands no longer pass through registers. TMA copies
-// boxes of 64 x 64 with one instruction of one thread: address arithmetic, bounds and swizzle are
-// done by hardware. So the block divides the labour: one producer warp keeps the stages full, the
-// consumer warpgroups (64 rows each) only multiply, and two barriers a stage, full and empty, are
-// all they share. Tiles are ordered in groups of columns whose activations stay in L2. The result
-// goes through shared memory and TMA again.
+// ======================================================================================= version 6
+// Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both operands from
+// shared memory itself, so the operands no longer pass through registers. TMA copies boxes of 64 x
+// 64 with one instruction of one thread: address arithmetic, bounds and swizzle are done by
+// hardware. So the block divides the labour: one producer warp keeps the stages full, the consumer
+// warpgroups (64 rows each) only multiply, and two barriers a stage, full and empty, are all they
+// share. Tiles are ordered in groups of columns whose activations stay in L2. The result goes
+// through shared memory and TMA again.
 //
 // Stage: the tile of W as kConsumers boxes (64 rows x 64 j, K-major), that of x as kChannels / 64
 // boxes (64 j x 64 channels, MN-major).
@@ -508,7 +507,7 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
   // A consumer. Its 64 rows end at the diagonal: later steps of the tile are zeros for it.
   const int consumer = warp / 4;
   const int own_steps = min(steps, row0 / kBox + consumer + 1);
-  // written by the first wgmma, which does not add: a zero written here would have to wait
+  // the first wgmma overwrites it, so it needs no zeros, which would delay the wgmma
   float sum[kChannels / 2];
   for (int step = 0; step < own_steps; ++step) {
     const int stage = step % kStages;
@@ -522,7 +521,7 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
       wgmma<false, true>(sum, left + k * kNextK, right + k * kNextKTransposed, step + k > 0);
     }
     wgmma_commit();
-    wgmma_wait<1>();  // the step before has been read: its stage is free
+    wgmma_wait<1>();  // the previous step has been read: its stage is free
     if (step > 0 && threadIdx.x % 128 == 0) barrier_arrive(&empty[(step - 1) % kStages]);
   }
   wgmma_wait<0>();
@@ -562,7 +561,7 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
     finish_stores();
   }
 #else
-  __trap();  // built for another architecture than sm_90a
+  __trap();  // not built for sm_90a
 #endif
 }
 

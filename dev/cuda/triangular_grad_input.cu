@@ -19,11 +19,11 @@ __device__ __forceinline__ void store_pair(const Arguments& a, int sample, int r
   *reinterpret_cast<uint32_t*>(&a.dx[index]) = pack_pair(first, second);
 }
 
-// ================================================================================================
-// version 1 One thread for each output element, which adds its i >= j products. Neighbouring
-// threads take neighbouring channels, so their loads of dy are next to each other in memory and
-// W[i, j] is one word for the whole warp. Half the work of the dense product is skipped from the
-// start; what is slow is that every product fetches both of its factors.
+// ======================================================================================= version 1
+// One thread for each output element, which adds its i >= j products. Neighbouring threads take
+// neighbouring channels, so their loads of dy are next to each other in memory and W[i, j] is one
+// word for the whole warp. Half the work of the dense product is skipped from the start; what is
+// slow is that every product fetches both of its factors.
 
 __global__ void naive_kernel(const Arguments a) {
   const int channel = blockIdx.x * blockDim.x + threadIdx.x;
@@ -49,11 +49,11 @@ Configuration naive(int across, int down) {
           }};
 }
 
-// ================================================================================================
-// version 2 A block computes a square tile of dx and walks along i in steps of the tile's width. In
-// each step it brings one tile of W and one of dy into shared memory, as fp32, and every value
-// brought in is used kTile times. The walk starts at the diagonal: tiles above it are neither
-// loaded nor multiplied. Memory traffic falls by kTile; now shared memory is the limit, since each
+// ======================================================================================= version 2
+// A block computes a square tile of dx and walks along i in steps of the tile's width. In each step
+// it brings one tile of W and one of dy into shared memory, as fp32, and every value brought in is
+// used kTile times. The walk starts at the diagonal: tiles above it are neither loaded nor
+// multiplied. Memory traffic falls by kTile; now shared memory is the limit, since each
 // multiply-add still reads two values from it.
 
 template <int kTile>
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kTile* kTile) shared_kernel(const Arguments a)
     if (token < a.tokens && channel < a.channels) {
       gradient = __bfloat162float(dy[static_cast<size_t>(token) * a.channels + channel]);
     }
-    __syncthreads();  // the tiles of the step before have been read
+    __syncthreads();  // all threads have read the previous step's tiles
     weights[threadIdx.y][threadIdx.x] = weight;
     gradients[threadIdx.y][threadIdx.x] = gradient;
     __syncthreads();
@@ -98,11 +98,11 @@ Configuration shared_tiles() {
           }};
 }
 
-// ================================================================================================
-// version 3 Each thread computes 8 x 8 elements and keeps them in registers: 16 values from shared
-// memory now feed 64 multiply-adds instead of 2 feeding 1. Loads from global memory bring 8 bf16
-// (16 bytes) an instruction. A row of W's tile is one i, so a thread's 8 rows of dx are two 16-byte
-// reads: here W lies just right. The limit is now the fp32 units themselves.
+// ======================================================================================= version 3
+// Each thread computes 8 x 8 elements and keeps them in registers: 16 values from shared memory now
+// feed 64 multiply-adds instead of 2 feeding 1. Loads from global memory bring 8 bf16 (16 bytes) an
+// instruction. A row of W's tile is one i, so a thread's 8 rows of dx are two 16-byte reads: here W
+// lies just right. The limit is now the fp32 units themselves.
 
 template <int kRows, int kChannels>
 __global__ void __launch_bounds__(kRows* kChannels / 64) register_kernel(const Arguments a) {
@@ -191,13 +191,12 @@ Configuration register_tiles() {
           }};
 }
 
-// ================================================================================================
-// version 4 Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048
-// multiply-adds, from bf16 in registers with sums in fp32. ldmatrix brings its operands from shared
-// memory in the layout it wants; both tiles lie with i as their row and are transposed on the way.
-// Tiles stay bf16 in shared memory, half the bytes of before. Rows are padded by 16 bytes, so that
-// the 8 rows that ldmatrix reads at once lie in different banks. Loading and multiplying still take
-// turns.
+// ======================================================================================= version 4
+// Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048 multiply-adds,
+// from bf16 in registers with sums in fp32. ldmatrix brings its operands from shared memory in the
+// layout it wants; both tiles lie with i as their row and are transposed on the way. Tiles stay
+// bf16 in shared memory, half the bytes of before. Rows are padded by 16 bytes, so that the 8 rows
+// that ldmatrix reads at once lie in different banks. Loading and multiplying still take turns.
 
 template <int kRows, int kChannels, int kWarpRows, int kWarpChannels>
 __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels) * 32, 1)
@@ -287,12 +286,12 @@ Configuration tensor_cores() {
           }};
 }
 
-// ================================================================================================
-// version 5 cp.async copies from global to shared memory in the background. With kStages buffers
-// the copies of the next kStages - 1 steps are under way while the tensor cores work on this one,
-// and one __syncthreads a step is enough. An XOR swizzle takes the place of the padding. The first
-// row tile has the longest walk, so it starts first, and the light ones fill the end. Warps whose
-// rows lie above the diagonal of a step skip it.
+// ======================================================================================= version 5
+// cp.async copies from global to shared memory in the background. With kStages buffers the copies
+// of the next kStages - 1 steps are under way while the tensor cores work on this one, and one
+// __syncthreads a step is enough. An XOR swizzle takes the place of the padding. The first row tile
+// has the longest walk, so it starts first, and the light ones fill the end. Warps whose rows lie
+// above the diagonal of a step skip it.
 
 template <int kRows, int kChannels, int kDepth, int kStages>
 constexpr int pipeline_bytes() {
@@ -344,12 +343,12 @@ __global__ void __launch_bounds__(kRows* kChannels / (kWarpRows * kWarpChannels)
 
   for (int step = 0; step < kStages - 1; ++step) {
     if (step < steps) load(step);
-    close_copy_group();  // an empty group too: the count of groups stays in step with the loop
+    close_copy_group();  // also if empty, so that each step has exactly one group
   }
   float sum[kWarpRows / 16][kWarpChannels / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
-    wait_for_copies<kStages - 2>();  // this thread's copies of `step` are there
-    // everyone's are, and everyone is done with step - 1, whose buffer is loaded next
+    wait_for_copies<kStages - 2>();  // this thread's copies of `step` have arrived
+    // all threads' copies have arrived, and all have read step - 1, whose buffer is loaded next
     __syncthreads();
     if (step + kStages - 1 < steps) load(step + kStages - 1);
     close_copy_group();
@@ -409,14 +408,14 @@ Configuration pipelined(bool grouped) {
           }};
 }
 
-// ================================================================================================
-// version 6 Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both
-// operands from shared memory itself, so the operands no longer pass through registers. TMA copies
-// boxes of 64 x 64 with one instruction of one thread: address arithmetic, bounds and swizzle are
-// done by hardware. So the block divides the labour: one producer warp keeps the stages full, the
-// consumer warpgroups (64 rows each) only multiply, and two barriers a stage, full and empty, are
-// all they share. Tiles are ordered in groups of columns whose gradients stay in L2. The result
-// goes through shared memory and TMA again.
+// ======================================================================================= version 6
+// Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both operands from
+// shared memory itself, so the operands no longer pass through registers. TMA copies boxes of 64 x
+// 64 with one instruction of one thread: address arithmetic, bounds and swizzle are done by
+// hardware. So the block divides the labour: one producer warp keeps the stages full, the consumer
+// warpgroups (64 rows each) only multiply, and two barriers a stage, full and empty, are all they
+// share. Tiles are ordered in groups of columns whose gradients stay in L2. The result goes through
+// shared memory and TMA again.
 //
 // Stage: the tile of W as kConsumers boxes (64 i x 64 rows of dx, M-major), that of dy as kChannels
 // / 64 boxes (64 i x 64 channels, N-major). wgmma transposes both as it reads them.
@@ -491,7 +490,7 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
   // own; the last step then serves them, with zeros.)
   const int consumer = warp / 4;
   const int first = min(consumer, steps - 1);
-  // written by the first wgmma, which does not add: a zero written here would have to wait
+  // the first wgmma overwrites it, so it needs no zeros, which would delay the wgmma
   float sum[kChannels / 2];
   for (int step = 0; step < first; ++step) {
     barrier_wait(&full[step], 0);
@@ -510,12 +509,12 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
                         step > first || k > 0);
     }
     wgmma_commit();
-    wgmma_wait<1>();  // the step before has been read: its stage is free
+    wgmma_wait<1>();  // the previous step has been read: its stage is free
     if (step > first && threadIdx.x % 128 == 0) barrier_arrive(&empty[(step - 1) % kStages]);
   }
-  // the last stage is not given back: the output tile takes the stages' place once all have read
+  // The last stage is not released: the output tile replaces the stages once all warpgroups have
+  // read theirs.
   wgmma_wait<0>();
-                    // theirs
   named_barrier(1, 128 * kConsumers);
 
   // The tile goes to shared memory as boxes of 64 x 64, swizzled as TMA expects; TMA drops what
@@ -543,7 +542,7 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
     finish_stores();
   }
 #else
-  __trap();  // built for another architecture than sm_90a
+  __trap();  // not built for sm_90a
 #endif
 }
 

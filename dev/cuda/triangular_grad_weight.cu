@@ -102,10 +102,10 @@ float* workspace_for(const Arguments& a, int splits) {
   return static_cast<float*>(scratch(sizeof(float) * tiles * splits * kRows * kColumns));
 }
 
-// ================================================================================================
-// version 1 One thread for each element of dW, which adds its batch x channels products, 8 channels
-// (16 bytes of each factor) at a time. Above the diagonal a thread writes its zero and is done. A
-// short context has few elements, so few threads, each with a long sum: at 512 tokens 131 thousand
+// ======================================================================================= version 1
+// One thread for each element of dW, which adds its batch x channels products, 8 channels (16 bytes
+// of each factor) at a time. Above the diagonal a thread writes its zero and is done. A short
+// context has few elements, so few threads, each with a long sum: at 512 tokens 131 thousand
 // threads of 131 thousand products, half of what fits on the GPU at once.
 
 __global__ void naive_kernel(const Arguments a) {
@@ -140,11 +140,11 @@ Configuration naive(int across, int down) {
           }};
 }
 
-// ================================================================================================
-// version 2 A block computes a square tile of dW for a part of the sum. Tiles of dy and x come into
-// shared memory as fp32, with their rows along the tokens, and every value brought in is used kTile
-// times. Only tiles that touch the lower triangle have a block. Splitting the sum gives the GPU
-// enough blocks whatever the context.
+// ======================================================================================= version 2
+// A block computes a square tile of dW for a part of the sum. Tiles of dy and x come into shared
+// memory as fp32, with their rows along the tokens, and every value brought in is used kTile times.
+// Only tiles that touch the lower triangle have a block. Splitting the sum gives the GPU enough
+// blocks whatever the context.
 
 template <int kTile>
 __global__ void __launch_bounds__(kTile* kTile) shared_kernel(const Arguments a, float* workspace) {
@@ -187,8 +187,8 @@ Configuration shared_tiles() {
           }};
 }
 
-// ================================================================================================
-// version 3 Each thread computes 8 x 8 elements in registers: 16 values from shared memory feed 64
+// ======================================================================================= version 3
+// Each thread computes 8 x 8 elements in registers: 16 values from shared memory feed 64
 // multiply-adds instead of 2 feeding 1. Loads from global memory bring 8 bf16 (16 bytes) an
 // instruction. Both tiles are stored with the channel as their row, so that a thread's 8 rows and 8
 // columns are two 16-byte reads each; the 4 extra floats of a row keep the transposing stores out
@@ -278,12 +278,12 @@ Configuration register_tiles() {
           }};
 }
 
-// ================================================================================================
-// version 4 Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048
-// multiply-adds, from bf16 in registers with sums in fp32. Channels run along the rows of dy and of
-// x, just as mma wants both of its operands: ldmatrix transposes neither. Tiles stay bf16 in shared
-// memory; rows are padded by 16 bytes, so that the 8 rows that ldmatrix reads at once lie in
-// different banks. Loading and multiplying still take turns.
+// ======================================================================================= version 4
+// Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048 multiply-adds,
+// from bf16 in registers with sums in fp32. Channels run along the rows of dy and of x, just as mma
+// wants both of its operands: ldmatrix transposes neither. Tiles stay bf16 in shared memory; rows
+// are padded by 16 bytes, so that the 8 rows that ldmatrix reads at once lie in different banks.
+// Loading and multiplying still take turns.
 
 // Partial sums of a warp's tile of mma results to the block's partial tile.
 template <int kColumns, int kRowBlocks, int kColumnBlocks>
@@ -379,11 +379,11 @@ Configuration tensor_cores() {
           }};
 }
 
-// ================================================================================================
-// version 5 cp.async copies from global to shared memory in the background. With kStages buffers
-// the copies of the next kStages - 1 slices are under way while the tensor cores work on this one,
-// and one __syncthreads a slice is enough. An XOR swizzle takes the place of the padding. All tiles
-// have the same work here, so what decides the last round is the number of splits.
+// ======================================================================================= version 5
+// cp.async copies from global to shared memory in the background. With kStages buffers the copies
+// of the next kStages - 1 slices are under way while the tensor cores work on this one, and one
+// __syncthreads a slice is enough. An XOR swizzle takes the place of the padding. All tiles have
+// the same work here, so what decides the last round is the number of splits.
 
 template <int kRows, int kColumns, int kDepth, int kStages>
 constexpr int pipeline_bytes() {
@@ -428,12 +428,12 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
 
   for (int step = 0; step < kStages - 1; ++step) {
     if (step < steps) load(step);
-    close_copy_group();  // an empty group too: the count of groups stays in step with the loop
+    close_copy_group();  // also if empty, so that each step has exactly one group
   }
   float sum[kWarpRows / 16][kWarpColumns / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
-    wait_for_copies<kStages - 2>();  // this thread's copies of `step` are there
-    // everyone's are, and everyone is done with step - 1, whose buffer is loaded next
+    wait_for_copies<kStages - 2>();  // this thread's copies of `step` have arrived
+    // all threads' copies have arrived, and all have read step - 1, whose buffer is loaded next
     __syncthreads();
     if (step + kStages - 1 < steps) load(step + kStages - 1);
     close_copy_group();
@@ -482,13 +482,13 @@ Configuration pipelined(int blocks_per_processor) {
           }};
 }
 
-// ================================================================================================
-// version 6 Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both
-// operands from shared memory itself, so the operands no longer pass through registers. TMA copies
-// boxes of 64 x 64 with one instruction of one thread: address arithmetic, bounds and swizzle are
-// done by hardware. So the block divides the labour: one producer warp keeps the stages full, the
-// consumer warpgroups (64 rows each) only multiply, and two barriers a stage, full and empty, are
-// all they share.
+// ======================================================================================= version 6
+// Hopper. wgmma multiplies 64 x 16 by 16 x 256 for four warps at once and reads both operands from
+// shared memory itself, so the operands no longer pass through registers. TMA copies boxes of 64 x
+// 64 with one instruction of one thread: address arithmetic, bounds and swizzle are done by
+// hardware. So the block divides the labour: one producer warp keeps the stages full, the consumer
+// warpgroups (64 rows each) only multiply, and two barriers a stage, full and empty, are all they
+// share.
 //
 // Stage: the tile of dy as kConsumers boxes (64 rows x 64 channels), that of x as kColumns / 64
 // boxes of the same shape. Both are K-major, the sum runs along the rows of the boxes, so wgmma
@@ -552,7 +552,7 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
   }
 
   const int consumer = warp / 4;
-  // written by the first wgmma, which does not add: a zero written here would have to wait
+  // the first wgmma overwrites it, so it needs no zeros, which would delay the wgmma
   float sum[kColumns / 2];
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages;
@@ -566,7 +566,7 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
       wgmma<false, false>(sum, left + k * kNextK, right + k * kNextK, step > 0 || k > 0);
     }
     wgmma_commit();
-    wgmma_wait<1>();  // the step before has been read: its stage is free
+    wgmma_wait<1>();  // the previous step has been read: its stage is free
     if (step > 0 && threadIdx.x % 128 == 0) barrier_arrive(&empty[(step - 1) % kStages]);
   }
   wgmma_wait<0>();
@@ -581,7 +581,7 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
         make_float2(sum[4 * block + 2], sum[4 * block + 3]);
   }
 #else
-  __trap();  // built for another architecture than sm_90a
+  __trap();  // not built for sm_90a
 #endif
 }
 

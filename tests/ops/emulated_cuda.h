@@ -1,4 +1,4 @@
-// CUDA's words for a compiler of C++: kernels become functions, which an emulator of threads calls.
+// CUDA's keywords for a C++ compiler: kernels become functions, which an emulator of threads calls.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,11 +1,11 @@
-// mix_row.cu on the CPU, as a library with the kernels' own interface: test_mix_row.py makes
-// `mix_row.inc` of its source, with the emulator's words in place of <<<>>>, __shared__ and
+// Runs mix_row.cu on the CPU, as a library with the kernels' own interface. test_mix_row.py makes
+// `mix_row.inc` from its source, with calls to the emulator in place of <<<>>>, __shared__ and
 // instructions.
 //
-// The threads of a block, or on Hopper of a cluster of blocks, are fibers that take turns in an
-// order that changes with each round; __syncthreads, shuffles and the cluster's barrier are where a
-// round ends. Blocks or clusters run one after another, in a random order. Not emulated: time,
-// registers, and what a barrier orders beyond its round.
+// The threads of a block (on Hopper, of a cluster of blocks) are fibers that take turns, in an
+// order that changes with each round. A round ends at __syncthreads, a shuffle or the cluster's
+// barrier. Blocks or clusters run one after another, in a random order. Not emulated: time,
+// registers, and the memory ordering of a barrier beyond its round.
 #include <ucontext.h>
 
 #include "emulated_cuda.h"

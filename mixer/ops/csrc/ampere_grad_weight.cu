@@ -1,5 +1,5 @@
-// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i <
-// tokens, exact zeros elsewhere.
+// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift]
+//   for j <= i < tokens, exact zeros elsewhere.
 #include "ampere_tile.cuh"
 #include "tensor_grad_weight.cuh"
 

@@ -1,5 +1,5 @@
 // y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on tensor
-// cores: one kernel, since the triangle only turns over.
+// cores. One kernel does both: transposing only flips the triangle.
 #pragma once
 
 #include "ampere_store.cuh"
@@ -11,11 +11,11 @@ namespace ampere {
 
 // ------------------------------------------------------------------------------------ the diagonal
 
-// multiply_row_group where the diagonal cuts the group and the right factor may have infinities or
-// NaN. W's zeros beyond the diagonal would turn these into NaN, and a later token would show in an
-// earlier one. So each of the 16 rows is multiplied by itself, with the right factors that are not
-// its own set to zero; the bits are those that any finite values give. `lead` = first row of the
-// group - first token of the step.
+// multiply_row_group for a group that the diagonal cuts, if the right factor may hold infinities or
+// NaN. W's zeros above the diagonal would turn these into NaN, and a later token would affect an
+// earlier one. So each of the 16 rows is multiplied on its own, with the right factors above its
+// diagonal set to zero. For finite values the result is the same, bit for bit. `lead` = first row
+// of the group - first token of the step.
 template <typename Element, bool kTransposed>
 __device__ __forceinline__ void multiply_row_by_row(Accumulator& sum, const Fragments& fragments,
                                                     int row_group, int lead) {
@@ -51,17 +51,18 @@ __device__ __forceinline__ void multiply_row_by_row(Accumulator& sum, const Frag
   }
 }
 
-// One mma step of a tile on the diagonal: groups of 16 rows whose W is all zero here are skipped.
+// One mma step of a tile on the diagonal. Skips the groups of 16 rows whose W is all zero here.
 // `lead` = first row of the tile - first token of the step.
 template <typename Element, bool kTransposed, bool kCareful>
 __device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragments& fragments,
                                                   int lead) {
-  __builtin_assume(warp_row() < 2);  // so that unrolled steps know which groups they skip
+  // lets the compiler resolve, in unrolled steps, which groups are skipped
+  __builtin_assume(warp_row() < 2);
 #pragma unroll
   for (int group = 0; group < kWarpGroups; ++group) {
     const int group_lead = lead + group_row(group);
-    // Over the group's 16 rows and the step's tokens, row of W - column of W takes every value from
-    // `least` to `most`.
+    // Over the group's 16 rows and the step's tokens, row of W - column of W ranges from `least` to
+    // `most`.
     const int most = kTransposed ? kMmaDepth<Element> - 1 - group_lead : group_lead + 15;
     const int least = most - 15 - (kMmaDepth<Element> - 1);
     if (most < 0) continue;
@@ -75,13 +76,13 @@ __device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragme
 
 // ------------------------------------------------------------------------------------- which tiles
 
-// Whether a block makes two row tiles of a column, one after the other: while the first is stored,
-// slices of the second are on their way. As many tiles as one is from the first token, the other is
-// from the last, so all pairs take the same time. Where sums are long anyway (several taps), or
-// pairs too few for the GPU's places to be done together, each tile has a block.
+// Whether a block computes two row tiles of a column, one after the other, so that slices of the
+// second are loaded while the first is stored. A tile n tiles from the first token is paired with
+// the tile n tiles from the last, so all pairs take the same time. If sums are long anyway (several
+// taps), or there are too few pairs to fill the GPU evenly, each tile has its own block.
 template <bool kOneTap>
 __host__ __device__ inline bool in_pairs(const TriangularConvParams& params) {
-  constexpr int kLeastRounds = 4;  // blocks for each place
+  constexpr int kLeastRounds = 4;  // rounds of blocks on the GPU
   const int64_t pairs = ceil_div(row_tiles(params), 2) * column_tiles(params) * params.heads;
   return kOneTap &&
          pairs >= static_cast<int64_t>(kLeastRounds) * kBlocksResident * params.processors;
@@ -99,13 +100,13 @@ __device__ __forceinline__ int opposite(const TriangularConvParams& params, int 
 
 // ------------------------------------------------------------------------------------------ kernel
 
-// Makes this block's tiles. Returns whether one of this thread's sums is infinite or NaN.
+// Computes this block's tiles. Returns whether any of this thread's sums is infinite or NaN.
 template <typename Element, bool kTransposed, bool kOneTap, bool kCareful>
 __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, uint32_t stages) {
   using Loader = ProductLoader<Element, kTransposed, kOneTap>;
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
-  // Unrolled, each step on the diagonal knows which groups it skips: a gain in forward and a loss
-  // in grad-input, as measured.
+  // When unrolled, each step on the diagonal knows which groups it skips. Measured: faster for
+  // forward, slower for grad-input.
   constexpr bool kUnrolled = !kTransposed && kOneTap && !kCareful;
   const auto slices = [](int tokens) { return (max(tokens, 0) + kSliceDepth - 1) / kSliceDepth; };
 
@@ -159,8 +160,8 @@ __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, u
   return nonfinite;
 }
 
-// W's zeros beyond the diagonal times what is infinite or NaN show as NaN in the sums. Only then
-// does the block make its tiles once more, without such products.
+// If x holds infinities or NaN, W's zeros above the diagonal turn them into NaN in the sums. Only
+// then does the block compute its tiles again, without such products.
 template <typename Element, bool kTransposed, bool kOneTap>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     product_kernel(const TriangularConvParams params) {

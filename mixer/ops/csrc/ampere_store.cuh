@@ -1,6 +1,6 @@
-// How a tile of y or dx gets from the registers of the sm_80 kernels to global memory: bias and
-// residual are added before the only rounding, and nothing passes through shared memory, where the
-// next tile's slices may be on their way already.
+// Stores a tile of y or dx from the registers of the sm_80 kernels to global memory. Bias and
+// residual are added before the only rounding. Nothing passes through shared memory, because the
+// next tile's slices may already be arriving there.
 #pragma once
 
 #include "ampere_tile.cuh"
@@ -8,9 +8,9 @@
 
 namespace ampere {
 
-// What a lane of a warp stores of a row at once, and how this comes from blocks of 8 columns, of
-// each of which four lanes hold 2 columns. Of 16-bit types a lane stores 8 columns: the four
-// exchange what they have of 4 blocks.
+// How many columns of a row a lane stores at once, and how it gets them. In a block of 8 columns
+// each of four lanes holds 2. For 16-bit types a lane stores 8 columns: the four lanes exchange
+// their parts of 4 blocks.
 template <typename Element>
 struct Piece {
   using Bits = uint4;
@@ -22,7 +22,8 @@ struct Piece {
     Element value[2];
   };
 
-  // Word i of lane q and word q of lane i change places, in each four lanes.
+  // Transposes the words among each four lanes: word i of lane q and word q of lane i change
+  // places.
   __device__ __forceinline__ static void exchange(uint32_t (&word)[4]) {
 #pragma unroll
     for (int distance = 1; distance <= 2; distance *= 2) {
@@ -79,7 +80,7 @@ struct Piece<float> {
   }
 };
 
-// Stores a warp's part of a tile. Returns whether one of this thread's sums is infinite or NaN.
+// Stores a warp's part of a tile. Returns whether any of this thread's sums is infinite or NaN.
 template <typename Element, bool kTransposed>
 __device__ __forceinline__ bool store_result(const Accumulator& sum,
                                              const TriangularConvParams& params, const Tile& tile) {
@@ -104,7 +105,7 @@ __device__ __forceinline__ bool store_result(const Accumulator& sum,
       bias = load_float(params.bias, params.bias_dtype,
                         static_cast<int64_t>(tile.head) * params.context + row);
     }
-    float zero = 0.0f;  // and stays so until a sum is infinite or NaN
+    float zero = 0.0f;  // stays zero until a sum is infinite or NaN
     int64_t sample = column / width;
     int channel = static_cast<int>(column - sample * width);
 #pragma unroll

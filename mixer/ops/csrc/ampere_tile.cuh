@@ -1,6 +1,6 @@
-// What the sm_80 kernels share beside tensor_tile.cuh: asynchronous copies bring slices to shared
-// memory, three stages deep; fragments come from there and are multiplied. One mma takes 32 bytes
-// of depth, so a slice is two steps.
+// What the sm_80 kernels share besides tensor_tile.cuh: asynchronous copies bring slices to three
+// stages of shared memory, and fragments are loaded from there and multiplied. One mma takes 32
+// bytes of depth, so a slice is two steps.
 #pragma once
 
 #include "ampere_mma.cuh"
@@ -12,7 +12,8 @@ using namespace tensor;
 constexpr int kStages = 3;
 constexpr int kMmaDepthBytes = 32;
 constexpr int kMmaSteps = kSliceDepthBytes / kMmaDepthBytes;
-constexpr int kSharedBytes = kStages * kStageBytes;  // 48 KB: what a kernel may have without asking
+// 48 KB: the most that a kernel gets without asking
+constexpr int kSharedBytes = kStages * kStageBytes;
 
 template <typename Element>
 constexpr int kMmaDepth = kMmaDepthBytes / sizeof(Element);
@@ -34,10 +35,10 @@ struct AsyncCopies {
 
 // --------------------------------------------------------------------------------------- fragments
 
-// A warp's fragments of a factor are groups of 16 rows of a slice, `row` (a multiple of 16) rows
-// behind a first one. Each matrix of the load is a part; lane l tells where row l % 8 of part l / 8
-// lies. What of this does not change from step to step is the lane's `own` offset: that of a group
-// that begins at `first_row`.
+// A warp's fragments of a factor are groups of 16 rows of a slice; `row` (a multiple of 16) counts
+// from a first row. Each matrix of the load is a part, and lane l gives the address of row l % 8 of
+// part l / 8. The part of the address that does not change from step to step is the lane's `own`
+// offset, the one for the group that begins at `first_row`.
 template <Side kSide, typename Element>
 __device__ __forceinline__ int own_offset(KMajor<Element>, int first_row) {
   const int part = lane() / 8;
@@ -51,7 +52,7 @@ __device__ __forceinline__ Fragment load_fragment(KMajor<Element>, uint32_t slic
   return load_matrices(slice + row * kSliceDepthBytes + (own ^ step * kMmaDepthBytes));
 }
 
-// The same where rows lie side by side: 16-bit values are transposed by the matrix load.
+// The same if rows are contiguous: the matrix load transposes 16-bit values.
 template <Side kSide, typename Element>
 __device__ __forceinline__ int own_offset(MnMajor<Element>, int first_row) {
   const int part = lane() / 8;
@@ -90,7 +91,7 @@ __device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice
 
 // ---------------------------------------------------------------------------------- multiplication
 
-// A warp's part of the result: groups of 16 rows by 8 columns, as mma has them.
+// A warp's part of the result: groups of 16 rows by 8 columns, in mma's layout.
 struct Accumulator {
   float value[kWarpGroups][2 * kWarpGroups][4] = {};
 };
@@ -134,7 +135,7 @@ __device__ __forceinline__ void multiply_row_group(Accumulator& sum, const Fragm
   }
 }
 
-// A lane's own offsets in both slices of a stage.
+// A lane's own offsets in the two slices of a stage.
 struct OwnOffsets {
   int left, right;
 };
@@ -145,8 +146,7 @@ __device__ __forceinline__ OwnOffsets own_offsets(int first_column) {
           kSliceBytes + own_offset<kRight>(RightLayout(), first_column)};
 }
 
-// The fragments of a warp at one mma's depth of a stage, its column groups kColumnStep columns
-// apart.
+// The fragments of a warp for one mma of a stage. Its column groups are kColumnStep columns apart.
 template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
 __device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t stage, OwnOffsets own,
                                                int mma_step) {
@@ -161,10 +161,10 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t st
   }
 }
 
-// Multiplies slices, in order, while later ones are copied: load(copies) starts to copy the next
-// slices, or nothing where none is left; multiply(fragments) uses those of the next mma's depth.
-// While one is multiplied, the fragments of the next are on their way from shared memory and the
-// slices of the next but one from global memory.
+// Multiplies slices in order while later ones are copied. load(copies) starts copying the next
+// slices, or nothing if none are left; multiply(fragments) uses the fragments of the next mma.
+// During one product, the fragments of the next are loaded from shared memory and the slices after
+// the next from global memory.
 template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
 struct Pipeline {
   static_assert(kMmaSteps == 2, "fragments alternate between two buffers");
@@ -180,8 +180,8 @@ struct Pipeline {
         own(own_offsets<LeftLayout, RightLayout>(first_column)),
         filling(stages),
         reading(stages) {
-    // A shuffle is not done twice: the compiler keeps its result, where else it would work out the
-    // offsets in each step.
+    // The compiler does not repeat a shuffle, so it keeps the result. Otherwise it would compute
+    // the offsets again in each step.
     own.left = __shfl_sync(0xffffffffu, own.left, read_lane());
     own.right = __shfl_sync(0xffffffffu, own.right, read_lane());
 #pragma unroll
@@ -191,13 +191,13 @@ struct Pipeline {
     load_fragments(0);
   }
 
-  // Goes on with the next `steps` slices.
+  // Multiplies the next `steps` slices.
   template <typename Load, typename Multiply>
   __device__ __forceinline__ void run(int steps, Load&& load, Multiply&& multiply) {
 #pragma unroll 1
     for (; steps > 0; --steps) {
-      // The stage that is filled was last read in the step before, and the barrier there came after
-      // those reads.
+      // The stage that is filled here was last read in the previous step, before that step's
+      // barrier.
       start_copies(load);
       load_fragments(1);
       round_factors<Element>(fragments[0]);
@@ -206,7 +206,7 @@ struct Pipeline {
       reading = next_stage(reading);
       wait_copies<kStages - 2>();
       __syncthreads();  // every thread's copies for the next step have arrived
-      load_fragments(0);  // after the last step it reads what nobody uses
+      load_fragments(0);  // after the last step it loads fragments that are not used
       round_factors<Element>(fragments[1]);
       multiply(fragments[1]);
     }
@@ -216,8 +216,8 @@ struct Pipeline {
     return stage == stages + (kStages - 1) * kStageBytes ? stages : stage + kStageBytes;
   }
 
-  // A group of copies is committed for each step, though it be empty, so that "all but the newest"
-  // is always the same.
+  // Commits a group of copies in every step, even an empty one, so that "all but the newest" always
+  // means the same.
   template <typename Load>
   __device__ __forceinline__ void start_copies(Load&& load) {
     AsyncCopies copies = {filling};
@@ -232,7 +232,7 @@ struct Pipeline {
   }
 };
 
-// The same, one thing after the other: slow, but it leaves registers to what it multiplies with.
+// The same without overlap: slow, but it leaves more registers to `multiply`.
 template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
 struct SerialPipeline {
   uint32_t stage;

@@ -9,14 +9,14 @@
 
 namespace {
 
-// The kernels that serve one call.
+// A set of kernels: what serves one call.
 struct KernelSet {
   cudaError_t (*forward)(const TriangularConvParams&);
   cudaError_t (*grad_input)(const TriangularConvParams&);
   int64_t (*grad_weight_workspace)(const TriangularConvParams&);
   cudaError_t (*grad_weight)(const TriangularConvParams&);
-  bool with_bias;  // grad_weight writes dbias, too
-  int capability;  // 10 * major + minor of the GPUs they are written for; 0: of all
+  bool with_bias;  // grad_weight also writes dbias
+  int capability;  // 10 * major + minor of the GPUs it is written for; 0: all
 };
 
 constexpr KernelSet kPortable = {
@@ -34,8 +34,8 @@ constexpr KernelSet kHopper = {
     true, 90};
 #endif
 
-// The one place that chooses kernels by architecture, type and shape: the fastest set that can
-// serve the call.
+// The only place that chooses kernels by architecture, type and shape: returns the fastest set that
+// supports the call.
 const KernelSet& kernels_for(const TriangularConvParams& params) {
 #ifdef MIXER_HOPPER
   if (hopper::serves(params) && hopper::fits(params)) return kHopper;
@@ -56,14 +56,14 @@ bool is_valid(const TriangularConvParams& params) {
   return sizes && params.channels % params.heads == 0;
 }
 
-// The caller's runtime (torch's) and this library's own copy share the driver's current context;
-// setting the device here leaves nothing to chance, e.g. on an autograd thread. The caller holds a
-// device guard, so nothing needs restoring.
+// Checks params and selects their device. The caller's CUDA runtime (torch's) and this library's
+// own copy share the driver's current context, but on some threads, such as autograd's, none may be
+// set yet. The caller holds a device guard, so there is nothing to restore.
 cudaError_t enter(const TriangularConvParams& params) {
   return is_valid(params) ? cudaSetDevice(params.device) : cudaErrorInvalidValue;
 }
 
-// Packs [[1, unread], [2, 3]] on the current device; true if the answer is right.
+// Packs [[1, unread], [2, 3]] on the current device and sets `right` if the result is correct.
 cudaError_t try_pack(int device, bool* right) {
   const float weight[4] = {1.0f, 9.0f, 2.0f, 3.0f};
   const float expected[16] = {1.0f, 0, 0, 0, 0, 0, 0, 0, 2.0f, 3.0f, 0, 0, 0, 0, 0, 0};
@@ -109,7 +109,7 @@ MIXER_EXPORT int mixer_grad_input(const TriangularConvParams* params) {
   return kernels_for(*params).grad_input(*params);
 }
 
-// Bytes of workspace that mixer_forward and mixer_grad_input need for these sizes.
+// Bytes of workspace for mixer_forward and mixer_grad_input.
 MIXER_EXPORT int64_t mixer_product_workspace(const TriangularConvParams* params) {
 #ifdef MIXER_HOPPER
   if (is_valid(*params) && hopper::serves(*params)) return hopper::product_workspace(*params);
@@ -118,18 +118,18 @@ MIXER_EXPORT int64_t mixer_product_workspace(const TriangularConvParams* params)
   return 0;
 }
 
-// 10 * major + minor of the GPUs whose tensor cores the kernels that serve these sizes and types
-// use: 70, 80 or 90; 0 for none.
+// 10 * major + minor of the GPUs whose tensor cores the chosen kernels use (70, 80 or 90), or 0 if
+// they use none.
 MIXER_EXPORT int mixer_kernels_capability(const TriangularConvParams* params) {
   return is_valid(*params) ? kernels_for(*params).capability : 0;
 }
 
-// Bytes of workspace that mixer_grad_weight needs for these sizes.
+// Bytes of workspace for mixer_grad_weight.
 MIXER_EXPORT int64_t mixer_grad_weight_workspace(const TriangularConvParams* params) {
   return is_valid(*params) ? kernels_for(*params).grad_weight_workspace(*params) : 0;
 }
 
-// Writes all of dweight, and of dbias where it is given, zeros included.
+// Writes every element of dweight, zeros included, and of dbias unless it is null.
 MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
   cudaError_t status = enter(*params);
   if (status != cudaSuccess) return status;
@@ -140,15 +140,15 @@ MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
              : status;
 }
 
-// One new token of each sample: writes x into the memory and y = bias + residual + W[position]
-// memory; see mix_row.cu.
+// One new token of each sample: writes x into the memory and computes y = bias + residual +
+// W[position] memory (mix_row.cu).
 MIXER_EXPORT int mixer_mix_row(const TriangularConvParams* params) {
   const cudaError_t status = enter(*params);
   if (status != cudaSuccess || has_no_outputs(*params)) return status;
   return params->taps == 1 ? mix_row(*params) : cudaErrorInvalidValue;
 }
 
-// Bytes of the schedule that mixer_forward and mixer_grad_input need for these sizes; 0 for none.
+// Bytes of the schedule for mixer_forward and mixer_grad_input; 0 if they need none.
 MIXER_EXPORT int64_t mixer_schedule_size(const TriangularConvParams* params) {
 #ifdef MIXER_HOPPER
   if (is_valid(*params) && hopper::serves(*params)) {
@@ -159,13 +159,13 @@ MIXER_EXPORT int64_t mixer_schedule_size(const TriangularConvParams* params) {
   return 0;
 }
 
-// Writes the schedule to `host`, which is to be copied to the device.
+// Writes the schedule to `host`; the caller copies it to the device.
 MIXER_EXPORT void mixer_schedule(const TriangularConvParams* params, void* host) {
   const std::vector<int32_t> flat = schedule::flatten(schedule::assign(*params));
   std::memcpy(host, flat.data(), flat.size() * sizeof(int32_t));
 }
 
-// Runs one small kernel and waits for it: tells whether this build, this driver and this device go
+// Runs one small kernel and waits for it, to check that this build, the driver and the device work
 // together.
 MIXER_EXPORT int mixer_probe(int device) {
   int previous = 0;
@@ -175,7 +175,8 @@ MIXER_EXPORT int mixer_probe(int device) {
   bool right = false;
   status = try_pack(device, &right);
   cudaSetDevice(previous);
-  if (status != cudaSuccess) cudaGetLastError();  // taken note of; the next call starts clean
+  // clears the error, so that the next call does not see it
+  if (status != cudaSuccess) cudaGetLastError();
   return status == cudaSuccess && !right ? cudaErrorUnknown : status;
 }
 

@@ -1,5 +1,6 @@
-// dbias[h, i] = sum over batch and the head's channels of dy[b, i, c]; zero for rows beyond
-// `tokens`. One block owns one row and adds in a fixed order, so two runs agree bit for bit.
+// dbias[h, i] = sum over the batch and the head's channels of dy[b, i, c]; zero for rows beyond
+// `tokens`. One block computes one row and adds in a fixed order, so results are reproducible bit
+// for bit.
 #include "kernels.h"
 #include "numeric.cuh"
 
@@ -8,7 +9,7 @@ namespace {
 constexpr int kLanes = 32;    // threads along the channels
 constexpr int kSamples = 8;   // threads along the batch
 constexpr int kThreads = kLanes * kSamples;
-// independent sums of a thread: shorter chains, smaller rounding error
+// independent sums per thread: shorter chains, smaller rounding error
 constexpr int kSums = 4;
 
 template <typename Element, typename Gradient>

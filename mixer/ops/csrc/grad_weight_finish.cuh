@@ -1,6 +1,6 @@
-// The second of the weight gradient's two kernels, for the portable, Volta and Ampere sets: adds
-// the partial tiles in a fixed order (no atomics: two runs agree bit for bit), casts, and writes
-// the zeros.
+// The second kernel of the weight gradient for the portable, Volta and Ampere sets. It adds the
+// partial tiles in a fixed order (no atomics, so results are reproducible bit for bit), casts, and
+// writes the zeros.
 //
 // Workspace: (splits, heads, taps, lower tiles, kTile, kTile) fp32.
 #pragma once
@@ -11,10 +11,10 @@
 namespace grad_weight_finish {
 
 constexpr int kFinishThreads = 256;
-constexpr int kVector = 4;  // columns of a thread
-constexpr int kRows = 4;    // and rows, so that many reads are on their way at once
+constexpr int kVector = 4;  // columns per thread
+constexpr int kRows = 4;    // rows per thread, so that many reads are in flight at once
 
-// Writes what of the vector lies left of `context`.
+// Writes the part of the vector that lies left of `context`.
 template <typename Gradient>
 __device__ __forceinline__ void store_vector(Gradient* row, int column, int context,
                                              const float (&value)[kVector]) {
@@ -32,12 +32,12 @@ __device__ __forceinline__ void store_vector(Gradient* row, int column, int cont
   }
 }
 
-// Rows of dweight that a block writes, all of one tile.
+// Rows of dweight per block, all in one tile.
 template <int kTile>
 constexpr int kBlockRows = kRows * kFinishThreads * kVector / kTile;
 
-// Blocks, fastest first: columns of tiles of dweight, groups of kBlockRows rows, heads * taps.
-// tokens = 0: all zeros.
+// Blocks, fastest index first: column tiles of dweight, groups of kBlockRows rows, heads * taps.
+// With tokens = 0, writes all zeros.
 template <int kTile, typename Gradient>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const TriangularConvParams params, int tokens, int splits) {
@@ -101,7 +101,7 @@ cudaError_t finish(const TriangularConvParams& params, int tokens, int splits) {
   });
 }
 
-// True where there is nothing to sum: dweight is then all zeros.
+// True if there is nothing to sum: dweight is then all zeros.
 inline bool is_empty(const TriangularConvParams& params) {
   return params.batch == 0 || params.tokens == 0 || params.channels == 0;
 }

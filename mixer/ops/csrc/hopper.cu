@@ -1,4 +1,4 @@
-// What the Hopper kernels take. Everything else goes to another set.
+// Which calls the Hopper kernels support. All others go to another set of kernels.
 #include "hopper_maps.h"
 #include "hopper_shift.cuh"
 #include "kernels.h"

@@ -1,21 +1,22 @@
-// dweight[h,k,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + k - middle] for j <= i <
-// tokens, exact zeros elsewhere, and dbias[h,i] = sum over batch and channels of dy[b,i,c], on
-// Hopper's tensor cores.
+// dweight[h,k,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + k - middle]
+//   for j <= i < tokens, exact zeros elsewhere, and
+// dbias[h,i] = sum over batch and channels of dy[b,i,c], on Hopper's tensor cores.
 //
-// A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast), 128 columns
-// (x) for each of its two blocks. The depth runs over chunks of 64 channels of each sample. Only
-// tiles that touch the lower triangle are computed, and inside those on the diagonal only the row
-// blocks that do.
+// A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast) and 128
+// columns (x) for each of its two blocks. The depth runs over chunks of 64 channels of each sample.
+// Only tiles that touch the lower triangle are computed, and within a tile on the diagonal only the
+// row blocks that touch it.
 //
-// Work. Tiles are dealt to the clusters in whole waves; all clusters then walk through the depth
-// together, and what one reads of x and dy the others find in the L2 cache. The tiles that are left
-// over are cut along the depth into equal splits, whose partial sums go to the workspace and are
-// added in a fixed order by a second kernel: two runs agree bit for bit.
+// Tiles are assigned to the clusters in whole waves. All clusters then move along the depth
+// together, so the slices of x and dy that one cluster reads are in the L2 cache for the others.
+// The remaining tiles are cut along the depth into equal splits. Their partial sums go to the
+// workspace, and a second kernel adds them in a fixed order, so results are reproducible bit for
+// bit.
 //
-// The bias gradient comes from the same pass over dy: in tiles on the diagonal the second block of
-// the cluster, which has only half of its row blocks to do, also multiplies all row blocks by a box
-// of ones, 8 columns wide. The zeros above the tiles are written by warps that have nothing else to
-// do.
+// The bias gradient comes from the same pass over dy. In a tile on the diagonal, the cluster's
+// second block has only half of its row blocks to compute; it also multiplies all row blocks by a
+// box of ones, 8 columns wide. The zeros outside the tiles are written by warps that are otherwise
+// idle.
 #include <algorithm>
 
 #include "hopper_maps.h"
@@ -28,23 +29,23 @@ namespace hopper {
 namespace {
 
 constexpr int kRowBlocks = 4;
-// 256; the columns of a cluster's tile, too
+// 256; also the columns of a cluster's tile
 constexpr int kTileRows = kRowBlocks * kBox;
 constexpr int kStages = 4;
 constexpr int kColumnBoxes = kColumns / kBox;
 constexpr int kStageBytes = (kRowBlocks + kColumnBoxes) * kBoxBytes;
-// groups of four sums of a multiplying thread
+// groups of four sums per multiplying thread
 constexpr int kGroups = kColumns / 8;
 static_assert(kRowBlocks == kMultipliers, "each multiplier has one row block");
 constexpr int kMultiplyingThreads = kMultipliers * kWarpgroup;
 constexpr int kPartialFloats = kTileRows * kColumns;     // of one block
-// what a split costs beside its products, in steps of the depth
+// fixed cost of a split besides its products, in steps of the depth
 constexpr int kSplitOverhead = 4;
 constexpr int kMaxSplits = 128;
 
-// How the work is cut: `whole` tiles in full, `rest` tiles in `splits` parts of the depth each.
-// Items are numbered whole tiles first, then split by split; cluster c takes the items c, c +
-// clusters, ...
+// How the work is cut: `whole` tiles are computed in full, `rest` tiles in `splits` parts of the
+// depth each. Items are numbered whole tiles first, then split by split. Cluster c takes the items
+// c, c + clusters, ...
 struct Plan {
   int32_t row_tiles;   // tiles along the tokens
   int32_t triangle;    // lower tiles of one matrix
@@ -60,7 +61,7 @@ struct Plan {
 
 struct WeightArguments {
   CUtensorMap dy, x;
-  CUtensorMap shifted;   // copies of x for all taps but the middle one, as further samples
+  CUtensorMap shifted;   // copies of x, as further samples, for all taps but the middle one
   void* dweight;
   void* dbias;
   float* partials;       // (rest * splits, 2 blocks, kGroups, 512 threads, 4)
@@ -69,7 +70,7 @@ struct WeightArguments {
   Plan plan;
 };
 
-// Tile `index` counts along the rows of the triangle, matrix by matrix.
+// Tile number `index`, counted along the rows of the triangle, matrix by matrix.
 struct WeightTile {
   int matrix, row_tile, column_tile;
   int head, tap;
@@ -82,7 +83,7 @@ struct WeightTile {
     row_tile = lower.row;
     column_tile = lower.column;
   }
-  // dy's sums go with the first tap's tiles on the diagonal.
+  // dbias is computed in the first tap's tiles on the diagonal.
   __device__ __forceinline__ bool brings_bias() const {
     return tap == 0 && column_tile == row_tile;
   }
@@ -90,8 +91,8 @@ struct WeightTile {
 
 struct Item {
   WeightTile tile;
-  int begin, end;  // depth
-  int partial;     // its place in the workspace, or -1: the sums are complete
+  int begin, end;  // range of the depth
+  int partial;     // its index in the workspace, or -1: the sums are complete
 
   __device__ __forceinline__ Item(const Plan& plan, int index)
       : tile(plan, index < plan.whole ? index : plan.whole + (index - plan.whole) % plan.rest) {
@@ -104,10 +105,10 @@ struct Item {
   }
 };
 
-// What one block computes of a tile.
+// The part of a tile that one block computes.
 struct BlockTile {
   int first_row, first_column;
-  int row_blocks;  // that hold tokens
+  int row_blocks;  // row blocks that hold tokens
 
   __device__ __forceinline__ BlockTile(const WeightTile& tile, int tokens, int rank)
       : first_row(tile.row_tile * kTileRows),
@@ -121,8 +122,8 @@ struct BlockTile {
   __device__ __forceinline__ bool is_idle() const { return !needs(row_blocks - 1); }
 };
 
-// Writes sums (rows r and r + 8, two columns each) of the thread at (row, column); zeros above the
-// diagonal and beyond the tokens, whatever the sum: it may be zero times something infinite.
+// Writes the thread's sums at (row, column): rows r and r + 8, two columns each. Elements above the
+// diagonal and beyond the tokens become zero whatever the sum, which may be zero times infinity.
 template <typename Gradient>
 __device__ __forceinline__ void store_sums(Gradient* matrix, int context, int tokens, int row,
                                            int column, const float (&sum)[4]) {
@@ -168,7 +169,7 @@ __device__ __forceinline__ void store_float(void* values, int dtype, int64_t ind
   }
 }
 
-// The place, in a block's tile, of the four sums of group `group` of multiplying thread `thread`.
+// The place, in a block's partial tile, of group `group` of thread `thread`'s sums.
 struct Place {
   int row, column;
   __device__ __forceinline__ Place(int thread, int group)
@@ -180,7 +181,7 @@ struct WeightBarriers {
   Ring<kStages, true> ring;
 };
 
-// One thread.
+// The loader: one thread.
 __device__ __forceinline__ void load_operands(const WeightArguments& arguments, char* stages,
                                               Ring<kStages, true>& ring) {
   const Plan& plan = arguments.plan;
@@ -216,8 +217,8 @@ __device__ __forceinline__ void load_operands(const WeightArguments& arguments, 
   }
 }
 
-// One warpgroup's products: its row block times the columns (kMultiplies), and its row block summed
-// over the depth (kWithBias).
+// The products of one warpgroup: its row block times the columns (kMultiplies), and its row block
+// times the box of ones, i.e. summed over the depth (kWithBias).
 template <typename Element, bool kMultiplies, bool kWithBias>
 __device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t left,
                                     uint32_t right, uint32_t ones, Ring<kStages, true>& ring,
@@ -245,7 +246,7 @@ __device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t
   if (kWithBias) pin(bias);
 }
 
-// One warpgroup.
+// A multiplier: one warpgroup.
 template <typename Element>
 __device__ __forceinline__ void multiply(const WeightArguments& arguments, int multiplier,
                                          uint32_t stages, uint32_t ones_box,
@@ -309,8 +310,8 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
   }
 }
 
-// What no tile covers: columns beyond the diagonal tile of each row, rows beyond the tiles. `warp`
-// of `warps` in the grid.
+// Writes the zeros that no tile covers: columns right of the diagonal tile, rows below the tiles.
+// `warp` is one of `warps` in the grid.
 template <typename Gradient>
 __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
   const int lane = threadIdx.x % 32;
@@ -344,7 +345,7 @@ __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, in
   if (arguments.gradient_dtype == MIXER_FLOAT32) {
     write_zeros<float>(arguments, warp, warps);
   } else {
-    write_zeros<__half>(arguments, warp, warps);  // a zero is a zero in both 16-bit types
+    write_zeros<__half>(arguments, warp, warps);  // zero has the same bits in both 16-bit types
   }
 }
 
@@ -433,7 +434,8 @@ int clusters(const TriangularConvParams& params) {
   return std::max(1, params.processors / kClusterSize);
 }
 
-// Splits that end first: whole rounds of all clusters, each of a split's depth and its overhead.
+// The number of splits that finishes first: rounds of all clusters, each a split's depth plus its
+// fixed cost.
 int choose_splits(int rest, int depth, int clusters) {
   int best = 1;
   int64_t best_time = INT64_MAX;

@@ -1,4 +1,4 @@
-// Tensor maps: what TMA has to know of a tensor, made on the host and passed to a kernel by value.
+// Tensor maps: TMA's descriptions of tensors, made on the host and passed to kernels by value.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +9,7 @@
 
 namespace hopper {
 
-// The driver's cuTensorMapEncodeTiled, found at run time so that nothing links against libcuda.
+// The driver's cuTensorMapEncodeTiled, looked up at run time so that we need not link with libcuda.
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 inline EncodeTiled find_encode_tiled() {
@@ -27,9 +27,9 @@ inline EncodeTiled find_encode_tiled() {
              : nullptr;
 }
 
-// Sizes innermost first; strides in bytes of all dimensions but the innermost. Boxes are 64 x 64 in
-// the dimensions 0 and `rows`, 1 in all others, swizzled by 128 bytes; what lies outside reads as
-// zero and is not written.
+// Sizes are innermost first; strides are in bytes, for all dimensions but the innermost. Boxes are
+// 64 x 64 in the dimensions 0 and `rows` and 1 in all others, with the 128-byte swizzle. Elements
+// outside the tensor read as zero and are not written.
 inline cudaError_t encode_map(CUtensorMap* map, const void* data, int dtype, int rank,
                               const cuuint64_t* sizes, const cuuint64_t* strides, int rows) {
   static const EncodeTiled encode = find_encode_tiled();
@@ -46,15 +46,15 @@ inline cudaError_t encode_map(CUtensorMap* map, const void* data, int dtype, int
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// A (batch, tokens, channels) tensor as {channels of a head, heads, tokens, batch}. The batch is a
-// dimension of its own: folded into the rows, the tail of one sample would read the next one; and
-// so is the head, whose channels end within a box.
+// A (batch, tokens, channels) tensor as {channels of a head, heads, tokens, batch}. The batch needs
+// its own dimension: folded into the rows, a box at the end of one sample would read the next
+// sample. So do the heads, because a box may extend beyond the channels of its head.
 inline cudaError_t encode_activations(CUtensorMap* map, const void* data, int64_t batch_stride,
                                       int64_t token_stride, const TriangularConvParams& params) {
   const cuuint64_t width = params.channels / params.heads;
   const cuuint64_t sizes[4] = {width, cuuint64_t(params.heads), cuuint64_t(params.tokens),
                                cuuint64_t(params.batch)};
-  // The stride of a dimension of size 1 is arbitrary in torch and must still be a valid one here.
+  // torch allows any stride for a dimension of size 1; here it must still be a valid one.
   const cuuint64_t row = 2 * (params.tokens > 1 ? token_stride : int64_t(params.channels));
   const cuuint64_t strides[3] = {
       2 * width, row, params.batch > 1 ? cuuint64_t(2 * batch_stride) : row * params.tokens};
@@ -66,14 +66,14 @@ inline cudaError_t encode_output(CUtensorMap* map, void* data, const TriangularC
                             params);
 }
 
-// What shift_taps() has written.
+// The output of shift_taps().
 inline cudaError_t encode_shifted(CUtensorMap* map, const void* data, TriangularConvParams params) {
   params.batch *= params.taps - 1;
   return encode_activations(map, data, int64_t(params.tokens) * params.channels, params.channels,
                             params);
 }
 
-// The packed weight as {columns, rows, matrices}, a matrix for each head and tap.
+// The packed weight as {columns, rows, matrices}, one matrix per head and tap.
 inline cudaError_t encode_weight(CUtensorMap* map, const TriangularConvParams& params) {
   const cuuint64_t columns = params.columns, rows = params.tokens;
   const cuuint64_t sizes[3] = {columns, rows, cuuint64_t(params.heads) * params.taps};
@@ -81,7 +81,7 @@ inline cudaError_t encode_weight(CUtensorMap* map, const TriangularConvParams& p
   return encode_map(map, params.packed, params.dtype, 3, sizes, strides, 1);
 }
 
-// TMA wants 16-byte addresses and strides.
+// TMA needs 16-byte aligned addresses and strides.
 inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 inline bool strides_fit(int64_t batch_stride, int64_t token_stride,

@@ -1,27 +1,28 @@
 // y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on Hopper's
 // tensor cores.
 //
-// Tokens are counted in blocks of 64. Forward takes the blocks as they are; grad-input takes them
-// from the last to the first, and then is a lower triangle too: row block r of the result needs the
-// steps 0 .. r of the depth. Everything below speaks of blocks in that order; Tile::token() tells
-// where one lies.
+// Tokens are counted in blocks of 64. Forward numbers the blocks from first to last, grad-input
+// from last to first, which makes it a lower triangle too: row block r of the result needs the
+// steps 0 .. r along the depth. Everything below uses this order; Tile::token() gives a block's
+// first token.
 //
-// One persistent cluster of two thread blocks for each two multiprocessors walks through its tiles
-// of the schedule: 512 rows by 128 columns, or 256 by 256. Both thread blocks take the same right
-// operand, x or dy: each loads half and multicasts it. Eight warpgroups multiply, four in each
-// thread block, 64 rows by 128 columns each. The rows are dealt so that both have equal work along
-// the diagonal: one takes the row blocks 0, 3, 4, 7 and the other 1, 2, 5, 6.
+// There is one persistent cluster of two thread blocks per two multiprocessors. It loops over its
+// tiles of the schedule: 512 rows by 128 columns, or 256 by 256. Both thread blocks use the same
+// right operand, x or dy: each loads half of it and multicasts that half to both. Eight warpgroups
+// multiply, four per thread block, 64 rows by 128 columns each. The rows are interleaved so that
+// both blocks have equal work along the diagonal: one takes row blocks 0, 3, 4, 7 and the other 1,
+// 2, 5, 6.
 //
-// In each thread block two threads load and four warpgroups multiply at the same time; they meet at
-// barriers alone:
-//   - the loaders fill the stages, one with column boxes of x or dy, the other with the row boxes
-//     of W that do not lie above the diagonal. Where all of W's triangle fits into the shared
-//     memory of the cluster (512 tokens), it is loaded once and stays: *resident*; With more than
-//     one tap the steps are gone through once for each of them;
-//   - a multiplier runs wgmma over the stages up to its diagonal and writes its result through an
-//     output box while the other multipliers go on. The last row block of a thread block, for which
-//     the next tile waits, has the last stage to itself: its result goes out from there, both boxes
-//     at once.
+// In each thread block two threads load while four warpgroups multiply. They synchronize through
+// mbarriers only:
+//   - the loaders fill the stages: one with column boxes of x or dy, the other with the row boxes
+//     of W that do not lie above the diagonal. If the whole triangle of W fits in the cluster's
+//     shared memory (512 tokens), it is loaded once and stays there (*resident*). With several
+//     taps, the steps are repeated for each tap;
+//   - a multiplier runs wgmma over the stages up to its diagonal. Then it writes its result through
+//     an output box while the other multipliers continue. The next tile has to wait for the last
+//     row block of a thread block, so that one uses the last stage as its output boxes and stores
+//     both at once.
 #pragma once
 
 #include "hopper_maps.h"
@@ -34,7 +35,7 @@ namespace hopper {
 
 struct ProductArguments {
   CUtensorMap weight, input, residual, output;
-  CUtensorMap shifted;  // copies of the input for all taps but the middle one, as further samples
+  CUtensorMap shifted;  // copies of the input, as further samples, for all taps but the middle one
   const void* bias;  // or null
   const int32_t* schedule;
   int32_t batch, tokens, context, taps;
@@ -43,16 +44,16 @@ struct ProductArguments {
   int32_t bias_dtype;
 };
 
-// Where W comes from, and who loads the columns of x or dy.
+// Where W comes from, and which thread block loads the columns of x or dy.
 enum class Plan {
-  // W and the columns come stage by stage, the columns half from each thread block
+  // W and the columns are loaded stage by stage; each thread block loads half of the columns
   kStreamed,
   kResident,        // W stays in shared memory
-  // and each thread block loads all of its columns itself, independent of the other one
+  // W is resident, and each thread block loads all its columns itself, independently of the other
   kResidentAlone,
 };
 
-// The sizes of an instance.
+// The sizes of a kernel instance.
 template <typename Element_, int kRowBlocks_, int kStages_, Plan kPlan, bool kTransposed_,
           bool kWithResidual_>
 struct ProductShape {
@@ -65,24 +66,25 @@ struct ProductShape {
   static constexpr bool kWithResidual = kWithResidual_;
 
   // The multipliers of the last row box write into their last stage. The others have an output box
-  // each; where the resident W leaves no room, the first and the third, whose ends are far apart,
-  // take turns with one.
+  // each. If the resident W leaves no room for that, the first and the third share one: they finish
+  // at very different times.
   static constexpr bool kTakesTurns = kPlan == Plan::kResidentAlone && !kWithResidual;
   static constexpr int kOutputBoxes =
       kTakesTurns ? 2 : kMultipliers - 2 * kMultipliers / kRowBlocks;
 
-  // A multiplier leaves out at most 7 steps; with the stages, 16 are more than anyone is off. (A
-  // multiple of kStages.)
+  // A multiplier skips at most 7 steps. Adding the stages, 16 is more than any two threads can be
+  // apart. (Must be a multiple of kStages.)
   static constexpr int kFullBarriers = (16 + kStages - 1) / kStages * kStages;
 
   static constexpr int kRowBoxes = kRowBlocks / kClusterSize;        // of a thread block
   static constexpr int kColumnBoxes = 2 * kMultipliers / kRowBoxes;  // of the tile
   static constexpr int kStageBoxes = (kResident ? 0 : kRowBoxes) + kColumnBoxes;
-  // Row block r has r + 1 boxes; those of a thread block pair up to kRowBlocks + 1.
+  // Row block r has r + 1 boxes. The row blocks of a thread block form pairs of kRowBlocks + 1
+  // boxes.
   static constexpr int kResidentBoxes = kResident ? kRowBoxes / 2 * (kRowBlocks + 1) : 0;
 
-  // Shared memory, in boxes: the resident W; the stages, row boxes before column boxes; the output
-  // boxes.
+  // Layout of shared memory, in boxes: the resident W; the stages, each with row boxes before
+  // column boxes; the output boxes.
   static constexpr int kFirstStage = kResidentBoxes;
   static constexpr int kFirstColumn = kFirstStage + (kResident ? 0 : kRowBoxes);
   static constexpr int kFirstOutput = kFirstStage + kStages * kStageBoxes;
@@ -92,12 +94,12 @@ struct ProductShape {
 template <typename Shape>
 struct ProductBarriers {
   Ring<Shape::kStages, Shape::kShared, Shape::kFullBarriers> ring;
-  // the output box, or both boxes of the last stage, hold the residual
+  // the residual has landed in the output box, or in both boxes of the last stage
   uint64_t residual[kMultipliers];
-  // the shared output box is free for the first, for the third multiplier
+  // the shared output box is free for the first or the third multiplier
   uint64_t turn[2];
   uint64_t weight_full[Shape::kRowBlocks];  // resident: W's boxes of a step have landed
-  uint64_t weight_empty;                    // resident: the products with this head's W have ended
+  uint64_t weight_empty;                    // resident: all products with this head's W have ended
 
   __device__ __forceinline__ void init() {
     ring.init(Shape::kResident ? 1 : 2);
@@ -111,7 +113,7 @@ struct ProductBarriers {
 };
 
 // The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()) use tiles.entry.
-// The entry after that has been read, too: nobody waits for it.
+// The next entry is prefetched.
 struct Tiles {
   const int4* entries;
   int index, end;
@@ -137,13 +139,14 @@ struct Tiles {
   }
 };
 
-// Row block number `box` of a thread block: 0, 3, 4, 7 of the first and 1, 2, 5, 6 of the second.
+// The row block with number `box` in a thread block: 0, 3, 4, 7 in the first, 1, 2, 5, 6 in the
+// second.
 __device__ __forceinline__ int row_block_of(int box, int rank) {
   return box / 2 * 4 + (box % 2 == 0 ? rank : 3 - rank);
 }
 
-// Place of the first box of row block number `box` among the resident ones: after the boxes of
-// those before it.
+// The index of the first resident box of row block number `box`: after the boxes of the row blocks
+// before it.
 __device__ __forceinline__ int resident_box(int box, int rank) {
   int place = 0;
   for (int before = 0; before < box; ++before) place += row_block_of(before, rank) + 1;
@@ -154,8 +157,8 @@ template <typename Shape>
 struct Tile {
   int blocks;       // of all tokens
   int head, chunk;  // first of its chunks
-  int first_block;  // first row block
-  int row_blocks;   // that hold tokens: the last tile may have fewer
+  int first_block;  // number of its first row block
+  int row_blocks;   // row blocks that hold tokens: the last tile may have fewer
 
   __device__ __forceinline__ Tile(const ProductArguments& arguments, const int4& entry) {
     blocks = (arguments.tokens + kBox - 1) / kBox;
@@ -164,8 +167,7 @@ struct Tile {
     first_block = entry.x * arguments.height;
     row_blocks = min(arguments.height, blocks - first_block);
   }
-  // Steps that a thread block goes through: all of the tile's, or, where it works alone, up to its
-  // own last one.
+  // Steps of a thread block: all steps of the tile, or, if it works alone, up to its own last one.
   __device__ __forceinline__ int steps(int rank) const {
     if (Shape::kShared) return first_block + row_blocks;
     int most = 0;
@@ -174,11 +176,11 @@ struct Tile {
       most = max(most, steps_of(row_block_of(box, rank)));
     return most;
   }
-  // Steps in which a row block of this tile multiplies: up to the diagonal.
+  // Steps of a row block of this tile: up to the diagonal.
   __device__ __forceinline__ int steps_of(int row_block) const {
     return row_block < row_blocks ? first_block + row_block + 1 : 0;
   }
-  // Row blocks that multiply at a step.
+  // Number of row blocks that multiply at a step.
   __device__ __forceinline__ int readers(int step) const {
     return row_blocks - max(0, step - first_block);
   }
@@ -188,8 +190,8 @@ struct Tile {
   }
 };
 
-// Where a chunk lies. Chunks beyond the last sample are outside the tensor: TMA reads zeros there
-// and writes nothing.
+// The coordinates of a chunk. Chunks beyond the last sample lie outside the tensor: TMA reads zeros
+// there and writes nothing.
 struct Chunk {
   int sample, channel;
   Chunk() = default;
@@ -199,7 +201,7 @@ struct Chunk {
 
 // ----------------------------------------------------------------------------------------- loaders
 
-// One thread, which does little else than wait and issue: all other warps wait for it.
+// One thread that does little but wait and issue loads, because all other warps wait for it.
 template <typename Shape>
 struct Loader {
   const ProductArguments& arguments;
@@ -209,7 +211,7 @@ struct Loader {
   RingPosition<Shape::kStages> at = {};
   RingPosition<Shape::kFullBarriers> at_full = {};
 
-  // Steps of each row box of this thread block.
+  // The number of steps of each row box of this thread block.
   struct Limits {
     int steps[Shape::kRowBoxes];
     __device__ __forceinline__ Limits(const Tile<Shape>& tile, int rank) {
@@ -223,7 +225,7 @@ struct Loader {
       for (int box = 0; box < Shape::kRowBoxes; ++box) most = max(most, steps[box]);
       return most;
     }
-    // Row boxes that are multiplied at a step.
+    // The number of row boxes that are multiplied at a step.
     __device__ __forceinline__ int count(int step) const {
       int boxes = 0;
 #pragma unroll
@@ -242,7 +244,7 @@ struct Loader {
     at_full.advance();
   }
 
-  // The columns of x or dy.
+  // Loads the columns of x or dy.
   __device__ __forceinline__ void run_columns() {
     for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
       const Tile<Shape> tile(arguments, tiles.entry);
@@ -267,7 +269,7 @@ struct Loader {
     }
   }
 
-  // A tile's column boxes, in the input or in a shifted copy of it.
+  // The column boxes of a tile, in the input or in a shifted copy of it.
   struct Columns {
     const CUtensorMap* map;
     Chunk chunks[Shape::kColumnBoxes];
@@ -299,8 +301,8 @@ struct Loader {
     }
   }
 
-  // Where one thread block has no readers left, it gets nothing: nobody there would see whether it
-  // had arrived before the stage is filled anew.
+  // A thread block without readers gets nothing: no thread there would check that the data has
+  // arrived before the stage is refilled.
   __device__ __forceinline__ void load_shared_columns(const Tile<Shape>& tile,
                                                       const Columns& columns, int step, int readers,
                                                       int own_readers) {
@@ -316,8 +318,8 @@ struct Loader {
     }
   }
 
-  // The multipliers that have passed their diagonal do not look at this stage: it is released for
-  // them here.
+  // Multipliers that have passed their diagonal do not read this stage. The loader releases it for
+  // them.
   __device__ __forceinline__ void release_idle(int row_blocks) {
     constexpr int kWarpsOfRowBlock =
         kClusterSize * kMultipliers / Shape::kRowBlocks * kWarpgroup / 32;
@@ -325,7 +327,7 @@ struct Loader {
       barrier_arrive(&barriers.ring.empty[at.slot], row_blocks * kWarpsOfRowBlock);
   }
 
-  // The row boxes of W that a step needs; `place(box)` is where they go.
+  // Loads the row boxes of W for a step; `place(box)` is where they go.
   template <typename Place>
   __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int tap,
                                             int step, uint64_t* barrier, Place place) {
@@ -340,7 +342,7 @@ struct Loader {
     }
   }
 
-  // W, stage by stage.
+  // Loads W stage by stage.
   __device__ __forceinline__ void run_rows() {
     for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
       const Tile<Shape> tile(arguments, tiles.entry);
@@ -359,7 +361,7 @@ struct Loader {
     }
   }
 
-  // W of each head, once.
+  // Loads W once per head.
   __device__ __forceinline__ void run_resident_rows() {
     bool new_head = true;
     uint32_t parity = 1;
@@ -369,7 +371,7 @@ struct Loader {
         const Limits limits(tile, rank);
         barrier_wait(&barriers.weight_empty, parity);
         parity ^= 1;
-        // step 0 also tells of a new head
+        // step 0 also signals a new head
         for (int step = 0; step < max(1, limits.longest()); ++step) {
           load_rows(tile, limits, 0, step, &barriers.weight_full[step],
                     [&](int row_box) { return box(resident_box(row_box, rank) + step); });
@@ -411,8 +413,8 @@ struct BiasPair {
   }
 };
 
-// A box (64 x 64) = 32 sums of this thread (8 groups of 8 columns) + bias, + what the box holds
-// where there is a residual. `place`: address of the box + fragment_offset().
+// Writes a box (64 x 64): 32 sums of this thread (8 groups of 8 columns) + bias + the residual,
+// which is already in the box. `place`: address of the box + fragment_offset().
 template <typename Shape>
 __device__ __forceinline__ void write_box(uint32_t place, const float* sum, const BiasPair& bias) {
   using Element = typename Shape::Element;
@@ -432,7 +434,7 @@ __device__ __forceinline__ void write_box(uint32_t place, const float* sum, cons
   }
 }
 
-// One warpgroup: a row block, and 128 of the tile's columns.
+// One warpgroup: computes one row block by 128 of the tile's columns.
 template <typename Shape>
 struct Multiplier {
   using Element = typename Shape::Element;
@@ -443,11 +445,11 @@ struct Multiplier {
   int rank;
   int row_block;    // in the tile
   int first_box;    // first of its two column boxes
-  bool in_place;    // its result goes out from its last stage
-  bool is_first;    // thread of the warpgroup: speaks to TMA for all
-  uint32_t left;    // operand: its row block of W in stage 0, or, resident, at step 0
+  bool in_place;    // its result is stored from its last stage
+  bool is_first;    // first thread of the warpgroup: issues all TMA operations
+  uint32_t left;    // operand: its row block of W, in stage 0 or, if resident, at step 0
   uint32_t right;   // operand: its columns in stage 0
-  char* box;        // for its output; in place: its first column box in stage 0
+  char* box;        // output box; if in_place, its first column box in stage 0
   RingPosition<Shape::kStages> at = {};
   RingPosition<Shape::kFullBarriers> at_full = {};
   uint32_t weight_parity = 0, residual_parity = 0, turn_parity;
@@ -477,10 +479,10 @@ struct Multiplier {
     return Shape::kTakesTurns && index % 2 == 0;
   }
 
-  // The products of `steps` steps for each tap, then on to the next tile's first stage. Each is
-  // waited for, so that its stage is free at once: the other multipliers keep the tensor cores
-  // busy. Returns the slot of the last stage that was multiplied, which a multiplier that writes in
-  // place has not released.
+  // Multiplies `steps` steps for each tap, then moves on to the next tile's first stage. It waits
+  // for each product so that the stage is released at once; the other multipliers keep the tensor
+  // cores busy meanwhile. Returns the slot of the last stage that was multiplied. A multiplier that
+  // writes in place has not released that stage.
   __device__ __forceinline__ int run(float (&sum)[64], int steps, int left_out) {
     int slot = 0;
 #pragma unroll 1
@@ -509,9 +511,9 @@ struct Multiplier {
   }
   __device__ __forceinline__ int taps() const { return Shape::kResident ? 1 : arguments.taps; }
 
-  // All stages of a tile in which this row block is beyond the last token. Waits for W although it
-  // reads none: two heads ahead of the others it would release for them what they still read.
-  // Nothing here brings the lanes of a warp together but __syncwarp.
+  // Skips all stages of a tile in which this row block is beyond the last token. It must wait for W
+  // although it reads none: otherwise it could get two heads ahead and release a W that others
+  // still read. Only __syncwarp reconverges the lanes of a warp here.
   __device__ __forceinline__ void pass(int steps) {
     if (Shape::kResident) barrier_wait(&barriers.weight_full[0], weight_parity);
     __syncwarp();
@@ -553,12 +555,12 @@ struct Multiplier {
               tile.token(tile.first_block + row_block), chunk.sample);
   }
 
-  // From the stage in `slot`, which nobody else reads and which is released when it has been
-  // written out.
+  // Stores the result through the stage in `slot`. Nobody else reads that stage, and it is released
+  // once the store has read it.
   __device__ __forceinline__ void write_in_place(const Tile<Shape>& tile, const float (&sum)[64],
                                                  const BiasPair& bias, int slot) {
     char* boxes = box + slot * Shape::kStageBoxes * kBoxBytes;
-    warpgroup_sync(index);  // the products of all four warps have read it
+    warpgroup_sync(index);  // the products of all four warps have read the stage
     if (Shape::kWithResidual) {
       if (is_first) {
         barrier_arrive_expect(&barriers.residual[index], 2 * kBoxBytes);
@@ -583,7 +585,7 @@ struct Multiplier {
     }
   }
 
-  // Through the output box, twice.
+  // Stores the result through the output box, one column box after the other.
   __device__ __forceinline__ void write(const Tile<Shape>& tile, const float (&sum)[64],
                                         const BiasPair& bias) {
 #pragma unroll
@@ -613,7 +615,7 @@ struct Multiplier {
     }
   }
 
-  // By the first thread, as soon as its output box is free.
+  // Called by the first thread as soon as its output box is free.
   __device__ __forceinline__ void fetch_residual(const Tile<Shape>& tile, int column_box) const {
     wait_stores_read<0>();
     barrier_arrive_expect(&barriers.residual[index], kBoxBytes);
@@ -629,7 +631,7 @@ struct Multiplier {
         bias.load(arguments, tile.head, tile.token(tile.first_block + row_block));
         if (Shape::kWithResidual && is_first && !in_place) fetch_residual(tile, 0);
         float sum[64];
-        // in the stages left out only others multiply
+        // the stages that are skipped are multiplied by others only
         const int slot = run(sum, steps, tile.steps(rank) - steps);
         if (in_place) {
           write_in_place(tile, sum, bias, slot);
@@ -648,7 +650,7 @@ struct Multiplier {
   }
 };
 
-constexpr int kAlignment = 1024;  // of a swizzled box
+constexpr int kAlignment = 1024;  // alignment of a swizzled box
 
 template <typename Shape>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
@@ -719,7 +721,7 @@ cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& a
                                                                                   arguments);
   }
   if (params.tokens <= 8 * kBox && params.taps == 1) {
-    // the residual waits in the output boxes, so nobody shares one
+    // the residual waits in the output boxes, so they cannot be shared
     constexpr int kStages = kWithResidual ? 3 : 4;
     using Shape =
         ProductShape<Element, 8, kStages, Plan::kResidentAlone, kTransposed, kWithResidual>;
@@ -736,7 +738,7 @@ cudaError_t launch_type(const TriangularConvParams& params, ProductArguments& ar
              : launch_shape<__nv_bfloat16, kTransposed, kWithResidual>(params, arguments);
 }
 
-// The maps and values that all instances take.
+// The maps and values that all instances need.
 inline cudaError_t make_arguments(const TriangularConvParams& params, void* output,
                                   ProductArguments* arguments) {
   arguments->schedule = static_cast<const int32_t*>(params.schedule);

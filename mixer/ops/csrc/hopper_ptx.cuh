@@ -1,11 +1,11 @@
 // Hopper's own instructions (PTX ISA 8.0, sm_90a), one small function each: barriers in shared
-// memory, the tensor memory accelerator (TMA), the warpgroup matrix product (wgmma) and the
-// register hand-over between warpgroups.
+// memory, the tensor memory accelerator (TMA), the warpgroup matrix product (wgmma) and moving
+// registers between warpgroups.
 //
-// Everything that TMA moves here is a *box*: 64 rows of 128 bytes (64 values of 16 bits), 8 KB,
-// aligned to 1024 bytes. TMA writes it in the 128-byte swizzle, in which the 16-byte chunk c of row
-// r lies at chunk c ^ (r % 8): eight rows that are read at one chunk then lie in eight different
-// groups of banks. wgmma reads that layout directly.
+// TMA always moves a *box* here: 64 rows of 128 bytes (64 values of 16 bits), 8 KB, aligned to 1024
+// bytes. In shared memory the box has the 128-byte swizzle: the 16-byte chunk c of row r lies at
+// chunk c ^ (r % 8). Reading one chunk of eight rows then touches eight different groups of banks.
+// wgmma reads this layout directly.
 #pragma once
 
 #include <cuda.h>
@@ -20,7 +20,7 @@ namespace hopper {
 
 constexpr int kBox = 64;                       // rows of a box, and its columns
 constexpr int kBoxBytes = kBox * kBox * 2;     // of 16-bit values
-constexpr int kClusterSize = 2;                // blocks that share one operand by multicast
+constexpr int kClusterSize = 2;                // blocks that share an operand by multicast
 constexpr int kWarpgroup = 128;                // threads
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -35,30 +35,30 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// All threads of all blocks of the cluster. Also makes what they wrote to shared memory visible to
-// each other.
+// Synchronizes all threads of all blocks of the cluster, and makes their writes to shared memory
+// visible to each other.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
 
-// The 128 threads of one of the warpgroups 0 .. 7. (Barrier 0 is __syncthreads'.)
+// Synchronizes the 128 threads of one of the warpgroups 0 .. 7. (Barrier 0 is __syncthreads'.)
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
   asm volatile("bar.sync %0, %1;" ::"r"(warpgroup + 1), "n"(kWarpgroup) : "memory");
 }
 
 // --------------------------------------------------------------------------------------- mbarriers
 
-// A phase of a barrier ends when `arrivals` have come and all announced bytes have landed; waiting
-// names the parity of the phase whose end is awaited.
+// A phase of a barrier ends when all `arrivals` have come and all expected bytes have landed. A
+// wait names the parity of the phase whose end it waits for.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals)
                : "memory");
 }
 
-// Makes fresh barriers visible to TMA and to the other block of the cluster; cluster_sync() must
-// follow.
+// Makes newly initialized barriers visible to TMA and to the other block of the cluster.
+// cluster_sync() must follow.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t arriv
                : "memory");
 }
 
-// Arrives, and announces `bytes` that TMA will bring.
+// Arrives, and adds `bytes` that TMA will write to what the phase expects.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -77,7 +77,7 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
       : "memory");
 }
 
-// Arrives at the barrier in the same place of another block of the cluster.
+// Arrives at the same barrier of another block of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -101,7 +101,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   barrier_wait(shared_address(barrier), parity);
 }
 
-// Position in a ring of `kSlots` barriers: which slot, and how often the ring has been passed.
+// Position in a ring of `kSlots` barriers: the slot, and the parity of the rounds so far.
 template <int kSlots>
 struct RingPosition {
   int slot = 0;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// One box of a (batch, tokens, heads, channels) tensor, innermost coordinate first. What lies
-// outside is zero.
+// Loads one box of a (batch, tokens, heads, channels) tensor. Coordinates are innermost first;
+// elements outside the tensor are zero.
 __device__ __forceinline__ void load_box(void* box, const CUtensorMap* map, uint64_t* barrier,
                                          int channel, int head, int token, int sample) {
   asm volatile(
@@ -135,8 +135,8 @@ __device__ __forceinline__ void load_box(void* box, const CUtensorMap* map, uint
       : "memory");
 }
 
-// The same, written to the same place in every block of the cluster; each block's own barrier is
-// told of the bytes.
+// The same, multicast to the same place in every block of the cluster; the bytes count on each
+// block's own barrier.
 __device__ __forceinline__ void load_box_for_all(void* box, const CUtensorMap* map,
                                                  uint64_t* barrier, int channel, int head,
                                                  int token, int sample) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void load_box_for_all(void* box, const CUtensorMap* m
       : "memory");
 }
 
-// One box of the packed weight (matrices, rows, columns).
+// Loads one box of the packed weight (matrices, rows, columns).
 __device__ __forceinline__ void load_weight(void* box, const CUtensorMap* map, uint64_t* barrier,
                                             int column, int row, int matrix) {
   asm volatile(
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_weight(void* box, const CUtensorMap* map, u
       : "memory");
 }
 
-// Writes a box back; what lies outside the tensor is left out.
+// Stores a box; elements outside the tensor are not written.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* box, int channel,
                                           int head, int token, int sample) {
   asm volatile(
@@ -180,7 +180,7 @@ __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Ordinary writes to shared memory of this thread become visible to TMA (and wgmma) once a barrier
+// Makes this thread's ordinary writes to shared memory visible to TMA and wgmma, once a barrier
 // follows.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -200,21 +200,21 @@ __device__ __forceinline__ void take_registers() {
 
 // ------------------------------------------------------------------------------------------- wgmma
 
-// Where wgmma finds an operand, as the lower half of its descriptor: its first box (or a place
-// inside it) and, `next_box` bytes further, the next one along the rows (or columns) of the
-// product; that counts only where those are contiguous in memory. Bits 0-13: address / 16, 16-29:
-// distance / 16. Adding bytes / 16 moves to another place.
+// The lower half of an operand's descriptor for wgmma: the address of its first box (or of a place
+// inside it), and the distance `next_box` in bytes to the next box along the rows (or columns) of
+// the product. The distance matters only if those are contiguous in memory. Bits 0-13: address /
+// 16; bits 16-29: distance / 16. Adding bytes / 16 moves the operand.
 __device__ __forceinline__ uint32_t operand(uint32_t address, int next_box = kBoxBytes) {
-  // without the block's place in the cluster
+  // masks out the rank of the block in its cluster
   return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(next_box) >> 4 << 16;
 }
 
-// The upper half is the same for all. Bits 32-45: from 8 rows of 128 bytes to the next / 16; 62-63:
-// swizzle (1: 128 bytes).
+// The upper half is the same for all operands. Bits 32-45: distance between groups of 8 rows of 128
+// bytes, / 16; bits 62-63: swizzle (1: 128 bytes).
 #define MIXER_OPERAND_UPPER "0x40000040"
 
-// Bytes / 16 from one 16 deep slice of a box to the next: along a row, or 16 rows down where the
-// depth runs over rows.
+// Bytes / 16 from one slice (depth 16) of a box to the next: along a row, or 16 rows down if the
+// depth runs along the rows.
 template <bool kDepthOverRows>
 __device__ __forceinline__ constexpr uint32_t slice_step() {
   return (kDepthOverRows ? 16 * 128 : 32) >> 4;
@@ -227,14 +227,14 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `kPending` of the committed groups are still running.
+// Waits until at most `kPending` committed groups are still running.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Pins sums between the wait above and their use below: the compiler cannot know that wgmma writes
-// them until then.
+// Keeps the compiler from moving uses of the sums above the wait: it does not know that wgmma
+// writes them until then.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&sum)[kCount]) {
 #pragma unroll
@@ -257,10 +257,11 @@ __device__ __forceinline__ void pin(float (&sum)[kCount]) {
       : MIXER_16(sum, 0), MIXER_16(sum, 16), MIXER_16(sum, 32), MIXER_16(sum, 48)                  \
       : "r"(left), "r"(right), "r"(accumulate), "n"(kLeftTransposed), "n"(kRightTransposed))
 
-// sum (64 x 128, fp32) = left (64 x 16) right (16 x 128), added to what is there if `accumulate`.
-// An operand is transposed where its rows in shared memory run along the depth. A thread holds, for
-// each group g of 8 columns, sum[4 g + 0, 1] at row 16 * warp + lane / 4, columns 8 g + 2 (lane %
-// 4) + 0, 1, and sum[4 g + 2, 3] eight rows below.
+// sum (64 x 128, fp32) = left (64 x 16) right (16 x 128), added to sum if `accumulate`. An operand
+// is transposed if its rows in shared memory run along the depth. For each group g of 8 columns a
+// thread holds
+//   sum[4 g + 0, 1]   row 16 * warp + lane / 4, columns 8 g + 2 (lane % 4) + 0, 1
+//   sum[4 g + 2, 3]   the same columns, eight rows below
 template <typename Element, int kLeftTransposed, int kRightTransposed>
 __device__ __forceinline__ void wgmma_n128(float (&sum)[64], uint32_t left, uint32_t right,
                                            int accumulate) {
@@ -301,8 +302,8 @@ __device__ __forceinline__ void wgmma_n8(float (&sum)[4], uint32_t left, uint32_
 // --------------------------------------------------------------------------------------- fragments
 
 // Four 8 x 8 matrices in a swizzled box: rows 16 * warp .. + 15, columns 16 * group .. + 15, in the
-// order in which wgmma leaves them: upper left, lower left, upper right, lower right. Lane l names
-// row l % 8 of matrix l / 8. This is the offset in the box for group 0; other groups flip bits 5
+// order of wgmma's results: upper left, lower left, upper right, lower right. Lane l addresses row
+// l % 8 of matrix l / 8. Returns the offset in the box for group 0; for other groups flip bits 5
 // and 6: offset ^ group * 32.
 __device__ __forceinline__ uint32_t fragment_offset() {
   const int lane = threadIdx.x % 32;

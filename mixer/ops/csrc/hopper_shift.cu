@@ -6,7 +6,7 @@ namespace hopper {
 namespace {
 
 constexpr int kShiftThreads = 256;
-constexpr int kGroup = 8;  // channels of a thread: 16 bytes
+constexpr int kGroup = 8;  // channels per thread: 16 bytes
 
 struct ShiftArguments {
   const uint4* from;
@@ -16,7 +16,7 @@ struct ShiftArguments {
   int32_t tokens, head_groups, row_groups, taps, direction;
 };
 
-// Values kOffset .. kOffset + 7 of the 16 in two groups.
+// Values kOffset .. kOffset + 7 of the 16 values in two groups.
 template <int kOffset>
 __device__ __forceinline__ uint4 cut(const uint4& left, const uint4& right) {
   const uint32_t words[9] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w, 0};
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kShiftThreads) shift_kernel(const ShiftArgumen
   const int tap = copy < middle_tap(arguments.taps) ? copy : copy + 1;
   const int shift = arguments.direction * (tap - middle_tap(arguments.taps));  // in channels
   const int offset = (shift % kGroup + kGroup) % kGroup;
-  // group of the head that holds the first value
+  // the group of the head that holds the first value
   const int left = group % arguments.head_groups + (shift - offset) / kGroup;
   const auto load = [&](int place) {
     return place >= 0 && place < arguments.head_groups ? __ldg(from + place)

@@ -1,5 +1,5 @@
-// What Hopper's kernels share: a ring of stages that TMA fills and several warpgroups multiply
-// from.
+// What the Hopper kernels share: a ring of stages, filled by TMA and multiplied by several
+// warpgroups.
 #pragma once
 
 #include "hopper_ptx.cuh"
@@ -13,10 +13,10 @@ constexpr int kColumns = 128;
 constexpr int kLoaderRegisters = 64;
 constexpr int kMultiplierRegisters = 104;
 
-// Full: the stage's bytes have landed. Empty: all multiplying warps have read it; with kShared
-// those of both thread blocks of the cluster, since the loaders then write into both. A multiplier
-// that leaves stages out needs more full barriers than there are stages: waiting tells apart a
-// phase and the one before it, no more, so nobody may be two rounds off.
+// Full: the stage's bytes have landed. Empty: all multiplying warps have read the stage; with
+// kShared, those of both thread blocks of the cluster, because the loaders write into both. A
+// barrier's parity only tells a phase from the one before it, so no thread may fall two rounds
+// behind. A multiplier that skips stages therefore needs more full barriers than there are stages.
 template <int kStages, bool kShared, int kFullBarriers = kStages>
 struct Ring {
   static constexpr int kReaders = (kShared ? kClusterSize : 1) * kMultipliers * kWarpgroup / 32;
@@ -24,23 +24,23 @@ struct Ring {
   uint64_t full[kFullBarriers];
   uint64_t empty[kStages];
 
-  // Where two threads load, both arrive at the full barriers and, with loaded(), at the empty ones.
+  // If two threads load, both arrive at the full barriers and, through loaded(), at the empty ones.
   __device__ __forceinline__ void init(int loaders) {
     for (int barrier = 0; barrier < kFullBarriers; ++barrier) barrier_init(&full[barrier], loaders);
     for (int stage = 0; stage < kStages; ++stage)
       barrier_init(&empty[stage], kReaders + (loaders - 1) * 2 * kClusterSize);
   }
 
-  // By a loader that has done its part of a stage. A thread block that reads nothing of a stage is
-  // not waited for by those who do; if its loaders then fell behind by a round of the ring,
-  // arrivals of two rounds would meet in one phase.
+  // Called by a loader that has done its part of a stage. If a thread block reads nothing of a
+  // stage, its readers do not hold the stage back. Without this arrival its loaders could fall a
+  // whole round of the ring behind, and arrivals of two rounds would count in one phase.
   __device__ __forceinline__ void loaded(int stage) {
 #pragma unroll
     for (int rank = 0; rank < kClusterSize; ++rank)
       barrier_arrive_at(shared_address(&empty[stage]), rank);
   }
 
-  // By all lanes of a warp whose products on the stage have ended.
+  // Called by all lanes of a warp when its products on the stage have ended.
   __device__ __forceinline__ void release(int stage) {
     const int lane = threadIdx.x % 32;
     if (!kShared) {
@@ -50,8 +50,8 @@ struct Ring {
     }
   }
 
-  // By one thread for the four warps of its warpgroup; one by one, since a phase may end in
-  // between.
+  // Called by one thread for the four warps of its warpgroup; one arrival at a time, since a phase
+  // may end between them.
   __device__ __forceinline__ void release_for_warpgroup(int stage) {
 #pragma unroll
     for (int i = 0; i < (kShared ? kClusterSize : 1) * kWarpgroup / 32; ++i) {
@@ -60,8 +60,8 @@ struct Ring {
   }
 };
 
-// sum += left (64 x 16 kSlices) right (16 kSlices x 128), asynchronously; starts from zero unless
-// `accumulate`.
+// sum += left (64 x 16 kSlices) right (16 kSlices x 128), asynchronously. Without `accumulate`,
+// starts from zero.
 template <typename Element, bool kLeftTransposed, bool kRightTransposed, int kSlices>
 __device__ __forceinline__ void multiply_slices(float (&sum)[64], uint32_t left, uint32_t right,
                                                 bool accumulate) {

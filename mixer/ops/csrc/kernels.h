@@ -26,7 +26,7 @@ int64_t grad_weight_workspace(const TriangularConvParams& params);
 cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace volta
 
-// sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32 where allowed; rows on 16 bytes
+// sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32 if allowed; rows 16-byte aligned
 namespace ampere {
 bool supports(const TriangularConvParams& params);
 cudaError_t forward(const TriangularConvParams& params);
@@ -36,10 +36,10 @@ cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace ampere
 
 namespace hopper {  // sm_90a (MIXER_HOPPER): TMA and wgmma, 16-bit types, rows on 16 bytes
-// device, types and sizes; forward and grad-input then need a schedule
+// whether device, types and sizes are supported; forward and grad-input then need a schedule
 bool serves(const TriangularConvParams& params);
-bool fits(const TriangularConvParams& params);    // and the addresses and strides
-// bytes, of forward and of grad-input
+bool fits(const TriangularConvParams& params);    // the same for addresses and strides
+// bytes of workspace for forward and grad-input
 int64_t product_workspace(const TriangularConvParams& params);
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);

@@ -1,19 +1,20 @@
-// Generation's product, one new token of each sample: y = bias + residual + sum_{j <= position}
-// W[position, j] x_j, where the earlier x_j lie in the memory and the new one, which is written
-// there too, in x.
+// The product for generation, one new token per sample: y = bias + residual + sum_{j <= position}
+// W[position, j] x_j. The earlier x_j lie in the memory; the new one is x, which is also written to
+// the memory.
 //
-// The time is that of reading the memory once. A block owns some channels of one sample and head,
-// and reads them of every token up to the position, which it finds in the device's memory: a
-// captured graph goes on from wherever that says. Few samples get narrow blocks, down to one
-// 32-byte sector of a token. On Hopper they get clusters instead, whose blocks share the tokens out
-// and read whole lines; the first block adds up what the others send it. One launch, no workspace,
-// and the same bits each time.
+// The time is that of reading the memory once. A block handles some channels of one sample and head
+// and reads them for every token up to the position. It reads the position from device memory, so a
+// captured graph can be replayed for any position. With few samples the blocks are narrow, down to
+// one 32-byte sector of a token. On Hopper clusters are used instead: their blocks split the tokens
+// among themselves and read whole cache lines, and the first block adds up the partial sums that
+// the others send it. One launch, no workspace, and results that are reproducible bit for bit.
 //
-// On Hopper the kernel may be started while the one before it in the stream ends (programmatic
-// dependent launch), and lets the next one do so: both wait, on the device, for what came before.
-// In a compiled step, whose other kernels do so too, this saves 0.7 us a call (dev/LOG.md).
+// On Hopper the kernel may start while the previous kernel in the stream is ending (programmatic
+// dependent launch), and it lets the next kernel do the same. Both wait on the device for the work
+// before them. In a compiled step, whose other kernels do this too, it saves 0.7 us per call
+// (dev/LOG.md).
 //
-// A position outside the memory gives NaN and writes nothing.
+// A position outside the memory gives NaN, and nothing is written to the memory.
 #include <type_traits>
 
 #include "kernels.h"
@@ -27,18 +28,18 @@ constexpr int kMostThreads = 512, kLeastAcross = 8, kMostSplits = 8;
 #else
 constexpr int kMostThreads = 1024, kLeastAcross = 2, kMostSplits = 1;
 #endif
-constexpr int kThreads = 256;    // of a block; kMostThreads where blocks are few
-// threads side by side on a token's channels; kLeastAcross where blocks are few
+constexpr int kThreads = 256;    // per block; kMostThreads if there are few blocks
+// threads side by side along a token's channels; kLeastAcross if there are few blocks
 constexpr int kMostAcross = 32;
-constexpr int kAhead = 4;        // tokens that a thread has on their way from memory at a time
+constexpr int kAhead = 4;        // loads in flight per thread, in tokens
 constexpr int kVectorBytes = 16;
-// blocks of more threads are kLeastAcross wide
+// blocks with more threads are kLeastAcross wide
 constexpr int kMostSums = kThreads / kWarp * kMostAcross * (kVectorBytes / 2);
 
-// Some channels of a token as they come from memory: 16 bytes, or one channel where rows do not
-// start on 16 bytes. They are taken apart only when they are multiplied: before that the next loads
-// would wait for this one. Of one channel it is the bits: below compute capability 8.0, CUDA 12.0
-// has no load of a bf16 around the cache.
+// Some channels of a token as loaded from memory: 16 bytes, or one channel if rows are not 16-byte
+// aligned. They are unpacked only when they are multiplied; unpacking earlier would make the next
+// loads wait for this one. A single channel is loaded as raw bits, because below compute capability
+// 8.0 CUDA 12.0 has no streaming load of a bf16.
 template <typename Element>
 using Bits = std::conditional_t<sizeof(Element) == 2, unsigned short, unsigned int>;
 template <typename Element, int kVector>
@@ -53,7 +54,7 @@ __device__ __forceinline__ void add_product(float* sum, float factor,
 }
 
 #ifdef MIXER_HOPPER
-// Each block of a cluster arrives, then waits for all: what they wrote before is seen after.
+// Each block of a cluster arrives, then waits for all: writes before the arrival are visible after.
 __device__ __forceinline__ void arrive_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -61,7 +62,7 @@ __device__ __forceinline__ void wait_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// To the same place in the shared memory of the cluster's first block.
+// Writes to the same place in the shared memory of the cluster's first block.
 __device__ __forceinline__ void send_to_first(float* place, float value) {
   const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(place));
   unsigned there;
@@ -70,8 +71,8 @@ __device__ __forceinline__ void send_to_first(float* place, float value) {
 }
 #endif
 
-// Blocks: (batch, heads, slices, splits); a slice is `across` vectors of a head's channels, a split
-// a share of the tokens, and the splits of a slice are a cluster. Threads: (rows, across).
+// Blocks: (batch, heads, slices, splits). A slice is `across` vectors of a head's channels; a split
+// is a share of the tokens; the splits of a slice form a cluster. Threads: (rows, across).
 template <typename Element, typename Weight, int kVector>
 __global__ void __launch_bounds__(kMostThreads, 1)
     mix_row_kernel(const TriangularConvParams params, int across, int slices, int splits) {
@@ -79,8 +80,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   __shared__ float sums[kMostSums];
 #ifdef MIXER_HOPPER
   __shared__ float sent[kMostSplits][kLeastAcross * kVectorBytes / 2];
-  if (splits > 1) arrive_cluster();  // this block has begun, and can be sent to
-  // The other way round, the next kernel could start before the one before this has ended.
+  if (splits > 1) arrive_cluster();  // this block has started, so others can send to it
+  // In the opposite order, the next kernel could start before the previous one has ended.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     Weight factors[kAhead];
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      // without a branch, so that all loads are under way at once
+      // no branch, so that all loads are in flight at once
       const int token = min(first + ahead * rows, end - 1);
       vectors[ahead] =
           __ldcs(reinterpret_cast<const Read*>(memory + static_cast<int64_t>(token) * width));
@@ -131,8 +132,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     add_product<Element, kVector>(sum, to_float(weight[position]), vector);
   }
 
-  // The channel that this thread finishes. What is added to it is asked for now, so that its way
-  // from memory takes no time of its own.
+  // The channel that this thread finishes. Its bias and residual are requested now, so that their
+  // latency is hidden.
   const int channels = across * kVector;
   const int mine = slice * channels + threadIdx.x;
   const int64_t place = static_cast<int64_t>(head) * width + mine;
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         static_cast<const Element*>(params.residual)[sample * params.residual_batch_stride + place];
   }
 
-  // The rows of a warp, then the warps, each in a fixed order.
+  // Adds the rows of a warp, then the warps, each in a fixed order.
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     for (int apart = across; apart < kWarp; apart *= 2)
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       from_float<Element>(exists ? total : nanf(""));
 }
 
-// Whether every row of the memory and of x starts on 16 bytes.
+// Whether every row of the memory and of x is 16-byte aligned.
 bool is_aligned(const TriangularConvParams& params, int vector) {
   const int64_t together = params.memory_batch_stride | params.memory_head_stride |
                            params.x_batch_stride |

@@ -1,4 +1,4 @@
-// Number types: everything is stored as Element and computed in fp32.
+// Number types: values are stored as Element and computed in fp32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,8 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
   return __float2bfloat16_rn(value);
 }
 
-// For values read once per row (the bias), where a template instance for each type would not pay.
+// Reads a value of any type, for values that are read once per row (the bias): a template instance
+// per type would not pay off.
 __device__ __forceinline__ float load_float(const void* values, int dtype, int64_t index) {
   if (dtype == MIXER_FLOAT16) return to_float(static_cast<const __half*>(values)[index]);
   if (dtype == MIXER_BFLOAT16) return to_float(static_cast<const __nv_bfloat16*>(values)[index]);
@@ -44,5 +45,5 @@ __host__ __device__ constexpr int64_t ceil_div(int64_t value, int64_t step) {
   return (value + step - 1) / step;
 }
 
-// Grids are one-dimensional: y and z stop at 65,535 blocks, which batch * heads can pass.
+// Grids are one-dimensional: y and z are limited to 65,535 blocks, which batch * heads can exceed.
 constexpr int64_t kMaxBlocks = 2147483647;

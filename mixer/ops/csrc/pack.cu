@@ -1,12 +1,12 @@
-// weight -> packed: tril, cast and padding in one pass, once per step. The strictly upper triangle
-// is never read.
+// weight -> packed: tril, cast and padding in one pass, once per step. The part of the weight above
+// the diagonal is never read.
 #include "kernels.h"
 #include "numeric.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
-// columns of a thread: 16 bytes of a 16-bit type; a packed row holds whole groups
+// columns per thread: 16 bytes of a 16-bit type; a packed row is a whole number of groups
 constexpr int kGroup = 8;
 
 template <typename Value>

@@ -1,13 +1,16 @@
 // The one argument of every entry point: plain C, mirrored field by field by `Params` in
 // mixer/ops/cuda.py.
 //
-// Shapes: x, y, residual, dy, dx (batch, tokens, channels), channels contiguous; weight, dweight
-// (heads, taps, context, context), out then in; bias, dbias (heads, context); packed (heads, taps,
-// tokens, columns), the lower triangle of the weight's top-left corner in x's type, exact zeros
-// elsewhere, columns = tokens rounded up to 8. Of mix_row `tokens` is the length of the memory, and
-// x, residual and y have one token.
+// Shapes:
+//   x, y, residual, dy, dx   (batch, tokens, channels), channels contiguous
+//   weight, dweight          (heads, taps, context, context): row = output token, column = input
+//   bias, dbias              (heads, context)
+//   packed                   (heads, taps, tokens, columns), in x's type: the lower triangle of the
+//                            top-left corner of each weight matrix, exact zeros elsewhere; columns
+//                            = tokens rounded up to a multiple of 8
+// For mix_row, `tokens` is the length of the memory, and x, residual and y hold one token.
 //
-// A pointer that an operation does not use is null. A change of this struct is a change of
+// Pointers that an operation does not use are null. Whoever changes this struct must change
 // MIXER_ABI_VERSION.
 #pragma once
 
@@ -28,13 +31,14 @@ typedef struct TriangularConvParams {
   void* dx;              // dtype, contiguous
   void* dweight;         // gradient_dtype, contiguous
   void* dbias;           // gradient_dtype, contiguous, or null
-  // mixer_product_workspace() or mixer_grad_weight_workspace() bytes, 16-byte aligned; null for
-  // none
+  // mixer_product_workspace() or mixer_grad_weight_workspace() bytes, 16-byte aligned; null if that
+  // is 0
   void* workspace;
   const void* schedule;  // mixer_schedule() on the device, or null where mixer_schedule_size() is 0
-  // dtype, (batch, heads, tokens, channels of a head), the last two dense; of mix_row alone
+  // memory of mix_row: dtype, (batch, heads, tokens, channels of a head), the last two dimensions
+  // dense
   void* memory;
-  const void* positions;  // int64, where in the memory each sample's new token stands
+  const void* positions;  // int64, the position of each sample's new token in the memory
   void* stream;          // a cudaStream_t
 
   int64_t x_batch_stride, x_token_stride;  // in elements, like all strides; 0 is a broadcast
@@ -47,6 +51,6 @@ typedef struct TriangularConvParams {
   int32_t dtype, weight_dtype, bias_dtype, gradient_dtype;
   int32_t device;        // index of the CUDA device
   int32_t capability;    // 10 * major + minor of that device
-  int32_t processors;    // its streaming multiprocessors
-  int32_t allow_tf32;    // fp32 products may round their factors to tf32
+  int32_t processors;    // number of streaming multiprocessors
+  int32_t allow_tf32;    // whether fp32 products may round their factors to tf32
 } TriangularConvParams;

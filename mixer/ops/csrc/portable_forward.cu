@@ -1,5 +1,5 @@
-// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over taps and j <= i of W[h,t,i,j] * x[b,j,c +
-// shift].
+// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over taps t and j <= i
+//            of W[h,t,i,j] * x[b,j,c + shift].
 #include "portable_product.cuh"
 
 cudaError_t portable::forward(const TriangularConvParams& params) {

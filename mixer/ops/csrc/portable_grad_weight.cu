@@ -1,10 +1,10 @@
-// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift] for j <= i <
-// tokens, exact zeros elsewhere.
+// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift]
+//   for j <= i < tokens, exact zeros elsewhere.
 //
-// Two kernels. The first computes the lower 64 x 64 tiles; the long sum over (batch, channels) is
-// cut into `splits` equal ranges, so that even a short context fills the GPU, and each range's
-// partial tile goes to the workspace in fp32. The second (grad_weight_finish.cuh) adds the partials
-// in a fixed order, casts, and writes the zeros.
+// Two kernels. The first computes the 64 x 64 tiles of the lower triangle. The long sum over
+// (batch, channels) is cut into `splits` equal ranges, so that even a short context fills the GPU;
+// each range writes its partial tile to the workspace in fp32. The second kernel
+// (grad_weight_finish.cuh) adds the partial tiles in a fixed order, casts, and writes the zeros.
 #include "grad_weight_finish.cuh"
 #include "portable_tile.cuh"
 
@@ -13,12 +13,12 @@ namespace {
 
 using namespace grad_weight_finish;
 
-constexpr int kBlocksPerProcessor = 8;   // blocks wanted for each multiprocessor
+constexpr int kBlocksPerProcessor = 8;   // target number of blocks per multiprocessor
 constexpr int kMinSlicesPerSplit = 16;   // a shorter range costs more to add up than it saves
 constexpr int kMaxSplits = 64;
 constexpr int kTileSize = kTile * kTile;
 
-// Slices of the whole sum: each sample's channels are cut into slices of kDepth.
+// Slices of the whole sum: the channels of each sample are cut into slices of kDepth.
 __host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvParams& params) {
   return params.batch * ceil_div(params.channels / params.heads, kDepth);
 }
@@ -33,8 +33,8 @@ int choose_splits(const TriangularConvParams& params) {
 }
 
 // slice[k][row] = values[row0 + row, channel0 + k + shift]; zero beyond `tokens` and outside the
-// head. A channel beyond the head must be zero in both slices even where the shift brings one of
-// them back inside: NaN there must not count.
+// head. A channel beyond the head must be zero in both slices, even where the shift moves it back
+// inside: a NaN there must not reach the sum.
 template <typename Element>
 __device__ __forceinline__ void load_rows(float (&slice)[kDepth][kPitch], const Element* values,
                                           int64_t token_stride, int row0, int tokens, int channel0,
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_rows(float (&slice)[kDepth][kPitch], const 
   }
 }
 
-// Blocks, fastest first: lower tiles, taps, heads, splits. All have the same work.
+// Blocks, fastest index first: lower tiles, taps, heads, splits. All do the same amount of work.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     partial_kernel(const TriangularConvParams params, int splits) {
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
   for (int64_t slice = first; slice < last; ++slice) {
     const int64_t sample = slice / slices_per_sample;
     const int channel0 = static_cast<int>(slice % slices_per_sample) * kDepth;
-    __syncthreads();  // the slices of the step before have been read
+    __syncthreads();  // all threads have read the slices of the previous step
     load_rows(slices.left, dy + sample * params.dy_batch_stride, params.dy_token_stride, row0,
               params.tokens, channel0, 0, width);
     load_rows(slices.right, x + sample * params.x_batch_stride, params.x_token_stride, column0,

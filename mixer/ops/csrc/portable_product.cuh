@@ -1,6 +1,6 @@
-// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true): one kernel,
-// since the triangle only turns over. Row tile [r, r + 64) of y reads tokens [0, r + 64); of dx it
-// reads tokens [r, tokens).
+// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true). One kernel
+// does both: transposing only flips the triangle. Row tile [r, r + 64) of y reads tokens [0, r +
+// 64); row tile [r, r + 64) of dx reads tokens [r, tokens).
 #pragma once
 
 #include "kernels.h"
@@ -12,8 +12,8 @@ namespace portable {
 template <typename Element, bool kTransposed>
 __device__ __forceinline__ void load_weight(Slices& slices, const Element* weight, int row0,
                                             int depth0, int tokens, int columns) {
-  // Neighbouring threads read neighbouring columns of W: these are k, or the rows of the result
-  // when transposed.
+  // Neighbouring threads read neighbouring columns of W, for coalescing: along k, or along the rows
+  // of the result when transposed.
   constexpr int kAcross = kTransposed ? kTile : kDepth;
   constexpr int kStep = kThreads / kAcross;
   const int across = threadIdx.x % kAcross;
@@ -49,8 +49,8 @@ __device__ __forceinline__ void load_input(Slices& slices, const Element* input,
   }
 }
 
-// Blocks, fastest first: column tiles, batch, heads, row tiles; the row tiles with the longest sums
-// come first.
+// Blocks, fastest index first: column tiles, batch, heads, row tiles. The row tiles with the
+// longest sums start first.
 template <typename Element, bool kTransposed>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     product_kernel(const TriangularConvParams params) {
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
         (static_cast<int64_t>(head) * params.taps + tap) * tokens * params.columns;
     const int shift = kTransposed ? -tap_shift(tap, params.taps) : tap_shift(tap, params.taps);
     for (int depth0 = first; depth0 < last; depth0 += kDepth) {
-      __syncthreads();  // the slices of the step before have been read
+      __syncthreads();  // all threads have read the slices of the previous step
       load_weight<Element, kTransposed>(slices, weight, row0, depth0, tokens, params.columns);
       load_input(slices, input, token_stride, depth0, tokens, column0 + shift, width);
       __syncthreads();
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
       }
       if ((depth0 + kDepth) % kChunk == 0) sum.close_chunk();
     }
-    // here too, so that a row's sum does not depend on how many tokens follow it
+    // done here too, so that the sum of a row does not depend on how many tokens follow it
     sum.close_chunk();
   }
 

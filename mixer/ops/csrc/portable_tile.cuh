@@ -1,5 +1,5 @@
-// The tile product that the portable kernels share: 128 threads hold a 64 x 64 tile of the result,
-// 8 x 4 values each, and multiply 64 x 16 by 16 x 64 slices that lie in shared memory as fp32.
+// The tile product of the portable kernels: 128 threads hold a 64 x 64 tile of the result, 8 x 4
+// values each, and multiply slices of 64 x 16 and 16 x 64 that lie in shared memory as fp32.
 #pragma once
 
 #include "triangle.cuh"
@@ -9,14 +9,15 @@ namespace portable {
 constexpr int kTile = 64;         // rows and columns of a result tile
 constexpr int kDepth = 16;        // depth of a slice
 constexpr int kThreads = 128;
-// blocks a multiprocessor holds at once: 128 registers a thread, enough not to spill
+// blocks resident on a multiprocessor: leaves 128 registers per thread, enough to avoid spills
 constexpr int kBlocksResident = 4;
 constexpr int kThreadRows = 8;
 constexpr int kThreadColumns = 4;
 constexpr int kThreadsAcross = kTile / kThreadColumns;  // 16
 
-// A slice row holds 64 values and 4 of padding: float4 reads stay aligned, and threads that write
-// one column of the slice (the transposing loads) meet in a bank two at a time, not sixteen.
+// A row of a slice holds 64 values and 4 of padding. float4 reads stay aligned, and threads that
+// write one column of the slice (the transposing loads) have two-way bank conflicts, not
+// sixteen-way.
 constexpr int kPitch = kTile + 4;
 
 struct Slices {
@@ -24,8 +25,8 @@ struct Slices {
   alignas(16) float right[kDepth][kPitch];  // right[k][column]
 };
 
-// Sums of more than kChunk products are built from sums of kChunk: the rounding error of a long
-// chain grows with the square root of its length, that of two short ones far less.
+// Sums of more than kChunk products are built from partial sums of kChunk. The rounding error of a
+// long chain grows with the square root of its length; that of two short chains is far smaller.
 constexpr int kChunk = 128;
 
 struct Accumulator {
@@ -48,8 +49,8 @@ struct KeepAll {
   __device__ __forceinline__ bool operator()(int, int) const { return true; }
 };
 
-// Skips the products beyond the diagonal. They are skipped, not multiplied by zero: 0 * NaN is NaN,
-// and then a later token would show in an earlier one.
+// Skips the products above the diagonal. Multiplying them by zero would not do: 0 * NaN is NaN, so
+// a later token would affect an earlier one.
 template <bool kTransposed>
 struct KeepTriangle {
   int row;    // of the thread's first result
@@ -59,8 +60,8 @@ struct KeepTriangle {
   }
 };
 
-// part += left^T right over one slice, in the order of k; (row, column) is the thread's first
-// result within the tile.
+// part += left^T right over one slice, in the order of k. (row, column) is the position of the
+// thread's first result in the tile.
 template <typename Keep>
 __device__ __forceinline__ void multiply(const Slices& slices, int row, int column,
                                          Accumulator& sum, Keep keep) {

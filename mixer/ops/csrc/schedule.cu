@@ -7,8 +7,8 @@ namespace schedule {
 
 namespace {
 
-// Input that a group of columns may take up in the L2 cache: half of Hopper's 50 MB, since each of
-// its two halves may hold a copy.
+// The input of one group of columns must fit in this much of the L2 cache: half of Hopper's 50 MB,
+// because each of the cache's two halves may hold a copy.
 constexpr int64_t kGroupBytes = 25 << 20;
 
 int workers(const TriangularConvParams& params) { return std::max(1, params.processors / 2); }
@@ -65,8 +65,8 @@ std::vector<std::vector<Tile>> assign(const TriangularConvParams& params) {
     }
   }
 
-  // Each worker got tiles of all columns, evenly. It takes them group by group, so that all work on
-  // the same columns.
+  // Each worker got tiles from all columns, evenly spread. It takes them group by group, so that
+  // all workers are on the same columns at the same time.
   const int64_t column_bytes = int64_t(params.tokens) * chunks * kBlock * 2;
   const int64_t group = std::max<int64_t>(1, kGroupBytes / column_bytes);
   const auto group_of = [&](const Tile& tile) {

@@ -1,7 +1,7 @@
-// What grad-weight has in common on tensor cores of sm_70 and sm_80. Two kernels, as in
-// portable_grad_weight.cu: lower 128 x 128 tiles, the sum over (batch, channels) cut into `splits`
-// ranges whose partial tiles go to the workspace in fp32; then their sum in a fixed order
-// (grad_weight_finish.cuh).
+// What grad-weight shares on the tensor cores of sm_70 and sm_80. Two kernels, as in
+// portable_grad_weight.cu: the first computes the lower 128 x 128 tiles, with the sum over (batch,
+// channels) cut into `splits` ranges whose partial tiles go to the workspace in fp32; the second
+// (grad_weight_finish.cuh) adds them in a fixed order.
 #pragma once
 
 #include "grad_weight_finish.cuh"
@@ -12,22 +12,22 @@ namespace tensor {
 constexpr int kTileSize = kTile * kTile;
 constexpr int kMaxSplits = 128;
 
-// Batch and channels of a head are summed as one dimension, (sample, channel), cut into slices. A
-// vector of 16 bytes never crosses from one sample into the next.
+// The sum runs over (sample, channel of a head) as one dimension, cut into slices. A vector of 16
+// bytes never crosses from one sample into the next.
 __host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvParams& params) {
   const int slice =
       params.dtype == MIXER_FLOAT32 ? Sizes<float>::kSliceDepth : Sizes<__half>::kSliceDepth;
   return ceil_div(static_cast<int64_t>(params.batch) * (params.channels / params.heads), slice);
 }
 
-// The number of ranges with the least time, in units of one slice's product (about half a
-// microsecond). Blocks run in waves as long as one range each, plus a start and an end; then the
-// finishing kernel reads the partial tiles of all ranges.
+// The number of ranges that takes the least time. The unit is one slice's product (about half a
+// microsecond). Blocks run in waves; a wave takes one range plus a start and an end. Then the
+// second kernel reads the partial tiles of all ranges.
 inline int choose_splits(const TriangularConvParams& params) {
-  constexpr double kWaveCost = 24;          // filling the pipeline, storing the tile
-  // a tile's 64 KB written and read, at a GPU's full bandwidth
+  constexpr double kWaveCost = 24;          // filling the pipeline and storing the tile
+  // writing and reading a tile's 64 KB at full bandwidth
   constexpr double kPartialTileCost = 0.1;
-  constexpr double kRangeCost = 0.3;        // the wait for one more value in each thread's sum
+  constexpr double kRangeCost = 0.3;        // waiting for one more value in each thread's sum
   const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads * params.taps;
   const int64_t places =
       static_cast<int64_t>(params.processors > 0 ? params.processors : 1) * kBlocksResident;
@@ -46,7 +46,7 @@ inline int choose_splits(const TriangularConvParams& params) {
   return best;
 }
 
-// Loads the slices of dy and of x, one pair a call.
+// Loads the slices of dy and of x, one pair per call.
 template <typename Element, bool kOneTap>
 struct GradWeightLoader {
   static constexpr int kVector = Sizes<Element>::kVector;
@@ -54,9 +54,9 @@ struct GradWeightLoader {
 
   const TriangularConvParams& params;
   const int width, shift;
-  const Element *left, *right;  // this thread's first vectors of the next slices of dy and of x
-  int left_rows, right_rows;    // rows of the tensors from these on; 0 after the batch
-  int samples_left, channel;    // from this thread's sample on; its channel in the head
+  const Element *left, *right;  // this thread's vectors in the next slices of dy and x
+  int left_rows, right_rows;    // rows of the tensors from there on; 0 after the batch
+  int samples_left, channel;    // samples from this thread's on; its channel in the head
 
   __device__ __forceinline__ GradWeightLoader(const TriangularConvParams& params, int head,
                                               int row0, int column0, int shift, int64_t first_slice)
@@ -90,12 +90,13 @@ struct GradWeightLoader {
     }
   }
 
-  // slice(row, k) = the values of a row from channel k + shift on; zero beyond the tokens, outside
-  // the head and after the batch.
+  // slice(row, k) = the row's values from channel k + shift on; zero beyond the tokens, outside the
+  // head and after the batch.
   template <typename Copies>
   __device__ __forceinline__ void load_rows(Copies& copies, Side side, const Element* vector,
                                             int64_t token_stride, int rows, int shift) const {
-    constexpr int kDown = kThreads / Layout::kVectorsAcross;  // from a thread's vector to its next
+    // slice rows between a thread's vectors
+    constexpr int kDown = kThreads / Layout::kVectorsAcross;
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
       const bool inside = i * kDown < rows;
@@ -111,8 +112,8 @@ struct GradWeightLoader {
   }
 };
 
-// What a block of the first kernel makes. Blocks, fastest first: lower tiles, taps, heads, splits.
-// Blocks that run at once thus read the same range.
+// What a block of the first kernel computes. Blocks, fastest index first: lower tiles, taps, heads,
+// splits. Blocks that run at the same time thus read the same range.
 struct PartialTile {
   LowerTile lower;
   int tap, head;
@@ -135,13 +136,12 @@ struct PartialTile {
   __device__ __forceinline__ bool on_diagonal() const { return lower.row == lower.column; }
 };
 
-// Columns go to the warps as rows do, 16 by 16 in turn. On the diagonal, groups right of their
-// row's number are then above the diagonal in every warp: the same 6 of 16 groups are skipped by
-// all.
+// Columns are assigned to the warps like rows, alternating every 16. On the diagonal, the groups
+// above the diagonal are then the same in every warp: all skip the same 6 of 16 groups.
 __device__ __forceinline__ int first_group_column() { return warp_column() * 16; }
 constexpr int kGroupColumnStep = 32;
 
-// multiply(row_group, column_group) for all groups of a warp that are needed.
+// Calls multiply(row_group, column_group) for all groups of a warp that are needed.
 template <typename Multiply>
 __device__ __forceinline__ void multiply_lower_groups(bool on_diagonal, Multiply&& multiply) {
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ __forceinline__ void multiply_lower_groups(bool on_diagonal, Multiply
   }
 }
 
-// Where this block's tile begins in the workspace.
+// The start of this block's tile in the workspace.
 __device__ __forceinline__ float* partial_tile(const TriangularConvParams& params) {
   return static_cast<float*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * kTileSize;
 }
@@ -174,7 +174,7 @@ inline int64_t workspace_bytes(const TriangularConvParams& params) {
          static_cast<int64_t>(sizeof(float));
 }
 
-// Both kernels; launch(blocks, splits) launches the first.
+// Launches both kernels; launch(blocks, splits) launches the first.
 template <typename Launch>
 cudaError_t launch_grad_weight(const TriangularConvParams& params, Launch&& launch) {
   using grad_weight_finish::finish;

@@ -1,10 +1,9 @@
-// What forward (kTransposed = false) and grad-input (kTransposed = true) have in common on tensor
-// cores of sm_70 and sm_80: which block makes which tile, and what it loads. Row tile [r, r + 128)
-// of y reads tokens [0, r + 128); of dx it reads tokens [r, tokens).
+// What forward (kTransposed = false) and grad-input (kTransposed = true) share on the tensor cores
+// of sm_70 and sm_80: which block computes which tile, and what it loads. Row tile [r, r + 128) of
+// y reads tokens [0, r + 128); row tile [r, r + 128) of dx reads tokens [r, tokens).
 //
-// Columns of the result run through batch and channels of a head as one dimension, (sample,
-// channel), so that a narrow head wastes no part of a tile. A vector of 16 bytes never crosses from
-// one sample into the next.
+// The columns of the result are (sample, channel of a head) as one dimension, so that a narrow head
+// wastes no part of a tile. A vector of 16 bytes never crosses from one sample into the next.
 #pragma once
 
 #include "tensor_tile.cuh"
@@ -26,14 +25,14 @@ __host__ __device__ inline int row_tiles(const TriangularConvParams& params) {
   return static_cast<int>(ceil_div(params.tokens, kTile));
 }
 
-// Blocks go through groups of column tiles; inside a group through row tiles, those with the
-// longest sums first; inside a row tile through the group's columns. A group has about
-// kBlocksPerGroup blocks, two for each place on a large GPU, so what it reads of x or dy (16 MB in
-// 16 bits) stays in the L2 cache from its first row tile to its last.
+// Blocks go through groups of column tiles; within a group through row tiles, longest sums first;
+// within a row tile through the group's columns. A group has about kBlocksPerGroup blocks, two for
+// each that a large GPU runs at once, so the part of x or dy that it reads (16 MB in 16 bits) stays
+// in the L2 cache from its first row tile to its last.
 constexpr int kBlocksPerGroup = 512;
 
-// The tile of a block; the first one, where each column has only `rows` blocks, which go on to its
-// other row tiles.
+// The tile of a block. If each column has only `rows` blocks, it is the first of the row tiles that
+// the block computes.
 template <bool kTransposed>
 __host__ __device__ inline Tile locate(const TriangularConvParams& params, int block, int rows) {
   const int per_head = static_cast<int>(column_tiles(params));
@@ -51,7 +50,7 @@ __host__ __device__ inline Tile locate(const TriangularConvParams& params, int b
 
 // ----------------------------------------------------------------------------------------- loading
 
-// Loads the slices of W and of x (or dy), one pair a call: tap by tap, tokens ascending.
+// Loads the slices of W and of x (or dy), one pair per call: tap by tap, tokens ascending.
 template <typename Element, bool kTransposed, bool kOneTap>
 struct ProductLoader {
   static constexpr int kVector = Sizes<Element>::kVector;
@@ -62,8 +61,8 @@ struct ProductLoader {
   const TriangularConvParams& params;
   const Element* weight;  // of this head and tap
   const Element* input;   // of this thread's sample and this head
-  int channel, width;     // this thread's first channel in the head; `width` if it has none
-  // first row of the result's tile; of the next slices the tap and the first token
+  int channel, width;     // this thread's first channel in the head, or `width` if it has none
+  // first row of the result's tile; tap and first token of the next slices
   int row0, tap, depth;
 
   __device__ __forceinline__ ProductLoader(const TriangularConvParams& params, const Tile& tile)
@@ -78,7 +77,7 @@ struct ProductLoader {
     start(tile.row0);
   }
 
-  // Goes to the first slices of a row tile; after another one, that must be done.
+  // Moves to the first slices of a row tile. A previous row tile must be finished.
   __device__ __forceinline__ void start(int new_row0) {
     row0 = new_row0;
     depth = first();
@@ -111,8 +110,8 @@ struct ProductLoader {
     if (++tap == params.taps) weight -= params.taps * tap_size();
   }
 
-  // slice(row, k) = W[row, k], or W[k, row] when transposed: rows of W lie one below the other in
-  // both.
+  // slice(row, k) = W[row, k], or W[k, row] when transposed. In memory, rows of W follow one
+  // another in both cases.
   template <typename Copies>
   __device__ __forceinline__ void load_weight(Copies& copies) const {
     const int column = (kTransposed ? row0 : depth) + vector_across<WeightLayout>() * kVector;

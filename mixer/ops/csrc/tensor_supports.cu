@@ -1,5 +1,5 @@
-// Which calls the tensor core kernels of sm_70 and sm_80 can serve: those in which every vector of
-// 16 bytes lies on 16 bytes.
+// Which calls the tensor core kernels of sm_70 and sm_80 support: those whose 16-byte vectors are
+// all 16-byte aligned.
 #include "kernels.h"
 #include "numeric.cuh"
 
@@ -11,8 +11,8 @@ bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
 }
 
-// A tensor of (batch, tokens, channels); a null pointer and its zero strides are aligned. The
-// stride of a dimension of size one is never used and may be anything.
+// Whether a (batch, tokens, channels) tensor is aligned. A null pointer with zero strides is. The
+// stride of a dimension of size one is never used, so it may have any value.
 bool is_aligned(const TriangularConvParams& params, const void* pointer, int64_t batch_stride,
                 int64_t token_stride, int64_t size) {
   return is_aligned(pointer) && (params.batch <= 1 || batch_stride * size % kVectorBytes == 0) &&

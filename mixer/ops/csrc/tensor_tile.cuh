@@ -1,11 +1,12 @@
 // What the tensor core kernels of sm_70 and sm_80 share: 4 warps hold a 128 x 128 tile of the
-// result in registers and multiply slices that lie in shared memory, several stages of them.
+// result in registers and multiply slices that lie in several stages of shared memory.
 //
-// A slice of a factor is 128 rows (rows of the result for the left factor, its columns for the
-// right one) by 64 bytes of depth, 8 KB for every type: 32 values of 16 bits or 16 of 32.
+// A slice of a factor is 128 rows by 64 bytes of depth, 8 KB for every type: 32 values of 16 bits
+// or 16 of 32. (The rows of the left factor are rows of the result, those of the right factor its
+// columns.)
 //
-// How vectors of 16 bytes come from global to shared memory differs from one set to the other: a
-// loader hands each to its `copies`, which have
+// The two sets of kernels differ in how they bring 16-byte vectors from global to shared memory. A
+// loader hands each vector to its `copies`, which have
 //   copy<Layout>(side, i, global, inside)   the vector at `global`; zeros if not `inside`, and then
 //                                           `global` is not read
 //   store<Layout>(side, i, vector)          a vector made in registers
@@ -20,9 +21,9 @@ namespace tensor {
 
 constexpr int kTile = 128;          // rows and columns of a result tile
 constexpr int kThreads = 128;       // 2 x 2 warps
-// on a multiprocessor: one computes while the other waits, or stores its tile
+// per multiprocessor: one computes while the other waits or stores its tile
 constexpr int kBlocksResident = 2;
-constexpr int kVectorBytes = 16;    // what one copy moves
+constexpr int kVectorBytes = 16;    // bytes per copy
 constexpr int kSliceDepthBytes = 64;
 constexpr int kSliceBytes = kTile * kSliceDepthBytes;
 constexpr int kStageBytes = 2 * kSliceBytes;  // the left factor's slice, then the right one's
@@ -47,27 +48,27 @@ __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_row() { return threadIdx.x / 64; }
 __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2; }
 
-// First row of a warp's group. The two rows of warps take turns every 16 rows, so that in a tile on
-// the diagonal, where groups are skipped, all warps have the same work (and with them the four
-// tensor cores, one for each warp of a block).
+// First row of a warp's group. The two rows of warps alternate every 16 rows. In a tile on the
+// diagonal, where groups are skipped, all warps then have the same work, and so do the four tensor
+// cores of a multiprocessor.
 __device__ __forceinline__ int group_row(int group) { return group * kRowStep + warp_row() * 16; }
 
 // ------------------------------------------------------------------------------------------ slices
 //
-// Vectors are written, and fragments read, 8 times 16 bytes at a time; these must lie in 8
-// different sixteenths of a 128-byte line, or they wait for one another. Hence the swizzle: the
-// place of a vector in its line is XORed with bits of its depth (or row) that differ among the 8.
+// Vectors are written, and fragments read, as 8 times 16 bytes at once. To avoid bank conflicts,
+// the 8 must lie in 8 different sixteenths of a 128-byte line. Hence the swizzle: the place of a
+// vector in its line is XORed with bits of its depth (or row) that differ among the 8.
 
 constexpr int kLineBytes = 128;
 
-// The swizzled offset of what lies `bytes` further along a row than what is at offset `own`, where
-// no bit is set in both before swizzling: inside a line the two are XORed, beyond it they add (and
-// become constants of instructions).
+// The swizzled offset of the place `bytes` further along a row than offset `own`. Before swizzling,
+// the two numbers must have no set bits in common. Within a line they are XORed; beyond it they are
+// added, and become constants in the instructions.
 __host__ __device__ __forceinline__ constexpr int add_to_offset(int own, int bytes) {
   return (own ^ (bytes & (kLineBytes - 1))) + (bytes & -kLineBytes);
 }
 
-// Depth lies side by side: slice[row][depth], 4 vectors to a row, two rows to a line.
+// Depth is contiguous: slice[row][depth], 4 vectors per row, two rows per line.
 template <typename Element>
 struct KMajor {
   static constexpr int kVectorsAcross = kSliceDepthBytes / kVectorBytes;
@@ -77,7 +78,7 @@ struct KMajor {
   }
 };
 
-// Rows lie side by side: slice[depth][row].
+// Rows are contiguous: slice[depth][row].
 template <typename Element>
 struct MnMajor {
   static constexpr int kVectorsAcross = kTile * sizeof(Element) / kVectorBytes;
@@ -89,8 +90,8 @@ struct MnMajor {
 };
 
 // 32-bit values are read one by one, since no instruction transposes them. A warp then reads 8
-// neighbours (2 vectors) of 4 depths at once, and the swizzle gives each depth a pair of vectors of
-// its own.
+// neighbours (2 vectors) at 4 depths at once, and the swizzle gives each depth its own pair of
+// vectors.
 template <>
 struct MnMajor<float> {
   static constexpr int kVectorsAcross = kTile * sizeof(float) / kVectorBytes;
@@ -101,7 +102,7 @@ struct MnMajor<float> {
   }
 };
 
-// A slice is filled by all threads: a thread's vectors lie in one column of vectors, kThreads /
+// All threads fill a slice together: a thread's vectors lie in one column of vectors, kThreads /
 // kVectorsAcross rows of the slice apart.
 template <typename Layout>
 __device__ __forceinline__ int vector_across() { return threadIdx.x % Layout::kVectorsAcross; }
@@ -110,7 +111,7 @@ __device__ __forceinline__ int vector_down(int i) {
   return threadIdx.x / Layout::kVectorsAcross + i * (kThreads / Layout::kVectorsAcross);
 }
 
-// Where in a stage this thread's i-th vector of a slice goes.
+// The place in a stage of this thread's i-th vector of a slice.
 template <typename Layout>
 __device__ __forceinline__ int vector_offset(Side side, int i) {
   return side * kSliceBytes + Layout::offset(vector_down<Layout>(i), vector_across<Layout>());
@@ -118,8 +119,8 @@ __device__ __forceinline__ int vector_offset(Side side, int i) {
 
 // -------------------------------------------------------------------------------------------- taps
 
-// Calls `function` with true where there is one tap, as a constant: all vectors are then copied as
-// they lie, and a kernel that knows it decides nothing for each of them.
+// Calls `function` with whether there is one tap, as a compile-time constant. With one tap all
+// vectors are copied as they are, and the kernel needs no branch per vector.
 template <typename Function>
 cudaError_t dispatch_taps(const TriangularConvParams& params, Function&& function) {
   return params.taps == 1 ? function(std::bool_constant<true>())
@@ -128,7 +129,7 @@ cudaError_t dispatch_taps(const TriangularConvParams& params, Function&& functio
 
 // --------------------------------------------------------------------------------- shifted vectors
 
-// The 16 bytes that start `bytes` (even, below 16) into low, high.
+// The 16 bytes that start `bytes` (even, below 16) bytes into (low, high).
 __device__ __forceinline__ uint4 extract(uint4 low, uint4 high, int bytes) {
   uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -142,8 +143,8 @@ __device__ __forceinline__ uint4 extract(uint4 low, uint4 high, int bytes) {
 }
 
 // The vector at channel + shift, zero outside the head. Copies must start at multiples of 16 bytes,
-// so the two aligned vectors that hold it are read and cut. `width` is a multiple of a vector: each
-// lies inside the head or outside.
+// so it reads the two aligned vectors that contain it and cuts it out. `width` is a multiple of the
+// vector size: each aligned vector lies entirely inside or outside the head.
 template <typename Element>
 __device__ __forceinline__ uint4 load_shifted(const Element* head, int channel, int shift,
                                               int width) {

@@ -1,10 +1,10 @@
-// The geometry that all sets of kernels share: taps, and the tiles of a lower triangle.
+// The geometry that all kernels share: taps, and the tiles of a lower triangle.
 #pragma once
 
 #include "numeric.cuh"
 
-// Channels by which a tap looks to the right: (taps - 1) / 2 zeros on the left, as
-// nn.Conv1d(padding="same") has them.
+// The channel offset of a tap. Pads (taps - 1) / 2 zeros on the left, like
+// nn.Conv1d(padding="same").
 __device__ __forceinline__ int tap_shift(int tap, int taps) { return tap - (taps - 1) / 2; }
 
 __host__ __device__ __forceinline__ int64_t lower_tiles(int tokens, int tile) {
@@ -12,7 +12,7 @@ __host__ __device__ __forceinline__ int64_t lower_tiles(int tokens, int tile) {
   return tiles * (tiles + 1) / 2;
 }
 
-// Tiles count along the rows of the triangle: tile = row_tile * (row_tile + 1) / 2 + column_tile.
+// Tiles are numbered along the rows of the triangle: row_tile * (row_tile + 1) / 2 + column_tile.
 struct LowerTile {
   int row, column;  // in tiles
 };

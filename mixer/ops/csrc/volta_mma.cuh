@@ -1,5 +1,5 @@
-// The tensor core instruction of sm_70: mma.m8n8k4. A warp's four *quad pairs* (pair q: lanes 4 q
-// ... 4 q + 3, and these + 16) each multiply 8 x 4 by 4 x 8 values of their own.
+// The tensor core instruction of sm_70: mma.m8n8k4. A warp has four *quad pairs* (pair q: lanes 4 q
+// ... 4 q + 3, and these + 16). Each multiplies its own 8 x 4 by 4 x 8 values.
 #pragma once
 
 #include "tensor_tile.cuh"
@@ -8,24 +8,24 @@ namespace volta {
 
 using namespace tensor;
 
-// A fragment of one warp: 16 rows of a factor (for the right one, columns of the result) and 8 of
-// depth, in two parts of 4 for two mma. Each quad pair has half of the rows, those of the left
-// factor by q % 2, of the right one by q / 2, so that the four multiply 16 x 16. Of its pair's 8
-// rows a lane has in a part
-//   where depth lies side by side: one row, four of depth;
-//   where rows lie side by side:   four rows, one of depth (lane % 4).
+// A fragment of one warp: 16 rows of a factor (for the right one, columns of the result) and a
+// depth of 8, in two parts of depth 4 for two mma. Each quad pair has half of the rows, chosen by q
+// % 2 for the left factor and by q / 2 for the right one, so that together the four multiply 16 x
+// 16. Of its pair's 8 rows a lane holds, in each part,
+//   if depth is contiguous: one row, a depth of four; if rows are contiguous: four rows at one
+//   depth (lane % 4).
 struct Fragment {
   uint2 part[2];
 };
 
-// Rows of the 16 that a quad pair has: from 4 half on four (lanes below 16), and from 8 + 4 half on
-// four (the other lanes).
+// Which rows of the 16 a quad pair has: four from 4 half on (lanes below 16), four from 8 + 4 half
+// on (the other lanes).
 __device__ __forceinline__ int half(Side side) {
   return side == kLeft ? lane() / 4 % 2 : lane() / 8 % 2;
 }
 __device__ __forceinline__ int first_row(Side side) { return lane() / 16 * 8 + half(side) * 4; }
 
-// sum += left right for one part: 16 x 16 values of a warp, 8 of each lane.
+// sum += left right for one part: 16 x 16 values per warp, 8 per lane.
 template <typename LeftLayout, typename RightLayout>
 __device__ __forceinline__ void mma(float (&sum)[8], uint2 left, uint2 right);
 
@@ -46,7 +46,7 @@ MIXER_MMA(MnMajor, MnMajor, "col.row")
 MIXER_MMA(KMajor, KMajor, "row.col")
 #undef MIXER_MMA
 
-// Where value i of a lane lies in the 16 x 16. Values 2 n and 2 n + 1 are neighbours in a row.
+// The position of a lane's value i in the 16 x 16. Values 2 n and 2 n + 1 are neighbours in a row.
 __device__ __forceinline__ int value_row(int i) { return first_row(kLeft) + lane() % 2 + (i & 2); }
 __device__ __forceinline__ int value_column(int i) {
   return half(kRight) * 4 + (lane() & 2) + (i & 1) + (i & 4) * 2;

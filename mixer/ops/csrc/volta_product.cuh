@@ -1,5 +1,5 @@
 // y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on tensor
-// cores: one kernel, since the triangle only turns over.
+// cores. One kernel does both: transposing only flips the triangle.
 #pragma once
 
 #include "kernels.h"
@@ -10,19 +10,19 @@ namespace volta {
 
 // ----------------------------------------------------------------------------------------- storing
 
-// 16 bytes, moved as a whole and computed value by value.
+// 16 bytes, loaded and stored at once, computed value by value.
 union Vector {
   uint4 bits = {};
   Element value[Sizes<Element>::kVector];
 };
 
-// Floats from one row of a group to the next in shared memory; the 8 keep rows that are written at
-// once in different banks.
+// Floats from one row of a group to the next in shared memory. The padding of 8 puts rows that are
+// written at once into different banks.
 constexpr int kGroupPitch = kWarpTile + 8;
 
-// A warp's groups of 16 rows go through shared memory one by one, in fp32: its threads then hold
-// whole vectors, to which bias and residual are added before the only rounding. write_group(group,
-// values) writes this thread's part of a group, kGroupPitch floats from row to row.
+// A warp's groups of 16 rows pass through shared memory one by one, in fp32. Each thread then holds
+// whole vectors, and adds bias and residual to them before the only rounding. write_group(group,
+// values) writes this thread's part of a group; rows are kGroupPitch floats apart.
 template <bool kTransposed, typename WriteGroup>
 __device__ __forceinline__ void store_result(WriteGroup&& write_group, unsigned char* memory,
                                              const TriangularConvParams& params, const Tile& tile) {
@@ -73,11 +73,11 @@ __device__ __forceinline__ void store_result(WriteGroup&& write_group, unsigned 
           result.value[i + j] = from_float<Element>(value);
         }
       }
-      // A plain store would be cut into the parts that `result` was made of.
+      // The compiler would split a plain store into the parts that `result` was made of.
       __stcg(reinterpret_cast<uint4*>(output + static_cast<int64_t>(row) * params.channels),
              result.bits);
     }
-    __syncwarp();  // the values have been read before the next group's overwrite them
+    __syncwarp();  // the values have been read before the next group overwrites them
   }
 }
 
@@ -110,12 +110,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
     const int lead = tile.row0 - (depth + mma_step * kMmaDepth);
     const bool on_diagonal = kTransposed ? lead + kTile > 0 : lead < kMmaDepth;
     if (on_diagonal) {
-      // Groups of 16 rows whose W is all zero here are skipped, so what is infinite or NaN in x
-      // stays in its 16 tokens.
+      // Skips groups of 16 rows whose W is all zero here, so that an infinity or NaN in x does not
+      // spread beyond its 16 tokens.
 #pragma unroll
       for (int group = 0; group < kWarpGroups; ++group) {
-        // The most that a row of W is below its column, over the group's 16 rows and the step's
-        // tokens.
+        // The maximum of row of W - column of W over the group's 16 rows and the step's tokens.
         const int most =
             kTransposed ? kMmaDepth - 1 - (lead + group_row(group)) : lead + group_row(group) + 15;
         if (most >= 0) multiply_row_group(group);

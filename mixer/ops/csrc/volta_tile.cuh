@@ -1,6 +1,6 @@
-// What the sm_70 kernels share beside tensor_tile.cuh: slices come from global memory through
-// registers, which hold those of the next step while this one is multiplied, and lie in two stages
-// of shared memory. A fragment takes 8 of depth, so a slice is four steps.
+// What the sm_70 kernels share besides tensor_tile.cuh: slices pass from global memory through
+// registers, which hold the next step's slices while this one is multiplied, to two stages of
+// shared memory. A fragment takes a depth of 8, so a slice is four steps.
 #pragma once
 
 #include "volta_mma.cuh"
@@ -13,10 +13,10 @@ constexpr int kStages = 2;
 constexpr int kMmaDepth = 8;
 constexpr int kMmaSteps = Sizes<Element>::kSliceDepth / kMmaDepth;
 #if __CUDA_ARCH__ >= 800
-// newer GPUs, where these kernels run for tests alone, need registers to imitate m8n8k4
+// newer GPUs, where these kernels only run in tests, need registers to emulate m8n8k4
 constexpr int kUnrolledSteps = 1;
 #else
-// fragments of the next step are read while this one is multiplied
+// the fragments of the next step are read while this one is multiplied
 constexpr int kUnrolledSteps = kMmaSteps;
 #endif
 // 32 KB: two blocks fit in the 64 KB of sm_75 as well
@@ -48,9 +48,9 @@ struct HeldCopies {
 
 // --------------------------------------------------------------------------------------- fragments
 
-// Rows [row, row + 16) at one step's depth, row a multiple of 16: one vector of a lane's row. The 8
-// lanes that read at once have 8 neighbouring rows, or 4 and the same 4, so the swizzle keeps them
-// apart.
+// Rows [row, row + 16) at one step's depth (row is a multiple of 16): each lane reads one vector of
+// its row. The 8 lanes that read at once have 8 neighbouring rows, or 4 rows twice, so the swizzle
+// prevents bank conflicts.
 template <Side kSide>
 __device__ __forceinline__ Fragment load_fragment(KMajor<Element>, const unsigned char* slice,
                                                   int row, int step) {
@@ -60,8 +60,8 @@ __device__ __forceinline__ Fragment load_fragment(KMajor<Element>, const unsigne
   return {{make_uint2(vector.x, vector.y), make_uint2(vector.z, vector.w)}};
 }
 
-// The same where rows lie side by side: half a vector at each of two depths. The 16 lanes that read
-// at once have 4 depths, which the swizzle keeps apart, and both halves of a vector, or the same
+// The same if rows are contiguous: half a vector at each of two depths. The 16 lanes that read at
+// once have 4 depths, which the swizzle separates, and either both halves of a vector or the same
 // half twice.
 template <Side kSide>
 __device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, const unsigned char* slice,
@@ -81,7 +81,7 @@ __device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, const unsign
 
 // ---------------------------------------------------------------------------------- multiplication
 
-// A warp's part of the result, by groups of 16 x 16.
+// A warp's part of the result, in groups of 16 x 16.
 struct Accumulator {
   float value[kWarpGroups][kWarpGroups][8] = {};
 };
@@ -103,8 +103,8 @@ __device__ __forceinline__ void multiply_groups(Accumulator& sum, const Fragment
   }
 }
 
-// Runs through `steps` slices, one at least. load(copies) reads the next slices; multiply(mma_step,
-// fragments) uses them. While one step is multiplied, the vectors of the next are on their way from
+// Multiplies `steps` slices, at least one. load(copies) reads the next slices; multiply(mma_step,
+// fragments) uses them. While one step is multiplied, the vectors of the next are loaded from
 // global memory. A warp's column group g starts at column first_column + g * kColumnStep.
 template <typename LeftLayout, typename RightLayout, int kColumnStep, typename Load,
           typename Multiply>

@@ -2,9 +2,9 @@
 //
 //     cases SEED COUNT [OPERATION|any [PLAN|any]]
 //
-// ends with status 0 and a line `OPERATION PLAN: cases` for each that was run, or with status 1 at
-// the first failure. Inputs are small integers: every sum is exact, whatever its order, and results
-// must be equal bit for bit.
+// Exits with status 0 after printing a line `OPERATION PLAN: cases` for each that was run, or with
+// status 1 at the first failure. Inputs are small integers: every sum is exact in any order, so
+// results must be equal bit for bit.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,7 +33,7 @@ float rounded(int type, float value) {
   return type == MIXER_BFLOAT16 ? __bfloat162float(__float2bfloat16_rn(value)) : value;
 }
 
-// Values of one type on the "device", NaN until they are set, with guards on both sides.
+// Values of one type on the "device", NaN until they are set, with guard values on both sides.
 class Buffer {
  public:
   Buffer(size_t count, int type)
@@ -67,7 +67,7 @@ class Buffer {
     return reinterpret_cast<const float*>(data_)[index];
   }
 
-  // Nobody has written outside.
+  // Checks that nothing was written outside.
   void check_guards() const {
     for (const char* byte = memory_.data(); byte < data_; ++byte) EMULATOR_CHECK(*byte == kFill);
     const char* end = memory_.data() + memory_.size();
@@ -84,7 +84,7 @@ class Buffer {
   char* data_;
 };
 
-// what lies between the values is NaN
+// the gaps between the rows
 enum Layout { kContiguous, kTokensFirst, kPadded, kLayouts };
 
 // A random (batch, tokens, channels) tensor.
@@ -186,7 +186,7 @@ void compare(const char* what, int a, int b, int c, float got, float want) {
     emulator::fail("%s MISMATCH at (%d, %d, %d): got %g want %g", what, a, b, c, got, want);
 }
 
-// The schedule where the kernels read it: aligned to 16 bytes.
+// The schedule as the kernels read it: aligned to 16 bytes.
 class Schedule {
  public:
   explicit Schedule(const TriangularConvParams& params) {
@@ -203,8 +203,8 @@ class Schedule {
   int32_t* first_;
 };
 
-// A random lower triangle for each head and tap, packed as pack.cu does: rows padded to a multiple
-// of 8, zeros above the diagonal.
+// A random lower triangle per head and tap, packed as in pack.cu: rows padded to a multiple of 8,
+// zeros above the diagonal.
 class Weight {
  public:
   Weight(const TriangularConvParams& params, std::mt19937& random)
@@ -382,8 +382,8 @@ int one_of(const int (&values)[kCount], std::mt19937_64& random) {
   return values[random() % kCount];
 }
 
-// At random, around the sizes at which plans, tiles, blocks and boxes end. With few processors
-// clusters have many tiles.
+// Chooses sizes at random, near those where plans, tiles, blocks and boxes change. With few
+// processors, clusters have many tiles.
 Case choose(std::mt19937_64& random, int operation) {
   const int tokens[] = {1,   63,  64,  65,  128, 130, 192, 200, 256,  257,
                         300, 320, 384, 450, 512, 513, 577, 640, 1000, 1100};
@@ -412,7 +412,7 @@ Case choose(std::mt19937_64& random, int operation) {
   return c;
 }
 
-// Some cases would take seconds.
+// Skips cases that would take seconds.
 bool is_cheap(const Case& c) {
   return double(c.tokens) * c.tokens * c.batch * c.heads * c.taps * ((c.width + 63) / 64) <= 1.6e7;
 }

@@ -1,8 +1,8 @@
-// The emulator: see emulator.h for what it does and what it leaves out. In order: state, waiting,
+// The emulator; emulator.h says what it does and what it leaves out. In order: state, waiting,
 // collectives, barriers, TMA, matrices, events, the scheduler.
 //
-// All delays and orders come from one generator of random bits, seeded for each case: a failure
-// comes again with its seed.
+// All delays and orders come from one random number generator, seeded for each case, so a failure
+// can be reproduced from its seed.
 #include "emulator.h"
 
 #include <stdarg.h>
@@ -31,7 +31,7 @@ constexpr int kFirstShared = 1024;
 constexpr int kMostFibers = kBlocks * 640;
 constexpr size_t kStackBytes = 48 << 10;
 constexpr int kBoxRows = 64, kRowBytes = 128, kBoxBytes = kBoxRows * kRowBytes, kChunk = 16;
-// lies where an mbarrier does, and at the beginning of a tensor map
+// found in memory where an mbarrier is, and at the start of a tensor map
 constexpr uint64_t kMagic = 0xfeedfacecafebeefull;
 // of a shared address; the bits above are the rank of its block
 constexpr uint32_t kAddressMask = 0xffffff;
@@ -47,7 +47,7 @@ struct Barrier {
   uint64_t phase = 0;
 };
 
-// A meeting of many threads: `generation` counts how often all have come.
+// A collective of many threads: `generation` counts how often it has completed.
 struct Meeting {
   int arrived = 0;
   uint64_t generation = 0;
@@ -56,7 +56,7 @@ struct Meeting {
 struct Block {
   char* memory;
   std::vector<Barrier> barriers;        // by address / 8
-  // by address / 16: 1 + the thread that has written there and not fenced since, or 0
+  // by address / 16: 1 + the thread that wrote there without a fence since, or 0
   std::vector<short> unfenced;
   Meeting sync, named[16];
 };
@@ -86,7 +86,7 @@ struct Fiber {
   std::vector<int> written;      // places in Block::unfenced
 };
 
-// One warp's share of a wgmma: 16 rows.
+// One warp's part of a wgmma: 16 rows.
 struct Product {
   int columns;
   bool is_half, left_transposed, right_transposed, accumulate;
@@ -103,16 +103,16 @@ struct Product {
 
 struct Warp {
   int live_lanes = 32;
-  // The collective that its lanes are at.
+  // The collective that its lanes have reached.
   Meeting meeting;
   int collective = 0;
   const void* argument[32] = {};
-  // Its products, in order, those that are done gone.
+  // Its products, in order, without the finished ones.
   std::deque<Product> products;
   int products_done = 0;
   std::vector<int> group_ends;  // committed groups, each the number of products up to its end
   uint64_t last_product_due = 0;
-  // For the scheduler.
+  // Used by the scheduler.
   uint64_t starves_until = 0, priority = 0;
 };
 
@@ -126,7 +126,7 @@ struct Map {
 
 enum class EventType { kLoad, kStore, kArrival, kProduct };
 
-// Something that happens at turn `due`; `key` orders those of one turn at random.
+// Something that happens at turn `due`; a random `key` orders the events of one turn.
 struct Event {
   uint64_t due, key;
   EventType type;
@@ -159,7 +159,7 @@ std::vector<Event> events;  // a heap, the next in front
 uint64_t turn;
 int loads_in_flight;
 
-// How this cluster is treated.
+// How the scheduler treats this cluster.
 enum Treatment { kUniform, kStarving, kPriorities, kSlow };
 int treatment;
 int load_delay, store_delay, product_delay, arrival_delay;
@@ -182,8 +182,8 @@ std::string describe(const Fiber& fiber) {
   return text;
 }
 
-// Where each warp is, lanes that wait alike once, and all barriers, by their place in shared
-// memory.
+// Prints where each warp waits (lanes that wait alike once) and the state of all barriers, by their
+// place in shared memory.
 void report() {
   if (fiber_count == 0) return;
   int lines = 0;
@@ -230,8 +230,8 @@ void fail(const char* format, ...) {
 
 // ----------------------------------------------------------------------------------------- waiting
 
-// Saves the callee's registers on this stack and goes on from another one. (ucontext makes a system
-// call each time.)
+// Saves the callee-saved registers on this stack and continues on another one. (ucontext would make
+// a system call each time.)
 asm(R"(
 .globl emulator_switch
 emulator_switch:
@@ -247,15 +247,15 @@ namespace {
 
 void to_scheduler() { emulator_switch(&current->stack, scheduler_stack); }
 
-// Lets others go first, once in `odds` times.
+// Yields to other threads, once in `odds` times.
 void maybe_yield(int odds) {
   if (random_below(odds) != 0) return;
   current->wait = Wait::kNothing;
   to_scheduler();
 }
 
-// Waiting for a parity passes if the phase before the current one has it: of earlier ones a barrier
-// knows nothing.
+// A wait for a parity passes if the phase before the current one has that parity. A barrier does
+// not remember earlier phases.
 bool passes(const Barrier& barrier, uint32_t parity) { return ((barrier.phase - 1) & 1) == parity; }
 
 bool stores_have_read(const Fiber& fiber, int allowed) {
@@ -305,7 +305,7 @@ void wait_for_generation(const Meeting& meeting, const char* where) {
 
 enum Collective { kWarpSync = 1, kStoreMatrix, kLoadMatrix, kCommit, kWaitProducts };
 
-// All lanes of a warp meet; the last to come does `action` on the arguments of all.
+// All lanes of a warp meet; the last to arrive runs `action` on the arguments of all.
 template <typename Argument, typename Action>
 void collective(Collective which, Argument& argument, Action action) {
   Warp& warp = own_warp();
@@ -366,7 +366,7 @@ uint32_t shared_address(const void* pointer) {
 
 namespace {
 
-// The offset of an address, which must be this block's.
+// The offset of an address, which must belong to this block.
 uint32_t own_offset(uint32_t address, uint32_t bytes, uint32_t alignment) {
   if (address >> 24 != uint32_t(current->block)) fail("address %x is another block's", address);
   const uint32_t offset = address & kAddressMask;
@@ -426,8 +426,8 @@ void push(Event event) {
   std::push_heap(events.begin(), events.end(), is_later);
 }
 
-// An arrival at the own block releases what this thread did before, arrivals at the other block
-// included.
+// An arrival at the thread's own block releases what this thread did before, including its arrivals
+// at the other block.
 void wait_for_remote_arrivals() {
   if (current->remote_arrivals > 0) wait_for(Wait::kRemote, "remote arrivals");
 }
@@ -529,8 +529,8 @@ const Map* map_of(const CUtensorMap* map, int rank) {
   return found;
 }
 
-// For each row of an event's box: its number, where it lies in the tensor (null: outside), how many
-// of its 64 values do.
+// For each row of an event's box: its number, its place in the tensor (null if outside), and how
+// many of its 64 values are inside.
 template <typename Action>
 void each_row(const Event& event, Action action) {
   const Map& map = *event.map;
@@ -645,7 +645,7 @@ void fence_async_proxy() {
 
 namespace {
 
-// Each lane names a row, 16 bytes, and holds two values of each of the four 8 x 8 matrices.
+// Each lane addresses a row of 16 bytes and holds two values of each of the four 8 x 8 matrices.
 struct LaneMatrix {
   uint32_t row;
   uint32_t* value;
@@ -664,7 +664,7 @@ void each_pair(char* memory, const LaneMatrix** lanes, Action action) {
   }
 }
 
-// What the 65536 values of 16 bits are: [0] as bf16, [1] as fp16.
+// All 65536 values of 16 bits, as numbers: [0] as bf16, [1] as fp16.
 struct ValueTable {
   float value[2][65536];
 
@@ -681,8 +681,8 @@ struct ValueTable {
 };
 const ValueTable table;
 
-// 8 values where a descriptor leads: the swizzle flips the chunk by the row in groups of 8, from
-// the address alone.
+// The 8 values that a descriptor points to. The swizzle XORs the chunk with the row within groups
+// of 8, using the address alone.
 const uint16_t* swizzled(int block, uint32_t address) {
   address ^= (address >> 7 & 7) << 4;
   if (int(address) < shared_begin || int(address) + kChunk > shared_begin + shared_bytes) {
@@ -691,9 +691,9 @@ const uint16_t* swizzled(int block, uint32_t address) {
   return reinterpret_cast<const uint16_t*>(blocks[block].memory + address);
 }
 
-// Reads `count` rows (of the left operand) or columns (of the right) from `first` on, 16 deep,
-// through the lower half of a descriptor. The value at (depth, index) goes to out[depth *
-// depth_step + index * index_step].
+// Reads `count` rows (of the left operand) or columns (of the right one) from `first` on, with a
+// depth of 16, through the lower half of a descriptor. The value at (depth, index) goes to
+// out[depth * depth_step + index * index_step].
 void fetch(int block, uint32_t descriptor, bool is_transposed, int first, int count, bool is_half,
            float* out, int depth_step, int index_step) {
   if (descriptor & 0xc000c000) fail("descriptor %x: bits outside of the fields", descriptor);
@@ -723,7 +723,7 @@ void fetch(int block, uint32_t descriptor, bool is_transposed, int first, int co
   }
 }
 
-// Where value `i` of the sums of a lane lies in its warp's 16 rows.
+// The position of a lane's sum `i` in its warp's 16 rows.
 int sum_row(int lane, int i) { return lane / 4 + i % 4 / 2 * 8; }
 int sum_column(int lane, int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
 
@@ -767,8 +767,8 @@ void stmatrix(uint32_t address, const uint32_t* value) {
   collective(kStoreMatrix, own, [memory](const LaneMatrix** lanes) {
     each_pair(memory, lanes, [](char* place, const uint32_t* pair) { memcpy(place, pair, 4); });
   });
-  // A fence counts for what its own thread wrote. Here the row is the lane's that names it: all
-  // lanes fence alike.
+  // A fence covers the writes of its own thread. Here the row belongs to the lane that addresses
+  // it, because all lanes fence alike.
   own_block().unfenced[own.row / kChunk] = current->thread + 1;
   current->written.push_back(own.row / kChunk);
 }
@@ -783,7 +783,8 @@ void ldmatrix(uint32_t address, uint32_t* value) {
 
 void wgmma_fence() { current->is_fenced = true; }
 
-// Lanes come one by one; the product starts when the last has come. Those of a warp run in order.
+// Lanes arrive one by one; the product starts when the last has arrived. The products of a warp run
+// in order.
 void wgmma(float* sum, int columns, bool is_half, bool left_transposed, bool right_transposed,
            uint32_t left, uint32_t right, bool accumulate) {
   if (!current->is_fenced) fail("wgmma without wgmma.fence");
@@ -828,7 +829,7 @@ void wgmma_wait(int pending) {
 
 namespace {
 
-// A part of a box lands.
+// Part of a box lands.
 void finish_load(const Event& event) {
   char* memory = blocks[event.block].memory;
   each_row(event, [&](int row, const char* source, int values) {
@@ -842,7 +843,7 @@ void finish_load(const Event& event) {
   end_phase_if_complete(barrier_at(event.block, event.barrier));
 }
 
-// A box is read, and written at once.
+// Reads a box and writes it out in one step.
 void finish_store(const Event& event) {
   char* memory = blocks[event.block].memory;
   each_row(event, [&](int row, char* target, int values) {
@@ -902,7 +903,7 @@ void prepare_fiber(Fiber& fiber, int index, char* stack_end) {
   fiber = Fiber();
   fiber.block = index / block_threads;
   fiber.thread = index % block_threads;
-  // a function begins 8 bytes off a multiple of 16
+  // at its start, a function's stack pointer is 8 bytes off a multiple of 16
   void** stack = reinterpret_cast<void**>(stack_end - 8);
   *--stack = reinterpret_cast<void*>(run_fiber);
   // the registers that emulator_switch takes from there
@@ -941,7 +942,7 @@ void prepare_cluster() {
   for (Warp& warp : warps) warp.priority = random_bits();
 }
 
-// Decides which warp goes on. Nothing here is fair, on purpose.
+// Decides which warp runs next. It is unfair on purpose.
 struct Scheduler {
   const int warp_count = int(warps.size());
   int slow_warp;
@@ -961,8 +962,8 @@ struct Scheduler {
     slow_warpgroup = random_below(3) ? ~0ull : random_below(10);
   }
 
-  // Now and then some warps get no turn for a while: one, its warpgroup, its block, the block's
-  // loaders, or one loader.
+  // Now and then some warps get no turn for a while: one warp, its warpgroup, its block, the
+  // block's loaders, or one loader.
   void starve_some() {
     if (treatment == kUniform || random_below(150) != 0) return;
     const uint64_t turns = random_below(random_below(4) ? 300 : 5000);
@@ -999,7 +1000,8 @@ struct Scheduler {
     return is_slow || warps[warp].starves_until > turn;
   }
 
-  // A warp that can run, searched from `first` on, or -1. With `even_starving` nobody is left out.
+  // The first warp from `first` on that can run, or -1. With `even_starving`, starved warps count
+  // too.
   int choose(int first, bool even_starving) {
     if (favoured > 0 && !even_starving) {
       --favoured;
@@ -1022,7 +1024,7 @@ struct Scheduler {
     return best;
   }
 
-  // The warp of this turn, or -1: time goes on to the next event.
+  // The warp of this turn, or -1: then time advances to the next event.
   int next(int first) {
     is_anybody_starving = false;
     int best = choose(first, false);
@@ -1040,8 +1042,8 @@ struct Scheduler {
     return best;
   }
 
-  // Each lane that can run does, until it next gives way; now and then some are left out. Returns
-  // how many ended.
+  // Runs each lane that can run until it yields; now and then some are left out. Returns how many
+  // ended.
   int run_warp(int warp, int cluster, bool leaves_out_lanes) {
     favourite = warp;
     if (favoured == 0 && random_below(16) == 0) favoured = random_below(20);

@@ -1,11 +1,10 @@
 // Runs the Hopper kernels of mixer/ops/csrc on the CPU, to find hangs, races and wrong barrier
 // counts without a GPU.
 //
-// The kernels are compiled from their own source, as C++. sources.py changes two things in it: the
-// bodies of the small functions of hopper_ptx.cuh, which hold the PTX, become calls of the
-// functions below; and `kernel<<<...>>>(arguments)` becomes launch(). This header, which comes
-// first in every emulated file, takes care of the rest: CUDA's keywords, threadIdx, __syncthreads
-// ...
+// The kernels are compiled from their own source, as C++. sources.py makes two changes: the
+// functions of hopper_ptx.cuh that hold PTX get bodies that call the functions below, and
+// `kernel<<<...>>>(arguments)` becomes launch(). This header, which every emulated file includes
+// first, defines the rest: CUDA's keywords, threadIdx, __syncthreads and so on.
 //
 // What is emulated
 //   - A cluster of two thread blocks, one after the other through the grid. Each CUDA thread is a
@@ -50,7 +49,7 @@
 
 namespace emulator {
 
-// Prints the message, the case and where everybody waits; ends the process with status 1.
+// Prints the message, the case and where all threads wait, then ends the process with status 1.
 [[noreturn]] void fail(const char* format, ...);
 #define EMULATOR_CHECK(condition)                                                                  \
   do {                                                                                             \
@@ -62,13 +61,13 @@ constexpr int kMostSharedBytes = 232448;  // that a thread block of Hopper can h
 extern std::string context;   // the case that is running, for fail()
 extern std::mt19937_64 random_bits;
 
-// How much has happened so far.
+// The number of events so far.
 struct Counters {
   int64_t turns, events, products, phases;
 };
 extern Counters counters;
 
-// Runs all blocks of a kernel. A kernel without shared memory has no clusters: its threads run one
+// Runs all blocks of a kernel. A kernel without shared memory has no clusters; its threads run one
 // after the other.
 void launch(int blocks, int threads, int shared_bytes, const std::function<void()>& kernel);
 

@@ -1,6 +1,6 @@
-// Runs the kernels for Ampere of mixer/ops/csrc on the CPU (cases.h), for the type ELEMENT:
-// test_ampere.py makes `kernels.inc` of their own source, with the functions of this file in place
-// of PTX. They do what the PTX manual says; a copy arrives no sooner than it is waited for.
+// Runs the Ampere kernels of mixer/ops/csrc on the CPU (cases.h), for the type ELEMENT.
+// test_ampere.py makes `kernels.inc` from their source, with the functions of this file in place of
+// PTX. They follow the PTX manual; a copy arrives at the latest time that the waits allow.
 #include "threads.h"
 
 namespace emulator {

@@ -2,9 +2,9 @@
 //
 //     emulator SEED COUNT
 //
-// ends with status 0, or with 1 at the first case that differs. There is NaN around tensors and
-// wherever nothing was written. Inputs are small integers: every sum is exact, whatever its order.
-// What includes this file says whose `kernels`, of which Element.
+// Exits with status 0, or with 1 at the first case that differs. There is NaN around tensors and
+// wherever nothing was written. Inputs are small integers: every sum is exact in any order. The
+// including file defines `kernels` and Element.
 #pragma once
 
 namespace {
@@ -92,7 +92,7 @@ bool run_case() {
     return packed.get((static_cast<int64_t>(head * p.taps + tap) * p.tokens + row) * p.columns +
                       column);
   };
-  // In the first sample one token of each may be bad.
+  // In the first sample, one token of x and one of dy may be infinite or NaN.
   const int bad_x = kIsCausal && below(3) == 0 ? below(p.tokens) : p.tokens,
             bad_dy = kIsCausal && below(3) == 0 ? below(p.tokens) : -1;
   for (int c = 0; c < p.channels; ++c) {

@@ -1,9 +1,9 @@
-// A GPU for kernels of one-dimensional blocks, on the CPU: threads, barriers, shuffles and
-// launches.
+// Emulates a GPU on the CPU for kernels with one-dimensional blocks: threads, barriers, shuffles
+// and launches.
 //
-// The threads of a block are fibers. A random warp goes on until it has to wait, one for long or
-// all in turn, so that a missing barrier shows; shared memory starts as NaN. Not emulated: time,
-// registers, bank conflicts.
+// The threads of a block are fibers. A random warp runs until it has to wait; some warps run for
+// long, others take turns, so that a missing barrier shows. Shared memory starts as NaN. Not
+// emulated: time, registers, bank conflicts.
 #pragma once
 
 #include <setjmp.h>
@@ -36,7 +36,7 @@ enum Group { kBlock, kWarp };
 
 struct Fiber {
   ucontext_t start;
-  // setjmp and longjmp, once it has started: they ask nothing of the operating system
+  // after the start, setjmp and longjmp switch fibers without system calls
   jmp_buf place;
   std::vector<char> stack;
   bool has_started, is_done, is_waiting;
@@ -62,7 +62,7 @@ void wait() {
   if (!_setjmp(me.place)) _longjmp(scheduler, 1);
 }
 
-// Waits for all threads of the block or the warp, which must come to the same place. The last one
+// Waits for all threads of the block or the warp, which must reach the same place. The last one
 // does `work` for all.
 template <typename Work>
 void meet(Group group, int line, Work work) {
@@ -85,7 +85,7 @@ void meet(Group group, int line, Work work) {
 }
 void meet(Group group, int line) { meet(group, line, [] {}); }
 
-// What each thread of the warp gives, before any goes on.
+// The values of all threads of the warp, before any thread continues.
 template <typename Value>
 Value exchange(Value value, int from) {
   static Value given[kMostThreads];

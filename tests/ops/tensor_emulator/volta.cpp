@@ -1,6 +1,6 @@
-// Runs the Volta kernels of mixer/ops/csrc on the CPU (cases.h): test_volta.py makes `kernels.inc`
-// of their own source, with the functions of this file in place of PTX. mma.m8n8k4 is what the PTX
-// manual says.
+// Runs the Volta kernels of mixer/ops/csrc on the CPU (cases.h). test_volta.py makes `kernels.inc`
+// from their source, with the functions of this file in place of PTX. mma.m8n8k4 follows the PTX
+// manual.
 #include "threads.h"
 
 namespace emulator {
