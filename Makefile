@@ -1,4 +1,5 @@
-# make demo: train, evaluate and sample on the built-in corpus.  make test: all tests.  Both set up .venv first.
+# make demo: trains, evaluates and samples on the built-in corpus.
+# make test: runs all tests. Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -8,8 +9,10 @@ setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev,eval,sm70]"
-	@# The byte code that pip would make on one core, on all cores, and not of the packages' own tests; it may lack some files.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -c constraints.txt -e ".[dev,eval,sm70]"
+	@# Compiles to byte code on all cores (pip uses one), without the packages' own tests.
+	@# A failure is ignored: Python compiles what is missing on import.
 	-$(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal)/' .venv/lib
 	touch $@
 
@@ -19,18 +22,20 @@ demo: setup
 	$(BIN)/python -m mixer.report runs/demo
 	$(BIN)/python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 
-# Three workers for two cores: the tests that start, kill and await real processes wait half of their time.
+# Three workers on two cores: tests that start and kill real processes wait half of the time.
 test: setup
 	$(BIN)/python -m pytest -n 3 --dist loadgroup --maxfail 10
 
-# On a GPU: no access out of bounds, no race, no barrier that part of a block misses.
+# Needs a GPU. Checks the kernels for out-of-bounds accesses, races and divergent barriers.
 .PHONY: sanitize
 sanitize: setup
 	for tool in memcheck racecheck synccheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest tests/ops/test_ops_cuda.py -k "raw or agree" || exit 1; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(BIN)/python -m pytest tests/ops/test_ops_cuda.py -k "raw or agree" || exit 1; \
 	done
 
-# A run of two processes killed at random so many times must end as an undisturbed one: make soak KILLS=5
+# Kills a run of two processes KILLS times at random moments; the result must be that of a run that
+# was never killed. A shorter one: make soak KILLS=5
 KILLS ?= 50
 soak: setup
 	MIXER_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/checkpoints/test_resume.py -k killed_at_random
@@ -39,14 +44,17 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The oldest packages that work, in an environment of their own.
+# Tests with the oldest supported packages, in a separate environment.
 .PHONY: test-min
 test-min:
 	$(PYTHON) -m venv build/venv-min
-	build/venv-min/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-min.txt -e ".[dev]"
-	build/venv-min/bin/python -m pytest tests/ops/test_ops.py tests/models/test_model.py tests/training/test_config.py tests/data/test_data.py
+	build/venv-min/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints-min.txt -e ".[dev]"
+	build/venv-min/bin/python -m pytest tests/ops/test_ops.py tests/models/test_model.py \
+	  tests/training/test_config.py tests/data/test_data.py
 
-# Images, for a user with the id of whoever builds; docker/README.md says which to take and has the other lines.
+# Docker images. The image's user gets the id of whoever builds it. docker/README.md says which image
+# fits which driver and GPU, and has the commands for the others.
 DOCKER_BUILD = docker build -f docker/Dockerfile --build-arg USER_ID=$${SUDO_UID:-$$(id -u)}
 
 .PHONY: docker docker-v100
