@@ -40,7 +40,7 @@ except ImportError:  # loaded with trust_remote_code where this package is not i
 Memory = MixingMemory | Tensor | None
 
 # Of the initial weights "shift": how far back the heads of a block look, block after block from
-# another place in this list on. Every fourth or so looks at the token before.
+# another place in this list on. Every fourth of them looks at the token before.
 LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
 SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
 
