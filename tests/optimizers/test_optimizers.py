@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from mixer.models.masked_mixer.plain import dense
+from mixer.optimizers import muon
 from mixer.optimizers.adamw import AdamW
 from mixer.optimizers.muon import Muon
 from mixer.optimizers.newton_schulz import A, B, C, orthogonalize
@@ -82,6 +83,21 @@ def test_muon_is_torchs_step_by_step(products, allowed, monkeypatch):
         torchs.step()
         for a, b, old in zip(ours, theirs, before, strict=True):
             assert (a - b).norm() <= allowed * (b - old).norm()
+
+
+def test_muon_works_on_matrices_of_a_shape_together_as_far_as_memory_allows(monkeypatch):
+    torch.manual_seed(0)
+    whole, parts = twins([(16, 48)] * 5)
+    stacks, real = [], muon.iterate
+    monkeypatch.setattr(muon, "iterate", lambda x: stacks.append(len(x)) or real(x))
+    for parameters, largest in ((whole, muon.LARGEST_STACK), (parts, 2 * 16 * 48)):
+        monkeypatch.setattr(muon, "LARGEST_STACK", largest)
+        for place, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, place + 1.0).tril()
+        Muon(parameters, lr=0.01).step()
+    assert stacks == [5, 2, 2, 1]
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 class Mixing(nn.Module):
