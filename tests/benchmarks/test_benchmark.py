@@ -321,10 +321,7 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
         torch.zeros(1, 42, dtype=torch.int64), use_cache=True
     )
     kept = 2 * sum(layer.keys[:, :, :42].numel() for layer in cache.past_key_values.layers) / 1e6
-    assert (
-        f"The floor counts the weights alone: {kept:.3g} MB of kept inputs a sample come on top."
-        in text
-    )
+    assert f"The floor leaves out the cache: {kept:.3g} MB of kept inputs per sample." in text
     done = run_python(*command, "--new", "30", output=tmp_path / "refused")
     assert (
         done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stdout
