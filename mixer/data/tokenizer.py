@@ -93,9 +93,8 @@ def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], lis
     Text that spells a special token, such as a literal `<|endoftext|>`, is tokenised as the text it
     is: only the preparation itself puts a separator between documents.
     """
-    backend = Tokenizer.from_str(
-        tokenizer.backend_tokenizer.to_str()
-    )  # a copy: the settings below stay here
+    # A copy, so that the settings below stay here.
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True

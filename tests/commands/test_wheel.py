@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from runs import ROOT
 
 OPERATOR = """

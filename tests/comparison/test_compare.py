@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from launching import run_python
-from runs import read_losses
 
 from mixer.common.errors import UserError
 from mixer.compare import main
 from mixer.comparison import runs
 from mixer.comparison.report import speed_table
-from mixer.comparison.result import Measured, Timing, mixing_share, spread
+from mixer.comparison.result import Measured, Timing, gap, mixing_share, spread
+from runs import read_losses
 
 
 def options(config: Path, output: Path) -> list[str]:
@@ -110,6 +110,20 @@ def test_the_share_of_token_mixing_is_the_speed_missing_to_the_limit():
     models = {name: counted | {"token_mixing_share": s} for name, s in (("a", share), ("b", None))}
     rows = speed_table({"models": models, "limit": limit}).splitlines()
     assert rows[2].endswith("| 28.9% (10.0% to 40.0%) |") and rows[3].endswith("| - |")
+
+
+@pytest.mark.parametrize(
+    ("factors", "within"),
+    (([1.0] * 20, True), ([1.0] * 19 + [1.006], False), ([1.0] * 18 + [1.002] * 2, False)),
+)
+def test_losses_of_backends_must_agree_at_every_step_and_closer_at_the_end(factors, within):
+    """0.5% at each logged step, and 0.1% between the means of the last tenth."""
+    lines = [{"step": step, "loss": 3.0} for step in range(1, 21)]
+    others = [
+        line | {"loss": line["loss"] * factor} for line, factor in zip(lines, factors, strict=True)
+    ]
+    models = [Measured(name, True, None, [], of) for name, of in (("a", lines), ("b", others))]
+    assert gap(*models)["within_tolerance"] is within
 
 
 @pytest.mark.parametrize(

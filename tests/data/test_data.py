@@ -329,6 +329,25 @@ def test_existing_tokenizer_is_used_from_a_directory(tmp_path):
         )
 
 
+def test_a_tokenizer_that_would_cut_texts_does_not_cut_documents(tmp_path):
+    tokenizer = train_tokenizer(made_texts(100), 350)
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.save_pretrained(str(tmp_path / "tok"))
+    texts = made_texts(20, seed=1)
+    prepare(config_of(tmp_path, texts, tokenizer=str(tmp_path / "tok")), quiet)
+    found = [decoded_documents(tmp_path / "prepared", side) for side in ("train", "validation")]
+    assert sorted(sum(found, [])) == sorted(texts)
+
+
+def test_the_tokenizer_is_trained_without_the_validation_text(tmp_path):
+    """Otherwise a word of the validation text could have a token of its own."""
+    validation = corpus(tmp_path / "validation", ["zyzzyva " * 500] * 3)
+    changes = {"validation_path": str(validation), "validation_fraction": 0.01}
+    prepare(config_of(tmp_path, made_texts(30), **changes), quiet)
+    vocabulary = load_tokenizer(tmp_path / "prepared").get_vocab()
+    assert not any("zyz" in token for token in vocabulary) and len(vocabulary) == 300
+
+
 def test_a_long_run_without_a_break_does_not_stall_the_training():
     began = time.monotonic()
     train_tokenizer(["".join(random.Random(0).choices("abcd", k=PIECE))], 300)

@@ -155,6 +155,12 @@ def test_training_needs_no_datasets_wandb_or_matplotlib():
     assert done.stdout.strip() == "[]"
 
 
+def test_a_forward_pass_keeps_no_cache_unless_asked():
+    model = small_model()
+    assert model(tokens()).past_key_values is None
+    assert model(tokens(), use_cache=True).past_key_values.get_seq_length() == 12
+
+
 def test_heads_that_start_as_shifts_pass_on_earlier_tokens():
     """At the start, head h of block l copies the token LAGS[l + h] positions back, plus noise."""
     model = small_model(num_mixer_heads=4, mixing_init="shift", max_position_embeddings=12)

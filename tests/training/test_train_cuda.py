@@ -10,6 +10,7 @@ import signal
 
 import pytest
 import torch
+
 from runs import FSDP, assert_same, read_lines, read_losses
 
 GPUS = torch.cuda.device_count()
