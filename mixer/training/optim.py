@@ -136,7 +136,7 @@ def check_optimizer(config: OptimConfig, accelerator: Accelerator) -> None:
         return
     needs_whole = {"optim.name": config.name != "adamw", "optim.shared_lags": config.shared_lags}
     given = {"optim.name": config.name, "optim.shared_lags": config.shared_lags}
-    wrong = [f"{key} = {given[key]!r}" for key, whole in needs_whole.items() if whole]
+    wrong = [f"{key} = {str(given[key]).lower()}" for key, whole in needs_whole.items() if whole]
     if wrong:
         raise UserError(
             f"{' and '.join(wrong)} with FSDP, which shards the matrices that it works on; allowed "
