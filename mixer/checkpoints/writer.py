@@ -117,8 +117,8 @@ class CheckpointWriter:
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
-        if self.main:
-            self._submit(format.link_best, self.directory, validation_losses, self.say)
+        if self.main:  # a copy: training adds losses while the thread reads them
+            self._submit(format.link_best, self.directory, dict(validation_losses), self.say)
 
     def check(self) -> None:
         """Raises UserError if writing has failed."""
