@@ -93,6 +93,11 @@ BROKEN = {
         BLIND | dict(driver_cuda=(12, 4), nvcc=NVCC_12, gpus=[UNSEEN]),
         {"driver-old": "pip install --force-reinstall torch .*/whl/cu126$"},
     ),
+    "driver too old for torch, on Blackwell": (
+        BLIND | dict(torch_arches=["sm_100"], driver_cuda=(12, 8), nvcc=NVCC_12,
+            gpus=[dataclasses.replace(UNSEEN, capability=(10, 0))]),
+        {"driver-old": "pip install --force-reinstall torch .*/whl/cu128$"},
+    ),
     "driver too old for any torch": (
         BLIND | dict(driver_cuda=(11, 4), nvcc=None, toolkits={"11.8": "/usr/local/cuda-11.8"}),
         {"driver-old": "apt-get install -y nvidia-driver-580",

@@ -32,6 +32,7 @@ from mixer.common.errors import UserError
 from mixer.convert import convert, convert_back
 from mixer.data.tokenizer import train_tokenizer
 from mixer.export import export
+from mixer.export import main as export_command
 from mixer.models.carried_code import CODE
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 from mixer.models.masked_mixer.modeling import logger
@@ -277,10 +278,12 @@ def evaluate(directory: Path, *checkpoints: Path) -> list[dict]:
     )
 
 
-def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path):
+def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path, monkeypatch):
     last, given = finished / "step-12", tmp_path / "given"
     assert {path.name for path in last.iterdir()} >= {path.name for path in CODE}
-    export(last, given, "apache-2.0", "bf16")
+    options = ["--output", str(given), "--license", "apache-2.0", "--dtype", "bf16"]
+    monkeypatch.setattr("sys.argv", ["export", str(last), *options])
+    export_command()
     text = (given / "README.md").read_text()
     card = ModelCard(text)
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"

@@ -123,6 +123,8 @@ def test_operations_counted_by_hand():
     assert counts["useful"] == 3 * (linear + mixing)
     assert counts["token_mixing"] == 3 * mixing
     assert counts["executed"] == 3 * (linear + 2 * 2 * 16 * 12)
+    heads = small_model(num_mixer_heads=2).flops_per_token()  # in- and out-projection besides
+    assert heads["useful"] == 3 * (linear + 2 * 2 * 2 * 16 * 16 + mixing)
     # The kernels multiply tiles of 64 rows up to the diagonal: 129 rows are three of them.
     products = 64 * 64 + 64 * 128 + 1 * 129
     tiled = small_model(mixing_backend="cuda", max_position_embeddings=129).flops_per_token()
