@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import read_lines, read_timeless
 
 from mixer.checkpoints import writer
 from mixer.checkpoints.format import damage, incomplete, link_best, prune, sha256, step_of
 from mixer.checkpoints.restore import find_resume
 from mixer.common.errors import UserError
-from runs import read_lines, read_timeless
 
 
 def good_steps(run: Path) -> list[int]:

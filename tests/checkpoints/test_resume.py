@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from launching import ROOT, Launch, run_python
 from models import small_model
+from runs import RECIPE, assert_same, read_losses, read_timeless, state_files
 from safetensors.torch import load_file
 
 from mixer.checkpoints.config import CheckpointConfig
@@ -29,7 +30,6 @@ from mixer.data.manifest import Manifest
 from mixer.distributed.hosts import Hosts
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from runs import RECIPE, assert_same, read_losses, read_timeless, state_files
 
 KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "3"))
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from launching import run_python
+from runs import read_losses
 
 from mixer.common.errors import UserError
 from mixer.compare import main
 from mixer.comparison import runs
 from mixer.comparison.report import speed_table
 from mixer.comparison.result import Measured, Timing, gap, mixing_share, spread
-from runs import read_losses
 
 
 def options(config: Path, output: Path) -> list[str]:

@@ -13,9 +13,8 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from launching import free_port
-from safetensors.torch import load_file
-
 from runs import FSDP, ROOT, read_losses, read_timeless
+from safetensors.torch import load_file
 
 CONFIGS = sorted((ROOT / "configs/accelerate").glob("*.yaml"))
 

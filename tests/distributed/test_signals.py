@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from runs import ROOT, read_lines
 
 from mixer.checkpoints.format import damage, step_of
-from runs import ROOT, read_lines
 
 LONG = {"steps": 1_000_000, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
 

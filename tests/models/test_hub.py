@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import ModelCard
 from launching import run_python
 from models import generate, lively_model, padded, small_model, tokens
+from runs import ROOT
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -36,7 +37,6 @@ from mixer.export import main as export_command
 from mixer.models.carried_code import CODE
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 from mixer.models.masked_mixer.modeling import logger
-from runs import ROOT
 
 LOAD_ELSEWHERE = """
 import sys, torch

@@ -4,13 +4,13 @@ are.
 
 import pytest
 import torch
+from runs import read_losses
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import load_config
-from runs import read_losses
 
 LLAMA = "model.architecture=llama"
 

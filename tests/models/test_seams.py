@@ -5,6 +5,7 @@ here is trained, saved, loaded, generated from and counted, and nothing in the p
 import pytest
 import torch
 from models import generate, small_model, tokens
+from runs import read_losses
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,6 @@ from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.mixing import TokenMixing, TriangularConv
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from runs import read_losses
 
 
 class Gated(TokenMixing):

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
+from runs import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mixer import MaskedMixerForCausalLM
 from mixer.checkpoints.pretrained import load_masked_mixer
-from runs import ROOT
 
 BEFORE = ROOT / "tests/checkpoints/written_before"
 SAVED = {"small": BEFORE / "runs/small/step-4", "variant": BEFORE / "variant"}

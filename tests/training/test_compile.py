@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from models import small_model, tokens
+from runs import assert_same, read_lines, read_losses
 from safetensors.torch import load_file
 from toolchain import needs_gxx
 
@@ -18,7 +19,6 @@ from mixer.training.loop import train
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
 from mixer.training.parallelize import set_recompute
-from runs import assert_same, read_lines, read_losses
 
 # Eight samples a step on two processes, in micro-batches; an evaluation whose last batches are
 # smaller, or empty on a process.

@@ -6,12 +6,12 @@ import os
 import pytest
 import torch
 from models import small_model, tokens
+from runs import RECIPE, assert_same, read_lines
 
 from mixer.checkpoints.format import damage
 from mixer.common.errors import UserError
 from mixer.training.guard import Guard, Skipped, require_finite
 from mixer.training.optim import OptimConfig, build_optimizer
-from runs import RECIPE, assert_same, read_lines
 
 LONG = {"steps": 200, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from runs import RECIPE, assert_same, read_losses
 from safetensors.torch import load_file
 
 from mixer.common.errors import UserError
@@ -13,7 +14,6 @@ from mixer.comparison.entrants import entrant
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.optim import OPTIMIZERS
-from runs import RECIPE, assert_same, read_losses
 
 LLAMA = "model.architecture=llama"
 

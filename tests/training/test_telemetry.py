@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from runs import ROOT, read_lines
 
 from mixer.common.hardware import peak_tflops
 from mixer.models.architecture import model_config
@@ -20,7 +21,6 @@ from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.training import telemetry
 from mixer.training.config import load_config
 from mixer.training.telemetry import Timer, throughput
-from runs import ROOT, read_lines
 
 
 def test_each_line_holds_what_it_should(write_config, launch, tmp_path):

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from runs import read_lines, read_losses, run
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import check_precision
@@ -14,7 +15,6 @@ from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.optim import OptimConfig, build_optimizer, learning_rate
-from runs import read_lines, read_losses, run
 
 
 def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(

@@ -10,7 +10,6 @@ import signal
 
 import pytest
 import torch
-
 from runs import FSDP, assert_same, read_lines, read_losses
 
 GPUS = torch.cuda.device_count()
