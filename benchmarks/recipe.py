@@ -49,8 +49,7 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_name(output.name + ".json")
     result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
-    result |= {"hardware": hardware(), "commit": options.commit or commit()}
-    result |= {"command": " ".join(["python", *sys.argv]), "reference": plan.get("reference")}
+    result |= {"reference": plan.get("reference")}
     deadline = time.perf_counter() + options.seconds
     for name, changes in plan["runs"].items():
         settings = plan["common"] | dict(text.split("=", 1) for text in overrides) | (changes or {})
@@ -60,7 +59,9 @@ def main() -> None:
         if time.perf_counter() > deadline:
             print(f"not begun for lack of time: {name}", flush=True)
             continue
-        result["runs"][name] = {"settings": settings} | run(name, settings)
+        measured_by = {"hardware": hardware(), "commit": options.commit or commit()}
+        result |= {"command": " ".join(["python", *sys.argv])} | measured_by
+        result["runs"][name] = {"settings": settings} | measured_by | run(name, settings)
         print(f"{name}: {row(name, result)}", flush=True)
         write_text(file, json.dumps(result, indent=1) + "\n")
     write_text(output.with_name(output.name + ".md"), table(result))
@@ -147,16 +148,19 @@ def table(result: dict) -> str:
     lines = ["| " + " | ".join(columns) + " |"]
     lines.append("|---|" + "---:|" * (len(columns) - 1))
     lines += ["| " + " | ".join(found.get(key, "") for key in columns) + " |" for found in rows]
-    device = result["hardware"]["device"]
+    # Files of older plans say once for all runs where they were measured.
+    by = [result | one for one in result["runs"].values()]
+    devices = ", ".join(dict.fromkeys(one["hardware"]["device"] for one in by))
+    torches = ", ".join(dict.fromkeys(one["hardware"]["torch"] for one in by))
+    commits = ", ".join(dict.fromkeys(one["commit"][:10] for one in by))
     return (
         "# Recipes compared\n\n"
         + "\n".join(lines)
         + "\n\nThe time is training alone, without start-up, evaluation and saving. A run's "
         "schedule ends at its last step. The rise is how far the logged training loss climbs after "
         "the warm-up above its lowest value before. Losses are in nats per token.\n\n"
-        f"Measured on {device}, torch {result['hardware']['torch']}; commit "
-        f"{result['commit'][:10]}; `{result['command']}`. The options of each run are in the "
-        "JSON file.\n"
+        f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`. The "
+        "options of each run are in the JSON file.\n"
     )
 
 

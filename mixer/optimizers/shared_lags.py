@@ -13,6 +13,17 @@ The functions here work on all mixing weights of a model at once, in a fixed ord
 import torch
 from torch import Tensor
 
+# Rows of a large matrix are worked on in so many parts. A part has only the columns up to its last
+# row, so that little of the upper triangle is read or written.
+PARTS, LARGE = 4, 2048
+
+
+def row_parts(context: int) -> list[tuple[int, int]]:
+    """The first row of each part, and the row after its last."""
+    parts = PARTS if context >= LARGE else 1
+    ends = [context * part // parts for part in range(parts + 1)]
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
 
 def diagonal_sums(matrix: Tensor) -> Tensor:
     """Sums along the diagonals on and below the main one: (..., context, context) -> (...,
@@ -22,19 +33,27 @@ def diagonal_sums(matrix: Tensor) -> Tensor:
     """
     context = matrix.shape[-1]
     place = torch.arange(context, device=matrix.device)
-    column = place[:, None] - place  # (row, lag)
-    picked = matrix.gather(-1, column.clamp(min=0).expand(matrix.shape))
-    return torch.where(column >= 0, picked, 0).sum(-2)
+    total = matrix.new_zeros(matrix.shape[:-1])
+    for first, end in row_parts(context):
+        rows = matrix[..., first:end, :end]
+        column = place[first:end, None] - place[:end]  # (row, lag)
+        picked = rows.gather(-1, column.clamp(min=0).expand(rows.shape))
+        total[..., :end] += torch.where(column >= 0, picked, 0).sum(-2)
+    return total
 
 
-def toeplitz(lags: Tensor) -> Tensor:
-    """(..., context) -> (..., context, context) with lags[..., i - j] at row i, column j <= i, zero
-    above.
+def add_toeplitz(matrix: Tensor, lags: Tensor) -> None:
+    """Adds lags[..., i - j] to matrix[..., i, j] for all j <= i, in place.
+
+    Args:
+        matrix: (..., context, context).
+        lags: (..., context).
     """
     context = lags.shape[-1]
     place = torch.arange(context, device=lags.device)
-    lag = place[:, None] - place  # (row, column)
-    return torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0)
+    for first, end in row_parts(context):
+        lag = place[first:end, None] - place[:end]  # (row, column)
+        matrix[..., first:end, :end].add_(torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0))
 
 
 def update_lags(
@@ -68,4 +87,4 @@ def update_lags(
         second.copy_(torch.where(skipped, second, beta2 * second + (1 - beta2) * sums.square()))
         denominator = (second / (1 - beta2 ** step.double())).sqrt() + eps
         change = torch.where(skipped, 0, -rate * first / (1 - beta1 ** step.double()) / denominator)
-        weight.add_(toeplitz(change))
+        add_toeplitz(weight, change)

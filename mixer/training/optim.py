@@ -46,6 +46,8 @@ class OptimConfig:
         False, "mixing weights also learn as their lags: one number for each distance of tokens"
     )
     shared_lags_lr: float = option(1.0, "the lags' learning rate as a multiple of lr", above=0)
+    matrices_lr: float = option(1.0, "that of linear layers' matrices, likewise", above=0)
+    vectors_lr: float = option(1.0, "that of biases and norms, likewise", above=0)
 
 
 @dataclass
@@ -105,9 +107,10 @@ def adamw(
     lags = config.shared_lags_lr if config.shared_lags else 0.0
     decay = config.weight_decay
     groups = [
-        {"params": kinds.matrices + kinds.embeddings, "weight_decay": decay},
+        {"params": kinds.matrices, "weight_decay": decay, "lr_factor": config.matrices_lr},
+        {"params": kinds.embeddings, "weight_decay": decay},
         {"params": kinds.mixing, "weight_decay": decay, "shared_lags": lags},
-        {"params": kinds.vectors, "weight_decay": 0.0},
+        {"params": kinds.vectors, "weight_decay": 0.0, "lr_factor": config.vectors_lr},
     ]
     groups = [group for group in groups if group["params"]]
     return [AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, compile)]
@@ -120,8 +123,9 @@ def muon(
     rest = Kinds([], kinds.mixing, kinds.embeddings, kinds.vectors)
     parts = adamw(rest, config, processes, compile)
     if kinds.matrices:
+        group = {"params": kinds.matrices, "lr_factor": config.matrices_lr}
         settings = (config.lr, config.weight_decay, config.momentum)
-        parts.append(Muon(kinds.matrices, *settings, processes, compile))
+        parts.append(Muon([group], *settings, processes, compile))
     return parts
 
 

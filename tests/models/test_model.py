@@ -163,6 +163,15 @@ def test_a_forward_pass_keeps_no_cache_unless_asked():
     assert model(tokens(), use_cache=True).past_key_values.get_seq_length() == 12
 
 
+def test_blocks_that_start_without_mixing_are_their_mlp_alone():
+    model = small_model(mixing_init="zero")
+    layer, x = model.model.layers[0], torch.randn(2, 12, model.config.hidden_size)
+    assert (layer.mixing.conv.mixing_weight() == 0).all()
+    bias = layer.mixing.conv.bias[0, :12, None]
+    assert bias.abs().min() > 0
+    torch.testing.assert_close(layer.mixing(x, torch.zeros_like(x)), bias.expand_as(x))
+
+
 def test_heads_that_start_as_shifts_pass_on_earlier_tokens():
     """At the start, head h of block l copies the token LAGS[l + h] positions back, plus noise."""
     model = small_model(num_mixer_heads=4, mixing_init="shift", max_position_embeddings=12)

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from mixer.models.masked_mixer.plain import dense
-from mixer.optimizers import muon
+from mixer.optimizers import muon, shared_lags
 from mixer.optimizers.adamw import AdamW
 from mixer.optimizers.muon import Muon
-from mixer.optimizers.newton_schulz import A, B, C, orthogonalize
-from mixer.optimizers.shared_lags import diagonal_sums, toeplitz
+from mixer.optimizers.newton_schulz import STEPS, A, B, C, orthogonalize
+from mixer.optimizers.shared_lags import add_toeplitz, diagonal_sums
 from mixer.optimizers.together import Together
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
@@ -20,7 +20,7 @@ def newton_schulz(x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] > x.shape[1]:
         return newton_schulz(x.T).T
     x = x.double() / x.double().norm()
-    for _ in range(5):
+    for _ in range(STEPS):
         gram = x @ x.T
         x = A * x + (B * gram + C * gram @ gram) @ x
     return x
@@ -70,9 +70,8 @@ def test_muon_is_torchs_step_by_step(products, allowed, monkeypatch):
     torch.manual_seed(0)
     ours, theirs = twins()
     mine = Muon(ours, lr=0.01, weight_decay=0.1)
-    torchs = torch.optim.Muon(
-        theirs, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
+    settings = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "ns_steps": STEPS}
+    torchs = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)
     for step in range(6):
         before = [parameter.detach().clone() for parameter in theirs]
         for mine_, their in zip(ours, theirs, strict=True):
@@ -98,6 +97,15 @@ def test_muon_works_on_matrices_of_a_shape_together_as_far_as_memory_allows(monk
     assert stacks == [5, 2, 2, 1]
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def toeplitz(lags: torch.Tensor) -> torch.Tensor:
+    """(..., context) -> (..., context, context)."""
+    shape = (*lags.shape, lags.shape[-1])
+    diagonals = [lags[..., lag, None].expand(shape[:-1]) for lag in range(lags.shape[-1])]
+    return sum(
+        torch.diag_embed(diagonal[..., lag:], offset=-lag) for lag, diagonal in enumerate(diagonals)
+    )
 
 
 class Mixing(nn.Module):
@@ -139,10 +147,17 @@ def test_shared_lags_are_training_of_a_weight_and_its_lags():
     assert two.lags.abs().mean() > 0.05  # the lags did learn
 
 
-def test_diagonal_sums():
-    x = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+@pytest.mark.parametrize("large", (7, 8), ids=("in parts", "at once"))
+def test_lags_are_summed_and_spread_along_diagonals(large, monkeypatch):
+    monkeypatch.setattr(shared_lags, "LARGE", large)
+    assert len(shared_lags.row_parts(7)) == (4 if large == 7 else 1)
+    x, lags = torch.randn(2, 3, 7, 7).double(), torch.randn(2, 3, 7).double()
     sums = [x.diagonal(-lag, -2, -1).sum(-1) for lag in range(7)]
     assert torch.allclose(diagonal_sums(x), torch.stack(sums, -1))
+    wanted = x + toeplitz(lags)
+    assert (wanted != x).sum() == 6 * 7 * 8 / 2
+    add_toeplitz(x, lags)
+    assert torch.equal(x, wanted)
 
 
 class Momentum(torch.optim.SGD):

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from models import small_model
 from runs import read_lines, read_losses, run
 
 from mixer.common.errors import UserError
@@ -14,7 +15,13 @@ from mixer.models.architecture import model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.optim import OptimConfig, build_optimizer, learning_rate
+from mixer.training.optim import (
+    OPTIMIZERS,
+    OptimConfig,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+)
 
 
 def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
@@ -110,6 +117,20 @@ def test_weight_decay_is_for_matrices_alone():
         assert found == {
             n for n, _ in model.named_parameters() if n.endswith("bias") or "norm" in n
         }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_kind_of_parameter_has_the_rate_that_is_given_for_it(name):
+    model = small_model(num_mixer_heads=2)
+    optimizer = build_optimizer(model, OptimConfig(name=name, matrices_lr=2.0, vectors_lr=3.0))
+    set_learning_rate(optimizer, 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates.keys() == set(names.values())
+    for name, rate in rates.items():
+        of_matrix = name.endswith(("_proj.weight",))
+        vector = name.endswith("bias") or "norm" in name
+        assert rate == pytest.approx(0.2 if of_matrix else 0.3 if vector else 0.1), name
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_floor():

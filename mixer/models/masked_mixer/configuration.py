@@ -62,9 +62,10 @@ class MixerOptions:
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
     mixing_init: str = option(
         "reference",
-        "initial mixing weights: reference (random, as nn.Conv1d's), or shift (each head starts by "
-        "passing on the token some places back; for several heads)",
-        choices=("reference", "shift"),
+        "initial mixing weights: reference (random, as nn.Conv1d's), zero (a block starts as its "
+        "MLP alone), or shift (each head starts by passing on the token some places back; for "
+        "several heads)",
+        choices=("reference", "zero", "shift"),
     )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")

@@ -67,8 +67,10 @@ class TriangularConv(nn.Module):
         """The initial weights, with the upper triangle zero, which is never read and never changes.
 
         reference: those of nn.Conv1d(context, context, taps), as the reference implementation has
-        them. shift: 0.3 times these, and on one diagonal of each head 1, so that a head starts by
-        passing on the token that stands LAGS[block + head] places back.
+        them. zero: none, so that no token gets noise from others before there is something to
+        learn from them. shift: 0.3 times the reference's, and on one diagonal of each head 1, so
+        that a head starts by passing on the token that stands LAGS[block + head] places back.
+        The bias is the reference's in all of them.
         """
         bound = 1 / math.sqrt(self.context * self.taps)
         initialization.uniform_(self.weight, -bound, bound)
@@ -76,6 +78,8 @@ class TriangularConv(nn.Module):
         loaded = getattr(self.weight, "_is_hf_initialized", False)
         if not loaded:  # transformers calls this for loaded weights too, which must not change
             self.weight.tril_()
+            if self.initial == "zero":
+                self.weight.zero_()
             if self.initial == "shift":
                 self._add_shifts()
 
