@@ -34,10 +34,11 @@ sanitize: setup
 	    $(BIN)/python -m pytest tests/ops/test_ops_cuda.py -k "raw or agree" || exit 1; \
 	done
 
-# Kills a run of two processes KILLS times at random moments; the result must be that of a run that
-# was never killed. A shorter one: make soak KILLS=5
+# What takes too long for make test: the tests marked slow, and runs killed KILLS times at random
+# moments, whose result must be that of a run that was never killed. A shorter one: make soak KILLS=5
 KILLS ?= 50
 soak: setup
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m slow
 	MIXER_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/checkpoints/test_resume.py -k killed_at_random
 
 lint: setup
