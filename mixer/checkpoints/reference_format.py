@@ -71,6 +71,8 @@ def to_reference(
             "expansion with heads (mixer_expansion: true, num_mixer_heads: "
             f"{config.num_mixer_heads})"
         )
+    if config.num_mixer_heads > 1 and not config.mixer_projections:
+        absent.append("heads without projections (mixer_projections: false)")
     if absent:
         raise UserError(
             f"the reference implementation does not have {' nor '.join(absent)}; this model cannot "

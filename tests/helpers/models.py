@@ -6,6 +6,20 @@ from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.mixing import TriangularConv
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
+# Every way of mixing tokens, which the tests of models and of generation are repeated for.
+MIXINGS = {
+    "flat": {},
+    "expansion": {"mixer_expansion": True, "mixer_kernel_size": 2},
+    "projected": {"num_mixer_heads": 4, "mixer_kernel_size": 3},
+    "projected-expansion": {"num_mixer_heads": 2, "mixer_expansion": True},
+    "heads": {"num_mixer_heads": 4, "mixer_projections": False},
+    "heads-expansion": {
+        "num_mixer_heads": 2,
+        "mixer_projections": False,
+        "mixer_expansion": True,
+        "mixer_kernel_size": 3,
+    },
+}
 LENGTHS = (4, 1, 6, 3)
 SETTINGS = {
     "greedy": {"do_sample": False},

@@ -8,7 +8,7 @@ import accelerate
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from models import SETTINGS, generate, lively_model, padded, prompts, small_model, tokens
+from models import MIXINGS, SETTINGS, generate, lively_model, padded, prompts, small_model, tokens
 from torch._dynamo.backends.common import aot_autograd
 from transformers import (
     CompileConfig,
@@ -24,15 +24,8 @@ from mixer.data.tokenizer import train_tokenizer
 from mixer.generate import continuations, main
 from mixer.models.masked_mixer.cache import MixingCache
 
-VARIANTS = [
-    {},
-    {"num_mixer_heads": 4, "mixer_kernel_size": 3},
-    {"mixer_expansion": True, "mixer_kernel_size": 2, "final_norm": True},
-    {"num_mixer_heads": 2, "mixer_expansion": True, "tie_word_embeddings": True},
-]
-every_variant = pytest.mark.parametrize(
-    "variant", VARIANTS, ids=["flat", "heads-taps", "expansion-taps", "heads-expansion"]
-)
+VARIANTS = MIXINGS | {"tied-norm": {"tie_word_embeddings": True, "final_norm": True}}
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 @every_variant

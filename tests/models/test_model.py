@@ -1,12 +1,11 @@
 """The model: its definition, saving and loading, generation, and the counts of its operations."""
 
-import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
-from models import SMALL, small_model, tokens
+from models import MIXINGS, SMALL, small_model, tokens
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,22 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.mixing import LAGS
 
-VARIANTS = [
-    dict(
-        zip(
-            (
-                "num_mixer_heads",
-                "mixer_kernel_size",
-                "mixer_expansion",
-                "tie_word_embeddings",
-                "final_norm",
-            ),
-            v,
-            strict=True,
-        )
-    )
-    for v in itertools.product((1, 4), (1, 3), (False, True), (False, True), (False, True))
-]
+TIED_WITH_NORM = {"tie_word_embeddings": True, "final_norm": True}
 
 
 def test_the_flat_mixer_is_the_papers_block():
@@ -43,6 +27,19 @@ def test_the_flat_mixer_is_the_papers_block():
         x = x + conv(block.mixing_norm(x))
         x = x + nn.Sequential(block.mlp.up_proj, nn.GELU(), block.mlp.down_proj)(block.mlp_norm(x))
     torch.testing.assert_close(model(ids).logits, x @ model.lm_head.weight.T)
+
+
+@pytest.mark.parametrize("taps", [1, 3])
+def test_heads_without_projections_mix_their_own_channels(taps):
+    model = small_model(num_mixer_heads=4, mixer_projections=False, mixer_kernel_size=taps)
+    mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 3, 12, 16)
+    mixed = []
+    for head, channels in enumerate(x.chunk(4, dim=-1)):
+        conv = nn.Conv1d(12, 12, taps, padding="same")
+        conv.weight.data = mixing.conv.weight.data[head].tril().permute(1, 2, 0)
+        conv.bias.data = mixing.conv.bias.data[head]
+        mixed.append(conv(channels))
+    torch.testing.assert_close(mixing(x, residual), residual + torch.cat(mixed, dim=-1))
 
 
 def test_weights_start_as_pytorchs_own_layers_do():
@@ -60,10 +57,13 @@ def test_weights_start_as_pytorchs_own_layers_do():
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(1.0, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "variant", VARIANTS, ids=lambda v: "-".join(str(int(x)) for x in v.values())
-)
-def test_every_variant_is_causal_agrees_on_backends_and_survives_saving(variant, tmp_path):
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("taps", [1, 3])
+@pytest.mark.parametrize("others", [{}, TIED_WITH_NORM], ids=["", "tied-norm"])
+def test_every_variant_is_causal_agrees_on_backends_and_survives_saving(
+    mixing, taps, others, tmp_path
+):
+    variant = MIXINGS[mixing] | {"mixer_kernel_size": taps} | others
     model = small_model(**variant, mixing_backend="dense")
     ids = tokens()
     logits = model(ids).logits
@@ -125,6 +125,8 @@ def test_operations_counted_by_hand():
     assert counts["executed"] == 3 * (linear + 2 * 2 * 16 * 12)
     heads = small_model(num_mixer_heads=2).flops_per_token()  # in- and out-projection besides
     assert heads["useful"] == 3 * (linear + 2 * 2 * 2 * 16 * 16 + mixing)
+    bare = small_model(num_mixer_heads=2, mixer_projections=False).flops_per_token()
+    assert bare["useful"] == 3 * (linear + mixing)
     # The kernels multiply tiles of 64 rows up to the diagonal: 129 rows are three of them.
     products = 64 * 64 + 64 * 128 + 1 * 129
     tiled = small_model(mixing_backend="cuda", max_position_embeddings=129).flops_per_token()

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 from mix_row_cases import TYPES, case, exact
-from models import SETTINGS, generate, lively_model, padded, tokens
+from models import MIXINGS, SETTINGS, generate, lively_model, padded, tokens
 from transformers import CompileConfig
 
 from mixer.models.masked_mixer.cache import MixingCache
@@ -86,14 +86,7 @@ def test_plain_pytorch_serves_where_a_gradient_is_asked_for():
     assert weight.grad[0, 0, positions[0]].count_nonzero() > 0
 
 
-VARIANTS = [
-    {},
-    {"num_mixer_heads": 4, "mixer_kernel_size": 3},
-    {"mixer_expansion": True, "num_mixer_heads": 2},
-]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=["flat", "heads-taps", "expansion"])
+@pytest.mark.parametrize("variant", MIXINGS.values(), ids=MIXINGS.keys())
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
 def test_a_model_writes_what_it_writes_uncached(variant, how, cache):
@@ -113,10 +106,10 @@ COMPILED = {
 COMPILED |= {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=["flat", "heads-taps", "expansion"])
+@pytest.mark.parametrize("mixing", ["flat", "projected", "projected-expansion"])
 @pytest.mark.parametrize("texts", [1, 4])  # of one, the compiler makes the products itself
-def test_a_compiled_step_writes_the_same(texts, variant):
-    model, (ids, mask) = lively_model(**variant).cuda(), padded("left")
+def test_a_compiled_step_writes_the_same(texts, mixing):
+    model, (ids, mask) = lively_model(**MIXINGS[mixing]).cuda(), padded("left")
     ids, mask = ids[:texts].cuda(), mask[:texts].cuda()
     expected = generate(model, ids, attention_mask=mask, use_cache=False)
     torch._dynamo.reset()

@@ -52,11 +52,9 @@ class MixerOptions:
     intermediate_size: int | None = option(
         None, "width of the MLP; null for the default, 4 x hidden_size", at_least=1
     )
-    num_mixer_heads: int = option(
-        1,
-        "groups of channels with a mixing weight each; more than 1 adds linear projections before "
-        "and after",
-        at_least=1,
+    num_mixer_heads: int = option(1, "groups of channels with a mixing weight each", at_least=1)
+    mixer_projections: bool = option(
+        True, "with several heads: a linear projection before the mixing and one after it"
     )
     mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", at_least=1)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")

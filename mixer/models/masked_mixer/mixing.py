@@ -179,7 +179,9 @@ class TokenMixing(nn.Module):
 
 
 class Flat(TokenMixing):
-    """One triangular convolution: the paper's flat mixer."""
+    """One triangular convolution: with one head the paper's flat mixer; with several heads, each
+    mixes its own channels, and nothing but the MLP connects the heads.
+    """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
@@ -204,7 +206,7 @@ class Expanded(TokenMixing):
         return self.second_conv(x, residual, memories[1], positions)
 
 
-class Heads(TokenMixing):
+class Projected(TokenMixing):
     """A convolution of each head's channels, between an in-projection and an out-projection.
 
     in_proj holds the projections of all heads: its outputs are laid out head after head.
@@ -221,8 +223,8 @@ class Heads(TokenMixing):
         return residual + self.out_proj(x)
 
 
-class ExpandedHeads(TokenMixing):
-    """Heads, each with two convolutions and a GELU between."""
+class ProjectedExpanded(TokenMixing):
+    """Projected, with two convolutions of each head and a GELU between."""
 
     convolutions = 2
 
@@ -239,11 +241,16 @@ class ExpandedHeads(TokenMixing):
         return residual + self.out_proj(x)
 
 
+def has_projections(config: MaskedMixerConfig) -> bool:
+    """Whether mixing stands between an in-projection and an out-projection; never for one head."""
+    return config.num_mixer_heads > 1 and config.mixer_projections
+
+
 # Which configurations have which variant: the first line whose condition holds decides.
 Condition = Callable[[MaskedMixerConfig], bool]
 VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
-    (lambda config: config.num_mixer_heads > 1 and config.mixer_expansion, ExpandedHeads),
-    (lambda config: config.num_mixer_heads > 1, Heads),
+    (lambda config: has_projections(config) and config.mixer_expansion, ProjectedExpanded),
+    (lambda config: has_projections(config), Projected),
     (lambda config: config.mixer_expansion, Expanded),
     (lambda config: True, Flat),
 ]
