@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
+from mixer.checkpoints.finite import not_finite, optimizer_state
 from mixer.common.errors import UserError
 from mixer.common.files import flush
 from mixer.distributed.hosts import Hosts
@@ -107,13 +108,42 @@ class CheckpointWriter:
         """Starts to write the checkpoint of the step trainer["step"].
 
         trainer: the content of trainer.json without its format, see format.py.
+
+        Raises UserError, and writes nothing, if the state is not finite (`require_finite`).
         """
         self.wait()  # until the last checkpoint is written, as its buffers are used again
+        self.require_finite(optimizer, trainer["step"])
         model, state = self._copy_model(), self._copy_optimizer(optimizer)
         random = self.hosts.gather(_random_state(self.accelerator.device))
         trainer = {"format": format.FORMAT} | trainer
         if self.main or self.sharded:
             self._submit(self._write, model, state, random, trainer)
+
+    def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Raises UserError if a weight, or a number in the optimizer's state, is NaN or infinity on
+        any process. All processes must call this together, after step `step`.
+        """
+        held = {name: local_part(weight) for name, weight in self.model.named_parameters()}
+        for name, _, value in optimizer_state(self.model, optimizer):
+            held[name] = local_part(value)
+        reports = self.hosts.gather(not_finite(held))
+        rank = next((rank for rank, names in enumerate(reports) if names), None)
+        if rank is None:
+            return
+        names = reports[rank]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise UserError(
+            f"after step {step} the weights or the optimizer's state are not finite (on process "
+            f"{rank}: {names[0]}{more}), so no checkpoint of it is written. {self.last_good()}. "
+            "Lower optim.lr or raise optim.warmup_steps and run the same command again"
+        )
+
+    def last_good(self) -> str:
+        """A sentence that names the checkpoint from which a run that fails now can go on. All
+        processes must call this together.
+        """
+        self.wait()
+        return self.hosts.of_main(self._newest())
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
@@ -152,13 +182,17 @@ class CheckpointWriter:
         try:
             job.result()
         except OSError as error:
-            good = format.complete_checkpoints(self.directory)
-            newest = f"the run can go on from {good[-1]}" if good else ""
             raise UserError(
-                f"a checkpoint could not be written to {self.directory}: {error}; "
-                f"{newest or 'no checkpoint of the run is complete'}: make space or give access "
-                "there, then give the same command again"
+                f"a checkpoint could not be written to {self.directory}: {error}. "
+                f"{self._newest()}. Make space or give access there, then give the same command "
+                "again"
             ) from error
+
+    def _newest(self) -> str:
+        good = format.complete_checkpoints(self.directory)
+        if not good:
+            return "No checkpoint of the run is complete"
+        return f"The run can go on from {good[-1]}, its last good checkpoint"
 
     def _copy_model(self) -> dict[str, Tensor]:
         copies = {}
@@ -175,15 +209,14 @@ class CheckpointWriter:
         if not (self.main or self.sharded):
             return {}
         copies = {}
-        for name, parameter in self.model.named_parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
-                    raise UserError(
-                        f"the optimizer's {key} of {name} is not sharded like its parameter, so it "
-                        "cannot be saved under FSDP; train without FSDP"
-                    )
-                if local_part(value).numel():
-                    copies[f"{name}/{key}"] = self.host.copy(f"{name}/{key}", local_part(value))
+        for name, parameter, value in optimizer_state(self.model, optimizer):
+            if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
+                raise UserError(
+                    f"the optimizer's state {name} is not sharded like its parameter, so it cannot "
+                    "be saved under FSDP; train without FSDP"
+                )
+            if local_part(value).numel():
+                copies[name] = self.host.copy(name, local_part(value))
         return copies
 
     def _write(

@@ -2,6 +2,7 @@
 they come from.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,29 +70,38 @@ class Guard:
         )
 
 
-def require_finite(found: Skipped, limit: int, stop_at_first: bool, scaled: bool, trace) -> None:
-    """Raises UserError where skipped steps must end the run; `trace(step)` says where a step's bad
-    numbers are.
+def require_finite(
+    found: Skipped,
+    limit: int,
+    stop_at_first: bool,
+    scaled: bool,
+    trace: Callable[[int], str],
+    last_good: Callable[[], str],
+) -> None:
+    """Raises UserError where skipped steps must end the run.
+
+    trace: says where the bad numbers of a step are. last_good: a sentence that names the checkpoint
+    to go on from.
     """
     if not found.steps:
         return
     if stop_at_first and not scaled:
         raise UserError(
             f"the gradient of step {found.first} is not finite: {trace(found.first)}. "
-            "The step did not change the weights, and the last checkpoint is good. "
+            f"The step did not change the weights. {last_good()}. "
             "Lower optim.lr or raise optim.warmup_steps and run the same command again, "
             "or set train.non_finite=skip to skip such steps"
         )
     if found.in_a_row >= limit:
         advice = (
-            "train.mixed_precision=bf16 (or no) has no such limit"
+            "Set train.mixed_precision=bf16 (or no), which has no such limit"
             if scaled
-            else "lower optim.lr or raise optim.warmup_steps"
+            else "Lower optim.lr or raise optim.warmup_steps"
         )
         raise UserError(
             f"{found.in_a_row} steps in a row were skipped, up to step {found.last}, because their "
             f"gradients were not finite ({trace(found.last)}); allowed: fewer than "
-            f"train.max_skipped_steps = {limit}. The last checkpoint is good; {advice}"
+            f"train.max_skipped_steps = {limit}. {last_good()}. {advice}"
         )
 
 

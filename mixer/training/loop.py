@@ -120,7 +120,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         progress.tokens, uncounted = progress.tokens + int(uncounted), 0
         found = guard.look()
         progress.skipped_steps += found.steps
-        require_finite(found, run.train.max_skipped_steps, stop_at_first, scaler is not None, trace)
+        limit, scaled = run.train.max_skipped_steps, scaler is not None
+        require_finite(found, limit, stop_at_first, scaled, trace, writer.last_good)
 
     def log(loss_sum, step_targets, gradient_norm, rate: float) -> None:
         settle()
@@ -197,6 +198,8 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
             with timer.paused():
                 if stopping or saving:
                     save()  # before the evaluation, whose failure must not cost the checkpoint
+                elif done:  # also a run that saves nothing must not end well with NaN
+                    writer.require_finite(state.optimizer.optimizer, progress.step)
                 if evaluating:
                     evaluate()
             if stopping and not done:

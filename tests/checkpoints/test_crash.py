@@ -153,7 +153,7 @@ def test_a_file_that_cannot_grow_ends_the_run_with_one_line_and_the_last_good_ch
     assert len(errors) == 1 and "Traceback" not in ranks.output
     assert (
         "could not be written" in errors[0]
-        and f"the run can go on from {finished / 'step-12'}: make space" in errors[0]
+        and f"The run can go on from {finished / 'step-12'}, its last good checkpoint" in errors[0]
     )
     assert good_steps(finished) == [8, 12] and not list(finished.glob("*.partial"))
     assert "step 20/20" in launch("--config", write_config(), "train.steps=20").succeed()

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from bad_numbers import scaled_in_fp32
 from models import small_model, tokens
 from runs import RECIPE, assert_same, read_lines
 
@@ -116,30 +117,6 @@ def test_weights_that_blow_up_are_named(write_config, launch):
     assert "is not finite: on process 0: loss" in ranks.output
 
 
-def scaled_in_fp32() -> None:
-    """fp16's dynamic loss scale around fp32 arithmetic, from a scale that overflows even that: a
-    CPU has no fp16 autocast.
-    """
-    from mixer.training import loop, objective
-
-    real = loop.build_accelerator
-
-    def build(precision):
-        accelerator = real(precision)
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=5)
-        # accelerate does this itself where mixed_precision is fp16
-        accelerator.unscale_gradients = lambda: [
-            accelerator.scaler.unscale_(o.optimizer) for o in accelerator._optimizers
-        ]
-        return accelerator
-
-    real_nats = objective.token_nats
-    loop.build_accelerator, objective.token_nats = (
-        build,
-        lambda *arguments: 256 * real_nats(*arguments),
-    )
-
-
 def scaled_and_always_bad() -> None:
     scaled_in_fp32()
     bad_loss_at()
@@ -231,4 +208,6 @@ def test_after_the_first_bad_step_nothing_changes_until_it_is_looked_at(config):
     assert all(changed(first, state) == set() for state in later)
     found = trained.guard.look()
     with pytest.raises(UserError, match="the gradient of step 2 is not finite: traced 2"):
-        require_finite(found, 50, True, scaled=False, trace=lambda step: f"traced {step}")
+        require_finite(
+            found, 50, True, scaled=False, trace=lambda step: f"traced {step}", last_good=str
+        )

@@ -1,0 +1,61 @@
+"""NaN and infinity put into a run, and fp16's loss scale on a CPU. Call these in the process that
+trains, before it does.
+"""
+
+import itertools
+
+import torch
+
+from mixer.optimizers.together import Together
+from mixer.training import loop, objective
+
+
+def scaled_in_fp32(init_scale: float = 2.0**127) -> None:
+    """fp16's dynamic loss scale around fp32 arithmetic, from a scale that overflows even that: a
+    CPU has no fp16 autocast.
+    """
+    real = loop.build_accelerator
+
+    def build(precision):
+        accelerator = real(precision)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=5)
+        # accelerate does this itself where mixed_precision is fp16
+        accelerator.unscale_gradients = lambda: [
+            accelerator.scaler.unscale_(o.optimizer) for o in accelerator._optimizers
+        ]
+        return accelerator
+
+    real_nats = objective.token_nats
+    loop.build_accelerator, objective.token_nats = (
+        build,
+        lambda *arguments: 256 * real_nats(*arguments),
+    )
+
+
+def plant(what: str, step: int, bad: float, set_attribute=setattr) -> None:
+    """Step `step` will leave `bad` in one place of a "weight" or "moment", take it from one place
+    of a "gradient" that the guard has seen before, or have it as "loss".
+    """
+    real_step, real_nats = Together.step, objective.token_nats
+    steps_done = itertools.count()
+    done = next(steps_done)
+
+    def planted_step(optimizer, *arguments, **options):
+        nonlocal done
+        done = next(steps_done)
+        parameter = optimizer.param_groups[-1]["params"][-1]
+        if done == step and what == "gradient":
+            parameter.grad.view(-1)[-1] = bad
+        real_step(optimizer, *arguments, **options)
+        if done == step and what == "weight":
+            parameter.data.view(-1)[-1] = bad
+        if done == step and what == "moment":
+            moments = [value for value in optimizer.state[parameter].values() if value.ndim]
+            moments[-1].view(-1)[-1] = bad
+
+    def planted_nats(logits, targets):
+        is_bad = what == "loss" and torch.is_grad_enabled() and done == step - 1
+        return real_nats(logits, targets) * (bad if is_bad else 1.0)
+
+    set_attribute(objective, "token_nats", planted_nats)
+    set_attribute(Together, "step", planted_step)
