@@ -1,17 +1,25 @@
 """Reads the metrics that a run wrote, a line of JSON for each logged step."""
 
 import json
+import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from mixer.common.errors import UserError
 
+NAMED = 5  # so many damaged lines are named, the others are counted
 
-def read_metrics(path) -> list[dict]:
-    """The lines of a metrics.jsonl, or of the one in a run directory. No line is
-    skipped: a broken one is an error.
 
-    Raises UserError for a missing or empty file and for a line that is not a JSON object with an
-    integer "step", with the number of that line.
+def say_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def read_metrics(path, say: Callable[[str], None] = say_on_stderr) -> list[dict]:
+    """The lines of a metrics.jsonl, or of the one in a run directory. Damaged lines are left out,
+    and `say` names them.
+
+    Raises UserError for a missing file and for one without a line that can be read.
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
@@ -19,23 +27,48 @@ def read_metrics(path) -> list[dict]:
         raise UserError(
             f"no metrics at {path}: give a run directory that holds metrics.jsonl, or that file"
         )
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path} line {number} is not JSON ({error.msg}): fix or remove that line"
-            ) from None
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise UserError(
-                f'{path} line {number} is not an object with an integer "step": '
-                "fix or remove that line"
-            )
-        lines.append(line)
+    lines = [line for _, line in readable_lines(path, say)]
     if not lines:
-        raise UserError(f"{path} is empty: the run has not logged a step yet")
+        raise UserError(
+            f"{path} has no line that can be read: the run has not logged a step yet, or this is "
+            "another file"
+        )
     return lines
+
+
+def readable_lines(path: Path, say: Callable[[str], None]) -> list[tuple[str, dict]]:
+    """(text, content) of each line that is an object with an integer "step" and numbers.
+
+    `say` names the others. A line at the end that a kill cut short, or that is being written, is
+    left out without a word.
+    """
+    texts = path.read_bytes().split(b"\n")
+    cut_short = texts.pop()  # what follows the last line break: nothing, in a file that is whole
+    texts += [cut_short] if _problem(cut_short) is None else []
+    problems = {number: _problem(text) for number, text in enumerate(texts, 1) if text.strip()}
+    damaged = [f"line {number} {problem}" for number, problem in problems.items() if problem]
+    if damaged:
+        more = f", and {len(damaged) - NAMED} more" if len(damaged) > NAMED else ""
+        say(f"{path}: left out {', '.join(damaged[:NAMED])}{more}")
+    good = [texts[number - 1] for number, problem in problems.items() if problem is None]
+    return [(text.decode("utf-8"), json.loads(text)) for text in good]
+
+
+def _problem(text: bytes) -> str | None:
+    """What is wrong with a line, None if nothing is."""
+    try:
+        line = json.loads(text.decode("utf-8"))
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            return 'is not an object with an integer "step"'
+        if not all(value is None or math.isfinite(value) for value in line.values()):
+            return "holds a number that is not finite"
+    except UnicodeDecodeError:
+        return "is not UTF-8"
+    except (json.JSONDecodeError, RecursionError):
+        return "is not JSON"
+    except (ValueError, TypeError, OverflowError):
+        return "holds a value that is not a number"
+    return None
 
 
 def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:

@@ -72,7 +72,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     model, parallel, progress = state.model, state.parallel, state.progress
     # A run that was killed between a save and its evaluation makes up for the evaluation.
     owes_evaluation = state.resumed is None or evaluation_due(run, progress.step)
-    metrics = start_metrics(run, state, owes_evaluation) if main else None
+    metrics = start_metrics(run, state, owes_evaluation, console.say) if main else None
     console.say(banner(run, accelerator, state, len(data.training)))
 
     share = Share(

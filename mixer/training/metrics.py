@@ -10,6 +10,7 @@ from typing import Any
 
 from mixer.common.files import write_text
 from mixer.common.options import option
+from mixer.reporting.metrics_file import readable_lines
 
 
 @dataclass
@@ -33,20 +34,16 @@ class Metrics:
         self.wandb_id = self.wandb.id if self.wandb else wandb_id
         self.validation_losses: dict[int, float] = {}  # by step
 
-    def rewind(self, step: int, again: set[str]) -> None:
+    def rewind(self, step: int, again: set[str], say: Callable[[str], None] = print) -> None:
         """Removes the lines that a killed run wrote after its checkpoint of `step`, so that the
         file has each step once.
 
         Lines of `step` itself that have one of the keys in `again` are removed too, as they will be
-        written again, and so is a line that the kill cut short. Lines that wandb lacks are sent to
-        it: wandb's own process may have lost some with the kill.
+        written again, and so are damaged lines, which `say` names. Lines that wandb lacks are sent
+        to it: wandb's own process may have lost some with the kill.
         """
         kept = []
-        for text in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
+        for text, line in readable_lines(self.path, say):
             if line["step"] < step or (line["step"] == step and not again & line.keys()):
                 kept.append(text + "\n")
                 self._note_validation(line)

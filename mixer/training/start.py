@@ -120,7 +120,7 @@ def find_checkpoint(
     return found
 
 
-def start_metrics(run: RunConfig, state: State, owes_evaluation: bool) -> Metrics:
+def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, say: Say) -> Metrics:
     """The metrics of the main process, without the lines of steps that are to be done again.
 
     owes_evaluation: whether the validation loss of the current step is yet to be written.
@@ -128,7 +128,7 @@ def start_metrics(run: RunConfig, state: State, owes_evaluation: bool) -> Metric
     save_config(run, run.directory / "config.yaml")
     metrics = Metrics(run.directory, run.logging, asdict(run), state.wandb_id)
     again = {"validation_loss"} if owes_evaluation else set()
-    metrics.rewind(state.progress.step, again)
+    metrics.rewind(state.progress.step, again, say)
     return metrics
 
 

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from pictures import assert_png
 
 from mixer import report
-from mixer.common.errors import UserError
 from mixer.reporting.curves import plot_comparison, plot_loss_by_position, plot_training, smooth
 from mixer.reporting.metrics_file import read_metrics
 from mixer.reporting.tables import table
@@ -113,17 +112,39 @@ def test_a_table_has_text_on_the_left_and_numbers_in_one_form():
     ]
 
 
-@pytest.mark.parametrize("broken", ['{"step": 2, "lo', "[1, 2]", '{"loss": 3.0}', ""])
-def test_a_broken_line_of_metrics_is_named(tmp_path, broken):
-    (tmp_path / "metrics.jsonl").write_text(
-        f'{{"step": 1, "loss": 2.0}}\n{broken}\n{{"step": 3, "loss": 2.0}}\n'
+DAMAGED = {
+    b'{"step": 2, "lo': "is not JSON",
+    b"[" * 100_000: "is not JSON",
+    b'{"step": 2, "loss": 1}\xff': "is not UTF-8",
+    b"[1, 2]": "is not an object",
+    b"7": "is not an object",
+    b'{"loss": 3.0}': "is not an object",
+    b'{"step": true}': "is not an object",
+    b'{"step": 2, "loss": NaN}': "holds a number that is not finite",
+    b'{"step": 2, "loss": "3"}': "holds a value that is not a number",
+    b'{"step": 2, "loss": [1]}': "holds a value that is not a number",
+    b'{"step": 2, "loss": ' + b"9" * 400 + b"}": "holds a value that is not a number",
+    b'{"step": 2, "loss": ' + b"9" * 5000 + b"}": "holds a value that is not a number",
+}
+
+
+@pytest.mark.parametrize(("damaged", "problem"), DAMAGED.items(), ids=range(len(DAMAGED)))
+def test_a_damaged_line_of_metrics_is_left_out_and_named(tmp_path, damaged, problem):
+    good = b'{"step": 1, "loss": 2.0}\n', b'{"step": 3, "loss": null}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(good[0] + damaged + b"\n\n" + good[1] + b'{"step": 4')
+    said = []
+    assert read_metrics(tmp_path, said.append) == [
+        {"step": 1, "loss": 2.0},
+        {"step": 3, "loss": None},
+    ]
+    assert said == [f"{tmp_path / 'metrics.jsonl'}: left out line 2 {problem}"] or (
+        problem == "is not an object" and f"left out line 2 {problem} with an" in said[0]
     )
-    with pytest.raises(UserError, match="metrics.jsonl line 2 is not"):
-        read_metrics(tmp_path)
 
 
 def test_the_report_command_says_error_and_exits_2(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
     done = run_python("-m", "mixer.report", tmp_path, output=tmp_path / "printed")
     assert done.returncode == 2
-    assert "error:" in done.stdout and "line 1" in done.stdout and "Traceback" not in done.stdout
+    assert "error:" in done.stdout and "no line that can be read" in done.stdout
+    assert "Traceback" not in done.stdout

@@ -9,11 +9,14 @@ def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path):
     """Or `best` would point to the best checkpoint since the resume, not to the best of all."""
     lines = [{"step": 4, "validation_loss": 2.5}, {"step": 4, "loss": 3.0}]
     lines += [{"step": 8, "validation_loss": 2.0}, {"step": 9, "loss": 2.4}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    metrics = Metrics(tmp_path, LoggingConfig(), {}, None)
-    metrics.rewind(8, again=set())
+    texts = [json.dumps(line).encode() for line in lines]
+    texts[1:1] = [b"\xff\xfe", b"17"]  # damage that must not stop the run
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*texts, b'{"step": 9, "lo']))
+    metrics, said = Metrics(tmp_path, LoggingConfig(), {}, None), []
+    metrics.rewind(8, again=set(), say=said.append)
     metrics.write({"step": 12, "validation_loss": 2.2})
     metrics.close()
     assert metrics.validation_losses == {4: 2.5, 8: 2.0, 12: 2.2}
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kept == [*lines[:3], {"step": 12, "validation_loss": 2.2}]
+    assert len(said) == 1 and "line 2 is not UTF-8, line 3 is not an object" in said[0]
