@@ -38,7 +38,8 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
     output = tmp_path / "compared"
     common = ["--config", write_config(), "--output", output, "--repeats", 1, "--timing-steps", 4]
     common = [*map(str, common), "checkpoint.save_last=false", "checkpoint.save_every=0"]
-    main([*common, "--backends", "dense", "panels"])
+    twice = ["train.gradient_accumulation_steps=2"]
+    main([*common, "--backends", "dense", "panels", *twice])
     text, result = (output / "report.md").read_text(), read_report(output)
     agree = "dense and panels agree: training losses apart by"
     assert agree in capsys.readouterr().out and agree in text
@@ -46,6 +47,7 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
     assert list(dense) == list(range(1, 13))
     largest = max(abs(panels[step] / loss - 1) for step, loss in dense.items())
     assert result["gaps"][0]["largest"] == pytest.approx(largest, abs=1e-12)
+    assert "16 x 32 tokens a step" in text
     assert result["limit"]["median"] > 0 and "no mixing (limit)" in text
     for model in result["models"].values():
         speed = model["tokens_per_second"]["median"]

@@ -110,6 +110,12 @@ def test_an_epoch_has_each_sample_once_whatever_their_number(samples):
         )
 
 
+@pytest.mark.parametrize(("samples", "seed"), ((0, 1), (1, -1)))
+def test_an_order_of_nothing_or_by_a_negative_seed_is_refused(samples, seed):
+    with pytest.raises(ValueError, match=f"samples {samples} and seed {seed} given"):
+        SampleOrder(samples, seed)
+
+
 def test_the_order_looks_random():
     samples = 100_000
     order = SampleOrder(samples, seed=5).indices(0, samples)

@@ -162,6 +162,7 @@ def test_the_validation_split_of_the_run_is_scored_whole_with_the_manifests_size
     assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
     assert result["eos_scored"] == split["documents"]
     assert result["stride"] == result["window"] == 32
+    assert result["windows"] == -(-result["tokens_scored"] // 32)
 
 
 def test_unpacked_data_is_scored_document_by_document(run):

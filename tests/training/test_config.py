@@ -73,11 +73,12 @@ def test_every_problem_is_reported_at_once(tmp_path):
             "train.recompute=block",
         ]
         load_config(
-            str(path), ["lr=1", "data.packed=maybe", "optim.beta1=1.0", "nonsense", *graphs]
+            str(path),
+            ["lr=1", "data.packed=maybe", "optim.beta1=1.0", "nonsense", "name=[", *graphs],
         )
     message = str(caught.value)
     for expected in (
-        "12 problems",
+        "13 problems",
         "unknown key model.hiden_size = 64; did you mean model.hidden_size?",
         "train.steps = 'many' is a str; allowed: int",
         "train.batch_size = 1.5 is a float; allowed: int",
@@ -90,6 +91,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "train.cuda_graphs = true with train.recompute = 'block', which cannot be recorded; "
         "allowed with it: none, activation",
         "allowed with train.gradient_accumulation_steps = 2: false",
+        "name: '[' cannot be read as a YAML value: ",
         "'nonsense' on the command line: write overrides as section.key=value",
     ):
         assert expected in message

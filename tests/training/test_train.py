@@ -7,10 +7,14 @@ import pytest
 import torch
 from models import small_model
 from runs import read_lines, read_losses, run
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import check_precision
+from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
+from mixer.data.token_file import TokenFile
 from mixer.models.architecture import model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.training.config import load_config
@@ -22,6 +26,28 @@ from mixer.training.optim import (
     learning_rate,
     set_learning_rate,
 )
+
+
+@pytest.mark.parametrize("packed", (True, False))
+def test_a_logged_loss_and_gradient_norm_are_those_of_the_mean_over_the_steps_tokens(
+    write_config, small_run, tmp_path, packed
+):
+    """Computed anew from the initial weights, which a rate of zero leaves as they are."""
+    data = small_run["data"] | {"directory": str(tmp_path / "data"), "packed": packed}
+    changes = ["optim.lr=0", "train.batch_size=2", "train.gradient_accumulation_steps=3"]
+    config = load_config(str(write_config(data=data)), [*changes, "train.steps=3"])
+    train(config)
+    model = AutoModelForCausalLM.from_pretrained(config.directory / "step-3")
+    samples = TokenFile(data["directory"], "train", context=32)
+    order = SampleOrder(len(samples), config.seed)
+    lines = {line["step"]: line for line in read_lines(config.directory) if "loss" in line}
+    for step, line in lines.items():
+        inputs, targets = samples.batch(order.indices(6 * (step - 1), 6))
+        nats = cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        gradients = torch.autograd.grad(nats, list(model.parameters()))
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        assert line["loss"] == pytest.approx(float(nats.detach()), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
