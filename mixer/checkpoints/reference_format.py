@@ -71,6 +71,8 @@ def to_reference(
             "expansion with heads (mixer_expansion: true, num_mixer_heads: "
             f"{config.num_mixer_heads})"
         )
+    if config.mixer_gate:
+        absent.append("gated mixing (mixer_gate: true)")
     if config.num_mixer_heads > 1 and not config.mixer_projections:
         absent.append("heads without projections (mixer_projections: false)")
     if absent:

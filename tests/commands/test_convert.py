@@ -220,6 +220,8 @@ def test_only_a_whole_masked_mixer_goes_back(tmp_path, monkeypatch):
 def test_models_that_the_reference_does_not_have_are_refused():
     with pytest.raises(UserError, match="does not have a final norm .* nor expansion with heads"):
         to_reference(small_model(final_norm=True, mixer_expansion=True, num_mixer_heads=2))
+    with pytest.raises(UserError, match="does not have gated mixing"):
+        to_reference(small_model(num_mixer_heads=2, mixer_gate=True))
     with pytest.raises(UserError, match="does not have heads without projections"):
         to_reference(small_model(num_mixer_heads=2, mixer_projections=False))
     tied, ids = small_model(tie_word_embeddings=True), tokens()  # a tied weight is written twice

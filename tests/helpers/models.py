@@ -19,6 +19,8 @@ MIXINGS = {
         "mixer_expansion": True,
         "mixer_kernel_size": 3,
     },
+    "gate": {"mixer_gate": True, "mixer_kernel_size": 3},
+    "gate-heads": {"mixer_gate": True, "num_mixer_heads": 4},
 }
 LENGTHS = (4, 1, 6, 3)
 SETTINGS = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from launching import run_python
-from models import generate, lively_model, padded, small_model, tokens
+from models import MIXINGS, generate, lively_model, padded, small_model, tokens
 from runs import ROOT
 from transformers import (
     AutoModelForCausalLM,
@@ -60,12 +60,14 @@ model.save_pretrained("{again}")
 """
 
 
-@pytest.mark.parametrize("hidden", [True, False], ids=["package-absent", "package-there"])
-def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, tmp_path):
-    model, (ids, mask) = (
-        lively_model(num_mixer_heads=2, mixer_kernel_size=3, mixer_expansion=True),
-        padded("left"),
-    )
+@pytest.mark.parametrize(
+    ("hidden", "mixing"),
+    [(True, "projected-expansion"), (False, "gate-heads")],
+    ids=["package-absent", "package-there"],
+)
+def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, mixing, tmp_path):
+    variant = MIXINGS[mixing] | {"mixer_kernel_size": 3}
+    model, (ids, mask) = lively_model(**variant), padded("left")
     model.save_pretrained(tmp_path / "model")
     torch.save(
         {

@@ -33,13 +33,30 @@ def test_the_flat_mixer_is_the_papers_block():
 def test_heads_without_projections_mix_their_own_channels(taps):
     model = small_model(num_mixer_heads=4, mixer_projections=False, mixer_kernel_size=taps)
     mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 3, 12, 16)
-    mixed = []
-    for head, channels in enumerate(x.chunk(4, dim=-1)):
-        conv = nn.Conv1d(12, 12, taps, padding="same")
-        conv.weight.data = mixing.conv.weight.data[head].tril().permute(1, 2, 0)
-        conv.bias.data = mixing.conv.bias.data[head]
-        mixed.append(conv(channels))
-    torch.testing.assert_close(mixing(x, residual), residual + torch.cat(mixed, dim=-1))
+    torch.testing.assert_close(mixing(x, residual), residual + mixed_by_heads(mixing.conv, x))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("taps", [1, 3])
+def test_gated_mixing_is_its_formula(heads, taps):
+    model = small_model(num_mixer_heads=heads, mixer_gate=True, mixer_kernel_size=taps)
+    mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 3, 12, 16)
+    gate, out = mixing.gate_proj, mixing.out_proj
+    logits = x @ gate.weight.T + gate.bias
+    gated = mixed_by_heads(mixing.conv, x) * logits * torch.sigmoid(logits)
+    expected = residual + gated @ out.weight.T + out.bias
+    torch.testing.assert_close(mixing(x, residual), expected)
+
+
+def mixed_by_heads(conv, x):
+    """x (batch, 12, channels), each head's channels mixed by an nn.Conv1d with a masked weight."""
+    mixed, taps = [], conv.weight.shape[1]
+    for head, channels in enumerate(x.chunk(conv.heads, dim=-1)):
+        layer = nn.Conv1d(12, 12, taps, padding="same")
+        layer.weight.data = conv.weight.data[head].tril().permute(1, 2, 0)
+        layer.bias.data = conv.bias.data[head]
+        mixed.append(layer(channels))
+    return torch.cat(mixed, dim=-1)
 
 
 def test_weights_start_as_pytorchs_own_layers_do():
@@ -127,6 +144,8 @@ def test_operations_counted_by_hand():
     assert heads["useful"] == 3 * (linear + 2 * 2 * 2 * 16 * 16 + mixing)
     bare = small_model(num_mixer_heads=2, mixer_projections=False).flops_per_token()
     assert bare["useful"] == 3 * (linear + mixing)
+    # gate_proj and out_proj besides, as many as in- and out-projection
+    assert small_model(mixer_gate=True).flops_per_token()["useful"] == heads["useful"]
     # The kernels multiply tiles of 64 rows up to the diagonal: 129 rows are three of them.
     products = 64 * 64 + 64 * 128 + 1 * 129
     tiled = small_model(mixing_backend="cuda", max_position_embeddings=129).flops_per_token()
@@ -145,6 +164,8 @@ def test_a_profile_shows_the_time_in_token_mixing():
         ({"num_mixer_heads": 3}, "does not divide hidden_size 16; allowed: 1, 2, 4, 8, 16"),
         ({"mixing_backend": "fast"}, "allowed: auto, cuda, panels, dense"),
         ({"hidden_size": 0}, "hidden_size is 0; allowed: an integer, 1 or more"),
+        ({"mixer_gate": True, "mixer_expansion": True}, "mixer_gate and mixer_expansion are both"),
+        ({"mixer_gate": True, "mixer_projections": False}, "leave out mixer_projections"),
     ],
 )
 def test_bad_shapes_are_refused(change, words):

@@ -17,7 +17,7 @@ from mixer.training.config import load_config
 from mixer.training.loop import train
 
 
-class Gated(TokenMixing):
+class Product(TokenMixing):
     """Two convolutions of the same input; one of them, through a sigmoid, gates the other."""
 
     convolutions = 2
@@ -35,22 +35,22 @@ class Gated(TokenMixing):
 
 
 @pytest.fixture
-def gated(monkeypatch):
-    variants = [(lambda config: True, Gated), *mixing.VARIANTS]
+def product(monkeypatch):
+    variants = [(lambda config: True, Product), *mixing.VARIANTS]
     monkeypatch.setattr(mixing, "VARIANTS", variants)
 
 
-def test_a_new_variant_is_trained_and_loaded(gated, write_config, tmp_path):
-    train(load_config(str(write_config()), ["name=gated", "optim.lr=1e-2"]))
-    losses = read_losses(tmp_path / "runs/gated")
+def test_a_new_variant_is_trained_and_loaded(product, write_config, tmp_path):
+    train(load_config(str(write_config()), ["name=product", "optim.lr=1e-2"]))
+    losses = read_losses(tmp_path / "runs/product")
     assert losses[12] < losses[1] - 0.2
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/gated/step-12")
-    assert type(model.model.layers[0].mixing) is Gated
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/product/step-12")
+    assert type(model.model.layers[0].mixing) is Product
     assert len(mixing_matrices(model)[0]) == 2
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_new_variant_is_generated_from_with_a_cache(gated, static):
+def test_a_new_variant_is_generated_from_with_a_cache(product, static):
     model, ids = small_model(), tokens(batch=2, length=4)
     with torch.no_grad():
         for module in model.modules():
@@ -63,7 +63,7 @@ def test_a_new_variant_is_generated_from_with_a_cache(gated, static):
     assert torch.equal(written, generate(model, ids, use_cache=False))
 
 
-def test_a_new_variant_is_counted_by_its_parts(gated):
+def test_a_new_variant_is_counted_by_its_parts(product):
     counts = small_model().flops_per_token()
     mixing = 2 * (2 * 2 * 16 * 13 / 2)  # two blocks of two triangles of 12 tokens
     linear = 2 * (2 * 16 * 16 + 2 * 2 * 16 * 64) + 2 * 16 * 50  # out_proj, MLP; lm_head

@@ -58,6 +58,9 @@ class MixerOptions:
     )
     mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", at_least=1)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
+    mixer_gate: bool = option(
+        False, "gated mixing, out_proj(mix(x) * silu(gate_proj(x))), without in-projection"
+    )
     mixing_init: str = option(
         "reference",
         "initial mixing weights: reference (random, as nn.Conv1d's), zero (a block starts as its "
@@ -95,7 +98,7 @@ class MaskedMixerConfig(PreTrainedConfig):
 
     Raises:
         ValueError: a size or layer_norm_eps is not positive, the heads do not divide hidden_size,
-            or the backend is unknown.
+            the backend is unknown, or options do not go together.
     """
 
     model_type = "masked_mixer"
@@ -132,13 +135,21 @@ def option_problems(options: ModelOptions) -> list[str]:
 def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule that options break together, each being allowed by itself."""
     hidden, heads = options.hidden_size, options.num_mixer_heads
-    if hidden % heads == 0:
-        return []
-    allowed = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
-    return [
-        f"num_mixer_heads is {heads}, which does not divide hidden_size {hidden}; "
-        f"allowed: {allowed}"
-    ]
+    problems = []
+    if hidden % heads:
+        allowed = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
+        problems.append(
+            f"num_mixer_heads is {heads}, which does not divide hidden_size {hidden}; "
+            f"allowed: {allowed}"
+        )
+    if options.mixer_gate and options.mixer_expansion:
+        problems.append("mixer_gate and mixer_expansion are both true; allowed: one of them")
+    if options.mixer_gate and not options.mixer_projections:
+        problems.append(
+            "mixer_gate is true and mixer_projections false, but the gate has linear layers of its "
+            "own, which cannot be left out; leave out mixer_projections"
+        )
+    return problems
 
 
 def _is_allowed(value: Any, item: dataclasses.Field) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
@@ -241,6 +242,25 @@ class ProjectedExpanded(TokenMixing):
         return residual + self.out_proj(x)
 
 
+class Gated(TokenMixing):
+    """out_proj(mix(x) * silu(gate_proj(x))): each token decides, channel by channel, what it takes
+    of the mixed ones.
+
+    The gate is that of gated MLPs (arXiv 2002.05202) beside a mixing of tokens (arXiv 2105.08050).
+    There is no in-projection: heads, if there are several, mix their channels of x itself.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.conv = TriangularConv(config)
+        self.gate_proj = Linear(config.hidden_size, config.hidden_size)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def mix(self, x, residual, memories, positions):
+        mixed = self.conv(x, None, memories[0], positions)
+        return residual + self.out_proj(mixed * F.silu(self.gate_proj(x)))
+
+
 def has_projections(config: MaskedMixerConfig) -> bool:
     """Whether mixing stands between an in-projection and an out-projection; never for one head."""
     return config.num_mixer_heads > 1 and config.mixer_projections
@@ -249,6 +269,7 @@ def has_projections(config: MaskedMixerConfig) -> bool:
 # Which configurations have which variant: the first line whose condition holds decides.
 Condition = Callable[[MaskedMixerConfig], bool]
 VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
+    (lambda config: config.mixer_gate, Gated),
     (lambda config: has_projections(config) and config.mixer_expansion, ProjectedExpanded),
     (lambda config: has_projections(config), Projected),
     (lambda config: config.mixer_expansion, Expanded),
