@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mixer.checkpoints.pretrained import check_masked_mixer, load_checkpoint
+from mixer.checkpoints.pretrained import check_finite, check_masked_mixer, load_checkpoint
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable
 from mixer.evaluation.model_card import model_card
@@ -23,7 +23,8 @@ WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") -> None:
     """Writes the checkpoint, its tokenizer, code and model card into `output`, a new directory.
 
-    Raises UserError where `output` is not new and where `checkpoint` is no masked mixer's.
+    Raises UserError where `output` is not new, where `checkpoint` is no masked mixer's, and where a
+    weight is not finite, in fp32 or in `dtype`.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already; choose another --output, or delete it")
@@ -35,6 +36,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     evaluations = evaluations_of(checkpoint)
     model.config.mixing_backend = "auto"
     model.to(WEIGHT_TYPES[dtype])
+    check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
     tokenizer.model_max_length = model.config.max_position_embeddings
     card = model_card(model, checkpoint, output.resolve().name, license, evaluations)
     model.save_pretrained(output)

@@ -5,6 +5,7 @@
 import argparse
 from pathlib import Path
 
+from torch import Tensor
 from transformers import set_seed
 
 from mixer.checkpoints.pretrained import load_checkpoint
@@ -18,8 +19,8 @@ def continuations(
     """Each prompt and its continuation, all in one batch, by ancestral sampling; temperature 0 is
     greedy.
 
-    Raises UserError for a directory that is no checkpoint, an empty prompt, or one too long for the
-    context.
+    Raises UserError for a directory that is no checkpoint, an empty prompt or one too long for the
+    context, and for logits that are not finite.
     """
     model, tokenizer = load_checkpoint(Path(checkpoint), choose_device("auto", "fp32"))
     if not temperature >= 0:
@@ -49,11 +50,25 @@ def continuations(
             attention_mask=inputs.attention_mask,
             max_new_tokens=new_tokens,
             pad_token_id=tokenizer.pad_token_id,
+            logits_processor=[check_logits],
             **how,
         )
     except ValueError as error:
         raise UserError(str(error)) from None
     return tokenizer.batch_decode(output, skip_special_tokens=True)
+
+
+def check_logits(ids: Tensor, logits: Tensor) -> Tensor:
+    """The logits (prompts, vocabulary) as they are. Raises UserError where one is not finite.
+
+    ids: (prompts, tokens) so far.
+    """
+    if not logits.isfinite().all():
+        raise UserError(
+            f"the logits after {ids.shape[1]} tokens are not finite (NaN or infinite), so no next "
+            "token can be chosen; the checkpoint diverged: give an earlier one"
+        )
+    return logits
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ disk, and renamed. Older checkpoints are deleted only after that. writer.py writ
 restore.py loads them.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -33,6 +32,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
 from mixer.common.files import UMASK, flush, flush_tree
 
@@ -70,11 +70,6 @@ def optimizer_files(checkpoint: Path) -> list[Path]:
     """The files of the optimizer's state, in the order of their processes."""
     files = (checkpoint / STATE).glob("optimizer-*.safetensors")
     return sorted(files, key=lambda path: int(path.name.split("-")[1]))
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # --- reading and checking ---------------------------------------------------------------------
@@ -133,6 +128,29 @@ def damage(checkpoint: Path) -> str | None:
                 return f"it is damaged: {name} is not what was written (its SHA-256 differs)"
         except OSError as error:
             return f"it cannot be read: {error}"
+    return None
+
+
+def changed(checkpoint: Path) -> str | None:
+    """Which of the files that a model is loaded from is not what training wrote; None if none, or
+    if nothing was recorded, as for a model from elsewhere.
+
+    Compares their SHA-256, once on each machine. The optimizer's state is not looked at.
+    """
+    if not (checkpoint / LISTING).is_file():
+        return None
+    try:
+        recorded = json.loads((checkpoint / LISTING).read_text())
+        hashes = {name: known["sha256"] for name, known in recorded.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return f"{LISTING} cannot be read"
+    needed = (name for name in hashes if name == TRAINER or not name.startswith(f"{STATE}/"))
+    for name in needed:
+        try:
+            if not has_sha256(checkpoint / name, hashes[name]):
+                return f"{name} is not what was written (its SHA-256 differs)"
+        except (OSError, ValueError) as error:
+            return f"{name} cannot be read ({error})"
     return None
 
 

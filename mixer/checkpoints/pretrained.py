@@ -14,7 +14,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mixer.checkpoints.format import sha256
+from mixer.checkpoints.format import STATE, changed
+from mixer.common.checksums import sha256
 from mixer.common.errors import UserError, first_line
 from mixer.data.tokenizer import vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -37,8 +38,8 @@ REMEDIES = {
 
 
 def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:
-    """Raises UserError naming what a checkpoint directory lacks, or which of its weight files is
-    cut short.
+    """Raises UserError naming what a checkpoint directory lacks, which of its weight files is cut
+    short, or which of its files is not what training wrote.
 
     tokenizer: whether one is needed.
     """
@@ -64,6 +65,12 @@ def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:
         )
     for file in weight_files(directory):
         check_weights(file)
+    problem = changed(directory)
+    if problem:
+        raise UserError(
+            f"checkpoint {directory} is damaged: {problem}: copy it again, or give another "
+            f"checkpoint; if you changed that file on purpose, delete {STATE}/ from a copy of it"
+        )
 
 
 def missing_files(directory: Path, tokenizer: bool) -> list[str]:
@@ -163,7 +170,19 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
             f"{', '.join(unknown[:3])}...: give the "
             "config.json that was saved with them"
         )
+    check_finite(directory, model)
     return model
+
+
+def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None:
+    """Raises UserError naming the weights that hold a NaN or an infinity."""
+    bad = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    if bad:
+        remedy = remedy or "its training diverged, or the file is damaged: give another checkpoint"
+        raise UserError(
+            f"checkpoint {source} has weights that are not finite (NaN or infinite) in "
+            f"{', '.join(bad[:3])}{', ...' if bad[3:] else ''}: {remedy}"
+        )
 
 
 def load_masked_mixer(directory: Path, problem: str) -> PreTrainedModel:

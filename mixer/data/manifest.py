@@ -11,12 +11,15 @@ and for both
     manifest.json     settings, counts and hashes
 """
 
+import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from mixer.common.checksums import has_sha256, print_progress
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import digest
 
@@ -41,8 +44,8 @@ class SplitManifest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared directory holds. `fingerprint` is one hash over the settings and the hashes
-    of all files.
+    """What a prepared directory holds. `fingerprint` is one hash over all else here, and with it
+    over the hashes of all files.
     """
 
     dtype: str
@@ -72,6 +75,11 @@ class Manifest:
                 raise UserError(
                     f"{file} has format {values['format']}, this code reads {FORMAT}; delete "
                     f"{directory} and prepare again"
+                )
+            if values["fingerprint"] != fingerprint(values):
+                raise UserError(
+                    f"{file} is not what preparing wrote (its fingerprint differs); copy it again, "
+                    f"or delete {directory} and prepare again"
                 )
             values["splits"] = {
                 name: SplitManifest(**counts) for name, counts in values["splits"].items()
@@ -110,3 +118,32 @@ class Manifest:
                 f"{directory / 'tokenizer'} is not the tokenizer that made the token files; put it "
                 f"back, or {again}"
             )
+
+    def verify_content(
+        self, directory: str | Path, split: str, say: Callable[[str], None] = print_progress
+    ) -> None:
+        """Raise UserError unless a split's files have their recorded SHA-256, which is compared
+        once on each machine. `say` is told how far it is.
+        """
+        counts = self.splits[split]
+        files = {
+            f"{split}.bin": counts.tokens_sha256,
+            f"{split}.docs.bin": counts.documents_sha256,
+        }
+        for name, recorded in files.items():
+            file = Path(directory) / name
+            try:
+                is_good = has_sha256(file, recorded, say)
+            except OSError as error:
+                raise UserError(f"{file} cannot be read ({error}); give access to it") from None
+            if not is_good:
+                raise UserError(
+                    f"{file} is damaged: it is not what preparing wrote (its SHA-256 differs); "
+                    f"copy it again, or delete {directory} and prepare again"
+                )
+
+
+def fingerprint(values: dict) -> str:
+    """The hash over a manifest's values, as they are in manifest.json or with SplitManifest."""
+    known = {name: values[name] for name in values if name not in ("format", "fingerprint")}
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=asdict).encode()).hexdigest()

@@ -20,7 +20,7 @@ import numpy as np
 from mixer.common.errors import UserError
 from mixer.common.files import flush, flush_tree, locked
 from mixer.data.corpus import DataConfig, check, known_bytes, split_documents
-from mixer.data.manifest import SPLITS, Manifest, SplitManifest
+from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
 from mixer.data.tokenizer import (
     digest,
     existing_tokenizer,
@@ -153,9 +153,7 @@ def _write(config: DataConfig, partial: Path, progress) -> Manifest:
         "settings": _settings(config),
         "splits": splits,
     }
-    counts = {name: asdict(split) for name, split in splits.items()}
-    known = json.dumps(values | {"splits": counts}, sort_keys=True)
-    manifest = Manifest(**values, fingerprint=hashlib.sha256(known.encode()).hexdigest())
+    manifest = Manifest(**values, fingerprint=fingerprint(values))
     (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
 

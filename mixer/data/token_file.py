@@ -2,12 +2,14 @@
 
 import os
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from mixer.common.checksums import print_progress
 from mixer.common.errors import UserError
 from mixer.data.manifest import SPLITS, Manifest
 
@@ -26,11 +28,18 @@ class TokenFile:
     Otherwise: one document a row, padded with EOS; a longer document is cut into several rows, so
     that each of its tokens but the first is a target exactly once, and rows never mix documents.
 
-    Raises UserError if the data is missing, cut short, made by another tokenizer than the one
-    beside it, holds ids beyond its vocabulary, or is shorter than one sample.
+    Opening it compares the files with their SHA-256, once on each machine; `say` is told how far
+    that is. Raises UserError if the data is missing, cut short, changed, made by another tokenizer
+    than the one beside it, holds ids beyond its vocabulary, or is shorter than one sample.
     """
 
-    def __init__(self, directory: str | Path, split: str, context: int):
+    def __init__(
+        self,
+        directory: str | Path,
+        split: str,
+        context: int,
+        say: Callable[[str], None] = print_progress,
+    ):
         if split not in SPLITS:
             raise UserError(f"there is no split {split!r}; allowed: {', '.join(SPLITS)}")
         if context < 1:
@@ -46,6 +55,7 @@ class TokenFile:
             )
         if not counts.documents:
             raise UserError(f"{directory} holds no {split} documents; delete it and prepare again")
+        self.manifest.verify_content(directory, split, say)
         self.packed = self.manifest.settings["packed"]
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self.file = os.open(self.directory / f"{split}.bin", os.O_RDONLY)

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mixer.common.checksums import cache_home
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import locked
 
@@ -183,13 +184,10 @@ def dotted(version: tuple[int, int]) -> str:
 
 def cache_path() -> Path:
     """Where the cache is or would be."""
-    if named := os.environ.get("MIXER_CACHE"):
-        return Path(named) / "kernels"
     try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return cache_home() / "kernels"
     except RuntimeError as error:  # a container may run as a user who has none
         raise BuildError(f"there is no home for the cache ({error}). {NAME_ANOTHER}") from error
-    return Path(home) / "mixer" / "kernels"
 
 
 def cache_directory() -> Path:

@@ -70,7 +70,7 @@ def prepare_data(run: RunConfig, hosts: Hosts, say: Say) -> Data:
     hosts.require_shared(f"data.directory = {run.data.directory}", manifest.fingerprint)
     context = run.model.max_position_embeddings
     training, validation = (
-        TokenFile(run.data.directory, split, context) for split in ("train", "validation")
+        TokenFile(run.data.directory, split, context, say) for split in ("train", "validation")
     )
     tokenizer = load_tokenizer(run.data.directory)
     tokenizer.model_max_length = context  # saved with the model, for tools that cut texts by it

@@ -19,7 +19,7 @@ import torch
 
 from mixer.common.errors import UserError
 from mixer.data.corpus import DataConfig, documents, split_documents, split_of
-from mixer.data.manifest import Manifest
+from mixer.data.manifest import Manifest, fingerprint
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
@@ -587,6 +587,9 @@ def test_damaged_files_are_refused_on_opening(damaged):
     manifest["splits"]["train"]["max_token_id"] = 300
     good = (damaged / "manifest.json").read_text()
     (damaged / "manifest.json").write_text(json.dumps(manifest))
+    refused("manifest.json is not what preparing wrote")
+    manifest["fingerprint"] = fingerprint(manifest)
+    (damaged / "manifest.json").write_text(json.dumps(manifest))
     refused("token id 300, beyond its vocabulary of 300")
     (damaged / "manifest.json").write_text(good[:-20])
     refused("manifest.json is damaged.*prepare again")
@@ -599,6 +602,11 @@ def test_damaged_files_are_refused_on_opening(damaged):
     refused("not the tokenizer that made the token files")
     (damaged / "tokenizer/tokenizer.json").write_bytes(kept)
     TokenFile(damaged, "train", 8)
+    for name in ("train.bin", "train.docs.bin"):
+        content = (damaged / name).read_bytes()
+        (damaged / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        refused(rf"{name} is damaged: .* its SHA-256 differs\); copy it again, or delete")
+        (damaged / name).write_bytes(content)
     os.truncate(damaged / "train.bin", 100)
     refused("train.bin should have .* bytes and is 100: cut short")
     (damaged / "train.bin").unlink()

@@ -11,6 +11,8 @@ import numpy as np
 import psutil
 import pytest
 
+from mixer.common.checksums import note_of
+from mixer.data.manifest import fingerprint
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
@@ -23,7 +25,7 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def large(small_run, tmp_path_factory) -> Path:
     """The small run's data with a training split of ten billion tokens, all 0, of 1000 tokens a
-    document.
+    document. It counts as compared with its SHA-256, which would take a minute.
     """
     config = tmp_path_factory.mktemp("large") / "config.yaml"
     config.write_text(json.dumps(small_run))
@@ -31,12 +33,21 @@ def large(small_run, tmp_path_factory) -> Path:
     directory = shutil.copytree(small_run["data"]["directory"], config.parent / "data")
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["splits"]["train"] |= {"tokens": TOKENS, "documents": TOKENS // 1000}
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    sign(directory / "manifest.json", manifest)
     with open(directory / "train.bin", "r+b") as file:
         file.truncate(0)
         file.truncate(2 * TOKENS)
     np.arange(1000, TOKENS + 1, 1000, dtype="<u8").tofile(directory / "train.docs.bin")
+    train = manifest["splits"]["train"]
+    for name, kind in (("train.bin", "tokens"), ("train.docs.bin", "documents")):
+        note = note_of(directory / name, train[f"{kind}_sha256"])
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(str(directory / name))
     return directory
+
+
+def sign(file: Path, manifest: dict) -> None:
+    file.write_text(json.dumps(manifest | {"fingerprint": fingerprint(manifest)}))
 
 
 def memory() -> int:
@@ -54,7 +65,7 @@ def test_opening_and_reading_ten_billion_tokens_takes_little_time_and_memory(
     manifest = json.loads((large / "manifest.json").read_text())
     manifest["settings"]["packed"] = packed
     (directory / "manifest.json").unlink()
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    sign(directory / "manifest.json", manifest)
     before, began = memory(), time.monotonic()
     data = TokenFile(directory, "train", 512)
     order = SampleOrder(len(data), seed=0)

@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard
 from launching import run_python
 from models import MIXINGS, generate, lively_model, padded, small_model, tokens
 from runs import ROOT
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,11 +30,14 @@ from transformers import (
 )
 
 from mixer.checkpoints.format import damage
+from mixer.checkpoints.pretrained import load_masked_mixer
 from mixer.common.errors import UserError
 from mixer.convert import convert, convert_back
 from mixer.data.tokenizer import train_tokenizer
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.export import export
 from mixer.export import main as export_command
+from mixer.generate import continuations
 from mixer.models.carried_code import CODE
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 from mixer.models.masked_mixer.modeling import logger
@@ -360,7 +364,8 @@ def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path
         assert own in text and other not in text
         assert "windows of at most 32, stride 8" in text and str(tmp_path.parent) not in text
         assert damage(checkpoint) is None
-    shutil.copy(last / "model.safetensors", earlier)  # as if another run had come in its place
+    shutil.rmtree(earlier)  # as if another run had come in its place
+    shutil.copytree(last, earlier)
     text = card(earlier, "replaced")
     assert rows[1] in text and rows[0] not in text
     report = finished / "eval-step-8" / "report.json"
@@ -390,6 +395,52 @@ def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path
             card(last, "damaged")
     (finished / "config.yaml").write_text(whole)
     assert not (tmp_path / "damaged").exists()
+
+
+def test_a_changed_byte_of_a_checkpoint_is_refused(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path / "cache"))
+    checkpoint = finished / "step-12"
+    uses = (
+        lambda: evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu")),
+        lambda: continuations(str(checkpoint), ["def"], 2, 0.0, 0),
+        lambda: load_masked_mixer(checkpoint, ""),
+        lambda: export(checkpoint, tmp_path / "exported", "mit"),
+    )
+    load_masked_mixer(checkpoint, "")  # so that its files are known to be good
+    for name in ("model.safetensors", "config.json"):
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(content[:-2] + bytes([content[-2] ^ 8]) + content[-1:])
+        for use in uses:
+            with pytest.raises(UserError, match=f"is damaged: {name} is not what .*: copy it"):
+                use()
+        (checkpoint / name).write_bytes(content)
+    assert not (tmp_path / "exported").exists()
+    (checkpoint / "trainer_state" / "optimizer-1-of-1.safetensors").unlink()  # nobody loads it
+    load_masked_mixer(checkpoint, "")
+
+
+def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
+    checkpoint = shutil.copytree(finished / "step-12", tmp_path / "changed")
+    shutil.rmtree(checkpoint / "trainer_state")  # with what its files were
+    weights = load_file(checkpoint / "model.safetensors")
+
+    def export_with(value: float, dtype: str) -> None:
+        weights["lm_head.weight"][3, 5] = value
+        save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        export(checkpoint, tmp_path / dtype, "mit", dtype)
+
+    for value in (float("nan"), float("-inf")):
+        with pytest.raises(UserError, match="not finite .* in lm_head.weight: its training div"):
+            export_with(value, "fp32")
+    with pytest.raises(UserError, match="in lm_head.weight: fp16 does not reach that far: give"):
+        export_with(1e6, "fp16")
+    assert not (tmp_path / "fp32").exists() and not (tmp_path / "fp16").exists()
+    weights["lm_head.weight"] = weights["lm_head.weight"].sign() * 3e38  # finite; logits are not
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    for temperature in (0.0, 1.0):
+        with pytest.raises(UserError, match="logits after [0-9]+ tokens are not finite"):
+            continuations(str(checkpoint), ["def read"], 2, temperature, 0)
+    export_with(1e6, "fp32")
 
 
 def test_a_transformer_gets_no_mixers_card(tmp_path):

@@ -1,0 +1,84 @@
+"""Files are compared with their recorded SHA-256, and read once for as long as they stay as they
+are.
+"""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mixer.common import checksums
+from mixer.common.checksums import has_sha256, note_of, sha256
+
+CONTENT = b"a" * 1000
+GOOD = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[Path]:
+    """The files that were read, in order."""
+    files = []
+
+    def counted(path, *arguments):
+        files.append(path)
+        return sha256(path, *arguments)
+
+    monkeypatch.setattr(checksums, "sha256", counted)
+    return files
+
+
+def test_a_file_is_read_once_until_it_changes(file, read):
+    assert all(has_sha256(file, GOOD) for _ in range(3)) and len(read) == 1
+    assert not has_sha256(file, "0" * 64) and not has_sha256(file, "0" * 64) and len(read) == 3
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.write_bytes(CONTENT[:-1] + b"b")
+    os.utime(file, ns=times)  # as a copy that keeps times would
+    assert not has_sha256(file, GOOD)
+    file.write_bytes(CONTENT)
+    assert has_sha256(file, GOOD)
+
+
+def test_what_asks_at_once_reads_once(file, read):
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda _: has_sha256(file, GOOD), range(8)))
+    assert len(read) == 1
+
+
+def test_without_a_cache_each_reads(file, read, monkeypatch):
+    (file.parent / "cache").write_text("a file where the directory should be")
+    assert has_sha256(file, GOOD) and has_sha256(file, GOOD) and len(read) == 2
+    for variable in ("MIXER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert has_sha256(file, GOOD) and len(read) == 3
+
+
+def no_home() -> Path:
+    raise RuntimeError("no home")
+
+
+def test_notes_about_files_that_are_gone_go_too(file, tmp_path):
+    other = tmp_path / "other"
+    other.write_bytes(CONTENT)
+    assert has_sha256(other, GOOD)
+    note = note_of(other, GOOD)
+    other.unlink()
+    assert note.exists() and has_sha256(file, GOOD) and not note.exists()
+
+
+def test_long_reading_says_how_far_it_is(file, monkeypatch):
+    monkeypatch.setattr(checksums, "REPORT_SECONDS", -1)
+    monkeypatch.setattr(checksums, "READ_BYTES", 600)
+    said = []
+    assert sha256(file, said.append) == GOOD
+    assert len(said) == 2 and f"{file} with its SHA-256: 0.0 of 0.0 GB" in said[0]
