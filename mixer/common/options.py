@@ -46,12 +46,15 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
     """One line for each option of a dataclass instance whose value is not allowed.
 
     A number must be finite and within its bounds, a string one of the choices. `prefix` is put
-    before the names, such as "optim.". Fields without an `option` are not checked.
+    before the names, such as "optim.". Fields without an `option` are not checked for those.
     """
     problems = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        if not _is_allowed(value, field.metadata):
+        if isinstance(value, str) and not is_plain_text(value):
+            allowed = "text without null characters and lone surrogates"
+            problems.append(f"{prefix}{field.name} = {value[:50]!r}; allowed: {allowed}")
+        elif not _is_allowed(value, field.metadata):
             near = difflib.get_close_matches(str(value), field.metadata["choices"], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             allowed = allowed_values(field)
@@ -67,6 +70,14 @@ def allowed_values(field: dataclasses.Field) -> str:
     parts = [WORDS[name].format(bounds[name]) for name in WORDS if name in bounds]
     unbounded = "any finite number" if field.type is float and "bounds" in field.metadata else ""
     return " and ".join(parts) or unbounded
+
+
+def is_plain_text(text: str) -> bool:
+    """Whether files and their names can hold a text: no null characters, no lone surrogates."""
+    try:
+        return b"\0" not in text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_allowed(value: Any, metadata: Mapping[str, Any]) -> bool:

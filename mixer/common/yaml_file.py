@@ -2,25 +2,34 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from mixer.common.errors import UserError
 
 
+def _means_the_same_in_yaml_1_2(first: str, tag: str) -> bool:
+    """Whether YAML 1.2 also reads text that begins with `first` as what PyYAML's `tag` says."""
+    is_yes_or_no = tag == "tag:yaml.org,2002:bool" and first not in "tTfF"
+    return not is_yes_or_no and tag != "tag:yaml.org,2002:timestamp"
+
+
 class Loader(yaml.SafeLoader):
-    """Reads 5e-4 as a number and `no` as text, as YAML 1.2 does; PyYAML follows YAML 1.1, where
-    they are text and false.
+    """Reads 5e-4 as a number, and `no` and 2024-02-30 as text, as YAML 1.2 does; PyYAML follows
+    YAML 1.1, where they are text, false and a date that does not exist.
     """
 
     yaml_implicit_resolvers = {
         first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if first in "tTfF" or tag != "tag:yaml.org,2002:bool"
+            (tag, pattern) for tag, pattern in resolvers if _means_the_same_in_yaml_1_2(first, tag)
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_document(self, node):
+        self.deep_construct = True  # refuses what contains itself, such as &a [*a]
+        return super().construct_document(node)
 
 
 Loader.add_implicit_resolver(
@@ -30,13 +39,22 @@ Loader.add_implicit_resolver(
 )
 
 
+def parse_yaml(text: str) -> Any:
+    """The value that a YAML text stands for. Raises yaml.YAMLError for every text that has none."""
+    try:
+        return yaml.load(text, Loader=Loader)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML lets these through for `!!float x` and the like, and for very deep nesting.
+        raise yaml.YAMLError(f"it holds a value that Python cannot read ({error})") from None
+
+
 def read_yaml(path: str | Path) -> dict:
     """The sections of a configuration file and their keys.
 
     Raises UserError for a file that is missing, not YAML, or not a mapping.
     """
     try:
-        given = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
+        given = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = ", ".join(sorted(map(str, Path(path).parent.glob("*.yaml"))))
         raise UserError(

@@ -7,6 +7,7 @@ values.
 
 import dataclasses
 import difflib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from mixer.checkpoints.config import CheckpointConfig
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.options import allowed_values, option, option_problems
-from mixer.common.yaml_file import Loader, read_yaml
+from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.data.corpus import DataConfig
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.metrics import LoggingConfig
 from mixer.training.optim import OptimConfig
+
+LONGEST_NAME = 255  # bytes, on Linux and macOS
 
 
 @dataclass
@@ -80,7 +83,7 @@ class RunConfig:
 
     name: str = option("run", "the run's directory under output_dir")
     output_dir: str = option("runs", "where runs go")
-    seed: int = option(0, "initial weights and order of the data", at_least=0)
+    seed: int = option(0, "initial weights and order of the data", at_least=0, below=2**32)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -109,7 +112,11 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
         if not equals:
             problems.append(f"{text!r} on the command line: write overrides as section.key=value")
             continue
-        parsed = _parse_value(key, value, problems)
+        try:
+            parsed = parse_yaml(value) if value else ""
+        except yaml.YAMLError as error:
+            problems.append(f"{key}: {value!r} cannot be read as a YAML value: {error}")
+            continue
         if key in keys and keys[key].type is str and not isinstance(parsed, str):
             parsed = value  # name=42: a shell has no types
         entries.append((key, parsed, "command line"))
@@ -140,14 +147,6 @@ def describe_options() -> str:
         lines[-1] += f"; allowed: {allowed}" if allowed else ""
         lines.append(f"      {item.metadata['help']}")
     return "\n".join(lines)
-
-
-def _parse_value(key: str, text: str, problems: list[str]) -> Any:
-    try:
-        return yaml.load(text, Loader=Loader) if text else ""
-    except yaml.YAMLError as error:
-        problems.append(f"{key}: {text!r} cannot be read as a YAML value: {error}")
-        return None
 
 
 def _flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
@@ -188,10 +187,13 @@ def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) 
         or (kind is bool and not isinstance(value, bool))
         or (kind is int and isinstance(value, float) and not value.is_integer())
     )
+    if not wrong and kind is int and isinstance(value, float):
+        value = int(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"{key} = {value} is out of range; allowed: integers of 64 bits"
     try:
         if not wrong:
-            whole = isinstance(value, float) and kind is int
-            OmegaConf.update(config, key, int(value) if whole else value)
+            OmegaConf.update(config, key, value)
             return None
     except OmegaConfBaseException:
         pass
@@ -231,8 +233,15 @@ def _value_problems(run: RunConfig) -> list[str]:
             "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
             "for architecture llama: false"
         )
+    if option_problems(run):
+        return problems  # the rules below need a name that is text
     if not run.name or "/" in run.name or run.name in (".", ".."):
         problems.append(f"name = {run.name!r}; allowed: a directory name without slashes")
+    elif len(os.fsencode(run.name)) > LONGEST_NAME:
+        problems.append(
+            f"name has {len(os.fsencode(run.name))} bytes; allowed: at most {LONGEST_NAME}, as "
+            "file systems have it"
+        )
     if run.optim.warmup_steps > run.train.steps:
         problems.append(
             f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = "

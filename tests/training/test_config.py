@@ -155,6 +155,45 @@ def test_a_value_out_of_bounds_is_refused_with_what_is_allowed():
     assert load_config(None, ["optim.min_lr_ratio=1"]).optim.min_lr_ratio == 1
 
 
+# Given values, and what the one line about each says.
+UNUSABLE = {
+    "train.steps=!!int x": "train.steps: '!!int x' cannot be read as a YAML value",
+    "optim.lr=!!float x": "optim.lr: '!!float x' cannot be read as a YAML value",
+    "data.packed=!!bool x": "data.packed: '!!bool x' cannot be read as a YAML value",
+    "optim.lr=&a [*a]": "optim.lr: '&a [*a]' cannot be read as a YAML value",
+    "seed=" + "[" * 3000: "cannot be read as a YAML value",
+    "seed=" + "9" * 5000: "cannot be read as a YAML value",
+    "optim.lr=1" + "0" * 400: "is out of range; allowed: integers of 64 bits",
+    "train.steps=1e30": "is out of range; allowed: integers of 64 bits",
+    "seed=4294967296": "seed = 4294967296; allowed: 0 or more and below 4294967296",
+    "name=" + "é" * 128: "name has 256 bytes; allowed: at most 255",
+    'name="a\\0b"': "allowed: text without null characters and lone surrogates",
+    'data.path="\\ud800"': "allowed: text without null characters and lone surrogates",
+    "output_dir=\udcff": "output_dir: '\\udcff' cannot be read as a YAML value",
+}
+
+
+@pytest.mark.parametrize(("given", "said"), UNUSABLE.items(), ids=range(len(UNUSABLE)))
+@pytest.mark.parametrize("place", ["command line", "file"])
+def test_a_value_that_nothing_can_use_is_one_line(tmp_path, given, said, place):
+    key, _, value = given.partition("=")
+    section, _, name = key.rpartition(".")
+    text = f"{section}: {{{name}: {value}}}" if section else f"{name}: {value}"
+    (tmp_path / "config.yaml").write_text(text, "utf-8", "surrogateescape")
+    in_file = str(tmp_path / "config.yaml"), []
+    with pytest.raises(UserError) as raised:
+        load_config(*(in_file if place == "file" else (None, [given])))
+    message = str(raised.value)
+    assert said in message or "cannot be read as YAML: " in message
+    assert message.count("\n  - ") == (0 if "as YAML: " in message else 1)
+
+
+def test_a_date_is_text_also_one_that_no_calendar_has(tmp_path):
+    assert load_config(None, ["name=2024-02-30"]).name == "2024-02-30"
+    (tmp_path / "config.yaml").write_text("name: 2024-02-28")
+    assert load_config(str(tmp_path / "config.yaml"), []).name == "2024-02-28"
+
+
 def test_help_lists_every_key_with_its_default_meaning_and_allowed_values():
     text = describe_options()
     for key, value in flat(asdict(RunConfig())).items():
