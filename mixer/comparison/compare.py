@@ -1,4 +1,5 @@
-"""A comparison from its options to its report: check, time every model, train every model, report.
+"""A comparison from its options to its report: check, time every model, find its learning rate,
+train it, report.
 
 See mixer.compare for the command.
 """
@@ -10,9 +11,9 @@ from statistics import median
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable
 from mixer.common.provenance import commit
-from mixer.comparison.entrants import Entrant, entrant, without_mixing
+from mixer.comparison.entrants import Entrant, entrant, entrants_of, without_mixing
 from mixer.comparison.report import report, write_report
-from mixer.comparison.result import Measured, Timing, result_of
+from mixer.comparison.result import Measured, Sweep, Timing, last_validation, result_of
 from mixer.comparison.runs import LOGS, Runs
 from mixer.training.config import RunConfig
 
@@ -23,10 +24,15 @@ class CompareOptions:
 
     config: str
     backends: list[str]
+    models: str  # a file, or empty
     output: str
     repeats: int
     timing_steps: int
     seconds: float
+    tune: str | None
+    rates: list[float]
+    tune_share: float
+    seeds: int
     resume: bool
     processes: int
     commit: str
@@ -41,7 +47,8 @@ def compare(options: CompareOptions) -> Path:
     else, and for a run that fails.
     """
     entrants = [entrant(name) for name in options.backends]
-    check_options(options)
+    entrants += entrants_of(options.models) if options.models else []
+    check_options(options, entrants)
     output = Path(options.output)
     check_output(output, options.resume)
     runs = Runs(options.config, tuple(options.overrides), output, options.processes)
@@ -49,31 +56,42 @@ def compare(options: CompareOptions) -> Path:
     configs = {who: runs.config(who, f"name={who.folder}") for who in entrants}
 
     limit = without_mixing()
-    timed = [*entrants, limit] if any(who.is_mixer for who in entrants) else entrants
+    timed = [*entrants, limit] if any(who.is_backend for who in entrants) else entrants
     timings = time_in_turn(runs, timed, options)
     steps = {who: steps_of(who, run, timings[who], options) for who, run in configs.items()}
-    measured = [
-        Measured(who.name, who.is_mixer, run, timings[who], runs.train(who, steps[who]))
-        for who, run in configs.items()
-    ]
+    sweeps = {who: tune(runs, who, run, steps[who], options) for who, run in configs.items()}
+    measured = []
+    for who, run in configs.items():
+        of_seeds = train_with_seeds(runs, who, run, steps[who], sweeps[who], options.seeds)
+        measured.append(
+            Measured(who.name, who.is_backend, run, timings[who], sweeps[who], of_seeds)
+        )
     conditions = {
         "command": options.command,
         "commit": options.commit or commit(),
         "processes": options.processes,
         "seconds": options.seconds or None,
         "timing_steps": options.timing_steps,
+        "tune_share": options.tune_share if options.tune else None,
     }
     result = result_of(measured, timings.get(limit, []), conditions)
     print("\n" + report(result))
     return write_report(result, {one.name: one.lines for one in measured}, output)
 
 
-def check_options(options: CompareOptions) -> None:
-    if len(set(options.backends)) < len(options.backends):
-        raise UserError(
-            f"--backends {' '.join(options.backends)}: one is named twice; give each once"
-        )
-    for name in ("repeats", "timing_steps", "processes"):
+def check_options(options: CompareOptions, entrants: list[Entrant]) -> None:
+    names = [who.folder for who in entrants]
+    if not names:
+        raise UserError("nothing to compare; give --backends, or --models with a file")
+    if len(set(names)) < len(names):
+        raise UserError(f"{', '.join(names)}: one is named twice; give each once")
+    if options.rates and not options.tune:
+        raise UserError("--rates is for --tune lr; give that, or leave --rates out")
+    if not all(0 < rate < float("inf") for rate in options.rates):
+        raise UserError(f"--rates has {options.rates}; allowed: numbers above 0")
+    if not 0 < options.tune_share <= 1:
+        raise UserError(f"--tune-share is {options.tune_share:g}; allowed: above 0, at most 1")
+    for name in ("repeats", "timing_steps", "processes", "seeds"):
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is {getattr(options, name)}; allowed: 1 or more")
@@ -129,3 +147,43 @@ def steps_of(who: Entrant, run: RunConfig, timings: list[Timing], options: Compa
             "and --resume, which keeps the timings"
         )
     return steps
+
+
+def tune(
+    runs: Runs, who: Entrant, run: RunConfig, steps: int, options: CompareOptions
+) -> Sweep | None:
+    """Short runs of a model, one for each learning rate: the long run's schedule with so much fewer
+    steps. A run that diverges has no loss.
+
+    Raises UserError where all diverge.
+    """
+    if not options.tune:
+        return None
+    rates = sorted(set(options.rates)) or [run.optim.lr * factor for factor in (0.5, 1, 2)]
+    short = max(1, round(steps * options.tune_share))
+    warmup = min(short, round(run.optim.warmup_steps * options.tune_share))
+    losses: dict[float, float | None] = {}
+    for rate in rates:
+        changes = (f"optim.lr={rate!r}", f"optim.warmup_steps={warmup}", "train.eval_every=0")
+        changes += ("checkpoint.save_every=0", "checkpoint.save_last=false")
+        try:
+            lines = runs.train(who, short, f"{who.folder}-lr-{rate:g}", *changes)
+            losses[rate] = last_validation(lines)["validation_loss"]
+        except UserError as error:
+            if "finite" not in str(error):
+                raise
+            losses[rate] = None
+    if not any(loss is not None for loss in losses.values()):
+        raise UserError(f"{who.name} diverges at all of --rates {rates}; give lower ones")
+    return Sweep(short, losses)
+
+
+def train_with_seeds(
+    runs: Runs, who: Entrant, run: RunConfig, steps: int, sweep: Sweep | None, seeds: int
+) -> dict[int, list[dict]]:
+    """The metrics of a model's whole runs, by seed: the configuration's and those after it."""
+    rate = (f"optim.lr={sweep.best!r}",) if sweep else ()
+    found = {run.seed: runs.train(who, steps, who.folder, *rate)}
+    for seed in range(run.seed + 1, run.seed + seeds):
+        found[seed] = runs.train(who, steps, f"{who.folder}-seed-{seed}", *rate, f"seed={seed}")
+    return found

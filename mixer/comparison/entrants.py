@@ -1,9 +1,10 @@
-"""The models of a comparison, from their names on the command line."""
+"""The models of a comparison, from their names on the command line or from a file."""
 
 import json
 from dataclasses import dataclass
 
 from mixer.common.errors import UserError
+from mixer.common.yaml_file import read_yaml
 from mixer.models.architecture import OF_LLAMA, OF_MIXERS, ModelConfig
 from mixer.models.masked_mixer.plain import BACKENDS
 
@@ -15,14 +16,11 @@ class Entrant:
     name: str
     overrides: tuple[str, ...]
     module: str = "mixer.train"
+    is_backend: bool = True  # the configuration's masked mixer, under one of the backends
 
     @property
     def folder(self) -> str:
         return self.name.replace(":", "-").replace(" ", "-")
-
-    @property
-    def is_mixer(self) -> bool:
-        return not self.name.startswith("llama")
 
 
 def entrant(name: str) -> Entrant:
@@ -50,7 +48,31 @@ def entrant(name: str) -> Entrant:
     settings += [f"model.{key}={json.dumps(getattr(defaults, key))}" for key in OF_MIXERS]
     if size:
         settings += [f"model.hidden_size={hidden}", f"model.num_attention_heads={heads}"]
-    return Entrant(name, tuple(settings))
+    return Entrant(name, tuple(settings), is_backend=False)
+
+
+def entrants_of(file: str) -> list[Entrant]:
+    """The entrants that a YAML file names, each with the options in which it differs from the
+    configuration:
+
+        small mixer: {model.hidden_size: 256}
+        small llama: {model.architecture: llama, model.hidden_size: 256, optim.lr: 1e-3}
+
+    Options of masked mixers that the configuration sets are taken back for a llama.
+
+    Raises UserError for a file that cannot be read or says something else.
+    """
+    found = []
+    for name, options in read_yaml(file).items():
+        if not (name and isinstance(options, dict) and all("." in key for key in options)):
+            raise UserError(
+                f"--models {file}: {name!r} has {options!r}; allowed: a name with options, such as "
+                "`small: {model.hidden_size: 256}`"
+            )
+        kind = entrant("llama" if options.get("model.architecture") == "llama" else "auto")
+        own = tuple(f"{key}={json.dumps(value)}" for key, value in options.items())
+        found.append(Entrant(name, (*kind.overrides, *own), is_backend=False))
+    return found
 
 
 def without_mixing() -> Entrant:

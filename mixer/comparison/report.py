@@ -21,7 +21,8 @@ from mixer.reporting.tables import table
 
 def report(result: dict) -> str:
     """The result's tables and verdicts as Markdown, without pictures."""
-    return "\n\n".join([speed_table(result), loss_table(result), notes(result)]) + "\n"
+    tables = [speed_table(result), loss_table(result), rate_table(result)]
+    return "\n\n".join([*filter(None, tables), notes(result)]) + "\n"
 
 
 def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Path:
@@ -31,6 +32,7 @@ def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Pa
     pictures = [
         plot_losses(lines, output / "losses.png"),
         plot_throughput(result, output / "throughput.png"),
+        plot_budgets(result, output / "budgets.png"),
     ]
     compared = list(dict.fromkeys(name for gap in result["gaps"] for name in gap["models"]))
     if compared:
@@ -81,15 +83,52 @@ def loss_table(result: dict) -> str:
             "model": name,
             "steps": f"{model['steps']:,}",
             "tokens, M": f"{model['tokens'] / 1e6:.1f}",
+            "useful PFLOP": f"{model['training_flops'] / 1e15:.3g}",
+            "lr": f"{model['lr']:g}",
             "training, s": f"{model['training_seconds']:.1f}",
             "start-up, s": f"{model['start_up_seconds']:.1f}",
             "last training loss": f"{model['last_loss']:.4f}",
-            "validation loss": f"{model['validation_loss']:.4f}",
+            "validation loss": loss_cell(model),
             "bits per byte": f"{model['validation_bits_per_byte']:.4f}",
         }
         for name, model in result["models"].items()
     ]
     return table(rows)
+
+
+def loss_cell(model: dict) -> str:
+    """The mean of the seeds, and in brackets the lowest and the highest."""
+    losses = model["validation_loss_by_seed"].values()
+    reach = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
+    return f"{model['validation_loss']:.4f}{reach}"
+
+
+def rate_table(result: dict) -> str:
+    """Validation losses of the short runs, a column for each learning rate; the best is bold."""
+    swept = {name: model for name, model in result["models"].items() if model["sweep"]}
+    rates = sorted({rate for model in swept.values() for rate in model["sweep"]["losses"]})
+    rows = []
+    for name, model in swept.items():
+        row = {"learning rate": name, "steps": f"{model['sweep']['steps']:,}"}
+        for rate in rates:
+            loss = model["sweep"]["losses"].get(rate, "")
+            cell = "diverged" if loss is None else loss and f"{loss:.4f}"
+            row[f"{rate:g}"] = f"**{cell}**" if rate == model["lr"] else cell
+        rows.append(row)
+    return table(rows) if rows else ""
+
+
+def edge_notes(result: dict) -> list[str]:
+    """Whether the best rate of a model may lie outside of those that were tried."""
+    found = []
+    for name, model in result["models"].items():
+        losses = model["sweep"]["losses"] if model["sweep"] else {}
+        if len(losses) > 1 and model["lr"] in (min(losses), max(losses)):
+            found.append(
+                f"{name}: the best rate, {model['lr']:g}, is the last of those tried on its side; "
+                "a comparison with more --rates may find a better one."
+            )
+    return found
 
 
 def notes(result: dict) -> str:
@@ -105,6 +144,12 @@ def notes(result: dict) -> str:
             "Each model has the steps that it was timed to do in "
             f"{result['seconds']:g} s, and its schedule ends with them."
         )
+    if result["tune_share"]:
+        lines.append(
+            f"Each model's learning rate is the best of short runs with {result['tune_share']:.0%} "
+            "of the steps and of the warm-up, on the first seed."
+        )
+    lines += edge_notes(result)
     lines += [
         f"tokens/s: median of {repeats} short runs in turn, of {result['timing_steps']} steps each "
         "after as many others. Limit: the masked mixer without its token mixing. Token mixing: its "
@@ -118,10 +163,15 @@ def notes(result: dict) -> str:
             if model["model"]["architecture"] == "llama"
         ),
         f"{samples} x {context} tokens a step, precision {train['mixed_precision']}, "
-        f"seed {settings['seed']}, {result['processes']} process(es). Measured on {hardware}; "
+        f"{seeds_of(result)}, {result['processes']} process(es). Measured on {hardware}; "
         f"commit {result['commit'][:10]}: `{result['command']}`",
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def seeds_of(result: dict) -> str:
+    seeds = [str(seed) for seed in next(iter(result["models"].values()))["validation_loss_by_seed"]]
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(seeds)}"
 
 
 def shape(name: str, model: dict) -> str:
@@ -171,6 +221,40 @@ def plot_losses(lines: dict[str, list[dict]], output: Path) -> Path:
     for axes in (middle, right):
         axes.set_xlabel("training time (s)")
         axes.set_xlim(left=0)
+    return save(figure, output)
+
+
+def plot_budgets(result: dict, output: Path) -> Path:
+    """The final validation loss of each model against each thing that it takes, so that models can
+    be compared where they take the same of one of them.
+    """
+    budgets = {
+        "training time (s)": lambda model: model["training_seconds"],
+        "tokens": lambda model: model["tokens"],
+        "useful FLOP": lambda model: model["training_flops"],
+        "parameters": lambda model: model["parameters"],
+        "peak memory (GB)": lambda model: model["peak_memory_gb"],
+    }
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    figure = new_figure(figsize=(13, 3.4))
+    panels = figure.subplots(1, len(budgets), sharey=True)
+    for axes, (label, of) in zip(panels, budgets.items(), strict=True):
+        for index, (name, model) in enumerate(result["models"].items()):
+            losses = model["validation_loss_by_seed"].values()
+            reach = [
+                [model["validation_loss"] - min(losses)],
+                [max(losses) - model["validation_loss"]],
+            ]
+            style = {"color": COLOURS[index % len(COLOURS)], "fmt": "o", "capsize": 3}
+            axes.errorbar(of(model), model["validation_loss"], yerr=reach, label=name, **style)
+        axes.set_xlabel(label)
+        axes.set_xlim(left=0, right=1.1 * max(map(of, result["models"].values())))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    panels[0].set_ylabel("validation loss")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4)
     return save(figure, output)
 
 

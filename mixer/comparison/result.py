@@ -28,14 +28,34 @@ class Timing:
 
 
 @dataclass
+class Sweep:
+    """Short runs of a model at several learning rates."""
+
+    steps: int
+    losses: dict[float, float | None]  # validation loss by rate; None where the run diverged
+
+    @property
+    def best(self) -> float:
+        """The rate with the lowest validation loss."""
+        finite = {rate: loss for rate, loss in self.losses.items() if loss is not None}
+        return min(finite, key=finite.get)
+
+
+@dataclass
 class Measured:
-    """A model of the comparison: its short runs, and the metrics of its full run."""
+    """A model of the comparison: its short runs, and the metrics of its full runs."""
 
     name: str
-    is_mixer: bool
+    is_backend: bool  # the configuration's masked mixer, under one of the backends
     run: RunConfig
     timings: list[Timing]
-    lines: list[dict]
+    sweep: Sweep | None
+    of_seeds: dict[int, list[dict]]  # metrics by seed, the configuration's first
+
+    @property
+    def lines(self) -> list[dict]:
+        """The metrics of the run with the configuration's seed."""
+        return next(iter(self.of_seeds.values()))
 
 
 def result_of(measured: list[Measured], limit: list[Timing], conditions: dict) -> dict:
@@ -51,9 +71,9 @@ def result_of(measured: list[Measured], limit: list[Timing], conditions: dict) -
         | {"token_mixing_share": mixing_share(one, result["limit"])}
         for one in measured
     }
-    mixers = [one for one in measured if one.is_mixer]
+    backends = [one for one in measured if one.is_backend]
     same_steps = not conditions["seconds"]
-    result["gaps"] = [gap(mixers[0], other) for other in mixers[1:]] if same_steps else []
+    result["gaps"] = [gap(backends[0], other) for other in backends[1:]] if same_steps else []
     return result
 
 
@@ -69,7 +89,9 @@ def model_result(one: Measured, processes: int) -> dict:
     peak = peak_tflops(device, one.run.train.mixed_precision)
     tflops = {kind: speed["median"] * flops[kind] / 1e12 for kind in ("useful", "executed")}
     times, losses = training_times(one.lines), losses_of(one.lines)
-    validation = [line for line in one.lines if "validation_loss" in line]
+    by_seed = {
+        seed: last_validation(lines)["validation_loss"] for seed, lines in one.of_seeds.items()
+    }
     return {
         "model": shape,
         "vocab_size": vocabulary,
@@ -82,11 +104,17 @@ def model_result(one: Measured, processes: int) -> dict:
         "peak_memory_gb": max(timing.peak_memory_gb for timing in one.timings),
         "steps": max(losses),
         "tokens": one.lines[-1]["tokens"],
+        "training_flops": one.lines[-1]["tokens"] * flops["useful"],
+        "lr": one.sweep.best if one.sweep else one.run.optim.lr,
+        "sweep": asdict(one.sweep) if one.sweep else None,
         "training_seconds": times[max(times)],
         "start_up_seconds": start_up(one.lines),
         "last_loss": losses[max(losses)],
-        "validation_loss": validation[-1]["validation_loss"],
-        "validation_bits_per_byte": validation[-1]["validation_bits_per_byte"],
+        "validation_loss": mean(by_seed.values()),
+        "validation_loss_by_seed": by_seed,
+        "validation_bits_per_byte": mean(
+            last_validation(lines)["validation_bits_per_byte"] for lines in one.of_seeds.values()
+        ),
     }
 
 
@@ -97,7 +125,7 @@ def mixing_share(one: Measured, limit: dict | None) -> dict | None:
     noise larger than the share can make "lowest" negative. None where the model has no counterpart
     without mixing, as a transformer.
     """
-    if not (limit and one.is_mixer):
+    if not (limit and one.is_backend):
         return None
     speed = spread(one.timings)
     return {
@@ -110,6 +138,11 @@ def mixing_share(one: Measured, limit: dict | None) -> dict | None:
 def spread(timings: list[Timing]) -> dict:
     rates = [timing.tokens_per_second for timing in timings]
     return {"median": median(rates), "lowest": min(rates), "highest": max(rates), "all": rates}
+
+
+def last_validation(lines: list[dict]) -> dict:
+    """The line of the last evaluation."""
+    return [line for line in lines if "validation_loss" in line][-1]
 
 
 def losses_of(lines: list[dict]) -> dict[int, float]:

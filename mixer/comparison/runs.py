@@ -54,15 +54,16 @@ class Runs:
         trained = [line for line in read_metrics(directory) if "loss" in line]
         return Timing(trained[-1]["tokens_per_second"], trained[-1]["peak_memory_gb"])
 
-    def train(self, who: Entrant, steps: int) -> list[dict]:
-        """A full run. Returns its metrics, which are also copied beside the report."""
-        directory = self._run(
-            who, f"name={who.folder}", f"train.steps={steps}", "logging.profile_steps=0"
-        )
-        shutil.copy(directory / "metrics.jsonl", self.output / f"{who.folder}.jsonl")
+    def train(self, who: Entrant, steps: int, name: str, *overrides: str) -> list[dict]:
+        """A whole run of so many steps. Returns its metrics, which are also copied beside the
+        report.
+        """
+        settings = (f"name={name}", f"train.steps={steps}", "logging.profile_steps=0")
+        directory = self._run(who, *settings, *overrides)
+        shutil.copy(directory / "metrics.jsonl", self.output / f"{name}.jsonl")
         lines = read_metrics(directory)
         last = losses_of(lines)
-        print(f"trained: {who.name}, {steps} steps, loss {last[max(last)]:.4f}", flush=True)
+        print(f"trained: {name}, {steps} steps, loss {last[max(last)]:.4f}", flush=True)
         return lines
 
     def _settings(self, who: Entrant, overrides: tuple[str, ...]) -> list[str]:

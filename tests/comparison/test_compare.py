@@ -15,6 +15,7 @@ from mixer.compare import main
 from mixer.comparison import runs
 from mixer.comparison.report import speed_table
 from mixer.comparison.result import Measured, Timing, gap, mixing_share, spread
+from mixer.training.config import load_config
 
 
 def options(config: Path, output: Path) -> list[str]:
@@ -90,6 +91,51 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
     assert metrics.stat().st_mtime_ns == written
 
 
+def test_each_model_trains_with_several_seeds_at_the_best_of_the_same_rates(
+    write_config, tmp_path, forked_runs
+):
+    output, models = tmp_path / "compared", tmp_path / "models.yaml"
+    models.write_text(
+        "wide: {model.hidden_size: 64}\n"
+        "llama: {model.architecture: llama, model.num_attention_heads: 2}\n"
+    )
+    command = ["--config", write_config(), "--models", models, "--output", output, "--repeats", 1]
+    command += ["--timing-steps", 2, "--tune", "lr", "--tune-share", 0.5, "--seeds", 2]
+    command = [*map(str, command), "--rates", "1e-3", "1e-2", "1e30", "optim.schedule=linear"]
+    main([*command, "train.max_grad_norm=0"])
+    result, text = read_report(output), (output / "report.md").read_text()
+    assert result["settings"]["optim"]["schedule"] == "linear"
+    for name, model in result["models"].items():
+        runs = output / "runs"
+        tried = {rate: runs / f"{name}-lr-{rate}" for rate in ("0.001", "0.01")}
+        losses = {float(rate): last_validation(run) for rate, run in tried.items()}
+        assert len(read_losses(tried["0.01"])) == model["sweep"]["steps"] == 6
+        assert model["sweep"]["losses"].pop("1e+30") is None
+        assert {float(rate): loss for rate, loss in model["sweep"]["losses"].items()} == losses
+        assert model["lr"] == min(losses, key=losses.get) == 0.01
+        assert f"**{losses[0.01]:.4f}**" in text
+        seeds = [last_validation(runs / name), last_validation(runs / f"{name}-seed-1")]
+        assert seeds[0] != seeds[1] and len(read_losses(runs / name)) == 12
+        assert list(model["validation_loss_by_seed"].values()) == seeds
+        assert model["validation_loss"] == pytest.approx(sum(seeds) / 2)
+        assert model["token_mixing_share"] is None  # the limit would be a model of its own size
+        config = load_config(str(runs / f"{name}-seed-1/config.yaml"), [])
+        assert config.optim.lr == 0.01 and config.seed == 1
+    assert result["models"]["wide"]["parameters"] > 2 * result["models"]["llama"]["parameters"]
+    assert "diverged" in text and "seeds 0, 1" in text
+    assert "wide: the best rate" not in text  # it is not the last on its side
+    assert (output / "budgets.png").stat().st_size > 0
+
+    written = (output / "runs/wide/metrics.jsonl").stat().st_mtime_ns
+    main([*command, "train.max_grad_norm=0", "--resume"])
+    assert (output / "runs/wide/metrics.jsonl").stat().st_mtime_ns == written
+
+
+def last_validation(run: Path) -> float:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if "validation_loss" in line][-1]["validation_loss"]
+
+
 def read_report(output: Path) -> dict:
     return json.loads((output / "report.json").read_text())
 
@@ -99,12 +145,12 @@ def test_the_share_of_token_mixing_is_the_speed_missing_to_the_limit():
         return [Timing(speed, peak_memory_gb=1.0) for speed in speeds]
 
     limit = spread(timings(1000, 800, 900))
-    model = Measured("dense", True, None, timings(600, 720, 640), [])
+    model = Measured("dense", True, None, timings(600, 720, 640), None, {})
     share = mixing_share(model, limit)
     expected = {"median": 1 - 640 / 900, "lowest": 1 - 720 / 800, "highest": 1 - 600 / 1000}
     assert share == pytest.approx(expected)
     assert mixing_share(model, None) is None
-    assert mixing_share(Measured("llama", False, None, timings(600), []), limit) is None
+    assert mixing_share(Measured("llama", False, None, timings(600), None, {}), limit) is None
 
     counted = {"parameters": 1e6, "useful_tflops": 1.0, "executed_tflops": 2.0}
     counted |= {"useful_share_of_peak": None, "peak_memory_gb": 1.0}
@@ -124,7 +170,9 @@ def test_losses_of_backends_must_agree_at_every_step_and_closer_at_the_end(facto
     others = [
         line | {"loss": line["loss"] * factor} for line, factor in zip(lines, factors, strict=True)
     ]
-    models = [Measured(name, True, None, [], of) for name, of in (("a", lines), ("b", others))]
+    models = [
+        Measured(name, True, None, [], None, {0: of}) for name, of in (("a", lines), ("b", others))
+    ]
     assert gap(*models)["within_tolerance"] is within
 
 
@@ -138,6 +186,14 @@ def test_losses_of_backends_must_agree_at_every_step_and_closer_at_the_end(facto
         (["dens"], "--backends dens; allowed: auto, cuda, panels, dense, llama"),
         (["dense", "dense"], "one is named twice"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
+        (["dense", "--seeds", "0"], "--seeds is 0; allowed: 1 or more"),
+        (["dense", "--rates", "1e-3"], "--rates is for --tune lr"),
+        (
+            ["dense", "--tune", "lr", "--rates", "0"],
+            r"--rates has \[0.0\]; allowed: numbers above 0",
+        ),
+        (["dense", "--tune", "lr", "--rates", "x"], "--rates x; allowed: numbers above 0"),
+        (["dense", "--tune-share", "nan"], "--tune-share is nan; allowed: above 0, at most 1"),
         (["dense", "--seconds", "-1"], "--seconds is -1; allowed: above 0"),
         (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0"),
     ],
