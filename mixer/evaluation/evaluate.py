@@ -276,8 +276,22 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
         **cost,
         "causality": causality,
         "backends": compared,
+        **loss_by_kind(scores),
         "loss_by_position": scores.loss_by_position,
         "count_by_position": scores.count_by_position.tolist(),
+    }
+
+
+def loss_by_kind(scores: TokenScores) -> dict:
+    """Mean nats of the targets that a copy from the window would predict, and of all others; None
+    where there are none.
+    """
+    others = scores.tokens - scores.repeats
+    others_nats = scores.nats - scores.repeats_nats
+    return {
+        "repeats_share": scores.repeats / scores.tokens,
+        "repeats_loss": scores.repeats_nats / scores.repeats if scores.repeats else None,
+        "others_loss": others_nats / others if others else None,
     }
 
 

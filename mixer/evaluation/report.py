@@ -59,6 +59,17 @@ def evaluation_report(results: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
+def kinds_note(r: dict) -> str:
+    """The losses of tokens that the window itself would tell, and of the others."""
+    losses = (
+        "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
+    )
+    return (
+        "Of the scored tokens {:.1%} complete three tokens that stand in the window already; their "
+        "loss is {}, that of all others {}."
+    ).format(r["repeats_share"], *losses)
+
+
 def evaluation_notes(r: dict) -> str:
     """One line with everything that a reader must know to compare the numbers of a result."""
     kind = "disjoint"
@@ -77,7 +88,7 @@ def evaluation_notes(r: dict) -> str:
         f"{r['windows']:,} windows of at most {r['window']:,}, stride {r['stride']:,} ({kind}), "
         f"the last of a stream {r['last_window']}; "
         f"backend {r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}. "
-        f"{causality_note(r['causality'])}"
+        f"{kinds_note(r)} {causality_note(r['causality'])}"
     )
 
 

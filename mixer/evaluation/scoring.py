@@ -26,11 +26,15 @@ class TokenScores:
 
     `nats_by_position[p]` and `count_by_position[p]` belong to the target of position p in its
     window, i.e. the one that is predicted from p + 1 tokens. Both are (context,).
+    `repeats` and `repeats_nats` are those of the targets that a copy from the window would predict,
+    see `find_repeats`.
     """
 
     nats_by_position: np.ndarray  # (context,) float64
     count_by_position: np.ndarray  # (context,) int64
     windows: int = 0
+    repeats: int = 0
+    repeats_nats: float = 0.0
 
     @property
     def nats(self) -> float:
@@ -104,6 +108,25 @@ def collate(batch: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Te
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
+def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Which targets the window itself would tell: the two tokens before them stood somewhere
+    earlier in the window, followed by the same token (an induction head's copy, arXiv 2209.11895).
+
+    Args:
+        inputs, targets: (batch, tokens) int64, below 2^21 - 1; targets -100 where not counted.
+
+    Returns: (batch, tokens) bool, False where the target is not counted.
+    """
+    following = torch.where(targets == -100, F.pad(inputs[:, 1:], (0, 1)), targets)
+    # Three tokens as one number. The first target of a window has only one token before it; in
+    # place of the other stands a number that is no token.
+    before = F.pad(inputs[:, :-1], (1, 0), value=(1 << 21) - 1)
+    triples = (before << 42) + (inputs << 21) + following
+    ordered, places = triples.sort(dim=1, stable=True)
+    again = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
+    return torch.zeros_like(again).scatter(1, places, again) & (targets != -100)
+
+
 def score_batch(
     model, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
 ) -> torch.Tensor:
@@ -148,7 +171,10 @@ def evaluate_streams(
     try:
         for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
             inputs, targets = inputs.to(device), targets.to(device)
-            nats = score_batch(model, inputs, targets, dtype).sum(0).cpu().numpy()  # (tokens,)
+            each = score_batch(model, inputs, targets, dtype)  # (batch, tokens)
+            nats, repeats = each.sum(0).cpu().numpy(), find_repeats(inputs, targets)
+            scores.repeats += int(repeats.sum())
+            scores.repeats_nats += float(each[repeats].sum())
             scores.nats_by_position[: len(nats)] += nats
             scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
             scores.windows += len(inputs)
@@ -161,11 +187,15 @@ def add_processes(scores: TokenScores, device: torch.device) -> TokenScores:
     """The sum of the scores of all processes of a launch, in each of them; `device` is where they
     exchange tensors.
     """
-    counts = np.append(scores.count_by_position, scores.windows)  # exact in fp64 up to 2^53
-    totals = torch.from_numpy(np.concatenate([scores.nats_by_position, counts])).to(device)
+    # Counts are exact in fp64 up to 2^53.
+    others = [scores.windows, scores.repeats, scores.repeats_nats]
+    parts = [scores.nats_by_position, scores.count_by_position, others]
+    totals = torch.from_numpy(np.concatenate(parts)).to(device)
     torch.distributed.all_reduce(totals)
-    nats, counts = np.split(totals.cpu().numpy(), [len(scores.nats_by_position)])
-    return TokenScores(nats, counts[:-1].astype(np.int64), int(counts[-1]))
+    context = len(scores.nats_by_position)
+    nats, counts, others = np.split(totals.cpu().numpy(), [context, 2 * context])
+    windows, repeats, repeats_nats = others.tolist()
+    return TokenScores(nats, counts.astype(np.int64), int(windows), int(repeats), repeats_nats)
 
 
 def evaluate_tokens(

@@ -106,6 +106,26 @@ def test_streams_together_are_their_sum_and_leave_the_model_in_its_mode():
     assert model.training
 
 
+@pytest.mark.parametrize("stride", [1, 5, CONTEXT])
+def test_repeats_are_the_targets_that_follow_their_last_two_tokens_earlier_in_the_window(stride):
+    model = tiny_model().double().eval()
+    streams = [np.random.default_rng(n).integers(0, 2, n) for n in (2, 90, 61)]
+    found = evaluate_streams(model, streams, CONTEXT, stride, batch_size=4)
+    nats = []
+    for tokens in streams:
+        for begin, end, first in plan_windows(len(tokens), CONTEXT, stride):
+            window = tokens[begin : end + 1].tolist()
+            triples = [tuple(window[i - 2 : i + 1]) for i in range(2, len(window))]
+            logits = model(torch.tensor([window[:-1]])).logits[0].log_softmax(-1)
+            nats += [
+                -logits[place + 1, window[place + 2]].item()
+                for place, triple in enumerate(triples)
+                if place + 1 >= first and triple in triples[:place]
+            ]
+    assert found.repeats == len(nats) > 10
+    assert found.repeats_nats == pytest.approx(sum(nats), rel=1e-10)
+
+
 @pytest.mark.parametrize("stride", [-1, 0, CONTEXT + 1])
 def test_stride_outside_the_context_is_refused(stride):
     with pytest.raises(UserError, match=f"stride {stride} is outside 1..{CONTEXT}"):
