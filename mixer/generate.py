@@ -3,6 +3,7 @@
 """
 
 import argparse
+import math
 from pathlib import Path
 
 from torch import Tensor
@@ -11,6 +12,8 @@ from transformers import set_seed
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError, run_command
 from mixer.evaluation.measure import choose_device
+
+LOWEST_TEMPERATURE = 1e-4
 
 
 def continuations(
@@ -23,9 +26,11 @@ def continuations(
     context, and for logits that are not finite.
     """
     model, tokenizer = load_checkpoint(Path(checkpoint), choose_device("auto", "fp32"))
-    if not temperature >= 0:
+    # Logits divided by a tiny number would overflow.
+    if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise UserError(
-            f"--temperature is {temperature:g}; allowed: 0 (the likeliest token each time) or more"
+            f"--temperature is {temperature:g}; allowed: 0 (the likeliest token each time), or "
+            f"{LOWEST_TEMPERATURE} or more"
         )
     if not 0 <= seed < 2**32:
         raise UserError(f"--seed is {seed}; allowed: 0 to {2**32 - 1}")
@@ -34,6 +39,12 @@ def continuations(
             f"prompt {prompts.index('') + 1} of {len(prompts)} is empty; "
             "give at least one token of text"
         )
+    for number, prompt in enumerate(prompts, 1):
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise UserError(
+                f"prompt {number} of {len(prompts)} is not UTF-8: {prompt[:50]!r} holds a lone "
+                "surrogate; give text in UTF-8"
+            )
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(
         model.device

@@ -35,6 +35,7 @@ from typing import Any
 from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
 from mixer.common.files import UMASK, flush, flush_tree
+from mixer.common.json_file import object_problem, read_json
 
 FORMAT = 2
 STATE = "trainer_state"
@@ -83,18 +84,20 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / TRAINER
     if not file.is_file():
         return {}
-    try:
-        trainer = json.loads(file.read_text(encoding="utf-8"))
-        kinds = TRAINER_FIELDS.items()
-        wrong = [name for name, kind in kinds if not isinstance(trainer[name], kind)]
-        problem = f"{', '.join(wrong)} of another type" if wrong else ""
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        raise UserError(
-            f"{file} is damaged ({problem}): copy the checkpoint again, or give another one"
-        )
-    return trainer
+    remedy = "copy the checkpoint again, or give another one"
+    return read_json(file, remedy, required=TRAINER_FIELDS)
+
+
+def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """{"size": bytes, "sha256": hex digits} of every file of a checkpoint, by name. Raises
+    UserError if that cannot be read.
+    """
+    remedy = "copy the checkpoint again, or give another one"
+    files = read_json(checkpoint / LISTING, remedy)
+    for name, known in files.items():
+        if problem := object_problem(known, {"size": int, "sha256": str}, {}):
+            raise UserError(f"{checkpoint / LISTING} is damaged ({name!r}: {problem}): {remedy}")
+    return files
 
 
 def incomplete(checkpoint: Path) -> str | None:
@@ -104,16 +107,15 @@ def incomplete(checkpoint: Path) -> str | None:
     if not (checkpoint / LISTING).is_file():
         return f"it is incomplete: {LISTING} is missing"
     try:
-        files = json.loads((checkpoint / LISTING).read_text())
-        sizes = {name: known["size"] for name, known in files.items() if known["sha256"]}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return f"it is damaged, or of an older format: {LISTING} cannot be read"
-    for name, size in sizes.items():
+        files = read_listing(checkpoint)
+    except UserError as error:
+        return f"it is damaged, or of an older format: {error}"
+    for name, known in files.items():
         if not (checkpoint / name).is_file():
             return f"it is incomplete: {name} is missing"
         found = (checkpoint / name).stat().st_size
-        if found != size:
-            return f"it is damaged: {name} has {found} bytes, {size} were written"
+        if found != known["size"]:
+            return f"it is damaged: {name} has {found} bytes, {known['size']} were written"
     return None
 
 
@@ -122,7 +124,7 @@ def damage(checkpoint: Path) -> str | None:
     problem = incomplete(checkpoint)
     if problem:
         return problem
-    for name, known in json.loads((checkpoint / LISTING).read_text()).items():
+    for name, known in read_listing(checkpoint).items():
         try:
             if sha256(checkpoint / name) != known["sha256"]:
                 return f"it is damaged: {name} is not what was written (its SHA-256 differs)"
@@ -140,10 +142,9 @@ def changed(checkpoint: Path) -> str | None:
     if not (checkpoint / LISTING).is_file():
         return None
     try:
-        recorded = json.loads((checkpoint / LISTING).read_text())
-        hashes = {name: known["sha256"] for name, known in recorded.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return f"{LISTING} cannot be read"
+        hashes = {name: known["sha256"] for name, known in read_listing(checkpoint).items()}
+    except UserError as error:
+        return str(error)
     needed = (name for name in hashes if name == TRAINER or not name.startswith(f"{STATE}/"))
     for name in needed:
         try:

@@ -2,7 +2,6 @@
 transformers knows. Every fault of the directory is named.
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from transformers import (
 from mixer.checkpoints.format import STATE, changed
 from mixer.common.checksums import sha256
 from mixer.common.errors import UserError, first_line
+from mixer.common.json_file import NONE, read_json
 from mixer.data.tokenizer import vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -26,6 +26,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.j
 LARGEST_PADDING = 1024
 # The names that most configurations of transformers have for a model's sizes.
 SIZES = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
+# Of the JSON files that transformers reads, the keys whose values it uses without looking at their
+# type. All are optional.
+JSON_FILES = {
+    "config.json": {
+        "model_type": str,
+        "dtype": (str, NONE),
+        "torch_dtype": (str, NONE),
+        "_attn_implementation": (str, dict, NONE),
+        "attn_implementation": (str, dict, NONE),
+    },
+    "generation_config.json": {},
+    "tokenizer_config.json": {"model_max_length": (int, float, NONE)},
+}
 
 # What to do about each missing part.
 REMEDIES = {
@@ -63,6 +76,10 @@ def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:
         raise UserError(
             f"checkpoint {directory} is incomplete, it lacks {', '.join(missing)}: {remedy}"
         )
+    for name, keys in JSON_FILES.items():
+        if (directory / name).is_file():
+            remedy = "copy the file that was saved with the model"
+            read_json(directory / name, remedy, optional=keys)
     for file in weight_files(directory):
         check_weights(file)
     problem = changed(directory)
@@ -86,13 +103,11 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if not index.is_file():
         return [directory / "model.safetensors"]
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [directory / name for name in sorted(shards)]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"{index} cannot be read ({error!r}): copy it again, or give another checkpoint"
-        ) from None
+    remedy = "copy it again, or give another checkpoint"
+    shards = read_json(index, remedy, required={"weight_map": dict})["weight_map"].values()
+    if not all(isinstance(name, str) for name in shards):
+        raise UserError(f"{index} is damaged (weight_map must hold names of files): {remedy}")
+    return [directory / name for name in sorted(set(shards))]
 
 
 def weights_sha256(directory: Path) -> list[str]:
@@ -151,7 +166,7 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
             use_safetensors=True,
             local_files_only=True,
         )
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+    except Exception as error:  # transformers and a model's own code each raise their own kinds
         raise UserError(
             f"checkpoint {directory} cannot be read ({error}): give another checkpoint"
         ) from error

@@ -2,6 +2,7 @@
 summaries of other errors.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -15,15 +16,33 @@ class UserError(Exception):
     """
 
 
+# What a system refuses for reasons outside of the program: no space, no access, a broken disk, or a
+# path that cannot be.
+SYSTEM_REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+}
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the system has refused something for which no code of this package is to blame."""
+    return isinstance(error, OSError) and error.errno in SYSTEM_REFUSALS
+
+
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a command's `main`; on a UserError prints its message to stderr and exits with status 2.
+    """Runs a command's `main`. On a UserError, or where the system refuses to read or write a file,
+    prints the message to stderr and exits with status 2.
 
     In a launch of several processes only rank 0 prints: what fails before the processes connect
     fails in all of them alike.
     """
+    # What a terminal or a file cannot show, such as the bytes of a path, is written as \x...
+    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if not (isinstance(error, UserError) or is_refusal(error)):
+            raise
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

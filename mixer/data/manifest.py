@@ -21,10 +21,14 @@ import numpy as np
 
 from mixer.common.checksums import has_sha256, print_progress
 from mixer.common.errors import UserError
+from mixer.common.json_file import read_json
 from mixer.data.tokenizer import digest
 
 FORMAT = 1
 SPLITS = ("train", "validation")
+# Of manifest.json.
+KINDS = {"format": int, "fingerprint": str, "dtype": str, "vocab_size": int, "eos_token_id": int}
+KINDS |= {"tokenizer_sha256": str, "tokenizer_bytes": int, "settings": dict, "splits": dict}
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,9 @@ class Manifest:
                 f"{directory} holds no prepared data (no manifest.json); prepare it first, or "
                 "correct data.directory"
             )
+        remedy = f"delete {directory} and prepare again"
+        values = read_json(file, remedy, required=KINDS)
         try:
-            values = json.loads(file.read_text())
             if values["format"] != FORMAT:
                 raise UserError(
                     f"{file} has format {values['format']}, this code reads {FORMAT}; delete "
@@ -85,11 +90,8 @@ class Manifest:
                 name: SplitManifest(**counts) for name, counts in values["splits"].items()
             }
             return cls(**values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{file} is damaged ({type(error).__name__}: {error}); delete {directory} and "
-                "prepare again"
-            ) from error
+        except TypeError as error:  # keys that are missing or unknown
+            raise UserError(f"{file} is damaged ({error}): {remedy}") from error
 
     def verify(self, directory: str | Path) -> None:
         """Raise UserError unless the files in `directory` have the recorded sizes and the tokenizer

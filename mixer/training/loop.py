@@ -1,6 +1,5 @@
 """The training loop: steps, metrics, evaluations and checkpoints, to the last step or a signal."""
 
-import errno
 import math
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -10,7 +9,7 @@ import transformers
 from accelerate import Accelerator, DistributedType
 
 from mixer.checkpoints.writer import CheckpointWriter
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, is_refusal
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision
 from mixer.data.batches import Batches, Share, to_device
@@ -27,16 +26,6 @@ from mixer.training.start import banner, prepare_data, start_metrics, start_stat
 from mixer.training.telemetry import Profiler, Timer
 from mixer.training.validation import validation_loss
 
-DISK_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-}
-
 
 def train(run: RunConfig) -> None:
     """Trains `run` on all processes of the launch, from its newest complete checkpoint on.
@@ -52,7 +41,7 @@ def train(run: RunConfig) -> None:
         with run_locked(run.directory) if accelerator.is_main_process else nullcontext():
             _train(run, accelerator)
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        if is_refusal(error):
             error = UserError(
                 f"the run in {run.directory} has ended: {error}; make space or give access, then "
                 "give the same command again: it goes on from the last save"

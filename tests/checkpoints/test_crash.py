@@ -45,7 +45,7 @@ def good_steps(run: Path) -> list[int]:
         ),
         (
             lambda step: (step / "trainer_state/files.json").write_text('{"mod'),
-            "files.json cannot be read",
+            "files.json is damaged",
         ),
         (lambda step: (step / "trainer_state/files.json").unlink(), "files.json is missing"),
     ],

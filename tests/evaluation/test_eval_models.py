@@ -175,7 +175,7 @@ def test_a_sharded_checkpoint_is_the_same_and_each_broken_shard_is_named(root, t
         evaluate(tmp_path, text=text)
     for index in ("{", '{"weight_map": {"lm_head.weight": 3}}'):
         (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(UserError, match="index.json cannot be read .*: copy it again"):
+        with pytest.raises(UserError, match="index.json is damaged .*: copy it again"):
             evaluate(tmp_path, text=text)
 
 

@@ -342,6 +342,10 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
         write("def", "")
     with pytest.raises(UserError, match="--temperature is -1; allowed: 0 "):
         continuations(str(tmp_path), ["def"], 4, -1.0, 0)
+    with pytest.raises(UserError, match="--temperature is 1e-300; allowed: 0 "):
+        continuations(str(tmp_path), ["def"], 4, 1e-300, 0)  # which logits cannot be divided by
+    with pytest.raises(UserError, match=r"prompt 1 of 1 is not UTF-8: 'a\\udcff' holds a lone"):
+        continuations(str(tmp_path), ["a\udcff"], 4, 0.0, 0)
     with pytest.raises(UserError, match="--seed is -1; allowed: 0 to 4294967295"):
         continuations(str(tmp_path), ["def"], 4, 0.0, -1)
     with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):

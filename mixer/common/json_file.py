@@ -1,0 +1,68 @@
+"""Reads JSON files, ours and others', and names the file, the key and the problem where one is
+wrong.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mixer.common.errors import UserError, first_line
+from mixer.common.options import is_plain_text
+
+# The type that a value must have, or several of them: dict, list, str, int, float, bool, NoneType.
+Kind = type | tuple[type, ...]
+NONE = type(None)
+
+
+def read_json(
+    file: Path,
+    remedy: str,
+    required: Mapping[str, Kind] | None = None,
+    optional: Mapping[str, Kind] | None = None,
+) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    required, optional: the types of its keys' values; other keys are not checked. A bool is no int.
+    Raises UserError that ends in `remedy`, which says what to do.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        problem = object_problem(values, required or {}, optional or {})
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({first_line(error)}): {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        problem = first_line(error)
+    if problem:
+        raise UserError(f"{file} is damaged ({problem}): {remedy}")
+    return values
+
+
+def object_problem(
+    values: Any, required: Mapping[str, Kind], optional: Mapping[str, Kind]
+) -> str | None:
+    """What is wrong with an object from a JSON file, see `read_json`; None if nothing is."""
+    if not isinstance(values, dict):
+        return f"it holds {type(values).__name__}, allowed: an object with keys"
+    missing = [key for key in required if key not in values]
+    if missing:
+        return f"{', '.join(missing)} missing"
+    wrong = []
+    for key, kind in {**required, **optional}.items():
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if key in values and type(values[key]) not in kinds:
+            allowed = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
+            wrong.append(f"{key} = {repr(values[key])[:60]}, allowed: {allowed}")
+    if wrong:
+        return "; ".join(wrong)
+    bad = next((key for key, value in values.items() if not _is_plain([key, value])), None)
+    return None if bad is None else f"{bad!r} holds a null character or a lone surrogate"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether all text in a value is text that files can hold."""
+    if isinstance(value, str):
+        return is_plain_text(value)
+    if isinstance(value, dict):
+        return all(_is_plain(part) for pair in value.items() for part in pair)
+    return not isinstance(value, list) or all(map(_is_plain, value))
