@@ -605,7 +605,7 @@ def test_damaged_files_are_refused_on_opening(damaged):
     for name in ("train.bin", "train.docs.bin"):
         content = (damaged / name).read_bytes()
         (damaged / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        refused(rf"{name} is damaged: .* its SHA-256 differs\); copy it again, or delete")
+        refused(rf"{name} is damaged: .*its SHA-256 differs\); copy it again, or delete")
         (damaged / name).write_bytes(content)
     os.truncate(damaged / "train.bin", 100)
     refused("train.bin should have .* bytes and is 100: cut short")
