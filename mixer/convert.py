@@ -19,22 +19,21 @@ from torch import Tensor
 from mixer.checkpoints.pretrained import LARGEST_PADDING, load_masked_mixer
 from mixer.checkpoints.reference_format import HEADS_UNDER, from_reference, to_reference
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import check_writable
+from mixer.common.files import check_new, check_writable, whole_directory, whole_file
 from mixer.data.tokenizer import existing_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 
 def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
     """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name)."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists already; choose another --output, or delete it")
+    check_new(output)
     if source.suffix != ".safetensors":
         raise UserError(
             f"{source} is not a .safetensors file; write the state dict with "
             "safetensors.torch.save_file first"
         )
-    check_writable(output)
     model = from_reference(_read(source))
+    tokenizer = None
     if tokenizer_name:
         tokenizer = existing_tokenizer(tokenizer_name)
         ids, embeddings = vocabulary_size(tokenizer), model.config.vocab_size
@@ -46,8 +45,10 @@ def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
             )
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
-        tokenizer.save_pretrained(output)
-    model.save_pretrained(output)
+    with whole_directory(output) as stage:
+        model.save_pretrained(stage)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(stage)
     note = "" if tokenizer_name else ", without a tokenizer (--tokenizer adds one)"
     print(f"wrote {output}: {_describe(model)}{note}")
 
@@ -60,8 +61,9 @@ def convert_back(source: Path, output: Path, heads_under: str) -> None:
         )
     check_writable(output.parent)
     model = load_masked_mixer(source, "which the reference implementation does not have")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    save_file(to_reference(model, heads_under), output, metadata={"format": "pt"})
+    weights = to_reference(model, heads_under)
+    with whole_file(output) as stage:
+        save_file(weights, stage, metadata={"format": "pt"})
     print(f"wrote {output}: {_describe(model)}")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from mixer.checkpoints.pretrained import check_finite, check_masked_mixer, load_checkpoint
-from mixer.common.errors import UserError, run_command
-from mixer.common.files import check_writable
+from mixer.common.errors import run_command
+from mixer.common.files import check_new, whole_directory
 from mixer.evaluation.model_card import model_card
 from mixer.evaluation.report import evaluations_of
 
@@ -26,9 +26,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     Raises UserError where `output` is not new, where `checkpoint` is no masked mixer's, and where a
     weight is not finite, in fp32 or in `dtype`.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists already; choose another --output, or delete it")
-    check_writable(output)
+    check_new(output)
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
     check_masked_mixer(
         checkpoint, model.config, "and the model card written here is a masked mixer's"
@@ -39,9 +37,10 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
     tokenizer.model_max_length = model.config.max_position_embeddings
     card = model_card(model, checkpoint, output.resolve().name, license, evaluations)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    (output / "README.md").write_text(card, encoding="utf-8")
+    with whole_directory(output) as stage:
+        model.save_pretrained(stage)
+        tokenizer.save_pretrained(stage)
+        (stage / "README.md").write_text(card, encoding="utf-8")
     if not evaluations:
         print(
             f"its card has no evaluation; python eval.py --checkpoint {checkpoint} writes one, "

@@ -8,8 +8,9 @@ import argparse
 from pathlib import Path
 
 from mixer.common.errors import run_command
-from mixer.common.files import check_writable
+from mixer.common.files import check_writable, whole_file
 from mixer.reporting.curves import plot_comparison, plot_training
+from mixer.reporting.figure import check_picture
 
 
 def main(arguments=None):
@@ -28,13 +29,16 @@ def main(arguments=None):
     output = Path(options.output) if options.output else first if first.is_dir() else first.parent
     if output.is_dir():
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
+    check_picture(output)
     check_writable(output.parent)
-    if len(options.run) == 1:
-        print(plot_training(first, output))
-    else:
-        names = {Path(run).resolve().name: run for run in options.run}
-        names = names if len(names) == len(options.run) else {run: run for run in options.run}
-        print(plot_comparison(names, output))
+    with whole_file(output) as stage:
+        if len(options.run) == 1:
+            plot_training(first, stage)
+        else:
+            names = {Path(run).resolve().name: run for run in options.run}
+            names = names if len(names) == len(options.run) else {run: run for run in options.run}
+            plot_comparison(names, stage)
+    print(output)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from typing import Any
 
 from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
-from mixer.common.files import UMASK, flush, flush_tree
+from mixer.common.files import publish
 from mixer.common.json_file import object_problem, read_json
 
 FORMAT = 2
@@ -160,19 +160,15 @@ def changed(checkpoint: Path) -> str | None:
 
 def complete(partial: Path, final: Path, say=print) -> None:
     """Turns a directory with all files of a checkpoint into a complete checkpoint, `final`."""
-    for file in partial.rglob("*.safetensors"):
-        file.chmod(0o666 & ~UMASK)  # safetensors lets only the owner read its files
     files = {
         str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(partial.rglob("*"))
         if file.is_file()
     }
     (partial / LISTING).write_text(json.dumps(files, indent=1))
-    flush_tree(partial)
     if final.exists():  # a damaged checkpoint of the same step, which resuming passed over
         _remove(final, say)
-    os.rename(partial, final)
-    flush(final.parent)
+    publish(partial, final)
 
 
 def prune(directory: Path, keep: int, keep_every: int, say=print) -> None:

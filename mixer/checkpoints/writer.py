@@ -4,7 +4,6 @@ thread writes the copies.
 
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,7 +22,7 @@ from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
 from mixer.checkpoints.finite import not_finite, optimizer_state
 from mixer.common.errors import UserError
-from mixer.common.files import flush
+from mixer.common.files import as_system_error, flush
 from mixer.distributed.hosts import Hosts
 from mixer.distributed.shards import local_part, whole
 from mixer.models.carried_code import write_code
@@ -247,7 +245,7 @@ class CheckpointWriter:
         except BaseException as error:
             if self.main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
-            raise _as_os_error(error) from error
+            raise as_system_error(error) from error
         self.say(f"saved {final}")
         format.prune(self.directory, self.config.keep, self.config.keep_every, self.say)
 
@@ -308,9 +306,3 @@ def _write_model(
     model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def _as_os_error(error: BaseException) -> BaseException:
-    """The system's error, where safetensors has wrapped it in its own kind."""
-    is_wrapped = isinstance(error, SafetensorError) and re.search("I/O|os error", str(error))
-    return OSError(str(error)) if is_wrapped else error

@@ -4,8 +4,10 @@ import fcntl
 import itertools
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mixer.common.errors import UserError
@@ -15,11 +17,114 @@ UMASK = os.umask(0o077)
 os.umask(UMASK)
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields where to write a file. It gets its name, `path`, when it is whole and on the disk.
+
+    Who reads it, also after a kill or on a full disk, finds the old file or the new one. Missing
+    directories are made. Raises UserError where it cannot be written; then all is as before.
+    """
+    stage = path.with_name(f".partial-{path.name}")
+    with _all_or_nothing(path, stage):
+        yield stage
+        _let_others_read(stage)
+        flush(stage)
+        os.replace(stage, path)
+        flush(path.parent)
+
+
+@contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """`whole_file` for a directory: what is written into the one that it yields appears in
+    `directory`, with the directory itself if that does not exist yet.
+
+    In one that exists, files of the same names are replaced one by one, and the others stay.
+    """
+    exists = directory.is_dir()
+    # Inside one that exists, which may be a mounted disk.
+    place = directory / "x" if exists else directory
+    stage = place.with_name(f".partial-{directory.name}")
+    with _all_or_nothing(directory, stage):
+        stage.mkdir()
+        yield stage
+        if not exists:
+            publish(stage, directory)
+            return
+        _let_others_read(*stage.iterdir())
+        flush_tree(stage)
+        for file in stage.iterdir():
+            os.replace(file, directory / file.name)
+        stage.rmdir()
+        flush(directory)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Gives a directory its name, which must be free or an empty directory's, when all of it is on
+    the disk.
+    """
+    _let_others_read(*partial.rglob("*"))
+    flush_tree(partial)
+    os.rename(partial, final)
+    flush(final.parent)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step: a reader, also after a kill, sees the old text or the new."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    """`whole_file` for text, in UTF-8."""
+    with whole_file(path) as stage:
+        stage.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _all_or_nothing(output: Path, stage: Path) -> Iterator[None]:
+    """Makes the directories that `stage` will stand in. If the block fails, deletes `stage` and
+    them again; an error of the system becomes a UserError about `output`.
+    """
+    missing = [path for path in (stage.parent, *stage.parent.parents) if not path.exists()]
+    try:
+        stage.parent.mkdir(parents=True, exist_ok=True)
+        _remove(stage)  # which a killed process has left
+        yield
+    except BaseException as error:
+        _remove(stage)
+        for directory in missing:
+            with suppress(OSError):
+                directory.rmdir()
+        system = as_system_error(error)
+        if not isinstance(system, OSError):
+            raise
+        raise UserError(
+            f"{output} could not be written ({system}), and is as it was "
+            "before: make space or give access there, then give the same command again"
+        ) from error
+
+
+def as_system_error(error: BaseException) -> BaseException:
+    """The system's error, where safetensors or tokenizers have wrapped it in kinds of their own."""
+    foreign = type(error).__name__ == "SafetensorError" or type(error) is Exception
+    is_wrapped = foreign and re.search(r"I/O error|os error", str(error))
+    return OSError(str(error)) if is_wrapped else error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _let_others_read(*files: Path) -> None:
+    """safetensors lets only the owner read its files; the umask shall decide."""
+    for file in files:
+        if file.suffix == ".safetensors":
+            file.chmod(0o666 & ~UMASK)
+
+
+def check_new(output: Path) -> None:
+    """Raises UserError unless `output` is free for a new directory, or is an empty one."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already; choose another --output, or delete it")
+    check_writable(output)
 
 
 def check_writable(directory: Path) -> None:

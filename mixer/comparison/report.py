@@ -5,7 +5,7 @@ mixer.comparison.result.
 import json
 from pathlib import Path
 
-from mixer.common.files import write_text
+from mixer.common.files import whole_directory
 from mixer.comparison.result import (
     LARGEST_GAP,
     LARGEST_GAP_AT_END,
@@ -29,19 +29,21 @@ def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Pa
     """Writes report.md, report.json and the pictures into `output`, which has each model's metrics
     already. `lines`: the metrics by model.
     """
-    pictures = [
-        plot_losses(lines, output / "losses.png"),
-        plot_throughput(result, output / "throughput.png"),
-        plot_budgets(result, output / "budgets.png"),
-    ]
     compared = list(dict.fromkeys(name for gap in result["gaps"] for name in gap["models"]))
-    if compared:
-        metrics = {name: output / f"{name}.jsonl" for name in compared}
-        pictures.append(plot_comparison(metrics, output / "gap.png"))
-    write_text(output / "report.json", json.dumps(result, indent=1) + "\n")
-    shown = "\n\n".join(f"![{picture.stem}]({picture.name})" for picture in pictures)
-    title = f"# Comparison: {', '.join(result['models'])}"
-    write_text(output / "report.md", f"{title}\n\n{report(result)}\n{shown}\n")
+    with whole_directory(output) as stage:
+        pictures = [
+            plot_losses(lines, stage / "losses.png"),
+            plot_throughput(result, stage / "throughput.png"),
+            plot_budgets(result, stage / "budgets.png"),
+        ]
+        if compared:
+            metrics = {name: output / f"{name}.jsonl" for name in compared}
+            pictures.append(plot_comparison(metrics, stage / "gap.png"))
+        shown = "\n\n".join(f"![{picture.stem}]({picture.name})" for picture in pictures)
+        title = f"# Comparison: {', '.join(result['models'])}"
+        text = f"{title}\n\n{report(result)}\n{shown}\n"
+        (stage / "report.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (stage / "report.md").write_text(text, encoding="utf-8")
     return output / "report.md"
 
 

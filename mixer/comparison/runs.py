@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixer.common.errors import UserError
+from mixer.common.files import whole_file, write_text
 from mixer.comparison.entrants import Entrant
 from mixer.comparison.result import Timing, losses_of
 from mixer.reporting.metrics_file import read_metrics
@@ -60,7 +61,8 @@ class Runs:
         """
         settings = (f"name={name}", f"train.steps={steps}", "logging.profile_steps=0")
         directory = self._run(who, *settings, *overrides)
-        shutil.copy(directory / "metrics.jsonl", self.output / f"{name}.jsonl")
+        with whole_file(self.output / f"{name}.jsonl") as stage:
+            shutil.copy(directory / "metrics.jsonl", stage)
         lines = read_metrics(directory)
         last = losses_of(lines)
         print(f"trained: {name}, {steps} steps, loss {last[max(last)]:.4f}", flush=True)
@@ -81,7 +83,7 @@ class Runs:
         if is_complete(run):
             return run.directory
         log = self._log(run)
-        log.parent.mkdir(parents=True, exist_ok=True)
+        write_text(log, "")  # fails with a clear error where there is no space
         command = [sys.executable, *self._launcher(), "-m", who.module]
         command += ["--config", self.config_file, *self._settings(who, overrides)]
         with open(log, "w") as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mixer.checkpoints.pretrained import weights_sha256
 from mixer.common.errors import UserError
-from mixer.common.files import write_text
+from mixer.common.files import whole_directory
 from mixer.reporting.curves import plot_loss_by_position
 from mixer.reporting.tables import table
 
@@ -168,14 +168,13 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
 def write_evaluation(results: list[dict], directory) -> Path:
     """report.json, report.md and loss_by_position.png in `directory`."""
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / "report.json", json.dumps(results, indent=2) + "\n")
-    picture = "![Loss by position](loss_by_position.png)"
-    write_text(
-        directory / "report.md", f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n"
-    )
     curves = {
         r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results
     }
-    plot_loss_by_position(curves, directory / "loss_by_position.png")
+    picture = "![Loss by position](loss_by_position.png)"
+    text = f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n"
+    with whole_directory(directory) as stage:
+        (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        (stage / "report.md").write_text(text, encoding="utf-8")
+        plot_loss_by_position(curves, stage / "loss_by_position.png")
     return directory

@@ -5,6 +5,8 @@ matplotlib is imported where a picture is drawn, so that training does not need 
 
 from pathlib import Path
 
+from mixer.common.errors import UserError
+
 # Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLE = {
@@ -38,6 +40,17 @@ def new_figure(**settings):
     figure = Figure(**settings)
     FigureCanvasAgg(figure)
     return figure
+
+
+def check_picture(path: Path) -> None:
+    """Raises UserError where a file's name does not end as a kind of picture that can be saved."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise UserError(
+            f"{path} does not end as a picture does; give a name that ends in .png, .svg or .pdf"
+        )
 
 
 def save(figure, path) -> Path:

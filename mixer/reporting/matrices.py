@@ -15,7 +15,7 @@ from mixer.analysis.matrices import (
     toeplitz_distance,
     weight_by_lag,
 )
-from mixer.common.files import write_text
+from mixer.common.files import whole_directory
 from mixer.reporting.curves import log_means
 from mixer.reporting.figure import new_figure, save
 from mixer.reporting.tables import table
@@ -45,14 +45,15 @@ def write_pages(checkpoints: list[str], read: list[Layers], output: Path) -> Pat
     since the others.
     """
     layers, names = read[-1], [Path(checkpoint).resolve().name for checkpoint in checkpoints]
-    for number, matrices in enumerate(layers):
-        plot_layer(matrices, f"{names[-1]}, layer {number}", output / f"layer-{number:02d}.png")
-    plot_by_lag(layers, output / "by_lag.png")
-    plot_effective_context(layers, output / "effective_context.png")
-    plot_toeplitz(layers, output / "toeplitz.png")
-    if len(read) > 1:
-        plot_change(read, names, output / "change.png")
-    write_text(output / "index.md", index(checkpoints, read))
+    with whole_directory(output) as stage:
+        for number, matrices in enumerate(layers):
+            plot_layer(matrices, f"{names[-1]}, layer {number}", stage / f"layer-{number:02d}.png")
+        plot_by_lag(layers, stage / "by_lag.png")
+        plot_effective_context(layers, stage / "effective_context.png")
+        plot_toeplitz(layers, stage / "toeplitz.png")
+        if len(read) > 1:
+            plot_change(read, names, stage / "change.png")
+        (stage / "index.md").write_text(index(checkpoints, read), encoding="utf-8")
     return output / "index.md"
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from mixer.analysis.reconstruction import READ
-from mixer.common.files import write_text
+from mixer.common.files import whole_directory
 from mixer.reporting.figure import COLOURS, new_figure, save
 from mixer.reporting.tables import table
 
@@ -79,10 +79,11 @@ def asked(result: dict) -> tuple[dict, list[tuple]]:
 
 def write(result: dict, directory: Path) -> Path:
     """Writes representation.json, .md and .png into `directory`, and returns it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / "representation.json", json.dumps(result, indent=2) + "\n")
     picture = "![Hamming score by layer](representation.png)"
     text = f"# Representation\n\n{report(result)}\n\n{picture}\n"
-    write_text(directory / "representation.md", text)
-    plot(result, directory / "representation.png")
+    numbers = json.dumps(result, indent=2) + "\n"
+    with whole_directory(directory) as stage:
+        (stage / "representation.json").write_text(numbers, encoding="utf-8")
+        (stage / "representation.md").write_text(text, encoding="utf-8")
+        plot(result, stage / "representation.png")
     return directory
