@@ -5,11 +5,13 @@ in real processes.
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from launching import Launch
+from runs import mount_memory
 
 # One thread: small products are faster so, and the same on every machine. No hub, so that nothing
 # waits for a network. Training on the CPU also where there is a GPU: what a GPU gives is measured
@@ -127,3 +129,12 @@ def finished_once(small_run, tmp_path_factory) -> Path:
 def finished(finished_once, tmp_path) -> Path:
     """A run of 12 steps with checkpoints at 8 and 12, to change or damage at will."""
     return shutil.copytree(finished_once, tmp_path / "runs/small", symlinks=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 2.4 MB."""
+    disk = tmp_path / "disk"
+    mount_memory(disk)
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import read_lines, read_timeless
+from runs import mount_memory, read_lines, read_timeless
 
 from mixer.checkpoints import writer
 from mixer.checkpoints.format import damage, incomplete, link_best, prune, sha256, step_of
@@ -157,25 +157,6 @@ def test_a_file_that_cannot_grow_ends_the_run_with_one_line_and_the_last_good_ch
     )
     assert good_steps(finished) == [8, 12] and not list(finished.glob("*.partial"))
     assert "step 20/20" in launch("--config", write_config(), "train.steps=20").succeed()
-
-
-def mount_memory(place: Path) -> None:
-    """A file system of 2.4 MB at `place`, a new directory; skips the test where none can be
-    mounted.
-    """
-    place.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2400k", "tmpfs", place], capture_output=True
-    ).returncode:
-        pytest.skip("no file system can be mounted here: that takes root's rights")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    mount_memory(disk)
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_full_disk_ends_the_run_and_with_space_it_goes_on_exactly(

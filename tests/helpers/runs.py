@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # Environment of a launch that shards the model's weights.
 FSDP = {
@@ -95,3 +97,13 @@ def assert_same(run: Path, reference: Path, step: int) -> None:
     assert [name for name in wanted if found[name] != wanted[name]] == []
     assert read_timeless(run) == read_timeless(reference)
     assert not list(run.glob("*.partial"))
+
+
+def mount_memory(place: Path) -> None:
+    """A file system of 2.4 MB at `place`, a new directory; skips the test where none can be
+    mounted.
+    """
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2400k", "tmpfs", place]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here: that takes root's rights")
