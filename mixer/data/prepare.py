@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.common.files import flush, flush_tree, locked
+from mixer.common.files import locked, publish
 from mixer.data.corpus import DataConfig, check, known_bytes, split_documents
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
 from mixer.data.tokenizer import (
@@ -293,14 +293,10 @@ class _Meter:
 
 
 def _publish(partial: Path, directory: Path) -> None:
-    """Flush every file and folder of `partial` to the disk, then give it its name. Raises
-    FileExistsError if the name is taken.
-    """
-    flush_tree(partial)
+    """Gives `partial` its name. Raises FileExistsError if the name is taken."""
     try:
-        os.rename(partial, directory)  # replaces an empty directory, and nothing else
+        publish(partial, directory)
     except OSError as error:
         if directory.exists():
             raise FileExistsError(str(directory)) from error
         raise
-    flush(directory.parent)

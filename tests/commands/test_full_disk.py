@@ -5,15 +5,13 @@ same command works when there is space.
 import json
 import os
 import random
-import resource
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
-from runs import state_files
+from runs import file_limit, state_files
 from safetensors.torch import save_file
 from test_convert import Reference
 
@@ -58,17 +56,6 @@ def commands(inputs: Path, output: Path) -> dict[str, tuple[Callable, list, str]
             output,
         ),
     }
-
-
-@contextmanager
-def file_limit(size: int):
-    """No file can grow beyond `size` bytes: the error comes from the system, as on a full disk."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from launching import run_python
-from runs import read_losses
+from runs import file_limit, read_losses, state_files
 
 from mixer.common.errors import UserError
 from mixer.compare import main
@@ -89,6 +89,10 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
     done = run_python(*command, output=tmp_path / "printed")
     assert done.returncode == 0 and str(output / "report.md") in done.stdout, done.stdout
     assert metrics.stat().st_mtime_ns == written
+    before = state_files(output)
+    with file_limit(9_000), pytest.raises(UserError, match=f"{output}.* could not be written"):
+        main([*llama, "--resume"])
+    assert state_files(output) == before
 
 
 def test_each_model_trains_with_several_seeds_at_the_best_of_the_same_rates(

@@ -1,8 +1,10 @@
 """Runs of train.py in real processes, and what they leave: their metrics and checkpoints."""
 
 import json
+import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,14 @@ def mount_memory(place: Path) -> None:
     command = ["mount", "-t", "tmpfs", "-o", "size=2400k", "tmpfs", place]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here: that takes root's rights")
+
+
+@contextmanager
+def file_limit(size: int):
+    """No file can grow beyond `size` bytes: the error comes from the system, as on a full disk."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
