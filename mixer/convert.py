@@ -2,30 +2,50 @@
 
 The weights of a LanguageMixer to a checkpoint, and a checkpoint back to such weights:
 
-    python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME]
+    python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing plain]
     python -m mixer.convert DIR --output FILE.safetensors --back
 
-The logits are those of the reference; see mixer/checkpoints/reference_format.py for what a file of
-weights does not say.
+The logits are those of the reference. A file of weights does not say whether a softmax belongs to
+the mixing, which has no counterpart here: without --mixing plain the command says that it assumes
+none. See mixer/checkpoints/reference_format.py.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from mixer.checkpoints.pretrained import LARGEST_PADDING, load_masked_mixer
-from mixer.checkpoints.reference_format import HEADS_UNDER, from_reference, to_reference
+from mixer.checkpoints.pretrained import LARGEST_PADDING, check_finite, load_masked_mixer
+from mixer.checkpoints.reference_format import (
+    ASSUMED,
+    HEADS_UNDER,
+    from_reference,
+    to_reference,
+    with_aliases,
+)
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_new, check_writable, whole_directory, whole_file
 from mixer.data.tokenizer import existing_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
+MIXING = ("plain", "softmax")
 
-def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
-    """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name)."""
+
+def convert(
+    source: Path, output: Path, tokenizer_name: str | None, mixing: str | None = None
+) -> None:
+    """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name).
+
+    mixing: one of MIXING; None assumes plain, and says so.
+    """
+    if mixing == "softmax":
+        raise UserError(
+            f"{source} cannot be converted: a softmax in the mixing has no counterpart here, and "
+            "without it the logits would be others; allowed: --mixing plain, for other weights"
+        )
     check_new(output)
     if source.suffix != ".safetensors":
         raise UserError(
@@ -33,6 +53,7 @@ def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
             "safetensors.torch.save_file first"
         )
     model = from_reference(_read(source))
+    check_finite(source, model)
     tokenizer = None
     if tokenizer_name:
         tokenizer = existing_tokenizer(tokenizer_name)
@@ -51,6 +72,12 @@ def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
             tokenizer.save_pretrained(stage)
     note = "" if tokenizer_name else ", without a tokenizer (--tokenizer adds one)"
     print(f"wrote {output}: {_describe(model)}{note}")
+    if mixing is None:
+        print(
+            f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong. Give "
+            "--mixing plain where you know that it is not.",
+            file=sys.stderr,
+        )
 
 
 def convert_back(source: Path, output: Path, heads_under: str) -> None:
@@ -69,7 +96,10 @@ def convert_back(source: Path, output: Path, heads_under: str) -> None:
 
 def _read(source: Path) -> dict[str, Tensor]:
     try:
-        return load_file(source)
+        with safe_open(source, "pt") as file:
+            return with_aliases(
+                {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+            )
     except (OSError, SafetensorError) as error:
         raise UserError(f"{source} cannot be read ({error}); give a .safetensors file") from None
 
@@ -111,11 +141,17 @@ def main() -> None:
         default="mixerhead",
         help="with --back: the name of a block's heads",
     )
+    parser.add_argument(
+        "--mixing",
+        choices=MIXING,
+        help="what the reference model was: plain, or with a softmax, which is refused "
+        "(default: plain is assumed, and said)",
+    )
     options = parser.parse_args()
     if options.back:
         convert_back(options.source, options.output, options.heads_under)
     else:
-        convert(options.source, options.output, options.tokenizer)
+        convert(options.source, options.output, options.tokenizer, options.mixing)
 
 
 if __name__ == "__main__":

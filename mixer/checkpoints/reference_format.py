@@ -5,11 +5,15 @@ ours under other names, with the axes of a convolution in another order, and wit
 each head where ours has one for all heads.
 
 The reference masks its convolution weights in each forward, so their upper triangles may hold
-anything; here they become zero. A state dict does not say everything about a model, and what it
-does not say is assumed to be as in the paper. A LanguageMixer whose weights go through a softmax,
-or whose expanded convolutions are not masked, has the same keys, but would have other logits here.
+anything; here they become zero. Three forms of it have the same logits and are read too: without
+biases in the convolutions; with Linear layers in place of convolutions of kernel size 1
+(torch_compile=True); and with a tied weight saved once (safetensors.torch.save_model).
+
+A state dict does not say everything about a model, and what it does not say is assumed to be as in
+the paper; ASSUMED says what. No look at the weights could tell.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 
@@ -29,15 +33,22 @@ LAYERS = {  # the reference's names of what every block has, and ours
 }
 PREFIXES = r"(?:(?:model|module|_orig_mod)\.)*"  # what wrappers put before every key
 HEADS_UNDER = ("mixerhead", "conv")  # names that the reference has had for a block's heads
+CONVOLUTION = re.compile(  # the weight of one, in a block with heads, an expanded or a flat one
+    r"(mixerblocks\.\d+\.(?:(?:mixerhead|conv)\.convs\.\d+|conv\.[02]|conv))\.weight"
+)
+ASSUMED = (
+    "plain mixing: masked convolutions, and no softmax over their weights or outputs. The file "
+    "does not say so: a softmax mixer has the same keys and shapes"
+)
 
 
 def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
-    """The model of a LanguageMixer's state dict, in fp32 and eval mode.
+    """The model of a LanguageMixer's state dict, in fp32 and eval mode, as ASSUMED.
 
     Raises UserError naming every key that is unknown or missing, and every tensor whose shape does
     not fit the others.
     """
-    source = _without_prefix(source)
+    source = _with_convolutions(_without_prefix(source))
     heads_under = "mixerhead" if any(".mixerhead." in key for key in source) else "conv"
     config = _config(source, heads_under)
     model = MaskedMixerForCausalLM(config).eval()
@@ -160,6 +171,33 @@ def _without_prefix(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(*prefixes): tensor for key, tensor in source.items()}
 
 
+def with_aliases(
+    source: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> dict[str, Tensor]:
+    """The tensors of a file with those that safetensors.torch.save_model has left out, because they
+    are the same as others: its metadata has the name of the other under theirs.
+    """
+    names = (metadata or {}).items()
+    aliases = {name: source[other] for name, other in names if other in source}
+    return aliases | dict(source)
+
+
+def _with_convolutions(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict with Linear layers (out, in) as convolutions (out, in, 1); with biases of zero
+    if no convolution has any.
+    """
+    source = dict(source)
+    names = [match.group(1) for key in source if (match := CONVOLUTION.fullmatch(key))]
+    no_biases = not any(f"{name}.bias" in source for name in names)
+    for name in names:
+        weight = source[f"{name}.weight"]
+        if weight.dim() == 2:
+            source[f"{name}.weight"] = weight[..., None]
+        if no_biases and weight.dim() > 1:
+            source[f"{name}.bias"] = weight.new_zeros(weight.shape[0])
+    return source
+
+
 def _config(source: Mapping[str, Tensor], heads_under: str) -> MaskedMixerConfig:
     """The sizes of the model, from the tensors of the first block. `_compare` checks later whether
     the other blocks agree.
@@ -191,12 +229,14 @@ def _config(source: Mapping[str, Tensor], heads_under: str) -> MaskedMixerConfig
         )
     vocabulary, hidden = source["wte.weight"].shape
     context, _, taps = source[conv].shape
-    blocks = [re.match(r"mixerblocks\.(\d+)\.", key) for key in source]
+    numbers = {key.split(".")[1] for key in source if key.startswith("mixerblocks.")}
+    # Those without a gap. A block behind one, or with a number of millions, is an unknown key.
+    blocks = next(number for number in itertools.count() if str(number) not in numbers)
     try:
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
-            num_hidden_layers=1 + max(int(block.group(1)) for block in blocks if block),
+            num_hidden_layers=blocks,
             max_position_embeddings=context,
             intermediate_size=source[mlp].shape[0],
             num_mixer_heads=max(heads, 1),

@@ -2,30 +2,38 @@
 what is strange is named.
 """
 
+import re
+
 import pytest
 import torch
 from models import small_model, tokens
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mixer.checkpoints.reference_format import from_reference, to_reference
 from mixer.common.errors import UserError
-from mixer.convert import main
+from mixer.convert import convert, main
 from mixer.data.tokenizer import train_tokenizer
 
 VOCABULARY, HIDDEN, CONTEXT, BLOCKS = 50, 16, 12, 2
 
 
-def conv(taps=1) -> nn.Conv1d:
+def conv(taps: int | None = 1) -> nn.Conv1d | nn.Linear:
+    """Without taps a Linear layer over the tokens, as torch_compile=True has it."""
+    if taps is None:
+        return nn.Linear(CONTEXT, CONTEXT)
     return nn.Conv1d(CONTEXT, CONTEXT, taps, padding="same")
 
 
-def masked(layer: nn.Conv1d, x: torch.Tensor) -> torch.Tensor:
+def masked(layer: nn.Conv1d | nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """The layer with the upper half of its (out, in) weights taken as zero, tokens being its
     channels.
     """
-    lower = torch.tril(torch.ones(CONTEXT, CONTEXT))[..., None]
+    lower = torch.tril(torch.ones(CONTEXT, CONTEXT))
+    if isinstance(layer, nn.Linear):
+        return nn.functional.linear(x.mT, layer.weight * lower, layer.bias).mT
+    lower = lower[..., None]
     return nn.functional.conv1d(x, layer.weight * lower, layer.bias, padding="same")
 
 
@@ -104,6 +112,51 @@ def test_logits_are_the_references_both_ways(kind, taps, prefix):
     torch.testing.assert_close(other(ids), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["flat", "expanded", "mixerhead", "conv"])
+@pytest.mark.parametrize(("taps", "biases"), [(1, False), (3, False), (None, True), (None, False)])
+def test_linear_layers_and_missing_biases_convert_to_the_same_logits(kind, taps, biases):
+    reference, ids = Reference(kind, taps), tokens()
+    for name, layer in reference.mixerblocks.named_modules():
+        if not biases and re.search(r"\.conv(s\.\d)?(\.[02])?$", name) and hasattr(layer, "bias"):
+            layer.bias = None
+    model = from_reference(reference.state_dict())
+    torch.testing.assert_close(model(ids).logits, reference(ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", ["wte", "lm_head"])
+def test_a_tied_weight_that_was_saved_once_is_found(tmp_path, kept):
+    reference = Reference()
+    reference.lm_head.weight = reference.wte.weight
+    weights = reference.state_dict()
+    gone = {"wte": "lm_head", "lm_head": "wte"}[kept]
+    save_model(reference, str(tmp_path / "model.safetensors"))  # keeps lm_head.weight
+    if kept == "wte":
+        weights.pop(f"{gone}.weight")
+        metadata = {f"{gone}.weight": f"{kept}.weight", "format": "pt"}
+        save_file(weights, tmp_path / "model.safetensors", metadata=metadata)
+    convert(tmp_path / "model.safetensors", tmp_path / "new", None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    torch.testing.assert_close(model(tokens()).logits, reference(tokens()), rtol=0, atol=1e-5)
+
+
+def test_what_a_file_does_not_say_is_said_and_a_softmax_is_refused(tmp_path, capsys):
+    source = tmp_path / "model.safetensors"
+    save_file(Reference().state_dict(), source)
+    with pytest.raises(UserError, match="softmax in the mixing has no counterpart here"):
+        convert(source, tmp_path / "softmax", None, "softmax")
+    assert not (tmp_path / "softmax").exists()
+    convert(source, tmp_path / "assumed", None)
+    said = capsys.readouterr().err
+    assert "ASSUMED: plain mixing" in said and "--mixing plain where you know" in said
+    convert(source, tmp_path / "known", None, "plain")
+    assert "ASSUMED" not in capsys.readouterr().err
+    weights = Reference().state_dict()
+    weights["mixerblocks.1.conv.bias"][3] = float("nan")
+    save_file(weights, source)
+    with pytest.raises(UserError, match="not finite .* in model.layers.1.mixing.conv.bias"):
+        convert(source, tmp_path / "nan", None)
+
+
 def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch, capsys):
     def command(*arguments):
         monkeypatch.setattr("sys.argv", ["convert", *map(str, arguments)])
@@ -155,6 +208,14 @@ def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch
             r"unknown: mixerblocks.1.convr.weight \(12,",
         ),
         (lambda s: s.pop("mixerblocks.1.conv.bias"), r"missing: mixerblocks.1.conv.bias \(12,\)"),
+        (
+            lambda s: s.update({f"mixerblocks.{10**9}.conv.bias": torch.zeros(12)}),
+            r"unknown: mixerblocks.1000000000.conv.bias",
+        ),
+        (
+            lambda s: s.update({f"mixerblocks.{'9' * 5000}.conv.bias": torch.zeros(12)}),
+            r"unknown: mixerblocks.9999",
+        ),
         (
             lambda s: s.pop("mixerblocks.0.conv.weight"),
             "lack mixerblocks.0.conv.weight, which tells the model's sizes",
