@@ -13,7 +13,7 @@ from pathlib import Path
 from mixer.analysis.matrices import mixing_matrices
 from mixer.checkpoints.pretrained import load_masked_mixer
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import check_writable, directory_for
+from mixer.common.files import check_new, check_writable, directory_for
 from mixer.reporting.matrices import Layers, write_pages
 
 
@@ -62,11 +62,15 @@ def main(arguments=None) -> None:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)",
+        help="where the pages go: a new directory, or one of earlier pages, which are replaced "
+        "(default: CHECKPOINT/../inspect-<checkpoint>)",
     )
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(Path(options.checkpoint[-1]), "inspect"))
-    check_writable(output)
+    if (output / "index.md").is_file():  # of an inspection before, which this one replaces
+        check_writable(output)
+    else:
+        check_new(output)
     print(inspect(options.checkpoint, output))
 
 

@@ -18,6 +18,7 @@ trainer.json holds
     data_directory, data                      where the data is, and what identifies it
     optimizer                                 the settings that decide what the optimizer's state is
     scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
+    threads                                   of the CPU, in each process
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
 disk, and renamed. Older checkpoints are deleted only after that. writer.py writes checkpoints,

@@ -2,6 +2,7 @@
 transformers knows. Every fault of the directory is named.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -176,17 +177,31 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
             f"checkpoint {directory} lacks the weights {', '.join(absent[:3])}...: give a "
             "complete checkpoint"
         )
-    unknown = sorted(loading["unexpected_keys"])
-    if unknown and isinstance(
-        config, MaskedMixerConfig
-    ):  # of other models, old versions may have had what is not needed
-        raise UserError(
-            f"checkpoint {directory} has weights that its config.json has no place for, "
-            f"{', '.join(unknown[:3])}...: give the "
-            "config.json that was saved with them"
-        )
+    check_unknown_weights(directory, model, sorted(loading["unexpected_keys"]))
     check_finite(directory, model)
     return model
+
+
+def check_unknown_weights(directory: Path, model: PreTrainedModel, unknown: list[str]) -> None:
+    """Raises UserError for weights of the checkpoint that the model has no place for.
+
+    A masked mixer has none. Old versions of other models may have saved what is not needed; but
+    weights that differ from the model's in the number of their layer alone are layers that
+    config.json leaves out.
+    """
+    if not isinstance(model.config, MaskedMixerConfig):
+        known = {without_numbers(name) for name in model.state_dict()}
+        unknown = [name for name in unknown if without_numbers(name) in known]
+    if unknown:
+        raise UserError(
+            f"checkpoint {directory} has weights that its config.json has no place for, "
+            f"{', '.join(unknown[:3])}...: give the config.json that was saved with them"
+        )
+
+
+def without_numbers(name: str) -> str:
+    """model.layers.3.mlp.weight -> model.layers.N.mlp.weight"""
+    return re.sub(r"\.\d+(?=\.)", ".N", name)
 
 
 def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None:

@@ -197,15 +197,17 @@ def locked(file: Path, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def run_locked(directory: Path) -> Iterator[None]:
-    """Makes a run's directory and holds its lock.
+    """Makes a run's directory and holds its lock. A run that ends by an error before it has written
+    anything leaves no directory behind.
 
     Raises UserError if another process trains the run, such as one that has outlived its launcher,
     and if the directory cannot be written to.
     """
-    held = ExitStack()
+    held, lock = ExitStack(), directory / ".lock"
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        held.enter_context(locked(directory / ".lock", wait=False))
+        held.enter_context(locked(lock, wait=False))
     except BlockingIOError:
         raise UserError(
             f"{directory} is being trained by another process (pgrep -f train shows it); wait for "
@@ -217,4 +219,12 @@ def run_locked(directory: Path) -> Iterator[None]:
             "output_dir"
         ) from None
     with held:
-        yield
+        try:
+            yield
+        except BaseException:
+            if missing and os.listdir(directory) == [lock.name]:
+                lock.unlink()
+                for made in missing:
+                    with suppress(OSError):  # something else is in it by now
+                        made.rmdir()
+            raise

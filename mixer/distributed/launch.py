@@ -11,7 +11,7 @@ import psutil
 from accelerate.commands.launch import launch_command_parser
 
 from mixer.common.errors import UserError
-from mixer.distributed.stop import SIGNALS
+from mixer.distributed.stop import stop_signals
 
 
 def start_asked_for_processes() -> None:
@@ -37,7 +37,7 @@ def start_asked_for_processes() -> None:
         launcher.append(f"--nproc_per_node={asked.num_processes}")
         started_as = sys.modules["__main__"].__spec__  # None for a script, as opposed to -m MODULE
         program = ["-m", started_as.name] if started_as else [sys.argv[0]]
-        passed_on = ",".join(signal.name for signal in SIGNALS)
+        passed_on = ",".join(signal.name for signal in stop_signals())
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", passed_on)  # read by torchrun
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *launcher, *program, *sys.argv[1:]])

@@ -5,10 +5,16 @@ import time
 
 from mixer.distributed.hosts import Hosts
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher passes a signal on to processes that may have received it themselves. Within this time
 # it counts as the same signal.
 SAME_SIGNAL_SECONDS = 1.0
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that end a run: not SIGHUP, where nohup has this process ignore it."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (ignored and number is signal.SIGHUP)]
 
 
 class Stop:
@@ -20,7 +26,7 @@ class Stop:
 
     def __init__(self, hosts: Hosts):
         self.hosts, self.number, self.since = hosts, 0, 0.0
-        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self.before = {number: signal.signal(number, self._note) for number in stop_signals()}
 
     def ask(self) -> None:
         self.pending = self.hosts.begin_any(self.number != 0)

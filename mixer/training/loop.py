@@ -127,6 +127,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
     def save() -> None:
         trainer = asdict(progress) | state.identity
         trainer["data_directory"] = run.data.directory
+        trainer["threads"] = torch.get_num_threads()
         trainer["scaler"] = scaler.state_dict() if scaler is not None else None
         trainer["wandb_id"] = metrics.wandb_id if metrics else None
         writer.save(state.optimizer.optimizer, trainer)
@@ -184,19 +185,19 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
             saving, evaluating = save_due(run, progress.step), evaluation_due(run, progress.step)
             if stopping or saving or evaluating:
                 settle()  # outside of the pause: steps still queued on a GPU are training time
+            # A stop during a slow save waits for that one alone, as time may be short.
+            busy = stopping and not done and writer.is_busy()
             with timer.paused():
-                if stopping or saving:
+                if (stopping or saving) and not busy:
                     save()  # before the evaluation, whose failure must not cost the checkpoint
                 elif done:  # also a run that saves nothing must not end well with NaN
                     writer.require_finite(state.optimizer.optimizer, progress.step)
                 if evaluating:
                     evaluate()
             if stopping and not done:
+                good = writer.last_good() if busy else "The same command goes on from there"
                 writer.wait()
-                console.say(
-                    f"stopped by a signal after step {progress.step}; the same command goes on "
-                    "from there"
-                )
+                console.say(f"stopped by a signal after step {progress.step}. {good}")
                 break
         writer.close()
     finally:

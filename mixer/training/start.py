@@ -96,6 +96,7 @@ def start_state(
         trainer = restore.load_trainer(
             resumed, **identity, allow_other_data=allow_other_data, say=say
         )
+        restore.warn_of_threads(trainer, accelerator.device, say)
         progress = Progress(**{name: trainer[name] for name in asdict(progress)})
         model = restore.load_model(resumed, config)
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's

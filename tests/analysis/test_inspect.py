@@ -19,7 +19,7 @@ from mixer.analysis.matrices import (
 )
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
-from mixer.inspect import inspect
+from mixer.inspect import inspect, main
 
 TRIANGLE = np.tri(20)
 
@@ -98,6 +98,10 @@ def test_the_command_writes_an_index_and_a_page_for_each_layer_and_quantity(tmp_
     assert sorted(pages) == sorted(path.name for path in index.parent.glob("*.png"))
     for page in pages:
         assert f"]({page})" in text
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.md").write_text("mine")
+    with pytest.raises(UserError, match="thesis exists already; choose another --output"):
+        main(["--checkpoint", *steps, "--output", str(tmp_path / "thesis")])
         assert_png(index.parent / page)
 
 

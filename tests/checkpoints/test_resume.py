@@ -23,7 +23,8 @@ from runs import RECIPE, assert_same, read_losses, read_timeless, state_files
 from safetensors.torch import load_file
 
 from mixer.checkpoints.config import CheckpointConfig
-from mixer.checkpoints.restore import load_optimizer
+from mixer.checkpoints.format import read_trainer
+from mixer.checkpoints.restore import load_optimizer, warn_of_threads
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError
 from mixer.data.manifest import Manifest
@@ -242,6 +243,28 @@ def test_fresh_starts_over_old_checkpoints_and_going_back_below_newer_ones_are_r
         UserError, match="the run has newer ones.*step-12.*delete these, or choose another name"
     ):
         train(load_config(config, [f"checkpoint.resume={finished / 'step-8'}"]))
+
+
+def test_a_refused_resume_leaves_no_run_directory(write_config, tmp_path):
+    config, nothing = str(write_config()), tmp_path / "no/checkpoint"
+    with pytest.raises(UserError, match="checkpoint .* cannot be used"):
+        train(load_config(config, [f"checkpoint.resume={nothing}"]))
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs/small").mkdir(parents=True)  # of the user's own
+    with pytest.raises(UserError, match="checkpoint .* cannot be used"):
+        train(load_config(config, [f"checkpoint.resume={nothing}"]))
+    assert (tmp_path / "runs/small").is_dir()
+
+
+def test_another_number_of_cpu_threads_is_said(finished):
+    threads = torch.get_num_threads()
+    trainer, said = read_trainer(finished / "step-12"), []
+    assert trainer["threads"] == threads
+    warn_of_threads(trainer, torch.device("cpu"), said.append)
+    warn_of_threads(trainer | {"threads": threads + 1}, torch.device("cuda"), said.append)
+    assert said == []
+    warn_of_threads(trainer | {"threads": threads + 1}, torch.device("cpu"), said.append)
+    assert f"start with OMP_NUM_THREADS={threads + 1} to repeat them" in said[0]
 
 
 def test_the_wandb_run_goes_on_under_its_id_and_holds_every_line(write_config, launch, tmp_path):

@@ -29,10 +29,11 @@ def started(launch, config, tmp_path, processes: int, *options):
     return ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name
-)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+EACH = [(number, processes) for number in SIGNALS for processes in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(("number", "processes"), [*EACH, (signal.SIGHUP, 2)])
 def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(
     write_config, launch, tmp_path, number, processes
 ):
@@ -63,6 +64,36 @@ def reader_has_gone() -> None:
     os.dup2(writer, sys.stdout.fileno())
     os.close(reader)
     os.close(writer)
+
+
+def under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_run_under_nohup_goes_on_when_its_terminal_closes(write_config, launch, tmp_path):
+    config = write_config(train=LONG | {"steps": 12})
+    ranks = launch("--config", config, before=under_nohup)
+    ranks.until((tmp_path / "runs/small/metrics.jsonl").exists)
+    assert "stopped" not in ranks.signal(signal.SIGHUP).succeed()
+
+
+def slow_writes() -> None:
+    from mixer.checkpoints import writer
+
+    real = writer._write_model
+    writer._write_model = lambda *arguments: time.sleep(2) or real(*arguments)
+
+
+def test_a_stop_during_a_slow_save_waits_for_that_one_and_saves_no_other(
+    write_config, launch, tmp_path
+):
+    run, config = tmp_path / "runs/small", write_config(train=LONG)
+    ranks = launch("--config", config, "checkpoint.save_every=5", before=slow_writes, processes=2)
+    output = ranks.until((run / "step-5.partial").exists).stop()
+    assert last_saved(run) == 5 and not list(run.glob("*.partial"))
+    assert "stopped by a signal after step" in output
+    assert f"The run can go on from {run / 'step-5'}" in output
+    assert output.count("saved ") == 1
 
 
 def test_the_step_of_the_signal_is_the_last_whatever_log_every_is(write_config, launch, tmp_path):

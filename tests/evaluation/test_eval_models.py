@@ -14,6 +14,8 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -177,6 +179,44 @@ def test_a_sharded_checkpoint_is_the_same_and_each_broken_shard_is_named(root, t
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(UserError, match="index.json is damaged .*: copy it again"):
             evaluate(tmp_path, text=text)
+
+
+def change_config(directory: Path, file: str = "config.json", **values) -> None:
+    content = json.loads((directory / file).read_text())
+    (directory / file).write_text(json.dumps(content | values))
+
+
+def test_layers_that_config_json_leaves_out_are_refused_for_every_model(root, tmp_path):
+    """transformers would leave their weights out without a word."""
+    shutil.copytree(root / "gpt2", tmp_path / "gpt2")
+    change_config(tmp_path / "gpt2", n_layer=1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_hidden_layers=2, **sizes))
+    llama.save_pretrained(tmp_path / "llama")
+    load_checkpoint(root / "gpt2", CPU.device)[1].save_pretrained(tmp_path / "llama")
+    load_checkpoint(tmp_path / "llama", CPU.device)
+    change_config(tmp_path / "llama", num_hidden_layers=1)
+    for name in ("gpt2", "llama"):
+        with pytest.raises(UserError, match="weights that its config.json has no place for, .*1"):
+            load_checkpoint(tmp_path / name, CPU.device)
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"_attn_implementation": ["eager"]}),
+        ("config.json", {"attn_implementation": 1}),
+        ("config.json", {"dtype": "\ud800"}),
+        ("tokenizer_config.json", {"model_max_length": "many"}),
+        ("generation_config.json", {"note": "\x00"}),
+    ],
+)
+def test_a_wrong_type_in_a_file_of_transformers_is_named(root, tmp_path, file, values):
+    shutil.copytree(root / "masked_mixer", tmp_path / "copy")
+    change_config(tmp_path / "copy", file, **values)
+    (key,) = values
+    with pytest.raises(UserError, match=f"{file} is damaged .*{key}.*: copy the file"):
+        load_checkpoint(tmp_path / "copy", CPU.device)
 
 
 # ---------------------------------------------------------------------------------------- bad input

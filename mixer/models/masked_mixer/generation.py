@@ -46,6 +46,8 @@ class Generation(GenerationMixin):
     def _get_candidate_generator(self, *args, **kwargs):
         """Limits guesses to the context: prompt lookup may guess beyond max_length."""
         generator = super()._get_candidate_generator(*args, **kwargs)
+        if getattr(generator, "eos_token_id", self) is None:  # transformers 5.0 needs a tensor
+            generator.eos_token_id = torch.empty(0, dtype=torch.long, device=self.device)
         guess = generator.get_candidates
 
         def get_candidates(input_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
