@@ -178,6 +178,8 @@ def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) 
     """Sets one key, or says why it cannot be set."""
     if key not in keys:
         return f"unknown key {key} = {value!r}{_nearest(key, keys)}"
+    if isinstance(value, str) and ("${" in value or value == "???"):  # marks of OmegaConf
+        return f"{key} = {value!r}; allowed: no ${{...}} and no ???; write the value itself"
     kind = keys[key].type
     # OmegaConf would turn 3 into "3", "12" into 12 and 1 into true without a word; that may not be
     # what was meant.

@@ -74,11 +74,19 @@ def test_every_problem_is_reported_at_once(tmp_path):
         ]
         load_config(
             str(path),
-            ["lr=1", "data.packed=maybe", "optim.beta1=1.0", "nonsense", "name=[", *graphs],
+            [
+                "lr=1",
+                "data.packed=maybe",
+                "optim.beta1=1.0",
+                "nonsense",
+                "name=[",
+                "data.path=${x}",
+                *graphs,
+            ],
         )
     message = str(caught.value)
     for expected in (
-        "13 problems",
+        "14 problems",
         "unknown key model.hiden_size = 64; did you mean model.hidden_size?",
         "train.steps = 'many' is a str; allowed: int",
         "train.batch_size = 1.5 is a float; allowed: int",
@@ -92,6 +100,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "allowed with it: none, activation",
         "allowed with train.gradient_accumulation_steps = 2: false",
         "name: '[' cannot be read as a YAML value: ",
+        "data.path = '${x}'; allowed: no ${...} and no ???; write the value itself",
         "'nonsense' on the command line: write overrides as section.key=value",
     ):
         assert expected in message

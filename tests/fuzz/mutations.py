@@ -1,0 +1,116 @@
+"""Ways to spoil the files and options of a command, each by a random generator."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from random import Random
+
+from mixer.training.config import RunConfig
+
+# Values for options, as YAML on a command line or in a file.
+TEXTS = [
+    *("", "null", "true", "no", "0", "-1", "1", "7", "1.5", "-0.0", "1e400", "-1e-400", ".nan"),
+    *(".inf", "-.inf", "1e-3", "99999999999999999999", "2024-02-30", "2024-02-28", "12:30:00"),
+    *("!!float x", "!!int y", "!!python/name:os.system", "!unknown 3", "&a [*a]", "[", "{", "'"),
+    *("[1, 2]", "{a: 1}", "a: b: c", "muon", "adamw", "bf16", "~/x", "../x", "/dev/null", "/"),
+    *("x" * 300, "é\udc80", "\x00", "${oc.env:HOME}", "${x}", "???", "- 1", "# no"),
+]
+# Values inside of JSON files.
+VALUES = [
+    *(None, True, False, 0, -1, 1, 2, 1.5, 1e308, float("nan"), float("inf"), 10**30, 2**31, 2**63),
+    *("", "x", "x" * 300, "\ud800", "../../etc/passwd", "/", "auto", "eager", "fp8", [], [1], {}),
+    *({"a": 1}, [[]], [None], "1", "true"),
+]
+
+
+def keys(kind: type = RunConfig, prefix: str = "") -> list[str]:
+    """All options of a configuration, such as train.steps."""
+    found = []
+    for field in fields(kind):
+        section = hasattr(field.type, "__dataclass_fields__")
+        name = prefix + field.name
+        found += keys(field.type, f"{name}.") if section else [name]
+    return found
+
+
+def option(random: Random) -> str:
+    """An override for the command line; some keys do not exist."""
+    key = random.choice(keys())
+    if random.random() < 0.1:
+        key = random.choice((key[:-1], f"{key}.x", key.upper(), "", ".", key.split(".")[0]))
+    return f"{key}={random.choice(TEXTS)}"
+
+
+def spoil_bytes(file: Path, random: Random) -> str:
+    """Changes, adds or removes bytes anywhere."""
+    data = bytearray(file.read_bytes())
+    place = random.randrange(len(data) + 1)
+    size = random.choice((1, 2, 8, 100))
+    how = random.choice(("cut off", "flip", "insert", "remove", "empty", "twice", "noise"))
+    if how == "cut off":
+        del data[place:]
+    elif how == "flip" and data:
+        data[place % len(data)] ^= 1 << random.randrange(8)
+    elif how == "insert":
+        data[place:place] = random.randbytes(size)
+    elif how == "remove":
+        del data[place : place + size]
+    elif how == "empty":
+        data.clear()
+    elif how == "twice":
+        data[len(data) :] = bytes(data)
+    elif how == "noise":
+        data[:] = random.randbytes(len(data) or 10)
+    file.unlink()
+    file.write_bytes(data)
+    return f"{how} at {place}"
+
+
+def spoil_file(file: Path, random: Random) -> str:
+    """Takes a file away, or puts something else in its place."""
+    how = random.choice(("nothing", "a folder", "a link to nothing", "a link to itself"))
+    file.unlink()
+    if how == "a folder":
+        file.mkdir()
+    elif how == "a link to nothing":
+        file.symlink_to("not/there")
+    elif how == "a link to itself":
+        file.symlink_to(file.name)
+    return f"{how} in its place"
+
+
+def spoil_json(file: Path, random: Random) -> str:
+    """Replaces or removes a value anywhere in a JSON file, or in one line of several."""
+    lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
+    number = random.randrange(len(lines))
+    whole = {"root": json.loads(lines[number])}
+    holders = list(_holders(whole))
+    holder, key = random.choice(holders)
+    value = random.choice(VALUES)
+    if random.random() < 0.2 and holder is not whole:
+        del holder[key]
+        said = f"no {key!r}"
+    else:
+        holder[key] = value
+        said = f"{key!r} is {value!r:.40}"
+    lines[number] = json.dumps(whole["root"])
+    file.unlink()
+    file.write_text("\n".join(lines) + "\n")
+    return f"line {number + 1}: {said}"
+
+
+def _holders(value):
+    """Each (dict or list, key or index) in a JSON value; of a long list only the first few."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:5])
+    for key, each in list(inside):
+        yield value, key
+        if isinstance(each, (dict, list)):
+            yield from _holders(each)
+
+
+MUTATIONS: dict[str, Callable[[Path, Random], str]] = {
+    "bytes": spoil_bytes,
+    "file": spoil_file,
+    "json": spoil_json,
+}

@@ -1,0 +1,195 @@
+"""Nothing wrong is called good: each command, with a file or an option spoiled at random, either
+works or ends with a status that is not 0 and a message, without a traceback, and leaves nothing
+behind.
+
+`make test` runs a few cases, `make soak` FUZZ_CASES of them (3,000 by default) from FUZZ_SEED on.
+One case again: FUZZ_SEED=1234 pytest tests/fuzz -k slice, whose first case it is.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pandas
+import pytest
+import yaml
+from launching import start_python
+from mutations import MUTATIONS, TEXTS, option
+
+from mixer.training.config import load_config
+from mixer.training.loop import train
+
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+CASES = int(os.environ.get("FUZZ_CASES", "3000"))
+IN_SLICE, AT_ONCE = 16, 100
+PATIENCE = 40  # seconds
+LAST = "runs/small/step-4"
+
+
+@dataclass(frozen=True)
+class Command:
+    arguments: tuple[str, ...]
+    reads: tuple[str, ...]  # patterns of the files that it reads
+    options: bool = False  # whether it takes section.key=value
+
+
+TRAIN = ("-m", "mixer.train", "--config", "config.yaml")
+COMMANDS = {
+    "train anew": Command(
+        (*TRAIN, "name=new", "train.steps=2"), ("config.yaml", "data/*", "text/*"), options=True
+    ),
+    "prepare and train": Command(
+        (*TRAIN, "name=new", "train.steps=2", "data.directory=prepared"),
+        ("config.yaml", "text/*"),
+        options=True,
+    ),
+    "resume": Command(
+        (*TRAIN, "train.steps=6"),
+        ("data/*", "runs/small/*", f"{LAST}/*", f"{LAST}/trainer_state/*"),
+        options=True,
+    ),
+    "evaluate": Command(
+        ("-m", "mixer.eval", "--checkpoint", LAST, "--device", "cpu", "--output", "out"),
+        (f"{LAST}/*", "data/*"),
+    ),
+    "evaluate rows": Command(
+        ("-m", "mixer.eval", "--checkpoint", LAST, "--text", "text/a.jsonl", "--output", "out"),
+        (f"{LAST}/*", "text/*"),
+    ),
+    "generate": Command(
+        ("-m", "mixer.generate", "--checkpoint", LAST, "--prompt", "to be", "--new-tokens", "3"),
+        (f"{LAST}/*",),
+    ),
+    "convert": Command(
+        ("-m", "mixer.convert", "reference.safetensors", "--output", "out"),
+        ("reference.safetensors",),
+    ),
+    "convert back": Command(
+        ("-m", "mixer.convert", LAST, "--back", "--output", "out.safetensors"), (f"{LAST}/*",)
+    ),
+    "export": Command(
+        ("-m", "mixer.export", LAST, "--output", "out", "--license", "mit"),
+        (f"{LAST}/*", f"{LAST}/trainer_state/*"),
+    ),
+    "inspect": Command(
+        ("-m", "mixer.inspect", "--checkpoint", "runs/small/step-2", LAST, "--output", "out"),
+        (f"{LAST}/*", "runs/small/step-2/*"),
+    ),
+    "report": Command(
+        ("-m", "mixer.report", "runs/small", "--output", "out.png"), ("runs/small/*",)
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory) -> Path:
+    """A folder with all that the commands read: texts, prepared data, a run, reference weights."""
+    folder = tmp_path_factory.mktemp("material")
+    (folder / "text").mkdir()
+    rows = pandas.DataFrame({"text": ["to be or not to be, that is the question " * 4] * 12})
+    rows.to_json(folder / "text/a.jsonl", orient="records", lines=True)
+    rows.to_parquet(folder / "text/b.parquet")
+    (folder / "text/c.jsonl").write_text(rows.to_json(orient="records", lines=True))
+    config = {
+        "name": "small",
+        "model": {"hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 16},
+        "data": {"source": "jsonl", "path": "text/a.jsonl", "directory": "data"},
+        "train": {"steps": 4, "batch_size": 2, "eval_every": 2, "eval_samples": 4},
+        "optim": {"warmup_steps": 0},
+        "checkpoint": {"save_every": 2},
+        "logging": {"log_every": 1},
+    }
+    config["data"] |= {"vocab_size": 300, "validation_fraction": 0.3}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train(load_config("config.yaml", []))
+        back = ("convert", LAST, "--back", "--output", "reference.safetensors")
+        assert in_folder(folder, folder / "printed", "-m", f"mixer.{back[0]}", *back[1:]) == 0
+    (folder / "printed").unlink()
+    return folder
+
+
+def in_folder(folder: Path, output: Path, *arguments: str) -> int | None:
+    """The exit status of a command in a forked process; None where it takes too long."""
+    cache = {"MIXER_CACHE": str(folder / ".cache")}
+    process = start_python(*arguments, output=output, directory=folder, **cache)
+    process.join(PATIENCE)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return None
+    return process.exitcode
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def spoil(folder: Path, command: Command, random: Random) -> tuple[list[str], str]:
+    """Spoils an option or a file of a command; returns its arguments, and what was done."""
+    arguments = list(command.arguments)
+    if command.options and random.random() < 0.4:
+        arguments.append(option(random))
+        return arguments, arguments[-1]
+    if random.random() < 0.1:
+        place = random.randrange(2, len(arguments))
+        arguments[place] = random.choice(TEXTS)
+        return arguments, f"argument {place} is {arguments[place]!r:.40}"
+    read = sorted({path for pattern in command.reads for path in folder.glob(pattern)})
+    file = random.choice([path for path in read if path.is_file() and path.suffix != ".py"])
+    allowed = [*MUTATIONS] if file.suffix in (".json", ".jsonl") else ["bytes", "file"]
+    how = random.choice(allowed)
+    return arguments, f"{file.relative_to(folder)}: {how}, {MUTATIONS[how](file, random)}"
+
+
+def problem(folder: Path, seed: int) -> str | None:
+    """What is wrong with a case, by its seed; None where nothing is."""
+    random = Random(seed)
+    name = random.choice([*COMMANDS])
+    arguments, done = spoil(folder, COMMANDS[name], random)
+    before, printed = files(folder), folder.with_suffix(".printed")
+    status = in_folder(folder, printed, *arguments)
+    said = printed.read_text(errors="replace") if printed.exists() else ""
+    new = {path for path in files(folder) - before if not path.startswith(".cache")}
+    wrong = []
+    if status is None:
+        wrong.append(f"it took more than {PATIENCE} s")
+    elif status < 0:
+        wrong.append(f"it died of signal {-status}")
+    if "Traceback (most recent call last)" in said:
+        wrong.append("a traceback")
+    if status and "error: " not in said:
+        wrong.append(f"status {status} without a message")
+    # What was made before training failed may stay: prepared data, and a run that has begun.
+    begun = any(path.endswith("metrics.jsonl") for path in new)
+    left = {path for path in new if not path.startswith("prepared")} if status else set()
+    if left and not begun:
+        wrong.append(f"left behind: {', '.join(sorted(left)[:5])}")
+    if not wrong:
+        return None
+    return f"seed {seed}, {name}, {done}: {'; '.join(wrong)}\n{said[-2000:]}"
+
+
+def problems(material: Path, folder: Path, seeds: range) -> list[str]:
+    found = []
+    for seed in seeds:
+        case = folder / str(seed)
+        shutil.copytree(material, case, symlinks=True)
+        found.append(problem(case, seed))
+        shutil.rmtree(case)
+    return [each for each in found if each]
+
+
+def test_a_slice_of_all_cases(material, tmp_path):
+    found = problems(material, tmp_path, range(SEED, SEED + IN_SLICE))
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SEED, SEED + CASES, AT_ONCE))
+def test_spoiled_input_works_or_is_refused(material, tmp_path, first):
+    found = problems(material, tmp_path, range(first, min(first + AT_ONCE, SEED + CASES)))
+    assert not found, "\n\n".join(found)
