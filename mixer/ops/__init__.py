@@ -67,7 +67,7 @@ def triangular_conv(
 
 def _autocast(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+    if x.is_meta or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, residual
     dtype = torch.get_autocast_dtype(device)
     return _cast(x, dtype), None if residual is None else _cast(residual, dtype)

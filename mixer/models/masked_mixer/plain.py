@@ -26,7 +26,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(heads, batch, tokens, channels of a head) -> contiguous (batch, tokens, channels)."""
+    """(heads, batch, tokens, channels of a head) -> (batch, tokens, channels)."""
     return x.permute(1, 2, 0, 3).flatten(2)
 
 
@@ -63,7 +63,8 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
     if bias is not None:
         y = y + bias[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
-    return y if residual is None else y + residual
+    y = y if residual is None else y + residual
+    return y.contiguous()  # of one text or token, a transposed view may have come so far
 
 
 def mix_rows(memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) -> Tensor:

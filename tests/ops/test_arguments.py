@@ -1,0 +1,119 @@
+"""Whatever shapes, strides, types and devices the operator is given: the right result, or an error
+that names the argument.
+"""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import conv1d
+
+from mixer.common.errors import UserError
+from mixer.ops import BACKENDS, DTYPES, triangular_conv
+
+TYPES = (*DTYPES, torch.int64, torch.bool, torch.complex64)
+ALLOWED_ERROR = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
+SMALL = st.integers(1, 3)
+
+
+@st.composite
+def tensors(draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape with any strides; sometimes of another shape, type or device."""
+    if draw(st.integers(0, 19)) == 0:
+        place = draw(st.integers(0, len(shape) - 1))
+        other = draw(st.sampled_from(((), (0,), (1,), (2,), (5,), (1, 1))))
+        shape = (*shape[:place], *other, *shape[place + 1 :])
+    if draw(st.integers(0, 19)) == 0:
+        dtype = draw(st.sampled_from(TYPES))
+    if draw(st.integers(0, 39)) == 0:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    numbers = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    order = draw(st.permutations(range(len(shape))))
+    step = draw(st.sampled_from((1, 2)))
+    sizes = [shape[axis] * step for axis in order]
+    stored = torch.randn(sizes, generator=numbers, dtype=torch.float64).to(dtype)
+    view = stored[tuple(slice(None, None, step) for _ in sizes)]
+    view = view.permute([order.index(axis) for axis in range(len(shape))])
+    if draw(st.booleans()) and shape and shape[0]:
+        view = view[:1].expand(shape)  # the same memory for all of a batch
+    return view
+
+
+@st.composite
+def arguments(draw) -> tuple:
+    heads, taps, batch, width = draw(SMALL), draw(SMALL), draw(st.integers(0, 3)), draw(SMALL)
+    context = draw(st.integers(1, 9))
+    tokens = draw(st.integers(1, context)) if draw(st.integers(0, 9)) else context + 1
+    dtype = draw(st.sampled_from(DTYPES))
+    weight_type = draw(st.sampled_from((dtype, torch.float32)))
+    shape = (batch, tokens, heads * width)
+    x = draw(tensors(shape, dtype))
+    weight = draw(tensors((heads, taps, context, context), weight_type))
+    bias = draw(st.none() | tensors((heads, context), weight_type))
+    residual = draw(st.none() | tensors(shape, dtype))
+    backend = draw(st.sampled_from((*BACKENDS, *BACKENDS, "triton", "")))
+    return x, weight, bias, residual, backend
+
+
+def what_is_wrong(x, weight, bias, residual, backend) -> set[str]:
+    """The arguments that do not fit, by the operator's documentation."""
+    wrong = set() if backend in ("auto", "panels", "dense") else {"backend"}
+    if x.dim() != 3 or x.dtype not in DTYPES:
+        wrong.add("x")
+    if weight.dim() != 4 or weight.shape[2:3] != weight.shape[3:] or 0 in weight.shape[:2]:
+        wrong.add("weight")
+    if wrong & {"x", "weight"}:
+        return wrong
+    heads, _, context, _ = weight.shape
+    tokens, channels = x.shape[1:]
+    if not 1 <= tokens <= context or channels % heads or channels == 0:
+        wrong.add("x")
+    if weight.dtype not in (x.dtype, torch.float32) or weight.device != x.device:
+        wrong.add("weight")
+    expected = {"bias": (bias, (heads, context), weight), "residual": (residual, x.shape, x)}
+    for name, (tensor, shape, like) in expected.items():
+        if tensor is not None and (
+            tensor.shape != shape or tensor.dtype != like.dtype or tensor.device != x.device
+        ):
+            wrong.add(name)
+    return wrong
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """nn.Conv1d of each head with a masked weight, in fp64."""
+    heads, taps, context, _ = weight.shape
+    masked = weight.double().tril()
+    padded = torch.zeros(x.shape[0], context, x.shape[2], dtype=torch.float64)
+    padded[:, : x.shape[1]] = x.double()
+    parts = [
+        conv1d(part, masked[head].permute(1, 2, 0), padding="same")
+        for head, part in enumerate(padded.chunk(heads, dim=-1))
+    ]
+    if bias is not None:
+        parts = [part + bias[head, :, None].double() for head, part in enumerate(parts)]
+    y = torch.cat(parts, -1)[:, : x.shape[1]]
+    return y if residual is None else y + residual.double()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(arguments())
+def test_any_arguments_give_the_right_result_or_an_error_that_names_one(given):
+    x, weight, bias, residual, backend = given
+    wrong = what_is_wrong(*given)
+    try:
+        y = triangular_conv(x, weight, bias, residual, backend=backend)
+    except (TypeError, ValueError, UserError) as error:
+        assert wrong, f"refused without reason: {error}"
+        assert re.match(rf"(mixing )?({'|'.join(sorted(wrong))})\b", str(error)), (wrong, error)
+        return
+    assert not wrong
+    assert y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous()
+    if x.device.type == "meta":
+        return
+    wanted = reference(x, weight, bias, residual)
+    allowed = ALLOWED_ERROR.get(x.dtype, 1e-10) * (1 + wanted.abs())
+    assert ((y.double() - wanted).abs() <= allowed).all()
