@@ -121,8 +121,11 @@ def _let_others_read(*files: Path) -> None:
 
 
 def check_new(output: Path) -> None:
-    """Raises UserError unless `output` is free for a new directory, or is an empty one."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    """Raises UserError unless `output` is free for a new directory, or is an empty one, but for
+    what a killed `whole_directory` has left.
+    """
+    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    if names - {f".partial-{output.name}"} or (output.exists() and not output.is_dir()):
         raise UserError(f"{output} exists already; choose another --output, or delete it")
     check_writable(output)
 

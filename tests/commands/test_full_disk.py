@@ -115,10 +115,10 @@ def fill(disk: Path, left: int) -> None:
     (disk / "filler").write_bytes(bytes(size - left))
 
 
-def test_what_a_killed_command_has_left_is_replaced(inputs, tmp_path, call):
+@pytest.mark.parametrize("left", [".partial-output", "output/.partial-output"])
+def test_what_a_killed_command_has_left_is_replaced(inputs, tmp_path, call, left):
     main, arguments, output = commands(inputs, tmp_path / "output")["export"]
-    left = tmp_path / ".partial-output"
-    left.mkdir()
-    (left / "model.safetensors").write_text("half")
+    (tmp_path / left).mkdir(parents=True)
+    (tmp_path / left / "model.safetensors").write_text("half")
     call(main, arguments)
-    assert output.is_dir() and not left.exists()
+    assert (output / "README.md").exists() and not (tmp_path / left).exists()
