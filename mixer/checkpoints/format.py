@@ -36,15 +36,19 @@ from typing import Any
 from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
 from mixer.common.files import publish
-from mixer.common.json_file import object_problem, read_json
+from mixer.common.json_file import NONE, object_problem, read_json
 
 FORMAT = 2
 STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
 RANDOM = f"{STATE}/random.safetensors"
 LISTING = f"{STATE}/files.json"
-# The entries of trainer.json that more than a resume reads.
+# The entries of trainer.json that more than a resume reads, those that a resume needs besides, and
+# those that earlier versions did not write.
 TRAINER_FIELDS = {"step": int, "tokens": int, "data_directory": str}
+RESUME_FIELDS = {"samples": int, "skipped_steps": int, "data": dict}
+RESUME_FIELDS |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
+LATER_FIELDS = {"optimizer": dict, "threads": int}
 
 
 def step_of(path: Path) -> int:
@@ -86,7 +90,10 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     remedy = "copy the checkpoint again, or give another one"
-    return read_json(file, remedy, required=TRAINER_FIELDS)
+    trainer = read_json(file, remedy, required=TRAINER_FIELDS)
+    if trainer.get("format") == FORMAT:
+        read_json(file, remedy, required=RESUME_FIELDS, optional=LATER_FIELDS)
+    return trainer
 
 
 def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:

@@ -391,8 +391,13 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
             b'{"step": "7", "tokens": 224, "data_directory": 3}',
             "step = '7', allowed: int; data_directory = 3, allowed: str",
         ),
+        (
+            b'{"step": 7, "tokens": 224, "data_directory": "x", "format": 2, "samples": 7, '
+            b'"skipped_steps": 0, "data": {}, "scaler": 1, "wandb_id": null, "optimizer": null}',
+            "scaler = 1, allowed: dict or null; optimizer = None, allowed: dict",
+        ),
     ],
-    ids=["cut", "no-text", "no-object", "lacking", "other-types"],
+    ids=["cut", "no-text", "no-object", "lacking", "other-types", "for-a-resume"],
 )
 def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content, problem):
     checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
