@@ -39,7 +39,8 @@ sanitize: setup
 KILLS ?= 50
 soak: setup
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m slow
-	MIXER_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/checkpoints/test_resume.py -k killed_at_random
+	MIXER_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/checkpoints/test_resume.py \
+	  tests/data/test_workers.py -k killed_at_random
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,25 +6,16 @@ Local text files are the exception: each is read whole, one at a time.
 """
 
 import dataclasses
-import glob
-import hashlib
 import itertools
-import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from mixer.common.errors import UserError
 from mixer.common.options import option, option_problems
+from mixer.data.sources import FILE_SOURCES, Shard, local_files, shard_texts, shards, text_hash
 
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
-FILE_SOURCES = ("text", "jsonl", "parquet")
-SUFFIXES = {
-    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
-    "parquet": (".parquet",),
-}
 BUILTIN_SUBSETS = ("", "packages")
-LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 # For errors: the options that say where a text is.
 CORPUS_OPTIONS = ("data.path", "data.subset", "data.split")
 VALIDATION_OPTIONS = ("data.validation_path", "data.validation_split")
@@ -81,7 +72,9 @@ class DataConfig:
         "read only this many documents; 0: all. A validation text of its own is read whole",
         at_least=0,
     )
-    workers: int = option(0, "threads that tokenise; 0: one for each core", at_least=0)
+    workers: int = option(
+        0, "processes that tokenise; 0: one for each core this process may use", at_least=0
+    )
 
 
 def check(config: DataConfig) -> None:
@@ -142,28 +135,49 @@ def validation_source(config: DataConfig) -> DataConfig | None:
     return None
 
 
-def split_documents(config: DataConfig) -> Iterator[tuple[str, str]]:
-    """(split, text) of every document, in an order that does not change. Raises as `documents`."""
+def split_shards(config: DataConfig) -> list[tuple[str, Shard]]:
+    """(split, shard) of all shards of the corpus, in the order of the documents. The split is ""
+    where each document has its own (`split_of`).
+
+    Raises UserError for a source that cannot be read, as early as that can be known.
+    """
+    check(config)
     held_out = validation_source(config)
     if held_out is None:
-        for index, text in enumerate(documents(config)):
-            yield split_of(index, text, config.validation_fraction), text
-        return
-    check(config)
+        return [("", shard) for shard in shards(config, CORPUS_OPTIONS)]
     # Errors in the validation text are found now, not after hours with the training text.
     next(documents(held_out, VALIDATION_OPTIONS))
     _refuse_common_files(config, held_out)
-    for text in documents(config):
-        yield "train", text
-    for text in documents(held_out, VALIDATION_OPTIONS):
-        yield "validation", text
+    training = [("train", shard) for shard in shards(config, CORPUS_OPTIONS)]
+    return training + [("validation", shard) for shard in shards(held_out, VALIDATION_OPTIONS)]
+
+
+def training_documents(plan: list[tuple[str, Shard]], config: DataConfig) -> Iterator[str]:
+    """The documents of the training split of a plan (`split_shards`), in order."""
+    index = 0
+    for split, shard in plan:
+        if split == "validation":
+            return
+        for text in shard_documents(shard):
+            if config.max_documents and index == config.max_documents:
+                return
+            if (split or split_of(index, text, config.validation_fraction)) == "train":
+                yield text
+            index += 1
+
+
+def shard_documents(shard: Shard) -> Iterator[str]:
+    """The documents of a shard: its texts but those of nothing but white space."""
+    return (text for text in shard_texts(shard) if text and not text.isspace())
 
 
 def _refuse_common_files(config: DataConfig, held_out: DataConfig) -> None:
     if config.source not in FILE_SOURCES:
         return
-    held_out_files = {file.resolve() for file in _local_files(held_out, VALIDATION_OPTIONS)}
-    common = [file for file in _local_files(config) if file.resolve() in held_out_files]
+    held_out_files = {file.resolve() for file in local_files(held_out, VALIDATION_OPTIONS)}
+    common = [
+        file for file in local_files(config, CORPUS_OPTIONS) if file.resolve() in held_out_files
+    ]
     if common:
         raise UserError(
             f"{common[0]} belongs to both data.path and data.validation_path: the model would be "
@@ -180,16 +194,21 @@ def documents(config: DataConfig, options: tuple[str, ...] = CORPUS_OPTIONS) -> 
     file or dataset, text that is not UTF-8, a missing text field, or a source without documents.
     """
     check(config)
-    texts = (text for text in _texts(config, options) if text and not text.isspace())
+    texts = (text for shard in shards(config, options) for text in shard_documents(shard))
     found = 0
     for text in itertools.islice(texts, config.max_documents or None):
         found += 1
         yield text
     if not found:
-        where = "the standard library" if config.source == "builtin" else config.path
-        raise UserError(
-            f"the corpus is empty: no document with text in {where} (source {config.source!r})"
-        )
+        raise no_documents(config)
+
+
+def no_documents(config: DataConfig) -> UserError:
+    """The error for a source without a document."""
+    where = "the standard library" if config.source == "builtin" else config.path
+    return UserError(
+        f"the corpus is empty: no document with text in {where} (source {config.source!r})"
+    )
 
 
 def split_of(index: int, text: str, validation_fraction: float) -> str:
@@ -202,173 +221,11 @@ def split_of(index: int, text: str, validation_fraction: float) -> str:
     """
     if index < 2:
         return "validation" if index else "train"
-    return "validation" if _hash(text) < validation_fraction * 2**64 else "train"
+    return "validation" if text_hash(text) < validation_fraction * 2**64 else "train"
 
 
-def _hash(text: str) -> int:
-    """64 bits, the same on every machine."""
-    data = text.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
-
-
-def known_bytes(config: DataConfig) -> int | None:
+def known_bytes(config: DataConfig, of: Iterable[Shard]) -> int | None:
     """Bytes of all documents where that is cheap to know, else None; for the progress bar only."""
     if config.max_documents or config.source not in ("builtin", "text"):
         return None
-    if config.source == "builtin":
-        files = _builtin_files(config.subset)
-    else:
-        held_out = validation_source(config)
-        files = _local_files(config) + (_local_files(held_out) if held_out else [])
-    return sum(file.stat().st_size for file in files)
-
-
-def _texts(config: DataConfig, options: tuple[str, ...]) -> Iterator[str]:
-    if config.source == "builtin":
-        return _builtin_texts(config.subset)
-    if config.source == "text":
-        return map(_read_text, _local_files(config, options))
-    return _row_texts(config, options)
-
-
-# --- the standard library, and the installed packages ------------------------
-
-
-def _builtin_files(subset: str) -> list[Path]:
-    """The same files in the same order on every machine with this Python (and these packages)."""
-    paths = sysconfig.get_paths()
-    files = [
-        (name, file)
-        for name, file in _python_files(Path(paths["stdlib"]))
-        if not LEFT_OUT_OF_BUILTIN.intersection(Path(name).parts)
-    ]
-    if not subset:
-        return [file for _, file in sorted(files)]
-    for folder in {Path(paths[kind]).resolve() for kind in ("purelib", "platlib")}:
-        files += _python_files(folder)
-    # Sorted by a hash of the name, which mixes the packages: any first data.max_documents are a
-    # sample of all of them.
-    return [file for _, file in sorted((_hash(name), file) for name, file in files)]
-
-
-def _python_files(folder: Path) -> list[tuple[str, Path]]:
-    """(name, file) of each Python file below a folder. The name is relative to the folder, with
-    posix separators, so that it sorts the same everywhere.
-    """
-    files = (file for file in folder.rglob("*.py") if file.is_file())
-    return [(file.relative_to(folder).as_posix(), file) for file in files]
-
-
-def _builtin_texts(subset: str) -> Iterator[str]:
-    seen: set[int] = set()
-    for file in _builtin_files(subset):
-        try:
-            text = file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            continue  # on purpose, a few tests of the standard library are in other encodings
-        if subset:  # packages hold copies of each other's files
-            key = _hash(text)
-            if key in seen:
-                continue
-            seen.add(key)
-        yield text
-
-
-# --- local files -------------------------------------------------------------
-
-
-def _local_files(config: DataConfig, options: tuple[str, ...] = CORPUS_OPTIONS) -> list[Path]:
-    """The files that `path` names, sorted. In a directory: all that are not hidden and, for jsonl
-    and parquet, have one of the source's suffixes.
-    """
-    path = Path(config.path).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        suffixes = SUFFIXES.get(config.source, ("",))
-        files = [
-            file
-            for file in path.rglob("*")
-            if file.is_file()
-            and file.name.endswith(suffixes)
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
-        wanted = "" if suffixes == ("",) else f" ending in {', '.join(suffixes)}"
-        problem = f"the corpus is empty: directory {config.path} holds no file{wanted}"
-    else:
-        names = map(Path, glob.glob(str(path), recursive=True))
-        files = [name for name in names if name.is_file()]
-        problem = (
-            f"{options[0]} {config.path!r} is no file or directory, and as a glob it matches no "
-            f"file; correct {options[0]}"
-        )
-    if not files:
-        raise UserError(problem)
-    return sorted(files, key=Path.as_posix)
-
-
-def _read_text(file: Path) -> str:
-    raw = file.read_bytes()  # bytes, not text mode: line ends stay as they are
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}. "
-            f"Convert it (for example `iconv -f LATIN1 -t UTF-8 {file}`), or leave it out"
-        ) from None
-
-
-# --- rows: jsonl, parquet, hub -----------------------------------------------
-
-
-def _open_rows(config: DataConfig, options: tuple[str, ...]):
-    from datasets import load_dataset
-
-    if config.source == "hub":
-        return load_dataset(config.path, config.subset or None, split=config.split, streaming=True)
-    builder = "json" if config.source == "jsonl" else "parquet"
-    # glob.escape: `datasets` would read a [ or * in a file's own name as a pattern
-    files = [glob.escape(str(file.absolute())) for file in _local_files(config, options)]
-    return load_dataset(builder, data_files=files, split="train", streaming=True)
-
-
-def _row_texts(config: DataConfig, options: tuple[str, ...]) -> Iterator[str]:
-    name, index = config.text_field, 0
-    what = " ".join(filter(None, (config.source, config.path, config.subset)))
-
-    def guarded(step, where: str):
-        return _guarded(step, f"{what} at {where}", options)
-
-    rows = guarded(lambda: iter(_open_rows(config, options)), "the start") or iter(())
-    while (row := guarded(lambda: next(rows, None), f"or after row {index}")) is not None:
-        if name not in row:
-            raise UserError(
-                f"{what}: row {index} has no field {name!r}; its fields: {', '.join(sorted(row))}. "
-                "Give one of them as data.text_field (eval.py: --text-field)"
-            )
-        text = row[name]
-        if text is not None and not isinstance(text, str):
-            raise UserError(
-                f"{what}: field {name!r} of row {index} holds {type(text).__name__}, not text; "
-                "give a field of text as data.text_field (eval.py: --text-field)"
-            )
-        yield text or ""
-        index += 1
-
-
-def _guarded(step, what: str, options: tuple[str, ...]):
-    """The result of `step()`. Whatever `datasets` raises (its own errors, pyarrow's, the network's)
-    becomes one readable UserError.
-    """
-    try:
-        return step()
-    except UserError:
-        raise
-    except StopIteration:  # how `datasets` says that the files hold no row at all
-        return None
-    except Exception as error:
-        raise UserError(
-            f"cannot read {what}: {type(error).__name__}: {error}. Check {', '.join(options)} "
-            "(eval.py: --text or --hub, --subset, --split), and that the files are whole (or the "
-            "network reachable)"
-        ) from error
+    return sum(shard.bytes for shard in of)

@@ -1,44 +1,69 @@
 """Prepares data, once: documents become token files, a tokenizer and a manifest.
 
+Worker processes tokenise the shards of the source, each into a directory of its own. This process
+appends finished shards to the token files, in their order, so the files do not depend on the number
+of workers.
+
 A directory of prepared data gets its name only when it is complete: everything is written beside
 it, flushed to the disk, then renamed. A process that is killed leaves nothing that could be taken
-for prepared data.
+for prepared data, and the next one goes on from the shards that are finished.
 """
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import shutil
 import socket
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.common.files import locked, publish
-from mixer.data.corpus import DataConfig, check, known_bytes, split_documents
+from mixer.common.files import flush_tree, locked, publish, write_text
+from mixer.data import sources
+from mixer.data.corpus import (
+    DataConfig,
+    check,
+    known_bytes,
+    no_documents,
+    shard_documents,
+    split_of,
+    split_shards,
+    training_documents,
+)
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
+from mixer.data.sources import Shard
 from mixer.data.tokenizer import (
     digest,
     existing_tokenizer,
+    load_tokenizer,
     pieces,
-    raw_encoder,
+    token_encoder,
     train_tokenizer,
     vocabulary_size,
 )
+from mixer.data.workers import available_cores, results
 
 # The tokenizer is trained on at most this much text: enough for any vocabulary, and it limits the
 # memory.
 SAMPLE_BYTES = 100_000_000
-BATCH_CHARACTERS = 4 << 20  # text tokenised in one call
 REPORT_SECONDS = 5.0
+NEWS_SECONDS = 0.5
+BLOCK = 1 << 24  # bytes copied at once
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
 ADDED_LATER = ("validation_path", "validation_split")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+Plan = list[tuple[str, Shard]]  # see split_shards
 
 
 def prepare(config: DataConfig, progress=print) -> Manifest:
@@ -69,22 +94,37 @@ def prepare(config: DataConfig, progress=print) -> Manifest:
 
 def _make(config: DataConfig, directory: Path, progress) -> Manifest:
     """Write everything beside `directory`, then give it that name. The lock is held."""
+    plan = split_shards(config)
+    before = _documents_before(config, plan)
     # The host is in the name because locks do not reach across machines on every shared file
-    # system. On this host nobody writes such a directory any more, since we hold the lock.
-    prefix = f"{directory.name}.partial-{socket.gethostname()}-"
-    for stale in [path for path in directory.parent.iterdir() if path.name.startswith(prefix)]:
-        shutil.rmtree(stale, ignore_errors=True)
-    partial = directory.with_name(f"{prefix}{os.getpid()}")
-    try:
+    # system. On this host nobody else writes such a directory, since we hold the lock.
+    partial = directory.with_name(f"{directory.name}.partial-{socket.gethostname()}")
+    identity = _identity(config, plan)
+    known = partial / "plan.json"
+    if not known.is_file() or known.read_text() != identity:
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        manifest = _write(config, partial, progress)
+        write_text(known, identity)
+    if not (partial / "manifest.json").is_file():
+        _write(config, plan, before, partial, progress)
+    try:
         _publish(partial, directory)
     except FileExistsError:  # another machine was first
+        shutil.rmtree(partial, ignore_errors=True)
         if (manifest := _existing(config)) is None:
             raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return manifest
+        return manifest
+    return Manifest.load(directory)
+
+
+def _identity(config: DataConfig, plan: Plan) -> str:
+    """What an interrupted preparation must have in common with this one to be continued."""
+    shards = repr([(split, shard.identity) for split, shard in plan])
+    # Nothing is flushed to the disk before the end, so after a crash of the machine the parts that
+    # are there may not be whole.
+    boot = BOOT.read_text().strip() if BOOT.is_file() else ""
+    known = {"shards": hashlib.sha256(shards.encode()).hexdigest(), "boot": boot}
+    return json.dumps(_settings(config) | known)
 
 
 def _existing(config: DataConfig) -> Manifest | None:
@@ -123,42 +163,119 @@ def _settings(config: DataConfig) -> dict:
     return {name: value for name, value in settings if name not in left_out}
 
 
-def _write(config: DataConfig, partial: Path, progress) -> Manifest:
-    """Write tokenizer, token files and manifest to `partial`."""
-    # The tokenizer's own threads do the work. Their number is read once in a process, at first use.
-    if config.workers:
-        os.environ["RAYON_NUM_THREADS"] = str(config.workers)
-    tokenizer_bytes = 0
-    if config.tokenizer == "train":
-        tokenizer, tokenizer_bytes = _train(config, progress)
-    else:
-        tokenizer = existing_tokenizer(config.tokenizer)
-    tokenizer.save_pretrained(str(partial / "tokenizer"))
-    vocab_size = vocabulary_size(tokenizer)
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    writers = {name: _SplitWriter(partial, name, dtype, tokenizer.eos_token_id) for name in SPLITS}
-    _tokenise(config, raw_encoder(tokenizer), writers, progress)
-    splits = {name: writer.finish() for name, writer in writers.items()}
-    if not splits["validation"].documents:
+def _documents_before(config: DataConfig, plan: Plan) -> list[int]:
+    """How many documents there are before each shard, where 2 stands for 2 or more: all that
+    `split_of` needs to know. Raises UserError for a corpus without a document for each split.
+    """
+    counts, found = [], 0
+    for split, shard in plan:
+        counts.append(found)
+        if found < 2 and split != "validation":
+            found += sum(1 for _ in itertools.islice(shard_documents(shard), 2 - found))
+    if not found:
+        raise no_documents(config)
+    if not plan[-1][0] and min(found, config.max_documents or 2) < 2:
         raise UserError(
             f"the corpus ({config.source} {config.path}) is a single document, so none is left "
             "for validation: each split holds whole documents. Give at least two documents"
         )
+    return counts
+
+
+@dataclass
+class Counts:
+    """Of the documents of one split: in all, or in one shard."""
+
+    documents: int = 0
+    bytes: int = 0
+    words: int = 0
+    tokens: int = 0
+    max_token_id: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        sums = [getattr(self, name) + getattr(other, name) for name in list(asdict(self))[:-1]]
+        return Counts(*sums, max(self.max_token_id, other.max_token_id))
+
+
+@dataclass
+class Joined:
+    """How far a preparation is: `shards` of them are in the token files, which hold `splits`."""
+
+    tokenizer_bytes: int
+    shards: int = 0
+    splits: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in SPLITS})
+
+    @property
+    def documents(self) -> int:
+        return sum(counts.documents for counts in self.splits.values())
+
+    @classmethod
+    def load(cls, file: Path) -> "Joined":
+        values = json.loads(file.read_text())
+        return cls(**values | {"splits": {k: Counts(**v) for k, v in values["splits"].items()}})
+
+    def save(self, file: Path) -> None:
+        """In one step, but not flushed to the disk, which would take longer than the work."""
+        stage = file.with_name(file.name + ".partial")
+        stage.write_text(json.dumps(asdict(self)))
+        os.replace(stage, file)
+
+
+def _write(config: DataConfig, plan: Plan, before: list[int], partial: Path, progress) -> None:
+    """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
+    tokenizer, joined = _tokenizer(config, plan, partial, progress)
+    vocab_size = vocabulary_size(tokenizer)
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    specification = tokenizer.backend_tokenizer.to_str()
+    task = TokeniseShard(
+        partial / "shards",
+        specification,
+        dtype,
+        tokenizer.eos_token_id,
+        config.validation_fraction,
+    )
+    files = {name: _SplitFiles(partial, name, dtype, joined.splits[name]) for name in SPLITS}
+    _tokenise(config, plan, before, task, joined, files, progress)
+    splits = {
+        name: SplitManifest(**asdict(joined.splits[name]), **files[name].close()) for name in SPLITS
+    }
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,
         "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": digest(partial / "tokenizer"),
-        "tokenizer_bytes": tokenizer_bytes,
+        "tokenizer_bytes": joined.tokenizer_bytes,
         "settings": _settings(config),
         "splits": splits,
     }
     manifest = Manifest(**values, fingerprint=fingerprint(values))
-    (partial / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
-    return manifest
+    write_text(partial / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
 
 
-def _train(config: DataConfig, progress):
+def _tokenizer(config: DataConfig, plan: Plan, partial: Path, progress):
+    """The tokenizer, saved in `partial`, and how far the preparation is."""
+    file = partial / "joined.json"
+    if file.is_file():
+        trained = config.tokenizer == "train"
+        tokenizer = load_tokenizer(partial) if trained else existing_tokenizer(config.tokenizer)
+        joined = Joined.load(file)
+        progress(f"going on from {joined.shards} of {len(plan)} shards")
+        return tokenizer, joined
+    tokenizer_bytes = 0
+    if config.tokenizer == "train":
+        # The trainer has threads of its own. Their number is read once, at first use.
+        if config.workers:
+            os.environ["RAYON_NUM_THREADS"] = str(config.workers)
+        tokenizer, tokenizer_bytes = _train(config, plan, progress)
+    else:
+        tokenizer = existing_tokenizer(config.tokenizer)
+    tokenizer.save_pretrained(str(partial / "tokenizer"))
+    joined = Joined(tokenizer_bytes)
+    joined.save(file)
+    return tokenizer, joined
+
+
+def _train(config: DataConfig, plan: Plan, progress):
     """Train the BPE on the training documents, or their first SAMPLE_BYTES. Returns it and how many
     bytes it saw.
     """
@@ -166,9 +283,7 @@ def _train(config: DataConfig, progress):
 
     def sample():
         nonlocal seen, truncated
-        for split, text in split_documents(config):
-            if split != "train":
-                continue
+        for text in training_documents(plan, config):
             if seen >= SAMPLE_BYTES:
                 truncated = True
                 return
@@ -186,69 +301,226 @@ def _train(config: DataConfig, progress):
     return tokenizer, seen
 
 
-def _tokenise(config: DataConfig, encode, writers: dict[str, "_SplitWriter"], progress) -> None:
-    """One pass over the documents: count, tokenise in batches, append to their split's files."""
-    batch: list[tuple[_SplitWriter, str, bool]] = []  # split, text, whether it ends its document
-    waiting = 0
-
-    def flush():
-        encoded = encode([text for _, text, _ in batch])
-        for (writer, _, ends), ids in zip(batch, encoded, strict=True):
-            writer.add(ids, ends)
-        batch.clear()
-
-    with _Meter(known_bytes(config), progress) as meter:
-        for split, text in split_documents(config):
-            writer = writers[split]
-            writer.count(text)
-            parts = list(pieces(text))
-            batch += [(writer, part, number == len(parts)) for number, part in enumerate(parts, 1)]
-            waiting += len(text)
-            if waiting >= BATCH_CHARACTERS:
-                flush()
-                waiting = 0
-                meter.report(writers.values())
-        flush()
-        meter.report(writers.values(), last=True)
-
-
-class _SplitWriter:
-    """Writes one split's tokens and document ends to their files as a stream, and counts and hashes
-    them.
+@dataclass(frozen=True)
+class Job:
+    """A shard to tokenise. split: of all its documents; "" if each has its own, for which `before`
+    is how many documents there are before it (see `_documents_before`). limit: of documents.
     """
 
-    def __init__(self, directory: Path, name: str, dtype: str, eos: int):
-        self.dtype, self.eos = np.dtype(dtype).newbyteorder("<"), eos
-        self.documents = self.bytes = self.words = self.tokens = self.max_token_id = 0
-        self.files = [
-            open(directory / f"{name}.bin", "wb"),
-            open(directory / f"{name}.docs.bin", "wb"),
-        ]
-        self.hashes = [hashlib.sha256(), hashlib.sha256()]
+    number: int
+    split: str
+    shard: Shard
+    before: int
+    limit: int | None
 
-    def count(self, text: str) -> None:
-        self.bytes += len(text.encode())
-        self.words += len(text.split())
 
-    def add(self, ids: list[int], ends_document: bool) -> None:
-        tokens = np.array(ids + [self.eos] if ends_document else ids, dtype=self.dtype)
-        self._append(0, tokens)
-        self.tokens += len(tokens)
-        self.max_token_id = max(self.max_token_id, int(tokens.max(initial=0)))
-        if ends_document:
-            self.documents += 1
-            self._append(1, np.array([self.tokens], dtype="<u8"))
+def _tokenise(
+    config: DataConfig,
+    plan: Plan,
+    before: list[int],
+    task: "TokeniseShard",
+    joined: Joined,
+    files: dict[str, "_SplitFiles"],
+    progress,
+) -> None:
+    """Tokenise the shards that are not joined yet, and append each to the files."""
+    task.directory.mkdir(exist_ok=True)
+    workers = min(config.workers or available_cores(), _useful_workers(plan[joined.shards :]))
+    jobs = _jobs(config, plan, before, joined)
+    with _Meter(known_bytes(config, (shard for _, shard in plan)), joined, progress) as meter:
+        for job, counts in results(task, jobs, workers, meter.hear):
+            counts = _within_limit(job, counts, joined, task)
+            _join(job, task.place(job), counts, joined, files)
+            meter.report()
+        meter.report(last=True)
 
-    def _append(self, file: int, values: np.ndarray) -> None:
-        data = values.tobytes()
-        self.files[file].write(data)
+
+def _useful_workers(plan: Plan) -> int:
+    """How many workers have something to do; small corpora need no other process."""
+    size = sum(shard.bytes or sources.SHARD_BYTES for _, shard in plan)
+    return max(1, min(len(plan), math.ceil(size / sources.SHARD_BYTES)))
+
+
+def _jobs(config: DataConfig, plan: Plan, before: list[int], joined: Joined) -> Iterator[Job]:
+    """The shards that are not joined yet, but those after the last document that is wanted."""
+    most = config.max_documents or None
+    for number in range(joined.shards, len(plan)):
+        split, shard = plan[number]
+        if split == "validation":
+            yield Job(number, split, shard, before[number], None)
+        elif not most or joined.documents < most:
+            yield Job(number, split, shard, before[number], most)
+
+
+def _within_limit(
+    job: Job, counts: dict[str, Counts], joined: Joined, task: "TokeniseShard"
+) -> dict[str, Counts]:
+    """The counts of a shard, tokenised again if it holds more documents than are left."""
+    if job.limit is None:
+        return counts
+    left = max(job.limit - joined.documents, 0)
+    if sum(count.documents for count in counts.values()) <= left:
+        return counts
+    shutil.rmtree(task.place(job))
+    return task(replace(job, limit=left), lambda news: None)
+
+
+def _join(
+    job: Job,
+    shard: Path,
+    counts: dict[str, Counts],
+    joined: Joined,
+    files: dict[str, "_SplitFiles"],
+) -> None:
+    """Append a finished shard to the files. Killed before `joined` is saved, it is appended again:
+    the files are cut to what `joined` says when they are opened.
+    """
+    for name, split in files.items():
+        split.append(shard, joined.splits[name])
+        joined.splits[name] += counts[name]
+    joined.shards = job.number + 1
+    joined.save(shard.parent.parent / "joined.json")
+    shutil.rmtree(shard)
+
+
+@dataclass(frozen=True)
+class TokeniseShard:
+    """The task of a worker: write the tokens and document ends of a shard to a directory, which
+    gets its name when it is complete.
+    """
+
+    directory: Path
+    specification: str  # of the tokenizer
+    dtype: str
+    eos: int
+    validation_fraction: float
+
+    def place(self, job: Job) -> Path:
+        return self.directory / f"{job.number:06d}"
+
+    @cached_property
+    def encode(self) -> Callable[[str], bytes]:
+        return token_encoder(self.specification, np.dtype(self.dtype).newbyteorder("<"))
+
+    def __call__(self, job: Job, tell: Callable) -> dict[str, Counts]:
+        """The counts of each split. `tell` gets (documents, bytes, tokens), those since the last
+        time.
+        """
+        final = self.place(job)
+        if final.is_dir():  # finished before a kill
+            values = json.loads((final / "counts.json").read_text())
+            counts = {name: Counts(**value) for name, value in values.items()}
+            tell(_news(counts.values()))
+            return counts
+        partial = final.with_name(final.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        writers = {name: _ShardWriter(partial, name, self) for name in SPLITS}
+        counts = {name: writer.counts for name, writer in writers.items()}
+        told, told_at = (0, 0, 0), time.perf_counter()
+        for split, text in self._documents(job):
+            writers[split].add(text)
+            if time.perf_counter() - told_at > NEWS_SECONDS:
+                now = _news(counts.values())
+                tell(tuple(np.subtract(now, told).tolist()))
+                told, told_at = now, time.perf_counter()
+        tell(tuple(np.subtract(_news(counts.values()), told).tolist()))
+        for writer in writers.values():
+            writer.close()
+        values = {name: asdict(count) for name, count in counts.items()}
+        (partial / "counts.json").write_text(json.dumps(values))
+        os.rename(partial, final)
+        return counts
+
+    def _documents(self, job: Job) -> Iterator[tuple[str, str]]:
+        texts = itertools.islice(shard_documents(job.shard), job.limit)
+        for index, text in enumerate(texts, job.before):
+            yield job.split or split_of(index, text, self.validation_fraction), text
+
+
+def _news(counts) -> tuple[int, int, int]:
+    sums = sum(counts, Counts())
+    return sums.documents, sums.bytes, sums.tokens
+
+
+class _ShardWriter:
+    """Writes one split of a shard as a stream."""
+
+    def __init__(self, directory: Path, name: str, task: TokeniseShard):
+        self.encode, self.dtype = task.encode, np.dtype(task.dtype).newbyteorder("<")
+        self.eos = np.array([task.eos], self.dtype).tobytes()
+        self.counts = Counts()
+        self.tokens = open(directory / f"{name}.bin", "wb")
+        self.ends = open(directory / f"{name}.docs.bin", "wb")
+
+    def add(self, text: str) -> None:
+        counts = self.counts
+        for piece in pieces(text):
+            self._append(self.encode(piece))
+        self._append(self.eos)
+        self.ends.write(np.array([counts.tokens], dtype="<u8").tobytes())
+        counts.documents += 1
+        counts.bytes += len(text.encode())
+        counts.words += len(text.split())
+
+    def _append(self, data: bytes) -> None:
+        tokens = np.frombuffer(data, self.dtype)
+        self.tokens.write(data)
+        self.counts.tokens += len(tokens)
+        self.counts.max_token_id = max(self.counts.max_token_id, int(tokens.max(initial=0)))
+
+    def close(self) -> None:
+        self.tokens.close()
+        self.ends.close()
+
+
+class _SplitFiles:
+    """The two files of a split, which shards are appended to, and their hashes."""
+
+    def __init__(self, directory: Path, name: str, dtype: str, counts: Counts):
+        sizes = {
+            f"{name}.bin": counts.tokens * np.dtype(dtype).itemsize,
+            f"{name}.docs.bin": counts.documents * 8,
+        }
+        self.name, self.files, self.hashes = name, [], []
+        for file, size in sizes.items():
+            opened = open(directory / file, "a+b", buffering=0)
+            if opened.seek(0, os.SEEK_END) < size:
+                raise UserError(
+                    f"{directory / file} is shorter than it was left; delete {directory} and "
+                    "prepare again"
+                )
+            opened.truncate(size)
+            opened.seek(0)
+            self.files.append(opened)
+            self.hashes.append(hashlib.sha256())
+            for block in _blocks(opened):
+                self.hashes[-1].update(block)
+
+    def append(self, shard: Path, counts: Counts) -> None:
+        """counts: of the split before this shard."""
+        with open(shard / f"{self.name}.bin", "rb") as tokens:
+            for block in _blocks(tokens):
+                self._write(0, block)
+        ends = np.fromfile(shard / f"{self.name}.docs.bin", dtype="<u8")
+        self._write(1, (ends + np.uint64(counts.tokens)).tobytes())
+
+    def _write(self, file: int, data: bytes) -> None:
+        left = memoryview(data)
+        while left:  # an unbuffered file may take a part
+            left = left[self.files[file].write(left) :]
         self.hashes[file].update(data)
 
-    def finish(self) -> SplitManifest:
+    def close(self) -> dict[str, str]:
+        """The hashes, under the manifest's names."""
         for file in self.files:
             file.close()
-        counts = (self.documents, self.bytes, self.words, self.tokens, self.max_token_id)
-        return SplitManifest(*counts, *(known.hexdigest() for known in self.hashes))
+        names = ("tokens_sha256", "documents_sha256")
+        return {name: known.hexdigest() for name, known in zip(names, self.hashes, strict=True)}
+
+
+def _blocks(file) -> Iterator[bytes]:
+    return iter(lambda: file.read(BLOCK), b"")
 
 
 class _Meter:
@@ -256,10 +528,12 @@ class _Meter:
     the end it gives one line in either case.
     """
 
-    def __init__(self, total: int | None, progress):
-        self.total, self.progress = total, progress
+    def __init__(self, total: int | None, joined: Joined, progress):
+        self.total, self.joined, self.progress = total, joined, progress
         self.bar, self.began = None, time.perf_counter()
         self.reported = self.began
+        self.before = _news(joined.splits.values())  # done by an earlier call
+        self.heard = self.before
 
     def __enter__(self) -> "_Meter":
         if self.progress is print and sys.stdout.isatty():
@@ -275,15 +549,19 @@ class _Meter:
         if self.bar:
             self.bar.stop()
 
-    def report(self, writers, last: bool = False) -> None:
+    def hear(self, news: tuple[int, int, int]) -> None:
+        """Takes news of a shard (see `TokeniseShard`)."""
+        self.heard = tuple(np.add(self.heard, news).tolist())
+        self.report()
+
+    def report(self, last: bool = False) -> None:
         now = time.perf_counter()
-        documents = sum(writer.documents for writer in writers)
-        size = sum(writer.bytes for writer in writers)
-        tokens = sum(writer.tokens for writer in writers)
+        documents, size, tokens = _news(self.joined.splits.values()) if last else self.heard
         seconds = max(now - self.began, 1e-9)
+        speed, token_speed = (size - self.before[1]) / seconds, (tokens - self.before[2]) / seconds
         line = (
             f"tokenised: {documents} documents, {size / 1e6:.1f} MB, {tokens / 1e6:.2f} M tokens "
-            f"in {seconds:.1f} s ({size / seconds / 1e6:.2f} MB/s, {tokens / seconds:.0f} tokens/s)"
+            f"in {seconds:.1f} s ({speed / 1e6:.2f} MB/s, {token_speed:.0f} tokens/s)"
         )
         if self.bar:
             self.bar.update(self.task, completed=size, description=line)
@@ -293,7 +571,11 @@ class _Meter:
 
 
 def _publish(partial: Path, directory: Path) -> None:
-    """Gives `partial` its name. Raises FileExistsError if the name is taken."""
+    """Give `partial` its name. Raises FileExistsError if the name is taken."""
+    shutil.rmtree(partial / "shards", ignore_errors=True)
+    (partial / "joined.json").unlink(missing_ok=True)
+    flush_tree(partial)
+    (partial / "plan.json").unlink()  # last: without it, a killed process has to start again
     try:
         publish(partial, directory)
     except OSError as error:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.data.corpus import DataConfig, documents, split_documents, split_of
+from mixer.data.corpus import DataConfig, documents, shard_documents, split_of, split_shards
 from mixer.data.manifest import Manifest, fingerprint
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
@@ -241,7 +241,8 @@ def test_a_validation_text_may_be_rows_of_a_file_or_a_split_of_the_hub(tmp_path)
     hub = dict(source="hub", path=str(tmp_path), validation_split="test")
     for settings in (rows, hub):
         config = DataConfig(**settings, vocab_size=300)
-        found = list(split_documents(config))
+        shards = split_shards(config)
+        found = [(split, text) for split, shard in shards for text in shard_documents(shard)]
         assert found == [("train", "a b"), ("train", "c"), ("validation", "held out")]
 
 
