@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.common.errors import UserError, run_command
 from mixer.common.provenance import commit, hardware
-from mixer.data.corpus import DataConfig, split_shards, training_documents
+from mixer.data.config import DataConfig
+from mixer.data.corpus import split_shards, training_documents
 from mixer.data.prepare import SAMPLE_BYTES, prepare
 from mixer.data.tokenizer import train_tokenizer
 from mixer.data.workers import available_cores

@@ -1,138 +1,22 @@
-"""The documents of a corpus: the settings that name them, one iterator over them whatever the
-source, and the split of each.
+"""The documents of a corpus: one iterator over them whatever the source, and the split of each.
 
 A document is one `str`. Sources are read as a stream, so memory use does not grow with the corpus.
 Local text files are the exception: each is read whole, one at a time.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from mixer.common.errors import UserError
-from mixer.common.options import option, option_problems
-from mixer.data.sources import FILE_SOURCES, Shard, local_files, shard_texts, shards, text_hash
-
-SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
-BUILTIN_SUBSETS = ("", "packages")
-# For errors: the options that say where a text is.
-CORPUS_OPTIONS = ("data.path", "data.subset", "data.split")
-VALIDATION_OPTIONS = ("data.validation_path", "data.validation_split")
-
-
-@dataclass
-class DataConfig:
-    """What to train on, and where the prepared files go."""
-
-    source: str = option(
-        "builtin",
-        "where the text is from; builtin is the source of Python's standard library",
-        choices=("builtin", "text", "jsonl", "parquet", "hub"),
-    )
-    path: str = option(
-        "", "text, jsonl, parquet: a file, directory or glob; hub: the dataset's name"
-    )
-    subset: str = option(
-        "",
-        "hub: the dataset's configuration, such as sample-10BT; "
-        "builtin: packages adds the source of the installed packages",
-    )
-    split: str = option(
-        "train", "hub: the split to read; train and validation are both cut from it"
-    )
-    text_field: str = option("text", "jsonl, parquet, hub: the field that holds a document's text")
-    tokenizer: str = option(
-        "train", "train (a byte-level BPE on the source), a local directory, or a hub name"
-    )
-    vocab_size: int = option(
-        8000,
-        "size of the BPE that is trained; unused with an existing tokenizer",
-        at_least=SMALLEST_VOCABULARY,
-    )
-    directory: str = option("data/builtin", "where the prepared token files go")
-    packed: bool = option(
-        True, "true: documents joined by EOS, cut at the context; false: one document a row, padded"
-    )
-    validation_fraction: float = option(
-        0.01, "share of the documents held out for validation", above=0, below=1
-    )
-    validation_path: str = option(
-        "",
-        "text, jsonl, parquet: validate on this file, directory or glob; "
-        "all documents of data.path are then for training",
-    )
-    validation_split: str = option(
-        "",
-        "hub: validate on this split of the dataset; "
-        "all documents of data.split are then for training",
-    )
-    max_documents: int = option(
-        0,
-        "read only this many documents; 0: all. A validation text of its own is read whole",
-        at_least=0,
-    )
-    workers: int = option(
-        0, "processes that tokenise; 0: one for each core this process may use", at_least=0
-    )
-
-
-def check(config: DataConfig) -> None:
-    """Raise UserError for a setting that cannot work, before anything is read or written."""
-    problems = option_problems(config, "data.")
-    if problems:
-        raise UserError("; ".join(problems))
-    if config.source != "builtin" and not config.path:
-        wanted = "a dataset's name" if config.source == "hub" else "a file, directory or glob"
-        raise UserError(f"data.path is empty; source {config.source!r} needs {wanted} there")
-    if config.source == "builtin" and config.subset not in BUILTIN_SUBSETS:
-        raise UserError(
-            f"data.subset is {config.subset!r}; source builtin allows packages (the source of the "
-            "installed packages too), or nothing for the standard library alone: set "
-            "data.subset=packages or data.subset="
-        )
-    if not config.directory:
-        raise UserError("data.directory is empty; set it to where the prepared files should go")
-    _check_validation(config)
-
-
-def _check_validation(config: DataConfig) -> None:
-    """Raise UserError for settings of the validation text that do not go together."""
-    if config.validation_path and config.source not in FILE_SOURCES:
-        instead = "; set data.validation_split instead" if config.source == "hub" else ""
-        raise UserError(
-            f"data.validation_path is {config.validation_path!r}, which source {config.source!r} "
-            f"cannot read; allowed with text, jsonl and parquet{instead}"
-        )
-    if config.validation_split and config.source != "hub":
-        raise UserError(
-            f"data.validation_split is {config.validation_split!r}, and source {config.source!r} "
-            "has no splits; allowed with hub (for files, set data.validation_path)"
-        )
-    if config.validation_split and config.validation_split == config.split:
-        raise UserError(
-            f"data.split and data.validation_split are both {config.split!r}: the model would be "
-            "validated on what it is trained on; name two splits"
-        )
-    name = "validation_path" if config.validation_path else "validation_split"
-    default = DataConfig.validation_fraction
-    if getattr(config, name) and config.validation_fraction != default:
-        raise UserError(
-            f"data.{name} is {getattr(config, name)!r} and data.validation_fraction is "
-            f"{config.validation_fraction}: the validation text is either its own or a share of "
-            f"the documents. Leave out data.validation_fraction (its default is {default}), or "
-            f"data.{name}"
-        )
-
-
-def validation_source(config: DataConfig) -> DataConfig | None:
-    """Where the validation documents are, where they have a source of their own, else None."""
-    of_its_own = {"max_documents": 0, "validation_path": "", "validation_split": ""}
-    if config.validation_path:
-        return dataclasses.replace(config, path=config.validation_path, **of_its_own)
-    if config.validation_split:
-        return dataclasses.replace(config, split=config.validation_split, **of_its_own)
-    return None
+from mixer.data.config import (
+    CORPUS_OPTIONS,
+    FILE_SOURCES,
+    VALIDATION_OPTIONS,
+    DataConfig,
+    check,
+    validation_source,
+)
+from mixer.data.sources import Shard, local_files, shard_texts, shards, text_hash
 
 
 def split_shards(config: DataConfig) -> list[tuple[str, Shard]]:

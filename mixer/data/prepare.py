@@ -28,9 +28,8 @@ import numpy as np
 from mixer.common.errors import UserError
 from mixer.common.files import flush_tree, locked, publish, write_text
 from mixer.data import sources
+from mixer.data.config import DataConfig, check
 from mixer.data.corpus import (
-    DataConfig,
-    check,
     known_bytes,
     no_documents,
     shard_documents,
@@ -254,7 +253,7 @@ def _write(config: DataConfig, plan: Plan, before: list[int], partial: Path, pro
 
 def _tokenizer(config: DataConfig, plan: Plan, partial: Path, progress):
     """The tokenizer, saved in `partial`, and how far the preparation is."""
-    file = partial / "joined.json"
+    file = partial / "shards" / "joined.json"
     if file.is_file():
         trained = config.tokenizer == "train"
         tokenizer = load_tokenizer(partial) if trained else existing_tokenizer(config.tokenizer)
@@ -271,6 +270,7 @@ def _tokenizer(config: DataConfig, plan: Plan, partial: Path, progress):
         tokenizer = existing_tokenizer(config.tokenizer)
     tokenizer.save_pretrained(str(partial / "tokenizer"))
     joined = Joined(tokenizer_bytes)
+    file.parent.mkdir(exist_ok=True)
     joined.save(file)
     return tokenizer, joined
 
@@ -324,7 +324,6 @@ def _tokenise(
     progress,
 ) -> None:
     """Tokenise the shards that are not joined yet, and append each to the files."""
-    task.directory.mkdir(exist_ok=True)
     workers = min(config.workers or available_cores(), _useful_workers(plan[joined.shards :]))
     jobs = _jobs(config, plan, before, joined)
     with _Meter(known_bytes(config, (shard for _, shard in plan)), joined, progress) as meter:
@@ -379,7 +378,7 @@ def _join(
         split.append(shard, joined.splits[name])
         joined.splits[name] += counts[name]
     joined.shards = job.number + 1
-    joined.save(shard.parent.parent / "joined.json")
+    joined.save(shard.parent / "joined.json")
     shutil.rmtree(shard)
 
 
@@ -573,7 +572,6 @@ class _Meter:
 def _publish(partial: Path, directory: Path) -> None:
     """Give `partial` its name. Raises FileExistsError if the name is taken."""
     shutil.rmtree(partial / "shards", ignore_errors=True)
-    (partial / "joined.json").unlink(missing_ok=True)
     flush_tree(partial)
     (partial / "plan.json").unlink()  # last: without it, a killed process has to start again
     try:

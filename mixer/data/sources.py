@@ -13,14 +13,10 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mixer.common.errors import UserError
+from mixer.data.config import DataConfig
 
-if TYPE_CHECKING:
-    from mixer.data.corpus import DataConfig
-
-FILE_SOURCES = ("text", "jsonl", "parquet")
 SUFFIXES = {
     "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
     "parquet": (".parquet",),
@@ -38,7 +34,7 @@ class Shard:
     hub, the number of this part of the dataset and the number of all of them.
     """
 
-    config: "DataConfig"
+    config: DataConfig
     options: tuple[str, ...]  # for errors: the options that say where the source is
     files: tuple[Path, ...] = ()
     start: int = 0
@@ -57,7 +53,7 @@ class Shard:
         return files, self.start, self.stop, self.revision
 
 
-def shards(config: "DataConfig", options: tuple[str, ...]) -> list[Shard]:
+def shards(config: DataConfig, options: tuple[str, ...]) -> list[Shard]:
     """The shards of the source, in order. Raises UserError if it cannot be found or opened."""
     if config.source == "hub":
         return _hub_shards(config, options)
@@ -95,7 +91,7 @@ def text_hash(text: str) -> int:
 # --- the standard library, and the installed packages ------------------------
 
 
-def _builtin_files(config: "DataConfig") -> list[Path]:
+def _builtin_files(config: DataConfig) -> list[Path]:
     """The same files in the same order on every machine with this Python (and these packages)."""
     paths = sysconfig.get_paths()
     files = [
@@ -146,7 +142,7 @@ def _decoded_files(files: Iterable[Path]) -> Iterator[str]:
 # --- local files -------------------------------------------------------------
 
 
-def local_files(config: "DataConfig", options: tuple[str, ...]) -> list[Path]:
+def local_files(config: DataConfig, options: tuple[str, ...]) -> list[Path]:
     """The files that `path` names, sorted. In a directory: all that are not hidden and, for jsonl
     and parquet, have one of the source's suffixes.
     """
@@ -177,7 +173,7 @@ def local_files(config: "DataConfig", options: tuple[str, ...]) -> list[Path]:
 
 
 def _groups_of_files(
-    config: "DataConfig", options: tuple[str, ...], files: list[Path]
+    config: DataConfig, options: tuple[str, ...], files: list[Path]
 ) -> list[Shard]:
     """Consecutive files, together of about SHARD_BYTES."""
     groups, group, size = [], [], 0
@@ -265,7 +261,7 @@ def _place(shard: Shard, number: int) -> str:
     return f"line {before + number} of {file}"
 
 
-def _jsonl_shards(config: "DataConfig", options: tuple[str, ...], file: Path) -> Iterator[Shard]:
+def _jsonl_shards(config: DataConfig, options: tuple[str, ...], file: Path) -> Iterator[Shard]:
     """Ranges of bytes. A file without a row a line (compressed, a JSON array) is one shard that
     `datasets` reads, with stop = 0.
     """
@@ -300,7 +296,7 @@ def _to_line(file, start: int) -> None:
         file.readline()
 
 
-def _parquet_shards(config: "DataConfig", options: tuple[str, ...], file: Path) -> Iterator[Shard]:
+def _parquet_shards(config: DataConfig, options: tuple[str, ...], file: Path) -> Iterator[Shard]:
     """Ranges of row groups, together of about SHARD_BYTES."""
     from pyarrow.parquet import ParquetFile
 
@@ -335,7 +331,7 @@ def _parquet_rows(shard: Shard) -> Iterator[dict]:
             yield from batch.to_pylist()
 
 
-def _hub_shards(config: "DataConfig", options: tuple[str, ...]) -> list[Shard]:
+def _hub_shards(config: DataConfig, options: tuple[str, ...]) -> list[Shard]:
     """A shard for each file of the dataset."""
     revision = _hub_revision(config.path)
     whole = Shard(config, options, stop=1, revision=revision)

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.data.corpus import DataConfig, documents
+from mixer.data.config import DataConfig
+from mixer.data.corpus import documents
 from mixer.data.sources import SUFFIXES
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder

@@ -21,7 +21,7 @@ from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.options import allowed_values, option, option_problems
 from mixer.common.yaml_file import parse_yaml, read_yaml
-from mixer.data.corpus import DataConfig
+from mixer.data.config import DataConfig
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.metrics import LoggingConfig
 from mixer.training.optim import OptimConfig

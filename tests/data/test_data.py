@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.data.corpus import DataConfig, documents, shard_documents, split_of, split_shards
+from mixer.data.config import DataConfig
+from mixer.data.corpus import documents, shard_documents, split_of, split_shards
 from mixer.data.manifest import Manifest, fingerprint
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare

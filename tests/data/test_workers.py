@@ -17,7 +17,8 @@ import pytest
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
 from mixer.data import sources
-from mixer.data.corpus import DataConfig, documents
+from mixer.data.config import DataConfig
+from mixer.data.corpus import documents
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import WORDS_KEPT, raw_encoder, token_encoder, train_tokenizer
 from mixer.data.workers import results
@@ -252,8 +253,9 @@ def _start_and_kill(config: DataConfig, seconds: float) -> None:
 
 def _progress(folder: Path) -> tuple[int, int]:
     """How many shards are finished, and how many are half done."""
-    joined = [json.loads(file.read_text()) for file in folder.glob("killed.partial-*/joined.json")]
-    shards = list(folder.glob("killed.partial-*/shards/*"))
+    files = list(folder.glob("killed.partial-*/shards/joined.json"))
+    joined = [json.loads(file.read_text()) for file in files]
+    shards = list(folder.glob("killed.partial-*/shards/0*"))
     half = [shard for shard in shards if shard.suffix == ".partial"]
     first = joined[0]["shards"] if joined else 0
     return first + sum(1 for s in shards if s not in half and int(s.name) >= first), len(half)

@@ -18,7 +18,7 @@ from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, inspect, report, re
 from mixer.checkpoints.restore import load_trainer
 from mixer.common.errors import UserError
 from mixer.convert import convert_back
-from mixer.data.corpus import DataConfig
+from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.eval import main as evaluate_main
