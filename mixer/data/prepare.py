@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -326,8 +327,12 @@ def _tokenise(
     """Tokenise the shards that are not joined yet, and append each to the files."""
     workers = min(config.workers or available_cores(), _useful_workers(plan[joined.shards :]))
     jobs = _jobs(config, plan, before, joined)
-    with _Meter(known_bytes(config, (shard for _, shard in plan)), joined, progress) as meter:
-        for job, counts in results(task, jobs, workers, meter.hear):
+    total = known_bytes(config, (shard for _, shard in plan))
+    with (
+        _Meter(total, joined, progress) as meter,
+        closing(results(task, jobs, workers, meter.hear)) as finished,  # ends the workers
+    ):
+        for job, counts in finished:
             counts = _within_limit(job, counts, joined, task)
             _join(job, task.place(job), counts, joined, files)
             meter.report()
