@@ -12,6 +12,8 @@ import pytest
 import torch
 from runs import FSDP, assert_same, read_lines, read_losses
 
+from mixer.checkpoints.finite import not_finite
+
 GPUS = torch.cuda.device_count()
 ON_GPU = {"ACCELERATE_USE_CPU": "false"}
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
@@ -101,6 +103,18 @@ def test_a_killed_run_resumes_exactly(
         ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists, patience=150).kill()
     begin("name=parts").succeed(patience=200)
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_number_that_is_not_finite_is_found_wherever_it_is_on_the_device(dtype):
+    held = {str(size): torch.ones(size, dtype=dtype, device="cuda") for size in (1, 7, 1_000_003)}
+    assert not_finite(held) == []
+    for name, tensor in held.items():
+        for place in (0, len(tensor) // 2, -1):
+            for bad in (math.nan, -math.inf):
+                tensor[place] = bad
+                assert not_finite(held) == [name]
+                tensor[place] = 1
 
 
 def overflowing() -> None:
