@@ -36,6 +36,8 @@ class Command:
 
 
 TRAIN = ("-m", "mixer.train", "--config", "config.yaml")
+PARQUET = ("data.source=parquet", "data.path=text/b.parquet")
+LIMITED = str(Path(__file__).with_name("limited.py"))
 COMMANDS = {
     "train anew": Command(
         (*TRAIN, "name=new", "train.steps=2"), ("config.yaml", "data/*", "text/*"), options=True
@@ -43,6 +45,11 @@ COMMANDS = {
     "prepare and train": Command(
         (*TRAIN, "name=new", "train.steps=2", "data.directory=prepared"),
         ("config.yaml", "text/*"),
+        options=True,
+    ),
+    "prepare parquet": Command(
+        (*TRAIN, "name=new", "train.steps=1", "data.directory=prepared", *PARQUET),
+        ("text/b.parquet",),
         options=True,
     ),
     "resume": Command(
@@ -77,6 +84,13 @@ COMMANDS = {
         ("-m", "mixer.inspect", "--checkpoint", "runs/small/step-2", LAST, "--output", "out"),
         (f"{LAST}/*", "runs/small/step-2/*"),
     ),
+    "representation": Command(
+        (
+            *("-m", "mixer.representation", "--checkpoint", LAST, "--text", "text/a.jsonl"),
+            *("--tokens", "4", "--texts", "1", "--steps", "2", "--output", "out"),
+        ),
+        (f"{LAST}/*", "text/*"),
+    ),
     "report": Command(
         ("-m", "mixer.report", "runs/small", "--output", "out.png"), ("runs/small/*",)
     ),
@@ -91,7 +105,6 @@ def material(tmp_path_factory) -> Path:
     rows = pandas.DataFrame({"text": ["to be or not to be, that is the question " * 4] * 12})
     rows.to_json(folder / "text/a.jsonl", orient="records", lines=True)
     rows.to_parquet(folder / "text/b.parquet")
-    (folder / "text/c.jsonl").write_text(rows.to_json(orient="records", lines=True))
     config = {
         "name": "small",
         "model": {"hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 16},
@@ -129,8 +142,13 @@ def files(folder: Path) -> set[str]:
 
 
 def spoil(folder: Path, command: Command, random: Random) -> tuple[list[str], str]:
-    """Spoils an option or a file of a command; returns its arguments, and what was done."""
+    """Spoils an option or a file of a command, or the disk; returns its arguments, and what was
+    done.
+    """
     arguments = list(command.arguments)
+    if random.random() < 0.1:
+        size = random.randrange(3_000, 40_000)
+        return [LIMITED, str(size), *arguments], f"no file beyond {size} bytes"
     if command.options and random.random() < 0.4:
         arguments.append(option(random))
         return arguments, arguments[-1]
@@ -166,6 +184,8 @@ def problem(folder: Path, seed: int) -> str | None:
     # What was made before training failed may stay: prepared data, and a run that has begun.
     begun = any(path.endswith("metrics.jsonl") for path in new)
     left = {path for path in new if not path.startswith("prepared")} if status else set()
+    if status and arguments[0] == LIMITED and in_folder(folder, printed, *arguments[2:]) != 0:
+        wrong.append("it does not work where there is space")
     if left and not begun:
         wrong.append(f"left behind: {', '.join(sorted(left)[:5])}")
     if not wrong:

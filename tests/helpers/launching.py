@@ -41,7 +41,7 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # as Python
 
 
 def _rank(
