@@ -267,6 +267,7 @@ def load_config(directory: Path) -> PreTrainedConfig:
             f"the config.json of checkpoint {directory} has {', '.join(wrong)}; allowed: 1 or "
             "more: correct it"
         )
+    config.return_dict = True  # whatever the file says: callers read outputs by their names
     return config
 
 

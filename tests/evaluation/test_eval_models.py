@@ -201,6 +201,14 @@ def test_layers_that_config_json_leaves_out_are_refused_for_every_model(root, tm
             load_checkpoint(tmp_path / name, CPU.device)
 
 
+def test_a_model_that_was_saved_to_return_tuples_is_evaluated_all_the_same(root, tmp_path):
+    shutil.copytree(root / "gpt2", tmp_path / "gpt2")
+    change_config(tmp_path / "gpt2", return_dict=False)
+    text = [str(root / "0.txt")]
+    found, expected = (evaluate(place / "gpt2", text=text) for place in (tmp_path, root))
+    assert found["nats"] == expected["nats"]
+
+
 @pytest.mark.parametrize(
     ("file", "values"),
     [
