@@ -61,6 +61,7 @@ def continuations(
             attention_mask=inputs.attention_mask,
             max_new_tokens=new_tokens,
             pad_token_id=tokenizer.pad_token_id,
+            return_dict_in_generate=False,  # whatever the generation_config.json says
             logits_processor=[check_logits],
             **how,
         )

@@ -316,7 +316,9 @@ def test_what_cannot_be_generated_from_is_refused():
 
 
 def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, monkeypatch, capsys):
-    lively_model(vocab_size=300, max_position_embeddings=64).save_pretrained(tmp_path)
+    model = lively_model(vocab_size=300, max_position_embeddings=64)
+    model.generation_config.return_dict_in_generate = True  # which the command does without
+    model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
     def write(*prompts):
