@@ -56,6 +56,7 @@ from mixer.data.workers import available_cores, results
 SAMPLE_BYTES = 100_000_000
 REPORT_SECONDS = 5.0
 NEWS_SECONDS = 0.5
+DOCUMENTS_A_WORKER = 1000  # of data.max_documents: fewer are done before a worker has started
 BLOCK = 1 << 24  # bytes copied at once
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
@@ -325,7 +326,9 @@ def _tokenise(
     progress,
 ) -> None:
     """Tokenise the shards that are not joined yet, and append each to the files."""
-    workers = min(config.workers or available_cores(), _useful_workers(plan[joined.shards :]))
+    workers = min(
+        config.workers or available_cores(), _useful_workers(config, plan[joined.shards :])
+    )
     jobs = _jobs(config, plan, before, joined)
     total = known_bytes(config, (shard for _, shard in plan))
     with (
@@ -339,10 +342,13 @@ def _tokenise(
         meter.report(last=True)
 
 
-def _useful_workers(plan: Plan) -> int:
+def _useful_workers(config: DataConfig, plan: Plan) -> int:
     """How many workers have something to do; small corpora need no other process."""
     size = sum(shard.bytes or sources.SHARD_BYTES for _, shard in plan)
-    return max(1, min(len(plan), math.ceil(size / sources.SHARD_BYTES)))
+    useful = max(1, min(len(plan), math.ceil(size / sources.SHARD_BYTES)))
+    if config.max_documents:
+        useful = min(useful, math.ceil(config.max_documents / DOCUMENTS_A_WORKER))
+    return useful
 
 
 def _jobs(config: DataConfig, plan: Plan, before: list[int], joined: Joined) -> Iterator[Job]:

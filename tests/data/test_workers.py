@@ -89,7 +89,10 @@ def save(folder: Path, source: str, texts: list[str]) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "hub", "gzip", "builtin"])
+@pytest.mark.parametrize(
+    "source",
+    ["text", "jsonl", "parquet", "hub", "builtin", pytest.param("gzip", marks=pytest.mark.slow)],
+)
 def test_every_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer, monkeypatch, source):
     texts = made_texts(60)
     settings = {"tokenizer": tokenizer, "validation_fraction": 0.2}
@@ -118,7 +121,8 @@ def test_every_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer, monk
     assert written(whole.directory) == found[0]
 
 
-def test_a_validation_text_and_a_limit_of_documents_are_cut_alike(tmp_path, tokenizer):
+def test_a_validation_text_and_a_limit_of_documents_are_cut_alike(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(preparation, "DOCUMENTS_A_WORKER", 1)
     texts = made_texts(60)
     paths = {
         "path": save(tmp_path / "corpus", "jsonl", texts),
