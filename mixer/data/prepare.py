@@ -18,10 +18,9 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -34,18 +33,16 @@ from mixer.data.corpus import (
     known_bytes,
     no_documents,
     shard_documents,
-    split_of,
     split_shards,
     training_documents,
 )
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
 from mixer.data.sources import Shard
+from mixer.data.tokenise import Counts, Job, TokeniseShard, news_of
 from mixer.data.tokenizer import (
     digest,
     existing_tokenizer,
     load_tokenizer,
-    pieces,
-    token_encoder,
     train_tokenizer,
     vocabulary_size,
 )
@@ -55,7 +52,6 @@ from mixer.data.workers import available_cores, results
 # memory.
 SAMPLE_BYTES = 100_000_000
 REPORT_SECONDS = 5.0
-NEWS_SECONDS = 0.5
 DOCUMENTS_A_WORKER = 1000  # of data.max_documents: fewer are done before a worker has started
 BLOCK = 1 << 24  # bytes copied at once
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
@@ -184,21 +180,6 @@ def _documents_before(config: DataConfig, plan: Plan) -> list[int]:
 
 
 @dataclass
-class Counts:
-    """Of the documents of one split: in all, or in one shard."""
-
-    documents: int = 0
-    bytes: int = 0
-    words: int = 0
-    tokens: int = 0
-    max_token_id: int = 0
-
-    def __add__(self, other: "Counts") -> "Counts":
-        sums = [getattr(self, name) + getattr(other, name) for name in list(asdict(self))[:-1]]
-        return Counts(*sums, max(self.max_token_id, other.max_token_id))
-
-
-@dataclass
 class Joined:
     """How far a preparation is: `shards` of them are in the token files, which hold `splits`."""
 
@@ -303,24 +284,11 @@ def _train(config: DataConfig, plan: Plan, progress):
     return tokenizer, seen
 
 
-@dataclass(frozen=True)
-class Job:
-    """A shard to tokenise. split: of all its documents; "" if each has its own, for which `before`
-    is how many documents there are before it (see `_documents_before`). limit: of documents.
-    """
-
-    number: int
-    split: str
-    shard: Shard
-    before: int
-    limit: int | None
-
-
 def _tokenise(
     config: DataConfig,
     plan: Plan,
     before: list[int],
-    task: "TokeniseShard",
+    task: TokeniseShard,
     joined: Joined,
     files: dict[str, "_SplitFiles"],
     progress,
@@ -363,7 +331,7 @@ def _jobs(config: DataConfig, plan: Plan, before: list[int], joined: Joined) -> 
 
 
 def _within_limit(
-    job: Job, counts: dict[str, Counts], joined: Joined, task: "TokeniseShard"
+    job: Job, counts: dict[str, Counts], joined: Joined, task: TokeniseShard
 ) -> dict[str, Counts]:
     """The counts of a shard, tokenised again if it holds more documents than are left."""
     if job.limit is None:
@@ -391,97 +359,6 @@ def _join(
     joined.shards = job.number + 1
     joined.save(shard.parent / "joined.json")
     shutil.rmtree(shard)
-
-
-@dataclass(frozen=True)
-class TokeniseShard:
-    """The task of a worker: write the tokens and document ends of a shard to a directory, which
-    gets its name when it is complete.
-    """
-
-    directory: Path
-    specification: str  # of the tokenizer
-    dtype: str
-    eos: int
-    validation_fraction: float
-
-    def place(self, job: Job) -> Path:
-        return self.directory / f"{job.number:06d}"
-
-    @cached_property
-    def encode(self) -> Callable[[str], bytes]:
-        return token_encoder(self.specification, np.dtype(self.dtype).newbyteorder("<"))
-
-    def __call__(self, job: Job, tell: Callable) -> dict[str, Counts]:
-        """The counts of each split. `tell` gets (documents, bytes, tokens), those since the last
-        time.
-        """
-        final = self.place(job)
-        if final.is_dir():  # finished before a kill
-            values = json.loads((final / "counts.json").read_text())
-            counts = {name: Counts(**value) for name, value in values.items()}
-            tell(_news(counts.values()))
-            return counts
-        partial = final.with_name(final.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        writers = {name: _ShardWriter(partial, name, self) for name in SPLITS}
-        counts = {name: writer.counts for name, writer in writers.items()}
-        told, told_at = (0, 0, 0), time.perf_counter()
-        for split, text in self._documents(job):
-            writers[split].add(text)
-            if time.perf_counter() - told_at > NEWS_SECONDS:
-                now = _news(counts.values())
-                tell(tuple(np.subtract(now, told).tolist()))
-                told, told_at = now, time.perf_counter()
-        tell(tuple(np.subtract(_news(counts.values()), told).tolist()))
-        for writer in writers.values():
-            writer.close()
-        values = {name: asdict(count) for name, count in counts.items()}
-        (partial / "counts.json").write_text(json.dumps(values))
-        os.rename(partial, final)
-        return counts
-
-    def _documents(self, job: Job) -> Iterator[tuple[str, str]]:
-        texts = itertools.islice(shard_documents(job.shard), job.limit)
-        for index, text in enumerate(texts, job.before):
-            yield job.split or split_of(index, text, self.validation_fraction), text
-
-
-def _news(counts) -> tuple[int, int, int]:
-    sums = sum(counts, Counts())
-    return sums.documents, sums.bytes, sums.tokens
-
-
-class _ShardWriter:
-    """Writes one split of a shard as a stream."""
-
-    def __init__(self, directory: Path, name: str, task: TokeniseShard):
-        self.encode, self.dtype = task.encode, np.dtype(task.dtype).newbyteorder("<")
-        self.eos = np.array([task.eos], self.dtype).tobytes()
-        self.counts = Counts()
-        self.tokens = open(directory / f"{name}.bin", "wb")
-        self.ends = open(directory / f"{name}.docs.bin", "wb")
-
-    def add(self, text: str) -> None:
-        counts = self.counts
-        for piece in pieces(text):
-            self._append(self.encode(piece))
-        self._append(self.eos)
-        self.ends.write(np.array([counts.tokens], dtype="<u8").tobytes())
-        counts.documents += 1
-        counts.bytes += len(text.encode())
-        counts.words += len(text.split())
-
-    def _append(self, data: bytes) -> None:
-        tokens = np.frombuffer(data, self.dtype)
-        self.tokens.write(data)
-        self.counts.tokens += len(tokens)
-        self.counts.max_token_id = max(self.counts.max_token_id, int(tokens.max(initial=0)))
-
-    def close(self) -> None:
-        self.tokens.close()
-        self.ends.close()
 
 
 class _SplitFiles:
@@ -542,7 +419,7 @@ class _Meter:
         self.total, self.joined, self.progress = total, joined, progress
         self.bar, self.began = None, time.perf_counter()
         self.reported = self.began
-        self.before = _news(joined.splits.values())  # done by an earlier call
+        self.before = news_of(joined.splits.values())  # done by an earlier call
         self.heard = self.before
 
     def __enter__(self) -> "_Meter":
@@ -566,7 +443,7 @@ class _Meter:
 
     def report(self, last: bool = False) -> None:
         now = time.perf_counter()
-        documents, size, tokens = _news(self.joined.splits.values()) if last else self.heard
+        documents, size, tokens = news_of(self.joined.splits.values()) if last else self.heard
         seconds = max(now - self.began, 1e-9)
         speed, token_speed = (size - self.before[1]) / seconds, (tokens - self.before[2]) / seconds
         line = (

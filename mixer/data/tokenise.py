@@ -1,0 +1,142 @@
+"""Tokenises one shard of the source, in a worker: tokens and document ends go to a directory of the
+shard's own.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from mixer.data.corpus import shard_documents, split_of
+from mixer.data.manifest import SPLITS
+from mixer.data.sources import Shard
+from mixer.data.tokenizer import pieces, token_encoder
+
+NEWS_SECONDS = 0.5
+
+
+@dataclass
+class Counts:
+    """Of the documents of one split: in all, or in one shard."""
+
+    documents: int = 0
+    bytes: int = 0
+    words: int = 0
+    tokens: int = 0
+    max_token_id: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        sums = [getattr(self, name) + getattr(other, name) for name in list(asdict(self))[:-1]]
+        return Counts(*sums, max(self.max_token_id, other.max_token_id))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A shard to tokenise. split: of all its documents; "" if each has its own, for which `before`
+    is how many documents there are before it (2 stands for 2 or more). limit: of documents.
+    """
+
+    number: int
+    split: str
+    shard: Shard
+    before: int
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class TokeniseShard:
+    """The task of a worker: write the tokens and document ends of a shard to a directory, which
+    gets its name when it is complete.
+    """
+
+    directory: Path
+    specification: str  # of the tokenizer
+    dtype: str
+    eos: int
+    validation_fraction: float
+
+    def place(self, job: Job) -> Path:
+        return self.directory / f"{job.number:06d}"
+
+    @cached_property
+    def encode(self) -> Callable[[str], bytes]:
+        return token_encoder(self.specification, np.dtype(self.dtype).newbyteorder("<"))
+
+    def __call__(self, job: Job, tell: Callable) -> dict[str, Counts]:
+        """The counts of each split. `tell` gets (documents, bytes, tokens), those since the last
+        time.
+        """
+        final = self.place(job)
+        if final.is_dir():  # finished before a kill
+            values = json.loads((final / "counts.json").read_text())
+            counts = {name: Counts(**value) for name, value in values.items()}
+            tell(news_of(counts.values()))
+            return counts
+        partial = final.with_name(final.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        writers = {name: _ShardWriter(partial, name, self) for name in SPLITS}
+        counts = {name: writer.counts for name, writer in writers.items()}
+        told, told_at = (0, 0, 0), time.perf_counter()
+        for split, text in self._documents(job):
+            writers[split].add(text)
+            if time.perf_counter() - told_at > NEWS_SECONDS:
+                now = news_of(counts.values())
+                tell(tuple(np.subtract(now, told).tolist()))
+                told, told_at = now, time.perf_counter()
+        tell(tuple(np.subtract(news_of(counts.values()), told).tolist()))
+        for writer in writers.values():
+            writer.close()
+        values = {name: asdict(count) for name, count in counts.items()}
+        (partial / "counts.json").write_text(json.dumps(values))
+        os.rename(partial, final)
+        return counts
+
+    def _documents(self, job: Job) -> Iterator[tuple[str, str]]:
+        texts = itertools.islice(shard_documents(job.shard), job.limit)
+        for index, text in enumerate(texts, job.before):
+            yield job.split or split_of(index, text, self.validation_fraction), text
+
+
+def news_of(counts: Iterable[Counts]) -> tuple[int, int, int]:
+    """Documents, bytes and tokens in all."""
+    sums = sum(counts, Counts())
+    return sums.documents, sums.bytes, sums.tokens
+
+
+class _ShardWriter:
+    """Writes one split of a shard as a stream."""
+
+    def __init__(self, directory: Path, name: str, task: TokeniseShard):
+        self.encode, self.dtype = task.encode, np.dtype(task.dtype).newbyteorder("<")
+        self.eos = np.array([task.eos], self.dtype).tobytes()
+        self.counts = Counts()
+        self.tokens = open(directory / f"{name}.bin", "wb")
+        self.ends = open(directory / f"{name}.docs.bin", "wb")
+
+    def add(self, text: str) -> None:
+        counts = self.counts
+        for piece in pieces(text):
+            self._append(self.encode(piece))
+        self._append(self.eos)
+        self.ends.write(np.array([counts.tokens], dtype="<u8").tobytes())
+        counts.documents += 1
+        counts.bytes += len(text.encode())
+        counts.words += len(text.split())
+
+    def _append(self, data: bytes) -> None:
+        tokens = np.frombuffer(data, self.dtype)
+        self.tokens.write(data)
+        self.counts.tokens += len(tokens)
+        self.counts.max_token_id = max(self.counts.max_token_id, int(tokens.max(initial=0)))
+
+    def close(self) -> None:
+        self.tokens.close()
+        self.ends.close()
