@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class UserError(Exception):
@@ -37,7 +38,8 @@ def run_command(main: Callable[[], None]) -> None:
     fails in all of them alike.
     """
     # What a terminal or a file cannot show, such as the bytes of a path, is written as \x...
-    sys.stdout.reconfigure(errors="backslashreplace")
+    with suppress(OSError):  # where nobody reads what is printed
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
     except (UserError, OSError) as error:

@@ -323,9 +323,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(write_config, launch, tm
     assert len(lines) >= 10  # 10, where the next save waits for this one
     assert max(line["seconds"] for line in lines[5:9]) < 0.5
     ranks.stop()
-    assert good_steps(tmp_path / "runs/small")[-1] == max(
-        line["step"] for line in read_lines(tmp_path / "runs/small")
-    )
+    # The stop waits for the save that was under way, and saves no other.
+    last = max(line["step"] for line in read_lines(tmp_path / "runs/small"))
+    assert good_steps(tmp_path / "runs/small")[-1] in (last, last - last % 5)
 
 
 def fail_in_the_thread() -> None:

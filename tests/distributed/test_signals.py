@@ -23,10 +23,16 @@ def last_saved(run: Path) -> int:
     return step_of(saved)
 
 
-def started(launch, config, tmp_path, processes: int, *options):
+def started(launch, config, tmp_path, processes: int, *options, before=None):
     metrics = tmp_path / "runs/small/metrics.jsonl"
-    ranks = launch("--config", config, "checkpoint.save_every=0", *options, processes=processes)
+    command = ("--config", config, "checkpoint.save_every=0", *options)
+    ranks = launch(*command, processes=processes, before=before)
     return ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
+
+
+def hears_hangups() -> None:
+    """Also where these tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -37,7 +43,8 @@ EACH = [(number, processes) for number in SIGNALS for processes in (1, 2, 4)]
 def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(
     write_config, launch, tmp_path, number, processes
 ):
-    ranks = started(launch, write_config(train=LONG), tmp_path, processes)
+    config = write_config(train=LONG)
+    ranks = started(launch, config, tmp_path, processes, before=hears_hangups)
     began, before = time.monotonic(), read_lines(tmp_path / "runs/small")[-1]["step"]
     output = ranks.signal(number, rank=processes - 1).succeed()
     assert time.monotonic() - began < 20

@@ -272,11 +272,14 @@ def test_runs_of_one_name_in_two_places_are_called_by_their_paths(run, tmp_path)
 def test_where_no_results_can_go_is_said_before_they_are_computed(run, tmp_path, capsys):
     checkpoint, file = run / "demo" / "step-7", tmp_path / "file"
     file.touch()
-    for main in (evaluate_main, inspect.main, representation.main):
-        with pytest.raises(
-            UserError,
-            match=f"results cannot go to {file}: of {file}, it is a file; choose another --output",
-        ):
+    no_folder = f"results cannot go to {file}: of {file}, it is a file; choose another --output"
+    mains = {
+        evaluate_main: no_folder,
+        inspect.main: f"{file} exists already; choose another --output",
+        representation.main: no_folder,
+    }
+    for main, message in mains.items():
+        with pytest.raises(UserError, match=message):
             main(["--checkpoint", str(checkpoint), "--output", str(file)])
     for write in (export, convert_back):
         with pytest.raises(UserError, match=f"results cannot go to {file}.*it is a file"):
