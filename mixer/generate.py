@@ -6,11 +6,13 @@ import argparse
 import math
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import set_seed
 
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError, run_command
+from mixer.common.memory import memory_for
 from mixer.evaluation.measure import choose_device
 
 LOWEST_TEMPERATURE = 1e-4
@@ -23,9 +25,24 @@ def continuations(
     greedy.
 
     Raises UserError for a directory that is no checkpoint, an empty prompt or one too long for the
-    context, and for logits that are not finite.
+    context, for logits that are not finite, and for too little memory.
     """
-    model, tokenizer = load_checkpoint(Path(checkpoint), choose_device("auto", "fp32"))
+    device = choose_device("auto", "fp32")
+    sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
+    lower = "Give fewer prompts at once, or a smaller --new-tokens"
+    with memory_for(device, f"generating with {checkpoint}", sizes, lower):
+        return _continuations(checkpoint, device, prompts, new_tokens, temperature, seed)
+
+
+def _continuations(
+    checkpoint: str,
+    device: torch.device,
+    prompts: list[str],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> list[str]:
+    model, tokenizer = load_checkpoint(Path(checkpoint), device)
     # Logits divided by a tiny number would overflow.
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise UserError(

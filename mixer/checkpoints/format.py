@@ -49,6 +49,9 @@ TRAINER_FIELDS = {"step": int, "tokens": int, "data_directory": str}
 RESUME_FIELDS = {"samples": int, "skipped_steps": int, "data": dict}
 RESUME_FIELDS |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
 LATER_FIELDS = {"optimizer": dict, "threads": int}
+# Those of its scaler, fp16's loss scale, which GradScaler takes as they are.
+SCALER_FIELDS = {"scale": float, "growth_factor": float, "backoff_factor": float}
+SCALER_FIELDS |= {"growth_interval": int, "_growth_tracker": int}
 
 
 def step_of(path: Path) -> int:
@@ -93,7 +96,23 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     trainer = read_json(file, remedy, required=TRAINER_FIELDS)
     if trainer.get("format") == FORMAT:
         read_json(file, remedy, required=RESUME_FIELDS, optional=LATER_FIELDS)
+        if problem := scaler_problem(trainer["scaler"]):
+            raise UserError(f"{file} is damaged (scaler: {problem}): {remedy}")
     return trainer
+
+
+def scaler_problem(scaler: dict[str, Any] | None) -> str | None:
+    """What is wrong with the state of a loss scale, which is empty or None where training had none;
+    None if nothing is.
+    """
+    if not scaler:
+        return None
+    problem = object_problem(scaler, SCALER_FIELDS, {})
+    if problem:
+        return problem
+    factors = {name: scaler[name] for name, kind in SCALER_FIELDS.items() if kind is float}
+    bad = next((name for name, value in factors.items() if not 0 < value < math.inf), None)
+    return f"{bad} = {factors[bad]}, allowed: a finite number above 0" if bad else None
 
 
 def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:

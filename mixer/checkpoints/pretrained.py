@@ -18,6 +18,7 @@ from mixer.checkpoints.format import STATE, changed
 from mixer.common.checksums import sha256
 from mixer.common.errors import UserError, first_line
 from mixer.common.json_file import NONE, read_json
+from mixer.common.memory import is_out_of_memory
 from mixer.data.tokenizer import vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -168,6 +169,8 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
             local_files_only=True,
         )
     except Exception as error:  # transformers and a model's own code each raise their own kinds
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"checkpoint {directory} cannot be read ({error}): give another checkpoint"
         ) from error
@@ -247,6 +250,12 @@ def load_config(directory: Path) -> PreTrainedConfig:
             str(directory), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # transformers and the hub client each raise their own kinds
+        written = read_json(directory / "config.json", REMEDIES["config.json"])
+        if written.get("model_type") == MaskedMixerConfig.model_type:
+            raise UserError(
+                f"checkpoint {directory} has a config.json that no masked mixer can have "
+                f"({first_line(error)}): correct it, or copy the one that was saved with the model"
+            ) from None
         raise UserError(
             f"checkpoint {directory} is of no architecture that can be evaluated "
             f"({first_line(error)}); allowed: {allowed}: "

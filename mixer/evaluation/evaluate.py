@@ -9,13 +9,16 @@ from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, load_checkpoint, weights_sha256
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for, place_for
+from mixer.common.memory import memory_for
 from mixer.evaluation.checks import check_causality, compare_backends
 from mixer.evaluation.measure import (
+    Place,
     Plan,
     choose_device,
     end_processes,
     is_first_process,
     join_processes,
+    leave_if_joined,
     measure,
 )
 from mixer.evaluation.report import asked, evaluation_report, tell_apart, write_evaluation
@@ -111,7 +114,11 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     directory = Path(output or directory_for(Path(evaluations[0].checkpoint), "eval"))
     if is_first_process():
         check_writable(directory)
-    results = tell_apart([evaluate_checkpoint(options) for options in evaluations])
+    try:
+        results = tell_apart([evaluate_checkpoint(options) for options in evaluations])
+    except BaseException as error:
+        leave_if_joined(error)
+        raise
     if is_first_process():
         if not output:
             directory = place_for(results, directory, "report.json", asked)
@@ -235,11 +242,19 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     Under `accelerate launch` the processes share the windows out, and each returns the numbers of
     the whole. Raises UserError for an incomplete or damaged checkpoint, one that is no causal
     language model or has another model's tokenizer, a missing, empty, too short or non-UTF-8 text,
-    missing data, a window or stride that does not fit, an unknown setting, and a dtype that the
-    device lacks.
+    missing data, a window or stride that does not fit, an unknown setting, a dtype that the device
+    lacks, and too little memory.
     """
     place = join_processes(choose_device(options.device, options.dtype))
     check_options(options)
+    window = options.window or "the context's"
+    sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
+    lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
+    with memory_for(place.device, f"evaluating {options.checkpoint}", sizes, lower):
+        return _evaluate(options, place)
+
+
+def _evaluate(options: EvalOptions, place: Place) -> dict:
     directory = Path(options.checkpoint)
     model, tokenizer = load_checkpoint(directory, place.device, options.backend)
     # A transformer would keep keys and values that nothing reads.

@@ -8,6 +8,7 @@ import torch
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import peak_memory_gb
+from mixer.distributed.hosts import leave_with_error
 from mixer.evaluation.scoring import (
     TokenScores,
     add_processes,
@@ -85,6 +86,14 @@ def end_processes() -> None:
         torch.distributed.destroy_process_group()
 
 
+def leave_if_joined(error: BaseException) -> None:
+    """Ends this process of a launch at once, with its error, so that no other waits for it; returns
+    where there is no other.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        leave_with_error(error)
+
+
 def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict]:
     """(scores of all processes together, {"tokens_per_second", "peak_memory_gb", "memory"}).
 
@@ -94,27 +103,21 @@ def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict
     """
     dtype = AUTOCAST_TYPES[plan.dtype]
     on_gpu = place.device.type == "cuda"
-    try:
-        warm_up(model, streams, plan, place)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(place.device)
-        start = time.perf_counter()
-        scores = evaluate_streams(
-            model,
-            streams,
-            plan.window,
-            plan.stride,
-            plan.batch_size,
-            place.device,
-            dtype,
-            plan.last_window,
-            (place.index, place.count),
-        )
-    except torch.cuda.OutOfMemoryError:
-        raise UserError(
-            f"{plan.batch_size} windows of {plan.window} tokens do not fit into the memory of "
-            f"{place.device}: give a smaller --batch-size, a smaller --window, or --dtype bf16"
-        ) from None
+    warm_up(model, streams, plan, place)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(place.device)
+    start = time.perf_counter()
+    scores = evaluate_streams(
+        model,
+        streams,
+        plan.window,
+        plan.stride,
+        plan.batch_size,
+        place.device,
+        dtype,
+        plan.last_window,
+        (place.index, place.count),
+    )
     memory = peak_memory_gb(place.device)
     if place.count > 1:
         scores = add_processes(scores, place.device)

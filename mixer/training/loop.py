@@ -12,6 +12,7 @@ from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError, is_refusal
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision
+from mixer.common.memory import is_out_of_memory
 from mixer.data.batches import Batches, Share, to_device
 from mixer.data.order import SampleOrder
 from mixer.distributed.engine import build_accelerator
@@ -21,6 +22,7 @@ from mixer.distributed.stop import Stop
 from mixer.training.config import RunConfig
 from mixer.training.console import Console
 from mixer.training.guard import Guard, require_finite, where_not_finite
+from mixer.training.memory import step_too_large
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
 from mixer.training.telemetry import Profiler, Timer
@@ -30,8 +32,9 @@ from mixer.training.validation import validation_loss
 def train(run: RunConfig) -> None:
     """Trains `run` on all processes of the launch, from its newest complete checkpoint on.
 
-    Raises UserError for settings that cannot work here, for a disk that cannot be written to, and
-    for gradients that end the run. With several processes, one that fails ends its process instead.
+    Raises UserError for settings that cannot work here, for too little memory or a disk that cannot
+    be written to, and for gradients that end the run. With several processes, one that fails ends
+    its process instead.
     """
     transformers.utils.logging.disable_progress_bar()
     accelerator = build_accelerator(run.train.mixed_precision)
@@ -41,7 +44,9 @@ def train(run: RunConfig) -> None:
         with run_locked(run.directory) if accelerator.is_main_process else nullcontext():
             _train(run, accelerator)
     except BaseException as error:
-        if is_refusal(error):
+        if is_out_of_memory(error):
+            error = step_too_large(run, accelerator.device, error)
+        elif is_refusal(error):
             error = UserError(
                 f"the run in {run.directory} has ended: {error}; make space or give access, then "
                 "give the same command again: it goes on from the last save"

@@ -1,18 +1,21 @@
 """NaN and infinity in weights, moments, gradients or loss: never in a complete checkpoint."""
 
+import itertools
 import math
 import os
+from random import Random
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from bad_numbers import plant, scaled_in_fp32
-from runs import RECIPE
+from runs import RECIPE, read_lines
+from safetensors.torch import load_file
 
 from mixer.checkpoints.finite import not_finite
 from mixer.checkpoints.format import damage
 from mixer.common.errors import UserError
-from mixer.training import loop, objective
+from mixer.training import loop
 from mixer.training.config import load_config
 
 
@@ -26,40 +29,79 @@ def failed(config, *overrides: str) -> str:
 
 
 SHORT = ("train.steps=4", "checkpoint.save_every=1", "train.eval_every=0", "train.eval_samples=8")
-
-
-@pytest.mark.parametrize("what", ["weight", "moment", "gradient", "loss"])
-@pytest.mark.parametrize(
-    ("settings", "precision", "step", "bad"),
-    [
-        ((), "no", 3, math.nan),
-        (RECIPE, "no", 4, math.inf),
-        (RECIPE, "bf16", 1, -math.inf),
-        ((), "fp16", 2, math.nan),
-    ],
-    ids=["adamw-fp32", "muon-fp32", "muon-bf16", "adamw-fp16"],
+PLACES = ("weight", "moment", "gradient", "loss")
+OPTIMIZERS = {
+    "adamw": (),
+    "muon": ("optim.name=muon",),
+    "muon-lags": RECIPE,
+}
+EVERY = list(
+    itertools.product(PLACES, OPTIMIZERS, ("no", "bf16", "fp16"), (1, 2), ("stop", "skip"))
 )
-def test_a_number_that_is_not_finite_is_in_no_checkpoint_and_ends_the_run(
-    write_config, tmp_path, monkeypatch, what, settings, precision, step, bad
-):
-    if precision == "fp16":  # which skips a bad gradient: the first one is to end this run
-        settings = ("train.max_skipped_steps=1",)
-        monkeypatch.setattr(loop, "build_accelerator", loop.build_accelerator)
-        monkeypatch.setattr(objective, "token_nats", objective.token_nats)
+
+
+def pairwise(cases: list[tuple]) -> list[tuple]:
+    """A few of the cases, in which every two values that stand together in one of all cases do."""
+    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+FEW, RANDOM = pairwise(EVERY), Random(0)
+CASES = [
+    pytest.param(
+        *(*case, RANDOM.randint(1, 4), RANDOM.choice(("nan", "inf", "-inf"))),
+        marks=() if case in FEW else pytest.mark.slow,
+    )
+    for case in EVERY
+]
+
+
+def plant_in_the_last_process() -> None:
+    environment = os.environ
+    if environment["PRECISION"] == "fp16":
         scaled_in_fp32(init_scale=8.0)
+    if environment.get("RANK", "0") == str(int(environment.get("WORLD_SIZE", "1")) - 1):
+        plant(environment["PLACE"], int(environment["STEP"]), float(environment["BAD"]))
+
+
+@pytest.mark.parametrize(
+    ("place", "optimizer", "precision", "processes", "non_finite", "step", "bad"), CASES
+)
+def test_a_number_that_is_not_finite_is_in_no_checkpoint_and_ends_the_run_or_is_counted(
+    write_config, launch, tmp_path, place, optimizer, precision, processes, non_finite, step, bad
+):
+    """fp16 is fp32 with fp16's loss scale, which skips a bad gradient whatever it is asked."""
+    planted = {"PLACE": place, "STEP": str(step), "BAD": bad, "PRECISION": precision}
+    options = {"processes": processes, "environment": planted, "before": plant_in_the_last_process}
+    settings = [*SHORT, *OPTIMIZERS[optimizer], f"train.non_finite={non_finite}"]
+    settings += [f"train.mixed_precision={'no' if precision == 'fp16' else precision}"]
+    ranks, run = launch("--config", write_config(), *settings, **options), tmp_path / "runs/small"
+    codes = set(ranks.wait())
+    counted = place == "loss" and (non_finite == "skip" or precision == "fp16")
+    if counted:
+        assert codes == {0}, ranks.output
+        lines = read_lines(run)
+        assert [line["step"] for line in lines if line.get("loss", 0) is None] == [step]
+        assert [line["skipped_steps"] for line in lines if "loss" in line][-1] == 1
     else:
-        settings = (*settings, f"train.mixed_precision={precision}")
-    plant(what, step, bad, monkeypatch.setattr)
-    message = failed(write_config(), *SHORT, *settings)
-    run = tmp_path / "runs/small"
-    good = [f"step-{number}" for number in (step - 2, step - 1) if number > 0]
+        assert codes <= {1, 2}, ranks.output
+        assert "not finite" in ranks.output and f"step {step}" in ranks.output
+        if place != "loss":  # which is good again when its step is repeated
+            assert f"on process {processes - 1}: " in ranks.output
+    last = 4 if counted else step - 1
+    good = [f"step-{number}" for number in (last - 1, last) if number > 0]
     assert sorted(path.name for path in run.glob("step-*")) == good
-    assert "not finite" in message and f"step {step}" in message
-    if good:
-        assert damage(run / good[-1]) is None
-        assert f"The run can go on from {run / good[-1]}" in message
-    else:
-        assert "No checkpoint of the run is complete" in message
+    for name in good:
+        assert damage(run / name) is None
+        for file in (run / name).rglob("*.safetensors"):
+            assert not_finite(load_file(file)) == [], file
+    if not counted:
+        here = f"The run can go on from {run / good[-1]}" if good else "No checkpoint of the run is"
+        assert here in ranks.output
 
 
 def test_a_run_that_saves_nothing_does_not_end_well_with_weights_that_are_not_finite(write_config):
@@ -67,22 +109,6 @@ def test_a_run_that_saves_nothing_does_not_end_well_with_weights_that_are_not_fi
     one_huge_step = ("train.steps=1", "optim.lr=1e300", "optim.warmup_steps=0")
     message = failed(write_config(), *SHORT, *nothing_saved, *one_huge_step)
     assert "after step 1 the weights or the optimizer's state are not finite" in message
-
-
-def plant_in_the_second_process() -> None:
-    if os.environ["RANK"] == "1":
-        plant("moment", 3, math.nan)
-
-
-def test_one_process_of_two_stops_both(write_config, launch, tmp_path):
-    """Each process has a copy of the state, and only the first one writes it."""
-    options = {"processes": 2, "before": plant_in_the_second_process}
-    ranks = launch("--config", write_config(), *SHORT, **options)
-    assert set(ranks.wait()) <= {1, 2}
-    assert "after step 3 the weights or the optimizer's state are not finite" in ranks.output
-    assert "on process 1: " in ranks.output and "step-2, its last good" in ranks.output
-    run = tmp_path / "runs/small"
-    assert damage(run / "step-2") is None and not list(run.glob("step-3*"))
 
 
 def test_what_is_not_finite_is_named_and_large_numbers_are_finite():

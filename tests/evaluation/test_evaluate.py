@@ -383,6 +383,15 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
         evaluate_checkpoint(EvalOptions(str(tmp_path / "step-7"), device="cpu"))
 
 
+def with_scaler(key: str, value) -> bytes:
+    """A trainer.json whose loss scale has another value."""
+    scaler = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
+    scaler |= {"_growth_tracker": 0, key: value}
+    trainer = {"step": 7, "tokens": 224, "data_directory": "x", "format": 2, "samples": 7}
+    trainer |= {"skipped_steps": 0, "data": {}, "wandb_id": None}
+    return json.dumps(trainer | {"scaler": scaler}).encode()
+
+
 @pytest.mark.parametrize(
     "content, problem",
     [
@@ -399,8 +408,11 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
             b'"skipped_steps": 0, "data": {}, "scaler": 1, "wandb_id": null, "optimizer": null}',
             "scaler = 1, allowed: dict or null; optimizer = None, allowed: dict",
         ),
+        (with_scaler("scale", "2"), "scaler: scale = '2', allowed: float"),
+        (with_scaler("scale", math.nan), "scaler: scale = nan, allowed: a finite number above 0"),
+        (with_scaler("_growth_tracker", None), "scaler: _growth_tracker = None, allowed: int"),
     ],
-    ids=["cut", "no-text", "no-object", "lacking", "other-types", "for-a-resume"],
+    ids=["cut", "no-text", "no-object", "lacking", "other-types", "for-a-resume"] + ["scale"] * 3,
 )
 def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content, problem):
     checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")

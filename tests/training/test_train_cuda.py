@@ -117,6 +117,22 @@ def test_a_number_that_is_not_finite_is_found_wherever_it_is_on_the_device(dtype
                 tensor[place] = 1
 
 
+def with_little_memory() -> None:
+    torch.cuda.set_per_process_memory_fraction(0.01)
+
+
+def test_a_step_that_does_not_fit_names_the_sizes_and_what_to_lower(write_config, launch):
+    """The logits alone have 5 GB."""
+    sizes = ("train.batch_size=100000", "train.recompute=activation")
+    options = {"environment": ON_GPU, "before": with_little_memory}
+    ranks = launch("--config", write_config(), *sizes, **options)
+    assert ranks.wait() == [2]
+    assert "out of memory on cuda:0 (" in ranks.output and "Traceback" not in ranks.output
+    assert "train.batch_size = 100000, " in ranks.output
+    assert "lower train.batch_size and raise train.grad" in ranks.output
+    assert "set train.recompute=block" in ranks.output
+
+
 def overflowing() -> None:
     """Losses so large that fp16's gradients overflow at its first scale, and always where
     LOSS_FACTOR is infinite.

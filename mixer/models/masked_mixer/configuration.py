@@ -156,8 +156,8 @@ def _is_allowed(value: Any, item: dataclasses.Field) -> bool:
     choices, bounds = item.metadata["choices"], item.metadata["bounds"]
     if choices:
         return value in choices
-    if not bounds:  # true or false
-        return True
+    if item.type is bool:
+        return isinstance(value, bool)
     if value is None:
         return item.default is None
     types = (int, float) if item.type is float else (int,)
@@ -169,6 +169,8 @@ def _is_allowed(value: Any, item: dataclasses.Field) -> bool:
 def _allowed(item: dataclasses.Field) -> str:
     if item.metadata["choices"]:
         return ", ".join(item.metadata["choices"])
+    if item.type is bool:
+        return "true or false"
     bounds = item.metadata["bounds"]
     if "at_least" in bounds:
         return f"an integer, {bounds['at_least']} or more"

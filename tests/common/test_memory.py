@@ -1,0 +1,64 @@
+"""Out of memory: one message with the sizes and what to lower, and all processes end."""
+
+import os
+import re
+
+import pytest
+import torch
+
+from mixer import MaskedMixerForCausalLM
+from mixer.common.errors import UserError
+from mixer.common.memory import is_out_of_memory
+from mixer.generate import continuations
+
+
+def ask_for_too_much() -> None:
+    """The last process asks for more memory than any machine has, in its third forward pass."""
+    real, calls = MaskedMixerForCausalLM.forward, []
+
+    def forward(*arguments, **options):
+        calls.append(1)
+        if int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+            torch.empty(1 << 60 if len(calls) > 2 else 1)
+        return real(*arguments, **options)
+
+    MaskedMixerForCausalLM.forward = forward
+
+
+def check(output: str, *named: str) -> None:
+    (said,) = re.findall("out of memory on .*", output)
+    assert "Traceback" not in output
+    assert re.search(r"the peak was \d+\.\d\d GiB, and \d+ bytes more were asked for", said)
+    for words in named:
+        assert words in said
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_names_the_sizes_and_the_settings_that_need_less(write_config, launch, processes):
+    sizes = ("train.batch_size=4", "train.recompute=activation")
+    options = {"processes": processes, "before": ask_for_too_much}
+    ranks = launch("--config", write_config(), *sizes, **options)
+    assert set(ranks.wait(patience=60)) <= {1, 2}
+    named = ("train.batch_size = 4", "model.max_position_embeddings = 32", "model.hidden_size = 32")
+    check(ranks.output, *named, "raise train.gradient_accum", "set train.recompute=block")
+
+
+def test_evaluation_and_generation_too(finished, launch, tmp_path, monkeypatch):
+    checkpoint = finished / "step-12"
+    arguments = ("--checkpoint", checkpoint, "--device", "cpu", "--batch-size", 3)
+    ranks = launch(*arguments, program="eval", processes=2, before=ask_for_too_much)
+    assert set(ranks.wait(patience=60)) <= {1, 2}
+    check(ranks.output, "--batch-size 3, --window the context's", "Give a smaller --batch-size")
+    monkeypatch.setattr(MaskedMixerForCausalLM, "forward", MaskedMixerForCausalLM.forward)
+    ask_for_too_much()
+    with pytest.raises(UserError) as raised:
+        continuations(str(checkpoint), ["def", "class"], 9, 0.0, 0)
+    check(str(raised.value), "2 prompt(s) at once, --new-tokens 9", "Give fewer prompts")
+
+
+def test_other_errors_are_not_taken_for_it():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    for other in (ValueError("out of memory"), RuntimeError("bad shape"), OSError(28, "full")):
+        assert not is_out_of_memory(other)
