@@ -19,6 +19,7 @@ trainer.json holds
     optimizer                                 the settings that decide what the optimizer's state is
     scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
     threads                                   of the CPU, in each process
+    mixing                                    the backend that model.mixing_backend=auto stands for
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
 disk, and renamed. Older checkpoints are deleted only after that. writer.py writes checkpoints,
@@ -48,7 +49,7 @@ LISTING = f"{STATE}/files.json"
 TRAINER_FIELDS = {"step": int, "tokens": int, "data_directory": str}
 RESUME_FIELDS = {"samples": int, "skipped_steps": int, "data": dict}
 RESUME_FIELDS |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
-LATER_FIELDS = {"optimizer": dict, "threads": int}
+LATER_FIELDS = {"optimizer": dict, "threads": int, "mixing": (dict, NONE)}
 # Those of its scaler, fp16's loss scale, which GradScaler takes as they are.
 SCALER_FIELDS = {"scale": float, "growth_factor": float, "backoff_factor": float}
 SCALER_FIELDS |= {"growth_interval": int, "_growth_tracker": int}

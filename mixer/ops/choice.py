@@ -140,10 +140,10 @@ def slow_reason_for(
     win there although they multiply more.
     """
     case = case_of(index, dtype, tf32, tokens, channels, heads, taps)
-    if row := timings.nearest(timings.read(table_path(index)), case):
+    if row := tuned(index, case):
         if row.faster == "cuda":
             return None
-        return f"it was faster here in the nearest case measured ({row.describe()})"
+        return f"it was faster here in the nearest case measured ({row.says()})"
     major, minor = divmod(cuda.device_facts(index)[0], 10)
     if case.kernels == 90 or (case.kernels == 80 and major < 9):
         return None
@@ -158,6 +158,11 @@ def slow_reason_for(
         f"tensor-core kernels made for {gpu} (they want 16-bit types, before 8.0 fp16, and heads "
         "of a multiple of 8 channels)"
     )
+
+
+def tuned(index: int, case: timings.Case) -> timings.Row | None:
+    """The nearest case that `python -m mixer.ops.tune` has measured on this GPU, if any."""
+    return timings.nearest(timings.read(table_path(index)), case)
 
 
 def case_of(
@@ -191,7 +196,7 @@ def kernels_capability(
 
 
 def table_path(index: int) -> Path:
-    """The file for the times measured with these kernels on this device."""
+    """The file for the table of times measured with these kernels on this device."""
     return timings.table_path(torch.cuda.get_device_name(index), cuda.build_name(index))
 
 

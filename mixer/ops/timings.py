@@ -1,7 +1,8 @@
-"""The table of times of `cuda` and `panels` measured on this machine; backend `auto` chooses by it.
+"""The times measured on this machine, by which backend `auto` chooses.
 
-`python -m mixer.ops.tune` measures and writes it. The kernels' cache holds one file for each GPU
-and each build of the kernels: other kernels, or another GPU, have no times until they are measured.
+`python -m mixer.ops.tune` measures and writes a table for all calls. A training run measures its
+own case, for runs of the same case. The kernels' cache holds both for each GPU and each build of
+the kernels: other kernels, or another GPU, have no times until they are measured.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixer.common.files import write_text
+from mixer.models.masked_mixer.plain import BACKENDS
 
 # mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
 # module already imported.
@@ -35,35 +37,56 @@ class Case:
     heads: int
     taps: int
 
+    def describe(self, batch: int) -> str:
+        return (
+            f"{self.dtype}{' as tf32' if self.tf32 else ''}, {batch} x {self.tokens} tokens, "
+            f"{self.channels} channels, {self.heads} heads, kernel size {self.taps}"
+        )
+
 
 @dataclass(frozen=True)
 class Row(Case):
-    """One measured case: milliseconds of a forward and backward."""
+    """One measured case: milliseconds of a forward and backward. An earlier table has none of
+    dense.
+    """
 
     batch: int
     cuda_ms: float
     panels_ms: float
+    dense_ms: float | None = None
 
     @property
     def faster(self) -> str:
+        """What a call of the operator takes."""
         return "cuda" if self.cuda_ms <= self.panels_ms else "panels"
 
-    def describe(self) -> str:
-        return (
-            f"{self.dtype}{' as tf32' if self.tf32 else ''}, {self.batch} x {self.tokens} tokens, "
-            f"{self.channels} channels, {self.heads} heads, kernel size {self.taps}: "
-            f"cuda {self.cuda_ms:.3f} ms, panels {self.panels_ms:.3f} ms"
-        )
+    @property
+    def fastest(self) -> str:
+        """What a training run takes."""
+        return min(self.milliseconds, key=self.milliseconds.get)
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        times = {"cuda": self.cuda_ms, "panels": self.panels_ms, "dense": self.dense_ms}
+        return {name: ms for name, ms in times.items() if ms is not None}
+
+    def says(self) -> str:
+        return f"{self.describe(self.batch)}: {listed(self.milliseconds)}"
 
 
-def table_path(device: str, library: str) -> Path:
+def listed(milliseconds: dict[str, float]) -> str:
+    """The time of each backend, for a person."""
+    return ", ".join(f"{name} {ms:.3f} ms" for name, ms in milliseconds.items())
+
+
+def table_path(device: str, library: str, kind: str = "tuned") -> Path:
     """The file, which need not exist, for a GPU (its name) and a build of the kernels (the name of
-    its directory).
+    its directory). kind: "tuned", the table, or "runs", what runs have measured.
     """
     from mixer.ops import build
 
     gpu = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return build.cache_path() / f"tuned-{gpu}-{library}.json"
+    return build.cache_path() / f"{kind}-{gpu}-{library}.json"
 
 
 def write(path: Path, rows: list[Row], facts: dict) -> None:
@@ -96,9 +119,12 @@ def parse_row(values: dict) -> Row:
     row = Row(**values)
     for field in dataclasses.fields(Row):
         value = getattr(row, field.name)
-        if type(value) is not field.type:
-            raise TypeError(f"{field.name} is {value!r}, not of type {field.type.__name__}")
-        if field.type in (int, float) and field.name != "kernels" and not 0 < value < math.inf:
+        if value is None and field.name == "dense_ms":
+            continue
+        kind = float if field.name == "dense_ms" else field.type
+        if type(value) is not kind:
+            raise TypeError(f"{field.name} is {value!r}, not of type {kind.__name__}")
+        if kind in (int, float) and field.name != "kernels" and not 0 < value < math.inf:
             raise ValueError(f"{field.name} is {value!r}, not positive")
     return row
 
@@ -119,3 +145,40 @@ def nearest(rows: tuple[Row, ...], case: Case) -> Row | None:
         return sum(abs(math.log2(measured / wanted)) for measured, wanted in pairs)
 
     return min((row for row in rows if kind(row) == kind(case)), key=distance, default=None)
+
+
+# ------------------------------------------------------------------------- what runs have measured
+
+
+def recall(path: Path, case: Case, batch: int) -> dict[str, float] | None:
+    """Milliseconds of each backend as an earlier run measured them for this very case; None if none
+    has, or the file cannot be read.
+    """
+    times = _read_runs(path).get(_key(case, batch))
+    if not isinstance(times, dict) or not times:
+        return None
+    good = all(type(ms) is float and 0 < ms < math.inf for ms in times.values())
+    return times if good and times.keys() <= set(BACKENDS) else None
+
+
+def remember(path: Path, case: Case, batch: int, milliseconds: dict[str, float]) -> None:
+    """Keeps the times for later runs of this case. Raises UserError or OSError where the cache
+    cannot be written to.
+    """
+    from mixer.ops import build
+
+    build.cache_directory()
+    runs = _read_runs(path) | {_key(case, batch): milliseconds}
+    write_text(path, json.dumps(runs, indent=1) + "\n")
+
+
+def _key(case: Case, batch: int) -> str:
+    return f"{case.describe(batch)}, kernels {case.kernels}"
+
+
+def _read_runs(path: Path) -> dict:
+    try:
+        runs = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return runs if isinstance(runs, dict) else {}

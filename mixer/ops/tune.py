@@ -1,22 +1,21 @@
-"""Measures our CUDA kernels against panels on this machine's GPU; backend `auto` then takes the
-faster one:
+"""Measures our CUDA kernels against panels and the dense product on this machine's GPU; backend
+`auto` then goes by these times:
 
     python -m mixer.ops.tune
 
 It takes a minute or two. A forward and backward of each case is timed with bias and residual, after
-a check that both backends agree. `auto` looks up the measured case nearest to its own.
+a check that the backends agree. `auto` looks up the measured case nearest to its own. A call takes
+the faster one of cuda and panels, a training run the fastest of the three.
 """
 
 import argparse
 import itertools
-import statistics
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from mixer.common.errors import UserError, run_command
-from mixer.ops import build, choice, cuda, timings, triangular_conv
+from mixer.ops import build, choice, cuda, timings
+from mixer.ops.measure import time_backends
 from mixer.ops.timings import Case, Row
 
 BATCH_TOKENS = 32768
@@ -25,10 +24,7 @@ SHAPES = [  # (tokens, channels, heads, taps)
     *((tokens, channels, 1, 1) for tokens, channels in SIZES),
     *((tokens, 1024, heads, taps) for tokens in (512, 2048) for heads, taps in ((4, 1), (1, 3))),
 ]
-BACKENDS = ("cuda", "panels")
-ROUNDS = 7
-ROUND_MS = 5.0
-MOST_APART = 2e-2  # relative: both backends round to the type, panels once more for each addition
+BACKENDS = ("cuda", "panels", "dense")
 
 
 def types(capability: int) -> list[tuple[torch.dtype, bool]]:
@@ -47,70 +43,18 @@ def types(capability: int) -> list[tuple[torch.dtype, bool]]:
 
 
 def measure(case: Case, dtype: torch.dtype, device: torch.device) -> Row:
-    """Raises UserError where the kernels' results are wrong: their time then means nothing."""
-    steps = {backend: step(inputs(case, dtype, device), backend) for backend in BACKENDS}
-    results = {backend: [value.double() for value in call()] for backend, call in steps.items()}
-    for name, ours, theirs in zip(("y", "dx", "dweight", "dbias"), *results.values(), strict=True):
-        apart = ((ours - theirs).norm() / theirs.norm()).item()
-        if not apart <= MOST_APART:  # NaN is no result either
-            raise UserError(
-                f"the kernels are wrong on this GPU: {name} is {apart:.1e} away from that of "
-                f"panels, for {case}. Use model.mixing_backend=panels, and report what "
-                "`python -m pytest tests/ops/test_ops_cuda.py` prints."
-            )
-    del results
-    times = interleaved(steps)
-    batch = max(1, BATCH_TOKENS // case.tokens)
-    return Row(**vars(case), batch=batch, cuda_ms=times["cuda"], panels_ms=times["panels"])
-
-
-def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """x, weight, bias, residual and dy, the same for each backend; the weight in fp32, as in
-    training.
+    """Raises UserError where a backend does not run, or its results are wrong: its time then means
+    nothing.
     """
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    shape = (max(1, BATCH_TOKENS // case.tokens), case.tokens, case.channels)
-    weight = draw(case.heads, case.taps, case.tokens, case.tokens)
-    weight *= (case.tokens * case.taps) ** -0.5
-    bias = draw(case.heads, case.tokens)
-    return [draw(*shape).to(dtype), weight, bias, draw(*shape).to(dtype), draw(*shape).to(dtype)]
-
-
-def step(tensors: list[Tensor], backend: str) -> Callable[[], list[Tensor]]:
-    """A forward and backward, which returns y and the gradients of x, weight and bias."""
-    *leaves, residual, dy = tensors
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-
-    def call() -> list[Tensor]:
-        y = triangular_conv(*leaves, residual, backend=backend)
-        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-    return call
-
-
-def interleaved(steps: dict[str, Callable]) -> dict[str, float]:
-    """Median milliseconds of each step, measured in turns, so that clocks and heat favour none."""
-    counts = {name: max(1, int(ROUND_MS / milliseconds(call, 2))) for name, call in steps.items()}
-    rounds = [
-        {name: milliseconds(call, counts[name]) for name, call in steps.items()}
-        for _ in range(ROUNDS)
-    ]
-    return {name: statistics.median(times[name] for times in rounds) for name in steps}
-
-
-def milliseconds(call: Callable, count: int) -> float:
-    """GPU time of one of `count` calls in a row."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / count
+    batch = max(1, BATCH_TOKENS // case.tokens)
+    found = time_backends(case, batch, dtype, device, BACKENDS)
+    for backend, failure in found.failures.items():
+        raise UserError(
+            f"{backend} cannot be timed: {failure}, for {case}. Use model.mixing_backend=panels, "
+            "and report what `python -m pytest tests/ops/test_ops_cuda.py` prints."
+        )
+    times = {f"{backend}_ms": ms for backend, ms in found.milliseconds.items()}
+    return Row(**vars(case), batch=batch, **times)
 
 
 def measure_all(device: torch.device) -> list[Row]:
@@ -132,7 +76,7 @@ def measure_all(device: torch.device) -> list[Row]:
 
 COLUMNS = [
     *("type", "batch", "tokens", "channels", "heads", "kernel size"),
-    *("cuda ms", "panels ms", "auto takes"),
+    *("cuda ms", "panels ms", "dense ms", "auto takes", "a run takes"),
 ]
 WIDTHS = [15 if column == "type" else len(column) for column in COLUMNS]
 
@@ -140,7 +84,8 @@ WIDTHS = [15 if column == "type" else len(column) for column in COLUMNS]
 def cells(row: Row) -> list[str]:
     name = f"{row.dtype} as tf32" if row.tf32 else row.dtype
     sizes = map(str, (row.batch, row.tokens, row.channels, row.heads, row.taps))
-    return [name, *sizes, f"{row.cuda_ms:.3f}", f"{row.panels_ms:.3f}", row.faster]
+    times = [f"{row.cuda_ms:.3f}", f"{row.panels_ms:.3f}", f"{row.dense_ms:.3f}"]
+    return [name, *sizes, *times, row.faster, row.fastest]
 
 
 def line(row: Row) -> str:
@@ -157,7 +102,8 @@ def aligned(texts: list[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m mixer.ops.tune", description="Measure cuda against panels on this GPU."
+        prog="python -m mixer.ops.tune",
+        description="Measure the backends of the operator on this GPU.",
     )
     parser.parse_args(arguments)
     if reason := choice.unavailable_reason():

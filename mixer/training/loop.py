@@ -133,6 +133,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         trainer = asdict(progress) | state.identity
         trainer["data_directory"] = run.data.directory
         trainer["threads"] = torch.get_num_threads()
+        trainer["mixing"] = state.mixing
         trainer["scaler"] = scaler.state_dict() if scaler is not None else None
         trainer["wandb_id"] = metrics.wandb_id if metrics else None
         writer.save(state.optimizer.optimizer, trainer)

@@ -22,6 +22,7 @@ from mixer.distributed.hosts import Hosts
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import RunConfig, save_config
 from mixer.training.metrics import Metrics
+from mixer.training.mixing import settle_mixing
 from mixer.training.optim import optimizer_identity
 from mixer.training.parallelize import parallelize
 
@@ -58,6 +59,7 @@ class State:
     optimizer: AcceleratedOptimizer
     progress: Progress
     identity: dict  # the entries of trainer.json that a resume compares, see restore.load_trainer
+    mixing: dict | None  # which backend mixes the tokens, where the run has chosen; trainer.json
     resumed: Path | None  # the checkpoint that all this comes from
     wandb_id: str | None
 
@@ -101,10 +103,12 @@ def start_state(
         model = restore.load_model(resumed, config)
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
+    earlier = trainer if resumed else None
+    mixing = settle_mixing(model, run, earlier, accelerator, hosts, say)
     parallel, optimizer = parallelize(model, run, accelerator, hosts, say)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, accelerator)
-    return State(model, parallel, optimizer, progress, identity, resumed, wandb_id)
+    return State(model, parallel, optimizer, progress, identity, mixing, resumed, wandb_id)
 
 
 def find_checkpoint(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.ops import build, choice, cuda, timings, tune
+from mixer.ops import build, choice, cuda, measure, timings, tune
 from mixer.ops.timings import Case, Row
 
 CASE = Case("float16", False, 70, tokens=512, channels=1024, heads=1, taps=1)
@@ -160,7 +160,7 @@ def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(v100, text, cap
 def test_the_command_measures_prints_and_writes(v100, monkeypatch, capsys):
     def made_up(case, dtype, device):
         ms = 1.0 if case.tokens >= 512 else 3.0
-        return Row(**vars(case), batch=1, cuda_ms=ms, panels_ms=2.0)
+        return Row(**vars(case), batch=1, cuda_ms=ms, panels_ms=2.0, dense_ms=1.5)
 
     monkeypatch.setattr(tune, "measure", made_up)
     tune.main([])
@@ -185,20 +185,20 @@ def test_wrong_kernels_are_not_timed(monkeypatch):
     """Measuring itself, with dense in place of the kernels and plain calls in place of a GPU's
     clock.
     """
-    monkeypatch.setattr(tune, "interleaved", lambda steps: {name: 1.0 for name in steps})
+    monkeypatch.setattr(measure, "interleaved", lambda steps: {name: 1.0 for name in steps})
     monkeypatch.setattr(tune, "BATCH_TOKENS", 64)
     small, conv = (
         Case("float32", False, 0, tokens=32, channels=8, heads=2, taps=3),
-        tune.triangular_conv,
+        measure.triangular_conv,
     )
     monkeypatch.setattr(
-        tune,
+        measure,
         "triangular_conv",
         lambda *tensors, backend: conv(*tensors, backend=backend.replace("cuda", "dense")),
     )
     assert tune.measure(small, torch.float32, torch.device("cpu")).batch == 2
     monkeypatch.setattr(
-        tune,
+        measure,
         "triangular_conv",
         lambda *tensors, backend: (
             conv(*tensors, backend="panels") * (1.1 if backend == "cuda" else 1)
@@ -206,7 +206,8 @@ def test_wrong_kernels_are_not_timed(monkeypatch):
     )
     with pytest.raises(
         UserError,
-        match="the kernels are wrong on this GPU: y is .*mixing_backend=panels.*test_ops_cuda",
+        match="cuda cannot be timed: its results are wrong on this GPU: y is "
+        ".*mixing_backend=panels.*test_ops_cuda",
     ):
         tune.measure(small, torch.float32, torch.device("cpu"))
 

@@ -4,9 +4,11 @@ FSDP.
     pytest tests/training/test_train_cuda.py  # on 1, 2 or 4 GPUs; skipped without one
 """
 
+import json
 import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,6 +208,41 @@ def test_graphs_and_copy_engines_change_no_loss(write_config, launch, tmp_path, 
     assert ", as CUDA graphs" in output
     plain, graphs = (read_losses(tmp_path / "runs" / name) for name in ("plain", "graphs"))
     assert graphs == (plain if processes == 2 else pytest.approx(plain, rel=1e-3))
+
+
+def kernels_of_older_gpus() -> None:
+    """Ampere's or Volta's kernels in place of this GPU's own, as KERNELS says."""
+    from mixer.ops import choice, cuda
+
+    capability, facts = int(os.environ["KERNELS"]), cuda.device_facts(0)
+    choice.device_reason(0)  # by the GPU's own
+    cuda.device_facts = lambda index: (capability, facts[1])
+    if capability == 70:
+        from ptx_library import load
+
+        library = load(cuda.kernels(0), Path(os.environ["MIXER_TEST_PTX"]), device=0)
+        cuda.kernels = lambda index: library
+
+
+@pytest.mark.parametrize("capability", [80, 70])
+def test_auto_takes_the_fastest_that_it_measures_and_a_resume_keeps_it(
+    write_config, launch, tmp_path, capability
+):
+    if capability == 70 and "MIXER_TEST_PTX" not in os.environ:
+        pytest.skip("MIXER_TEST_PTX: see tests/helpers/ptx_library.py")
+    config = write_config(**SECTIONS)
+    command = ("--config", config, "train.mixed_precision=fp16")
+    environment = ON_GPU | {"KERNELS": str(capability)}
+    options = {"environment": environment, "before": kernels_of_older_gpus}
+    output = launch(*command, **options).succeed()
+    trainer = tmp_path / "runs/small/step-24/trainer_state/trainer.json"
+    mixing = json.loads(trainer.read_text())["mixing"]
+    times = mixing["milliseconds"]
+    assert times.keys() == {"cuda", "panels", "dense"}
+    assert mixing["backend"] == min(times, key=times.get)
+    assert f"token mixing: auto takes {mixing['backend']}, the fastest for float16" in output
+    output = launch(*command, "train.steps=26", **options).succeed()
+    assert f"auto takes {mixing['backend']}, as the run did before" in output
 
 
 def test_a_process_that_dies_ends_those_that_wait_for_its_gradients(write_config, launch, tmp_path):

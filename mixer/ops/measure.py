@@ -1,0 +1,130 @@
+"""Times the backends of the triangular convolution beside each other on a GPU.
+
+`python -m mixer.ops.tune` measures a table of cases with it, and a training run its own case.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mixer.common.errors import UserError, first_line
+from mixer.ops import triangular_conv
+from mixer.ops.timings import Case
+
+ROUNDS = 7
+LEAST_ROUNDS = 3
+ROUND_MS = 5.0
+ALL_MS = 700.0  # of all rounds: calls that take long have fewer of them
+FAR_BEHIND = 3.0  # times as slow as the fastest: not measured more than once
+MOST_APART = 2e-2  # relative: each backend rounds to the type, panels once more for each addition
+
+
+@dataclass
+class Measured:
+    """Milliseconds of a forward and backward by each backend that ran, and why others did not."""
+
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def time_backends(
+    case: Case, batch: int, dtype: torch.dtype, device: torch.device, backends: Sequence[str]
+) -> Measured:
+    """Times a forward and backward of a case by each backend, with bias and residual.
+
+    Results are compared first, with those of the last of `backends` that runs: wrong results are a
+    failure, as their time means nothing. So is a lack of memory.
+    """
+    tensors = inputs(case, batch, dtype, device)
+    steps, found, reference, wanted = {}, Measured(), "", []
+    for backend in reversed(backends):
+        call = step(tensors, backend)
+        try:
+            results = call()
+            if wanted and (problem := difference(results, wanted, reference)):
+                found.failures[backend] = problem
+                continue
+        except (UserError, RuntimeError) as error:
+            found.failures[backend] = first_line(error)
+            continue
+        steps[backend] = call
+        if not wanted:
+            reference, wanted = backend, results
+        del results
+    del wanted
+    times = interleaved(steps) if steps else {}
+    found.milliseconds = {name: times[name] for name in backends if name in times}
+    return found
+
+
+def inputs(case: Case, batch: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """x, weight, bias, residual and dy, the same in each call; the weight in fp32, as in training.
+    The global random state stays as it is.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    shape = (batch, case.tokens, case.channels)
+    weight = draw(case.heads, case.taps, case.tokens, case.tokens)
+    weight *= (case.tokens * case.taps) ** -0.5
+    bias = draw(case.heads, case.tokens)
+    return [draw(*shape).to(dtype), weight, bias, draw(*shape).to(dtype), draw(*shape).to(dtype)]
+
+
+def step(tensors: list[Tensor], backend: str) -> Callable[[], list[Tensor]]:
+    """A forward and backward, which returns y and the gradients of x, weight and bias."""
+    *leaves, residual, dy = tensors
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def call() -> list[Tensor]:
+        y = triangular_conv(*leaves, residual, backend=backend)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    return call
+
+
+def difference(results: list[Tensor], wanted: list[Tensor], reference: str) -> str | None:
+    """Which result is away from the reference backend's by more than rounding; None if none is."""
+    for name, ours, theirs in zip(("y", "dx", "dweight", "dbias"), results, wanted, strict=True):
+        apart = (norm(ours - theirs) / norm(theirs)).item()
+        if not apart <= MOST_APART:  # NaN is no result either
+            return (
+                f"its results are wrong on this GPU: {name} is {apart:.1e} away from {reference}'s"
+            )
+    return None
+
+
+def norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32)
+
+
+def interleaved(steps: dict[str, Callable]) -> dict[str, float]:
+    """Median milliseconds of each step, measured in turns, so that clocks and heat favour none."""
+    first = {
+        name: min(milliseconds(call, 1) for _ in range(LEAST_ROUNDS))
+        for name, call in steps.items()
+    }
+    near = [name for name in steps if first[name] <= FAR_BEHIND * min(first.values())]
+    counts = {name: max(1, int(ROUND_MS / first[name])) for name in near}
+    round_ms = sum(counts[name] * first[name] for name in near)
+    rounds = [
+        {name: milliseconds(steps[name], counts[name]) for name in near}
+        for _ in range(min(ROUNDS, max(LEAST_ROUNDS, int(ALL_MS / round_ms))))
+    ]
+    return first | {name: statistics.median(times[name] for times in rounds) for name in near}
+
+
+def milliseconds(call: Callable, count: int) -> float:
+    """GPU time of one of `count` calls in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count

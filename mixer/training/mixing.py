@@ -1,0 +1,178 @@
+"""What computes the token mixing of a run whose model.mixing_backend is auto.
+
+A call of the operator has to choose by rule (mixer.ops.choice). A run knows its shapes and makes
+millions of calls, so it measures once, before the first step. Its checkpoints keep the choice,
+because another backend would round differently.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from mixer.common.errors import UserError
+from mixer.distributed.hosts import Hosts
+from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.ops import BACKENDS, choice, cuda, timings
+from mixer.ops.measure import time_backends
+from mixer.ops.timings import Case
+from mixer.training.config import RunConfig
+
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CANDIDATES = ("cuda", "panels", "dense")
+
+
+@dataclass
+class Mixing:
+    """A choice, as trainer.json has it. backend "auto": each call chooses by rule."""
+
+    backend: str
+    gpu: str = ""
+    dtype: str = ""
+    milliseconds: dict[str, float] = field(default_factory=dict)  # of a forward and backward
+
+
+@dataclass
+class Place:
+    """What is chosen for: a convolution of the run's model on this GPU."""
+
+    device: torch.device
+    case: Case
+    batch: int
+    dtype: torch.dtype
+    missing: str | None  # why our kernels cannot run on some process; None if they can
+
+    @property
+    def gpu(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def mixing(self, backend: str, milliseconds: dict[str, float]) -> Mixing:
+        return Mixing(backend, self.gpu, self.case.dtype, milliseconds)
+
+
+def settle_mixing(
+    model: PreTrainedModel,
+    run: RunConfig,
+    earlier: dict[str, Any] | None,
+    accelerator: Accelerator,
+    hosts: Hosts,
+    say: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """Sets the backend of every triangular convolution of the model, the same on all processes,
+    where model.mixing_backend is auto and the device a GPU. Elsewhere nothing is done.
+
+    It comes before the model is compiled. The main process chooses for all of them, and says so:
+    what `earlier` says, the trainer.json of the checkpoint that the run goes on from; else by the
+    times that `python -m mixer.ops.tune` measured; else by measuring. Returns what trainer.json is
+    to keep.
+    """
+    convolutions = [part for part in model.modules() if isinstance(part, TriangularConv)]
+    is_asked = run.model.mixing_backend == "auto" and bool(convolutions)
+    if not is_asked or not chooses_on(accelerator.device):
+        return None
+    # This builds the kernels where they are not built yet, on all hosts at once.
+    reasons = hosts.gather(choice.unavailable_reason())
+    chosen = None
+    if accelerator.is_main_process:
+        missing = next((reason for reason in reasons if reason), None)
+        chosen, why = choose(place_of(convolutions[0], run, accelerator.device, missing), earlier)
+        by_rule = chosen.backend == "auto"
+        say(f"token mixing: auto {'goes by rule' if by_rule else f'takes {chosen.backend}'}, {why}")
+    chosen = hosts.of_main(chosen)
+    for part in convolutions:
+        part.backend = chosen.backend
+    return asdict(chosen)
+
+
+def chooses_on(device: torch.device) -> bool:
+    """Whether there is a choice: without a GPU there is none but panels."""
+    return device.type == "cuda"
+
+
+def place_of(
+    part: TriangularConv, run: RunConfig, device: torch.device, missing: str | None
+) -> Place:
+    dtype = DTYPES[run.train.mixed_precision]
+    tf32 = dtype == torch.float32 and cuda.allows_tf32()
+    sizes = (part.context, part.channels, part.heads, part.taps)
+    if missing is None:
+        case = choice.case_of(torch.cuda.current_device(), dtype, tf32, *sizes)
+    else:
+        case = Case(str(dtype).removeprefix("torch."), tf32, 0, *sizes)
+    return Place(device, case, run.train.batch_size, dtype, missing)
+
+
+def choose(place: Place, earlier: dict[str, Any] | None) -> tuple[Mixing, str]:
+    """The backend for a run, and why."""
+    chosen, why = (None, "") if earlier is None else kept(place, earlier)
+    if chosen is None and place.missing is None:
+        if row := choice.tuned(torch.cuda.current_device(), place.case):
+            chosen = place.mixing(row.fastest, row.milliseconds)
+            why = f"by the table of `python -m mixer.ops.tune`, nearest case {row.says()}"
+    return measured(place) if chosen is None else (chosen, why)
+
+
+def kept(place: Place, earlier: dict[str, Any]) -> tuple[Mixing | None, str]:
+    """The choice of the run so far, if it can be kept: on the same GPU and type it gives the same
+    bits.
+    """
+    if "mixing" not in earlier:
+        return Mixing("auto"), "as the checkpoint is of before runs measured"
+    found = earlier["mixing"] or {}
+    backend, times = found.get("backend"), found.get("milliseconds")
+    same = (found.get("gpu"), found.get("dtype")) == (place.gpu, place.case.dtype)
+    if backend == "auto":
+        return Mixing("auto"), "as the run did before"
+    if backend not in BACKENDS or not same or (backend == "cuda" and place.missing):
+        return None, ""
+    return place.mixing(backend, times), "as the run did before"
+
+
+def measured(place: Place) -> tuple[Mixing, str]:
+    """The fastest backend by measuring, or by what an earlier run has measured for this case."""
+    path = runs_path(place)
+    times = timings.recall(path, place.case, place.batch) if path else None
+    began, failures, when = time.perf_counter(), {}, "measured by an earlier run"
+    if times is None:
+        times, failures = race(place)
+        when = f"measured in {time.perf_counter() - began:.1f} s"
+        if path and times and not failures:
+            remember(path, place, times)
+    if place.missing:
+        failures = failures | {"cuda": place.missing}
+    left_out = "".join(f"; without {name}: {reason}" for name, reason in failures.items())
+    if not times:
+        return Mixing("auto"), f"as nothing could be measured{left_out}"
+    shape = f"{place.case.describe(place.batch)} on {place.gpu}"
+    why = f"the fastest for {shape}: {timings.listed(times)}, {when}{left_out}"
+    return place.mixing(min(times, key=times.get), times), why
+
+
+def race(place: Place) -> tuple[dict[str, float], dict[str, str]]:
+    """Milliseconds of each backend that runs, and why others do not. Leaves no memory in use."""
+    candidates = [name for name in CANDIDATES if not (name == "cuda" and place.missing)]
+    found = time_backends(place.case, place.batch, place.dtype, place.device, candidates)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(place.device)  # the run reports its own
+    return found.milliseconds, found.failures
+
+
+def runs_path(place: Place) -> Path | None:
+    """Where runs keep what they have measured; None without a place for it."""
+    library = "no-kernels" if place.missing else cuda.build_name(torch.cuda.current_device())
+    try:
+        return timings.table_path(place.gpu, library, "runs")
+    except UserError:
+        return None
+
+
+def remember(path: Path, place: Place, milliseconds: dict[str, float]) -> None:
+    """Keeps the times for other runs, so that the same run begins in the same way once more."""
+    with suppress(UserError, OSError):  # without it the next run measures again
+        timings.remember(path, place.case, place.batch, milliseconds)
