@@ -3,8 +3,10 @@
     python benchmarks/recipe.py PLAN.yaml --output PATH [--seconds N] [section.key=value ...]
 
 A plan has `common`, the options of all runs, and `runs`, for each name the options that differ;
-overrides of the command line go before those of a run. `reference` names the run whose final
-validation loss and time the others are compared with. Plans are in benchmarks/plans.
+overrides of the command line go before those of a run. Where a run names a configuration as its
+`recipe`, it takes the optimizer and the initial mixing weights from there. `reference` names the
+run whose final validation loss and time the others are compared with. Plans are in
+benchmarks/plans.
 
 Writes PATH.json after each run, and PATH.md and PATH.png at the end. A run that PATH.json has
 with the same options is not repeated, so an interrupted plan goes on where it was. With --seconds
@@ -51,8 +53,10 @@ def main() -> None:
     result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
     result |= {"reference": plan.get("reference")}
     deadline = time.perf_counter() + options.seconds
+    given = dict(text.split("=", 1) for text in overrides)
     for name, changes in plan["runs"].items():
-        settings = plan["common"] | dict(text.split("=", 1) for text in overrides) | (changes or {})
+        settings = plan["common"] | recipe(changes) | given | changes
+        settings.pop("recipe", None)
         known = result["runs"].get(name, {})
         if known.get("settings") == settings or (options.only and name not in options.only):
             continue
@@ -67,6 +71,15 @@ def main() -> None:
     write_text(output.with_name(output.name + ".md"), table(result))
     plot(result, output.with_name(output.name + ".png"))
     print(table(result))
+
+
+def recipe(changes: dict) -> dict:
+    """The options of the configuration that a run names as its recipe."""
+    if "recipe" not in changes:
+        return {}
+    file = read_yaml(changes["recipe"])
+    options = {f"optim.{name}": value for name, value in file["optim"].items()}
+    return options | {"model.mixing_init": file["model"].get("mixing_init", "reference")}
 
 
 def run(name: str, settings: dict) -> dict:
@@ -169,6 +182,8 @@ def plot(result: dict, output: Path) -> None:
     figure = new_figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
     shown = {name: one for name, one in result["runs"].items() if "loss" in one}
+    if not shown:
+        return
     for number, (name, one) in enumerate(shown.items()):
         style = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1}
         style["linestyle"] = ("-", "--", ":")[number // len(COLOURS) % 3]
