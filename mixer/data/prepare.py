@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.common.files import flush_tree, locked, publish, write_text
+from mixer.common.files import as_system_error, flush_tree, locked, publish, write_text
 from mixer.data import sources
 from mixer.data.config import DataConfig, check
 from mixer.data.corpus import (
@@ -82,10 +82,13 @@ def prepare(config: DataConfig, progress=print) -> Manifest:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with locked(directory.with_name(directory.name + ".lock")):
             return _existing(config) or _make(config, directory, progress)
-    except OSError as error:
+    except Exception as error:
+        system = as_system_error(error)
+        if not isinstance(system, OSError):
+            raise
         raise UserError(
-            f"preparing {config.directory} failed: {error}. Check that there is space and that the "
-            "files named can be read or written, or choose another data.directory"
+            f"preparing {config.directory} failed: {system}. Check that there is space and that "
+            "the files named can be read or written, or choose another data.directory"
         ) from error
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import file_limit
 
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
@@ -479,6 +480,21 @@ def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, processes):
         "prepared.lock",
         "texts",
     ]
+
+
+def test_a_disk_that_fills_anywhere_is_one_error_and_with_space_the_same_data_is_prepared(tmp_path):
+    whole = config_of(tmp_path, made_texts(40))
+    prepare(whole, quiet)
+    files = [file for file in (tmp_path / "prepared").rglob("*") if file.is_file()]
+    for size in sorted({file.stat().st_size for file in files}):
+        config = dataclasses.replace(whole, directory=str(tmp_path / str(size)))
+        with file_limit(size - 1), pytest.raises(UserError, match="File too large.* space"):
+            prepare(config, quiet)
+        assert not Path(config.directory).exists()
+        prepare(config, quiet)
+        for file in files:
+            made = Path(config.directory) / file.relative_to(tmp_path / "prepared")
+            assert made.read_bytes() == file.read_bytes()
 
 
 def test_a_kill_at_any_moment_leaves_nothing_that_passes_for_data(tmp_path, processes):
