@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
@@ -82,11 +83,40 @@ def sum_by_copy_engines(parallel: nn.Module, accelerator: Accelerator, hosts: Ho
             "set train.all_reduce=nccl"
         )
     try:
-        from mixer.distributed.copy_engines import CopyEngineMean
-
-        parallel.register_comm_hook(None, CopyEngineMean(accelerator.device).reduce)
+        parallel.register_comm_hook(None, _copy_engine_mean(accelerator.device))
     except (ImportError, RuntimeError) as error:
         raise UserError(
             f"{asked}, which this PyTorch or these GPUs cannot do: they must write to each other's "
             f"memory, as over NVLink ({first_line(error)}); set train.all_reduce=nccl"
         ) from error
+
+
+def try_copy_engines(parallel: nn.Module, accelerator: Accelerator, hosts: Hosts) -> str:
+    """`sum_by_copy_engines` where all processes can, else nothing: returns why."""
+    failure, mean = "", None
+    try:
+        mean = _copy_engine_mean(accelerator.device)
+    except (ImportError, RuntimeError) as error:
+        failure = first_line(error)
+    failure = next((text for text in hosts.gather(failure) if text), "")
+    if not failure:
+        parallel.register_comm_hook(None, mean)
+    return failure
+
+
+def _copy_engine_mean(device: torch.device) -> Callable:
+    """DDP's hook. Raises ImportError without Triton, RuntimeError without shared memory."""
+    from mixer.distributed.copy_engines import CopyEngineMean
+
+    return CopyEngineMean(device).reduce
+
+
+def peers_reach_each_other(hosts: Hosts) -> bool:
+    """Whether the GPU of each process, all of one host, can write to every other one's memory. All
+    processes must call this together.
+    """
+    own, every = torch.cuda.current_device(), hosts.gather(torch.cuda.current_device())
+    others = [index for index in every if index != own]
+    distinct = len(others) == hosts.processes - 1  # else they see different sets of GPUs
+    reaches = distinct and all(torch.cuda.can_device_access_peer(own, peer) for peer in others)
+    return all(hosts.gather(reaches))

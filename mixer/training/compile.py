@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.common.errors import UserError, first_line
+from mixer.common.errors import first_line
 from mixer.distributed.hosts import Hosts
 from mixer.training.objective import Objective
 
@@ -26,8 +26,8 @@ def compile_objective(
 
     how: "no" (nothing is done), "blocks" (each block and the loss) or "model" (all at once).
     graphs: replay each compiled part's forward and backward pass as a CUDA graph. A backward pass
-    then writes its gradients over those of the one before. Raises UserError where CUDA graphs
-    cannot be used.
+    then writes its gradients over those of the one before. mixer.training.automatic says where
+    graphs can be used.
 
     Call this before DDP or FSDP wrap the objective. With "blocks", one block is compiled for all of
     them, and DDP gets a block's gradients as soon as the backward pass of that block ends. Compiled
@@ -38,9 +38,7 @@ def compile_objective(
     parts = compiled_parts(objective, how)
     if not parts:
         return False
-    if graphs:
-        _require_graphs(accelerator)
-        objective.register_forward_pre_hook(begin_graphs)
+    each_pass = objective.register_forward_pre_hook(begin_graphs) if graphs else None
     began = time.perf_counter()
     for module, name in parts:
         setattr(module, name, compiled(getattr(module, name), graphs))
@@ -57,8 +55,11 @@ def compile_objective(
         return True
     for module, name in parts:
         delattr(module, name)
+    if each_pass:
+        each_pass.remove()
+        torch._dynamo.reset()  # also gives back the memory of graphs
     say(
-        f"train.compile={how} failed, the run goes on without: {failures[0]}. Nothing else "
+        f"{_asked(how, graphs)} failed, the run goes on without: {failures[0]}. Nothing else "
         "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a "
         "CPU, Triton and a C compiler on a GPU"
     )
@@ -82,14 +83,22 @@ def compiled(function: Callable, graphs: bool) -> Callable:
 
     By default the compiler measures several kernels and takes the fastest. Each sums in its own
     order, so a resumed run, which compiles again, could differ in its last bits. Here the compiler
-    chooses by rule. A torch without that option resumes exactly only as long as the compiler's
-    cache is kept.
+    chooses by rule.
+    """
+    options = by_rule() | {"triton.cudagraphs": graphs}
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+def by_rule() -> dict[str, bool]:
+    """The compiler's options that keep it from measuring: one of newer versions; of older ones,
+    those for block sizes, for smaller blocks beside them, and for padded products.
     """
     from torch._inductor import config
 
-    by_rule = {"deterministic": True} if hasattr(config, "deterministic") else {}
-    options = by_rule | {"triton.cudagraphs": graphs}
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    if hasattr(config, "deterministic"):
+        return {"deterministic": True}
+    older = ("triton.autotune_pointwise", "dynamic_scale_rblock", "shape_padding")
+    return dict.fromkeys(older, False)
 
 
 def begin_graphs(*_) -> None:
@@ -110,15 +119,8 @@ def _first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accel
         objective.zero_grad(set_to_none=True)
 
 
-def _require_graphs(accelerator: Accelerator) -> None:
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if sharded or accelerator.device.type != "cuda":
-        device = accelerator.device.type.upper()
-        where = "with FSDP, whose weights move" if sharded else f"on a {device}"
-        raise UserError(
-            f"train.cuda_graphs = true {where}; allowed on CUDA GPUs with or without DDP; set "
-            "train.cuda_graphs=false"
-        )
+def _asked(how: str, graphs: bool) -> str:
+    return f"train.compile={how} with CUDA graphs" if graphs else f"train.compile={how}"
 
 
 def _graphs_said() -> str:

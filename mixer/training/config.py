@@ -58,17 +58,22 @@ class TrainConfig:
     )
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
-        "no",
-        "torch.compile of nothing, of each block and the loss, or of the whole model at once",
-        choices=("no", "blocks", "model"),
+        "auto",
+        "torch.compile of nothing, of each block and the loss, or of the whole model at once; "
+        "auto: blocks on GPUs, where Triton can",
+        choices=("auto", "no", "blocks", "model"),
     )
-    cuda_graphs: bool = option(
-        False, "replay what torch.compile makes as CUDA graphs, which saves kernel launches"
+    cuda_graphs: str = option(
+        "auto",
+        "replay what torch.compile makes as CUDA graphs, which saves kernel launches; auto: where "
+        "nothing excludes them",
+        choices=("auto", "true", "false"),
     )
     all_reduce: str = option(
-        "nccl",
-        "how DDP sums gradients; copy_engines is for GPUs of one host, over NVLink",
-        choices=("nccl", "copy_engines"),
+        "auto",
+        "how DDP sums gradients; copy_engines is for GPUs of one host, over NVLink; auto: the "
+        "faster one, as far as that is measured",
+        choices=("auto", "nccl", "copy_engines"),
     )
     recompute: str = option(
         "none",
@@ -181,6 +186,8 @@ def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) 
     if isinstance(value, str) and ("${" in value or value == "???"):  # marks of OmegaConf
         return f"{key} = {value!r}; allowed: no ${{...}} and no ???; write the value itself"
     kind = keys[key].type
+    if isinstance(value, bool) and str(value).lower() in keys[key].metadata.get("choices", ()):
+        value = str(value).lower()  # YAML's true, where it is one of several choices
     # OmegaConf would turn 3 into "3", "12" into 12 and 1 into true without a word; that may not be
     # what was meant.
     wrong = (
@@ -224,7 +231,7 @@ def _value_problems(run: RunConfig) -> list[str]:
         if dataclasses.is_dataclass(item.type):
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
-    problems += _graph_problems(run.train) if run.train.cuda_graphs else []
+    problems += _graph_problems(run.train) if run.train.cuda_graphs == "true" else []
     if run.train.recompute == "activation" and run.model.architecture == "llama":
         problems.append(
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
@@ -257,7 +264,7 @@ def _graph_problems(train: TrainConfig) -> list[str]:
     asked, micro_batches = "train.cuda_graphs = true", train.gradient_accumulation_steps
     problems = []
     if train.compile == "no":
-        problems.append(f"{asked} with train.compile = 'no'; allowed with it: blocks, model")
+        problems.append(f"{asked} with train.compile = 'no'; allowed with it: auto, blocks, model")
     if train.recompute == "block":
         problems.append(
             f"{asked} with train.recompute = 'block', which cannot be recorded; allowed with it: "
@@ -266,7 +273,7 @@ def _graph_problems(train: TrainConfig) -> list[str]:
     if micro_batches > 1:
         problems.append(
             f"{asked}, where each backward pass overwrites the gradients of the one before; "
-            f"allowed with train.gradient_accumulation_steps = {micro_batches}: false"
+            f"allowed with train.gradient_accumulation_steps = {micro_batches}: auto, false"
         )
     return problems
 

@@ -9,8 +9,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PreTrainedModel
 
-from mixer.distributed.engine import settle_buckets, sum_by_copy_engines
+from mixer.distributed.engine import settle_buckets, sum_by_copy_engines, try_copy_engines
 from mixer.distributed.hosts import Hosts
+from mixer.training.automatic import choose, look_around
 from mixer.training.compile import compile_objective, compiled
 from mixer.training.config import RunConfig
 from mixer.training.objective import Objective
@@ -33,9 +34,18 @@ def parallelize(
     shape = (train.batch_size, run.model.max_position_embeddings)
     set_recompute(model, train.recompute)
     objective = Objective(model).to(accelerator.device).train()
-    is_compiled = compile_objective(
-        objective, train.compile, train.cuda_graphs, shape, accelerator, hosts, say
-    )
+    chosen = choose(train, look_around(accelerator, hosts))
+    if chosen.line:
+        say(chosen.line)
+
+    def compile_it() -> bool:
+        how, graphs = chosen.compile, chosen.cuda_graphs
+        return compile_objective(objective, how, graphs, shape, accelerator, hosts, say)
+
+    is_compiled = compile_it()
+    if chosen.cuda_graphs and not is_compiled and train.cuda_graphs == "auto":
+        chosen.cuda_graphs = False
+        is_compiled = compile_it()
     # The optimizer's elementwise functions are compiled too. They are not recorded in CUDA graphs.
     faster = partial(compiled, graphs=False) if is_compiled else lambda function: function
     processes = dist.group.WORLD if hosts.processes > 1 else None
@@ -44,6 +54,9 @@ def parallelize(
     parallel, optimizer = accelerator.prepare(objective, optimizer)
     if train.all_reduce == "copy_engines":
         sum_by_copy_engines(parallel, accelerator, hosts)
+    elif chosen.all_reduce == "copy_engines" and chosen.cuda_graphs and is_compiled:
+        if failure := try_copy_engines(parallel, accelerator, hosts):
+            say(f"train.all_reduce=nccl, as copy engines failed: {failure}")
     settle_buckets(parallel, accelerator, shape)
     return parallel, optimizer
 

@@ -29,7 +29,8 @@ SETTINGS = {
         "mixing_backend": "panels",
     },
     "data": {"source": "jsonl", "vocab_size": 512, "validation_fraction": 0.1},
-    "train": {"steps": 100, "batch_size": 16, "eval_every": 50, "eval_samples": 64, "tf32": False},
+    "train": {"steps": 100, "batch_size": 16, "eval_every": 50, "eval_samples": 64, "tf32": False}
+    | {"compile": "no"},
     "optim": {"lr": 2e-3, "warmup_steps": 10},
     "checkpoint": {"save_every": 0},
     "logging": {"log_every": 1},

@@ -69,6 +69,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
     with pytest.raises(UserError) as caught:
         graphs = [
             "train.cuda_graphs=true",
+            "train.compile=no",
             "train.gradient_accumulation_steps=2",
             "train.recompute=block",
         ]
@@ -95,10 +96,10 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "data.packed = 'maybe' is a str; allowed: bool",
         "model.num_mixer_heads is 3, which does not divide hidden_size 1024",
         "optim.beta1 = 1.0; allowed: 0 or more and below 1",
-        "train.cuda_graphs = true with train.compile = 'no'; allowed with it: blocks, model",
+        "train.cuda_graphs = true with train.compile = 'no'; allowed with it: auto, blocks, model",
         "train.cuda_graphs = true with train.recompute = 'block', which cannot be recorded; "
         "allowed with it: none, activation",
-        "allowed with train.gradient_accumulation_steps = 2: false",
+        "allowed with train.gradient_accumulation_steps = 2: auto, false",
         "name: '[' cannot be read as a YAML value: ",
         "data.path = '${x}'; allowed: no ${...} and no ???; write the value itself",
         "'nonsense' on the command line: write overrides as section.key=value",

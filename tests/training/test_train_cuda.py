@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
 
 SECTIONS = {
     "model": {"hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 64},
-    "train": {"steps": 24, "batch_size": 8, "eval_every": 6, "eval_samples": 16},
+    "train": {"steps": 24, "batch_size": 8, "eval_every": 6, "eval_samples": 16}
+    | {"compile": "no", "all_reduce": "nccl"},  # compiling takes most of a minute
 }
 DDP = [pytest.param(count, {}, id=f"{count}-ddp") for count in (1, 2, 4)]
 LAUNCHES = [*DDP, *(pytest.param(count, FSDP, id=f"{count}-fsdp") for count in (2, 4))]
@@ -193,6 +194,17 @@ def test_nothing_waits_for_the_gpu_between_logging_steps(
         f"train.batch_size={8 // processes}",
     ]
     launch("--config", config, *changes, *changed, before=forbid_waiting, **options).succeed()
+
+
+@pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
+def test_auto_runs_what_it_says(write_config, launch, processes, engine):
+    options = options_for(processes, engine)
+    changes = ["train.compile=auto", "train.all_reduce=auto", "train.mixed_precision=bf16"]
+    changes.append(f"train.batch_size={8 // processes}")
+    output = launch("--config", write_config(**SECTIONS), *changes, **options).succeed(patience=200)
+    assert "auto: train.compile=blocks" in output and "failed" not in output
+    assert "train.compile=blocks: compiled in" in output
+    assert (", as CUDA graphs" in output) == ("train.cuda_graphs=true" in output) == (not engine)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

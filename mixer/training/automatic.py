@@ -1,0 +1,152 @@
+"""What train.compile, train.cuda_graphs and train.all_reduce stand for where they are auto: the
+best that can run here.
+"""
+
+import importlib.util
+import socket
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator, DistributedType
+
+from mixer.common.errors import UserError
+from mixer.distributed.engine import peers_reach_each_other
+from mixer.distributed.hosts import Hosts
+from mixer.training.config import TrainConfig
+
+COMPILES_FROM = (7, 0)  # compute capability, of Triton 3.2 to 3.7 (dev/LOG.md)
+COPIES_FROM = (9, 0)  # the oldest whose copy engines were measured against NCCL (dev/LOG.md)
+
+
+@dataclass(frozen=True)
+class Here:
+    """What the choice depends on: devices and processes."""
+
+    device: str  # cuda or cpu
+    capability: tuple[int, int] = (0, 0)  # of the GPU
+    has_triton: bool = False
+    is_sharded: bool = False  # FSDP
+    processes: int = 1
+    hosts: int = 1
+    peers: bool = False  # whether each GPU can write to every other's memory
+
+
+@dataclass
+class Chosen:
+    """The three settings, and a line about those that were auto; an empty one on a CPU."""
+
+    compile: str
+    cuda_graphs: bool
+    all_reduce: str
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def line(self) -> str:
+        return f"auto: {', '.join(self.said)}" if self.said else ""
+
+
+def look_around(accelerator: Accelerator, hosts: Hosts) -> Here:
+    """All processes must call this together; all get the same answer."""
+    device, processes = accelerator.device, hosts.processes
+    if device.type != "cuda":
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        return Here(device.type, is_sharded=sharded, processes=processes)
+    capabilities = hosts.gather(torch.cuda.get_device_capability(device))
+    triton = all(hosts.gather(importlib.util.find_spec("triton") is not None))
+    names = set(hosts.gather(socket.gethostname()))
+    return Here(
+        device="cuda",
+        capability=min(capabilities),
+        has_triton=triton,
+        is_sharded=accelerator.distributed_type == DistributedType.FSDP,
+        processes=processes,
+        hosts=len(names),
+        peers=processes > 1 and len(names) == 1 and peers_reach_each_other(hosts),
+    )
+
+
+def choose(train: TrainConfig, here: Here) -> Chosen:
+    """The settings as they are given, and for auto what can run here.
+
+    Raises UserError for CUDA graphs that were asked for and cannot be had.
+    """
+    compile, no_compile = _compile(train, here)
+    graphs, no_graphs = _graphs(train, here, compile)
+    copies, no_copies = _copies(train, here, graphs)
+    chosen = Chosen(compile, graphs, "copy_engines" if copies else "nccl")
+    if here.device != "cuda":
+        return chosen  # auto is for GPUs: nothing is missing
+    if train.compile == "auto":
+        chosen.said.append(_said("train.compile", compile, no_compile))
+    if train.cuda_graphs == "auto":
+        chosen.said.append(_said("train.cuda_graphs", str(graphs).lower(), no_graphs))
+    if train.all_reduce == "auto" and here.processes > 1 and not here.is_sharded:
+        chosen.said.append(_said("train.all_reduce", chosen.all_reduce, no_copies))
+    return chosen
+
+
+def _said(name: str, value: str, reason: str) -> str:
+    return f"{name}={value} ({reason})" if reason else f"{name}={value}"
+
+
+def _compile(train: TrainConfig, here: Here) -> tuple[str, str]:
+    """(train.compile, why auto is "no")."""
+    if train.compile != "auto":
+        return train.compile, ""
+    if here.device != "cuda":
+        return "no", "it pays on GPUs"
+    if here.capability < COMPILES_FROM:
+        return "no", "Triton needs compute capability 7.0"
+    if not here.has_triton:
+        return "no", "Triton is not installed"
+    return "blocks", ""
+
+
+def _graphs(train: TrainConfig, here: Here, compile: str) -> tuple[bool, str]:
+    """(train.cuda_graphs, why auto is false)."""
+    reason = ""
+    if here.is_sharded:
+        reason = "FSDP moves the weights"
+    elif compile == "no":
+        reason = "they are made of what is compiled"
+    elif train.gradient_accumulation_steps > 1:
+        reason = "each backward pass would overwrite the gradients of the one before"
+    elif train.recompute == "block":
+        reason = "blocks that are computed again cannot be recorded"
+    if train.cuda_graphs == "true":
+        _require_graphs(here, reason)
+    if train.cuda_graphs != "auto":
+        return train.cuda_graphs == "true", ""
+    return not reason, reason
+
+
+def _require_graphs(here: Here, reason: str) -> None:
+    where = ""
+    if here.is_sharded:
+        where = "with FSDP, whose weights move"
+    elif here.device != "cuda":
+        where = f"on a {here.device.upper()}"
+    elif reason:
+        where = f"here: {reason}"
+    if where:
+        raise UserError(
+            f"train.cuda_graphs = true {where}; allowed on CUDA GPUs with or without DDP; set "
+            "train.cuda_graphs=auto"
+        )
+
+
+def _copies(train: TrainConfig, here: Here, graphs: bool) -> tuple[bool, str]:
+    """(whether copy engines sum gradients, why auto takes NCCL)."""
+    if train.all_reduce != "auto":
+        return train.all_reduce == "copy_engines", ""
+    if here.device != "cuda" or here.processes == 1 or here.is_sharded:
+        return False, "for DDP on several GPUs"
+    if here.hosts > 1:
+        return False, f"copies do not reach over {here.hosts} hosts"
+    if not here.peers:
+        return False, "these GPUs cannot write to each other's memory"
+    if here.capability < COPIES_FROM:
+        return False, "copy_engines is measured on Hopper alone"
+    if not graphs:
+        return False, "without CUDA graphs copies cost more than they save"
+    return True, ""

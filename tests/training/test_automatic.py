@@ -1,0 +1,102 @@
+"""auto takes the best that can run, and says in one line what cannot."""
+
+import pytest
+
+from mixer.common.errors import UserError
+from mixer.training.automatic import Here, choose
+from mixer.training.config import TrainConfig, load_config
+
+H200 = Here("cuda", (9, 0), has_triton=True)
+TWO = Here("cuda", (9, 0), has_triton=True, processes=2, peers=True)
+ALL = "auto: train.compile=blocks, train.cuda_graphs=true"
+OVERWRITES = "each backward pass would overwrite the gradients of the one before"
+MADE = "they are made of what is compiled"
+NO_GRAPHS = "without CUDA graphs copies cost more than they save"
+# (the settings, the devices and processes, what is said); a run's settings are auto where not given
+CASES = {
+    "one GPU": ({}, H200, ALL),
+    "two GPUs": ({}, TWO, f"{ALL}, train.all_reduce=copy_engines"),
+    "V100": ({}, Here("cuda", (7, 0), has_triton=True), ALL),
+    "four V100s": (
+        {},
+        Here("cuda", (7, 0), has_triton=True, processes=4, peers=True),
+        f"{ALL}, train.all_reduce=nccl (copy_engines is measured on Hopper alone)",
+    ),
+    "P100": (
+        {},
+        Here("cuda", (6, 0), has_triton=True),
+        "auto: train.compile=no (Triton needs compute capability 7.0), "
+        f"train.cuda_graphs=false ({MADE})",
+    ),
+    "no Triton": (
+        {},
+        Here("cuda", (9, 0)),
+        f"auto: train.compile=no (Triton is not installed), train.cuda_graphs=false ({MADE})",
+    ),
+    "CPU": ({}, Here("cpu", processes=2), ""),
+    "FSDP": (
+        {},
+        Here("cuda", (9, 0), has_triton=True, is_sharded=True, processes=2, peers=True),
+        "auto: train.compile=blocks, train.cuda_graphs=false (FSDP moves the weights)",
+    ),
+    "two hosts": (
+        {},
+        Here("cuda", (9, 0), has_triton=True, processes=16, hosts=2),
+        f"{ALL}, train.all_reduce=nccl (copies do not reach over 2 hosts)",
+    ),
+    "GPUs apart": (
+        {},
+        Here("cuda", (9, 0), has_triton=True, processes=2),
+        f"{ALL}, train.all_reduce=nccl (these GPUs cannot write to each other's memory)",
+    ),
+    "accumulation": (
+        {"gradient_accumulation_steps": 2},
+        TWO,
+        f"auto: train.compile=blocks, train.cuda_graphs=false ({OVERWRITES}), "
+        f"train.all_reduce=nccl ({NO_GRAPHS})",
+    ),
+    "recompute": (
+        {"recompute": "block"},
+        H200,
+        "auto: train.compile=blocks, train.cuda_graphs=false (blocks that are computed again "
+        "cannot be recorded)",
+    ),
+    "activation": ({"recompute": "activation"}, H200, ALL),
+    "not compiled": ({"compile": "no"}, H200, f"auto: train.cuda_graphs=false ({MADE})"),
+    "model": ({"compile": "model"}, H200, "auto: train.cuda_graphs=true"),
+    "all given": ({"compile": "no", "cuda_graphs": "false", "all_reduce": "nccl"}, TWO, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_auto_takes_what_can_run_and_says_what_cannot(name):
+    settings, here, said = CASES[name]
+    chosen = choose(TrainConfig(**settings), here)
+    assert chosen.line == said
+    # What is done is what is said, and what was given stays.
+    given = {key: value for key, value in settings.items() if hasattr(chosen, key)}
+    for key, value in given.items():
+        assert str(getattr(chosen, key)).lower() == value
+    for key in ("compile", "cuda_graphs", "all_reduce"):
+        if f"train.{key}=" in said:
+            assert f"train.{key}={str(getattr(chosen, key)).lower()}" in said
+    if here.device == "cpu":
+        assert (chosen.compile, chosen.cuda_graphs, chosen.all_reduce) == ("no", False, "nccl")
+
+
+@pytest.mark.parametrize("name", ["P100", "no Triton", "CPU", "FSDP", "recompute"])
+def test_graphs_that_were_asked_for_and_cannot_be_are_refused(name):
+    settings, here, _ = CASES[name]
+    with pytest.raises(UserError, match=r"train.cuda_graphs = true .*; set train.cuda_graphs=auto"):
+        choose(TrainConfig(**settings, cuda_graphs="true"), here)
+
+
+def test_true_and_false_are_choices_in_yaml_and_on_the_command_line(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("train: {cuda_graphs: true}\n")
+    assert load_config(str(path), []).train.cuda_graphs == "true"
+    assert load_config(str(path), ["train.cuda_graphs=false"]).train.cuda_graphs == "false"
+    assert load_config(None, []).train.cuda_graphs == "auto"
+    with pytest.raises(UserError, match="train.compile = True is a bool; allowed: str"):
+        path.write_text("train: {compile: true}\n")
+        load_config(str(path), [])
