@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
+from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
@@ -32,7 +33,7 @@ from mixer.common.yaml_file import read_yaml
 from mixer.comparison.result import training_times
 from mixer.reporting.figure import COLOURS, new_figure, save
 from mixer.reporting.metrics_file import read_metrics
-from mixer.training.config import load_config
+from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train
 
 
@@ -89,16 +90,10 @@ def run(name: str, settings: dict) -> dict:
         given += [f"name={name}", f"output_dir={directory}"]
         given += ["checkpoint.save_every=0", "checkpoint.save_last=false"]
         config = load_config(None, given)
-        AcceleratorState._reset_state(True)
-        torch.compiler.reset()
         try:
-            train(config)
+            train_here(config)
         except UserError as error:  # a run that diverges is a result, too
             return {"failure": str(error)}
-        finally:
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
         lines = read_metrics(config.directory)
         shutil.rmtree(config.directory)
     losses = {line["step"]: line for line in lines if "loss" in line}
@@ -121,6 +116,20 @@ def run(name: str, settings: dict) -> dict:
             [line["loss"] for line in losses.values() if line["step"] > config.optim.warmup_steps]
         ),
     }
+
+
+def train_here(config: RunConfig) -> PreTrainedModel:
+    """Trains as if no run had been in this process before; returns the model."""
+    AcceleratorState._reset_state(True)
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        return train(config)
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def largest_rise(losses: list[float]) -> float:

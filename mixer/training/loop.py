@@ -7,6 +7,7 @@ from dataclasses import asdict
 import torch
 import transformers
 from accelerate import Accelerator, DistributedType
+from transformers import PreTrainedModel
 
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError, is_refusal
@@ -29,8 +30,9 @@ from mixer.training.telemetry import Profiler, Timer
 from mixer.training.validation import validation_loss
 
 
-def train(run: RunConfig) -> None:
-    """Trains `run` on all processes of the launch, from its newest complete checkpoint on.
+def train(run: RunConfig) -> PreTrainedModel:
+    """Trains `run` on all processes of the launch, from its newest complete checkpoint on. Returns
+    the model, which FSDP has sharded.
 
     Raises UserError for settings that cannot work here, for too little memory or a disk that cannot
     be written to, and for gradients that end the run. With several processes, one that fails ends
@@ -42,7 +44,7 @@ def train(run: RunConfig) -> None:
         check_precision(accelerator.device, run.train.mixed_precision)
         check_optimizer(run.optim, accelerator)
         with run_locked(run.directory) if accelerator.is_main_process else nullcontext():
-            _train(run, accelerator)
+            model = _train(run, accelerator)
     except BaseException as error:
         if is_out_of_memory(error):
             error = step_too_large(run, accelerator.device, error)
@@ -55,9 +57,10 @@ def train(run: RunConfig) -> None:
             leave_with_error(error)
         raise error
     accelerator.end_training()
+    return model
 
 
-def _train(run: RunConfig, accelerator: Accelerator) -> None:
+def _train(run: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
     device, main, scaler = accelerator.device, accelerator.is_main_process, accelerator.scaler
     torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
     hosts, console = Hosts(accelerator), Console(accelerator, run.train.steps)
@@ -214,6 +217,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> None:
         stop.close()
     if metrics:
         metrics.close()
+    return model
 
 
 def evaluation_due(run: RunConfig, step: int) -> bool:

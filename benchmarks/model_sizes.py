@@ -1,0 +1,376 @@
+"""Trains several kinds of models at several sizes for equal times, each at its best learning rate.
+
+    python benchmarks/model_sizes.py PLAN.yaml --output PATH [--seconds-in-all N] \\
+        [section.key=value ...]
+
+Each model of the plan trains for a few steps, which measures its speed; at each of `rates`, for
+`sweep_share` of the steps that it does in `seconds`; and at the best of them for `seconds`. When
+all sizes of a kind have done so, the best one trains for each of `seconds_of_best`. After these
+longer runs the validation loss is also measured by position and by kind of token. Plans are in
+benchmarks/plans; where one names a configuration as its `recipe`, the optimizer and the initial
+mixing weights are from there. Overrides of the command line go before the options of a model.
+
+Every visible GPU works on models of its own. PATH.json has each run when it ends, and a run that it
+has with the same options is not repeated: the same command goes on where it was interrupted.
+With --seconds-in-all the command ends within so long: it begins no run that would take longer, but
+for one of which a minute or more fits, which the next command resumes (from PATH-runs). PATH.md and
+PATH.png come at the end; model_sizes_report.py makes them from PATH.json alone.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+import torch
+from model_sizes_report import best_size, write_report
+from recipe import recipe, train_here
+from transformers import PreTrainedModel
+
+from mixer.common.errors import UserError, first_line, run_command
+from mixer.common.files import locked, write_text
+from mixer.common.provenance import commit, hardware
+from mixer.common.yaml_file import parse_yaml, read_yaml
+from mixer.comparison.result import last_validation
+from mixer.data.manifest import Manifest
+from mixer.data.token_file import TokenFile
+from mixer.evaluation.evaluate import loss_by_kind
+from mixer.evaluation.measure import AUTOCAST_TYPES
+from mixer.evaluation.scoring import evaluate_tokens
+from mixer.reporting.metrics_file import read_metrics
+from mixer.training.config import RunConfig, load_config
+
+PASSES = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
+STARTING = 60.0  # seconds that a model's first run takes beside training, with compilation
+SAVING = 20.0  # seconds before the end at which a run is stopped, to save and report
+WORTH_A_PART = 60.0  # seconds of training for which a run is begun that cannot end in time
+
+
+class NoTime(Exception):
+    """A run is left to the next command."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One size of one kind, with all options of its runs but those of a sweep."""
+
+    kind: str
+    size: str
+    options: dict  # by section.key
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.size}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """The plan, and where its results are."""
+
+    plan: dict
+    models: tuple[Model, ...]
+    file: Path  # PATH.json
+    folder: Path  # PATH-runs, with what runs print, and the checkpoints of interrupted ones
+    deadline: float  # in seconds of time.time()
+    commit: str
+
+    def runs(self) -> dict[str, dict]:
+        return json.loads(self.file.read_text())["runs"]
+
+    def add(self, name: str, row: dict) -> None:
+        with locked(self.folder / "results.lock"):  # other workers add theirs
+            result = json.loads(self.file.read_text())
+            result["runs"][name] = row
+            write_text(self.file, json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("plan", help="YAML file, see benchmarks/plans")
+    parser.add_argument("--output", required=True, help="path of the results without ending")
+    parser.add_argument("--seconds-in-all", type=float, default=math.inf, help="see above")
+    parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
+    options, overrides = parser.parse_known_args()
+    output = Path(options.output)
+    file = output.with_name(output.name + ".json")
+    folder = output.with_name(output.name + "-runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = read_yaml(options.plan)
+    result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
+    result |= {"command": " ".join(["python", *sys.argv]), "plan": plan}
+    write_text(file, json.dumps(result, indent=1) + "\n")
+    began = psutil.Process().create_time()  # imports take seconds, too
+    deadline = began + options.seconds_in_all
+    models = tuple(models_of(plan, overrides))
+    measured_by = options.commit or commit()
+    problems = work(Study(plan, models, file, folder, deadline, measured_by))
+    print(write_report(file))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def models_of(plan: dict, overrides: list[str]) -> list[Model]:
+    given = dict(text.split("=", 1) for text in overrides)
+    common = recipe(plan) | plan["common"]
+    common |= {key: parse_yaml(value) for key, value in given.items()}
+    return [
+        Model(kind, str(size), common | own)
+        for kind, sizes in plan["kinds"].items()
+        for size, own in sizes.items()
+    ]
+
+
+def work(study: Study) -> list[str]:
+    """Does what the plan asks for, a job for each GPU at a time; returns what went wrong."""
+    free, problems = workers(), []
+    left = {kind: len(sizes) for kind, sizes in study.plan["kinds"].items()}
+    waiting = deque((train_model, study, model) for model in study.models)
+    running: dict[Future, tuple[tuple, ProcessPoolExecutor]] = {}
+    while running or (waiting and free):
+        while waiting and free:
+            job, worker = waiting.popleft(), free.pop(0)
+            running[worker.submit(*job)] = job, worker
+        for ended in wait(running, return_when=FIRST_COMPLETED).done:
+            (function, _, about, *_), worker = running.pop(ended)
+            free.append(worker)
+            try:
+                ended.result()
+            except NoTime as error:
+                print(f"left for the next command: {error}", flush=True)
+            except Exception as error:  # the other jobs go on
+                problems.append(first_line(error))
+                if isinstance(error, BrokenProcessPool):
+                    free.remove(worker)
+            else:
+                if function is train_model:
+                    left[about.kind] -= 1
+                    if not left[about.kind]:
+                        longer = study.plan.get("seconds_of_best", [])
+                        waiting += [(train_best, study, about.kind, seconds) for seconds in longer]
+    for worker in free:
+        worker.shutdown()
+    return problems
+
+
+def workers() -> list[ProcessPoolExecutor]:
+    """A process for each visible GPU, which sees that one alone; one process without a GPU."""
+    gpus = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    # A fork has imported everything already, but CUDA does not survive one.
+    context = multiprocessing.get_context("spawn" if gpus else "fork")
+    found = []
+    for gpu in visible[:gpus] or [""]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        found.append(ProcessPoolExecutor(1, context, start_worker, (os.getpid(),)))
+        found[-1].submit(os.getpid)  # starts the process
+    return found
+
+
+def start_worker(parent: int) -> None:
+    """Gives this process an end with its parent."""
+    signal.signal(signal.SIGTERM, stop_start)
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+
+
+def stop_start(*_) -> None:
+    """What a signal does outside of training, which answers it by saving."""
+    raise NoTime("a run that took long to start")
+
+
+def end_with(parent: int) -> None:
+    """Ends this process after its parent, and after a run that a signal to both has stopped."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    training.acquire(timeout=SAVING)
+    os._exit(1)
+
+
+training = threading.Lock()  # held during each run of this process
+
+
+def train_model(study: Study, model: Model) -> None:
+    """The speed of a model, its runs at all rates, and its run at the best of them."""
+    plan = study.plan
+    short = 2 * load(study, model.options, "speed").logging.log_every
+    speed = train_for(study, model, 0, plan["rates"][0], short)
+    steps = max(1, round(plan["sweep_share"] * steps_in(plan["seconds"], speed)))
+    budget = plan["sweep_share"] * plan["seconds"]
+    swept = {rate: train_for(study, model, budget, rate, steps) for rate in plan["rates"]}
+    good = {rate: row for rate, row in swept.items() if "failure" not in row}
+    if not good:
+        raise UserError(f"{model.name} diverges at all rates; give lower ones")
+    rate = min(good, key=lambda rate: good[rate]["validation_loss"])
+    steps = steps_in(plan["seconds"], good[rate])
+    train_for(study, model, plan["seconds"], rate, steps)
+
+
+def train_best(study: Study, kind: str, seconds: float) -> None:
+    """The size of a kind that was the best after the plan's `seconds`, for longer."""
+    best = best_size(study.runs(), kind, study.plan["seconds"])
+    model = next(
+        model for model in study.models if (model.kind, model.size) == (kind, best["size"])
+    )
+    train_for(study, model, seconds, best["lr"], steps_in(seconds, best))
+
+
+def steps_in(seconds: float, measured: dict) -> int:
+    """The steps that a model was measured to do in a time, at most PASSES passes over its text."""
+    most = PASSES * measured["training_tokens"]
+    tokens = min(seconds * measured["tokens_per_second"], most)
+    return max(1, int(tokens / measured["tokens_a_step"]))
+
+
+def load(study: Study, settings: dict, name: str) -> RunConfig:
+    given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    given += [f"name={name}", f"output_dir={study.folder}", "train.eval_every=0"]
+    return load_config(None, [*given, "checkpoint.save_every=0", "checkpoint.save_last=false"])
+
+
+def train_for(study: Study, model: Model, budget: float, rate: float, steps: int) -> dict:
+    """A run's row of the results, by training unless it is there.
+
+    budget: the seconds of training that the steps are meant to take; 0 for the run that measures
+    the speed. Raises NoTime where the run is left to the next command, whole or in part.
+    """
+    name = f"{model.name}, {budget:g} s, lr {rate:g}" if budget else f"{model.name}, speed"
+    # A warm-up of more than a third of a short run would be most of what a sweep compares.
+    warmup = min(model.options["optim.warmup_steps"], steps // 3)
+    changes = {"train.steps": steps, "optim.lr": rate, "optim.warmup_steps": warmup}
+    settings = model.options | changes
+    known = study.runs().get(name, {})
+    if known.get("settings") == settings:
+        return known
+    config = load(study, settings, name.replace(", ", "-").replace(" ", "-"))
+    began = time.time()
+    check_time(study, model, budget, name)
+    is_long = budget >= study.plan["seconds"]
+    measured = {"kind": model.kind, "size": model.size, "budget": budget, "lr": rate}
+    measured |= {"settings": settings, "hardware": hardware(), "commit": study.commit}
+    try:
+        measured |= train(study, config, is_long)
+    except UserError as error:  # a run that diverges is a result, too
+        if "finite" not in str(error):
+            raise
+        measured["failure"] = first_line(error)
+    shutil.rmtree(config.directory)
+    measured["wall_seconds"] = time.time() - began
+    beside[model.name] = measured["wall_seconds"] - measured.get("training_seconds", 0)
+    study.add(name, measured)
+    loss = f"{measured['validation_loss']:.4f}" if "validation_loss" in measured else "diverged"
+    print(f"{name}: loss {loss}, {measured['wall_seconds']:.0f} s with start", flush=True)
+    return measured
+
+
+# What the last run of each model took in this process beside its training, in seconds.
+beside: dict[str, float] = {}
+
+
+def check_time(study: Study, model: Model, budget: float, name: str) -> None:
+    """Raises NoTime unless a run ends in time, or a good part of it fits."""
+    left = study.deadline - SAVING - time.time() - beside.get(model.name, STARTING)
+    if left < min(budget, WORTH_A_PART):
+        raise NoTime(name)
+
+
+def train(study: Study, config: RunConfig, is_long: bool) -> dict:
+    """What a run measures. It is stopped at the end of the command's time, and then saved."""
+    saved = config.directory / "config.yaml"
+    if saved.exists() and load_config(str(saved), []) != config:  # of other options
+        shutil.rmtree(config.directory)
+    log = study.folder / f"{config.name}.txt"
+    with open(log, "a") as file, redirect_stdout(file), training:
+        with stopped_at(study.deadline - SAVING):
+            model = train_here(config)
+    lines = read_metrics(config.directory)
+    if lines[-1]["step"] < config.train.steps:
+        raise NoTime(f"{config.name}, stopped at step {lines[-1]['step']} of {config.train.steps}")
+    last = [line for line in lines if "loss" in line][-1]
+    text = Manifest.load(config.data.directory).splits["train"]
+    each = seconds_a_step(lines)
+    tokens_a_step = last["tokens"] // last["step"]
+    found = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "useful_flops_per_token": model.flops_per_token()["useful"],
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "tokens_a_step": tokens_a_step,
+        "tokens_per_second": tokens_a_step / each,
+        "training_seconds": last["step"] * each,
+        "training_tokens": text.tokens,
+        "passes": last["tokens"] / text.tokens,
+        "peak_memory_gb": last["peak_memory_gb"],
+        "validation_loss": last_validation(lines)["validation_loss"],
+        "bits_per_byte": last_validation(lines)["validation_bits_per_byte"],
+    }
+    if is_long:
+        found |= where(model, config)
+        found["loss"] = [[line["step"], line["loss"]] for line in lines if "loss" in line]
+    return found
+
+
+@contextmanager
+def stopped_at(moment: float):
+    """Has a run end and save at a moment, by the signal with which a cluster would stop it."""
+    timer = threading.Timer(moment - time.time(), os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    if moment < math.inf:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def seconds_a_step(lines: list[dict]) -> float:
+    """The median of the logged windows, so that what each start adds to its first one, and what a
+    save adds to the last, does not count.
+    """
+    windows = [line for line in lines if "loss" in line]
+    before = [0, *(line["step"] for line in windows)]
+    each = [
+        line["seconds"] / (line["step"] - first)
+        for line, first in zip(windows, before, strict=False)
+    ]
+    return median(each[1:] or each)
+
+
+def where(model: PreTrainedModel, config: RunConfig) -> dict:
+    """The validation loss of the run's samples by position, and by kind of token."""
+    validation = TokenFile(
+        config.data.directory, "validation", config.model.max_position_embeddings
+    )
+    samples = min(len(validation), config.train.eval_samples or len(validation))
+    model.config.use_cache = False  # a transformer would keep keys and values
+    for part in model.modules():
+        vars(part).pop("forward", None)  # what is compiled is for the trainer's calls alone
+    scores = evaluate_tokens(
+        model,
+        np.asarray(validation.tokens[: samples * validation.context + 1]),
+        validation.context,
+        batch_size=config.train.batch_size,
+        device=next(model.parameters()).device,
+        dtype=AUTOCAST_TYPES.get(config.train.mixed_precision),
+    )
+    by_position = [round(loss, 4) for loss in scores.loss_by_position]
+    return loss_by_kind(scores) | {"loss_by_position": by_position}
+
+
+if __name__ == "__main__":
+    run_command(main)

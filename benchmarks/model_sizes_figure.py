@@ -1,0 +1,117 @@
+"""The picture of model_sizes.py: loss against training time, and loss by position."""
+
+from pathlib import Path
+
+import numpy as np
+from model_sizes_report import BEYOND, best_size, ends_of, fit, kinds_of, sizes_of
+
+from mixer.reporting.figure import COLOURS, new_figure, save
+
+MARKERS = "osD^v"
+BUDGETS = (1, 2, 5, 15, 60, 300, 900, 3600)  # seconds that may be ticks
+GAP = 0.07  # between two labels, as a share of the height
+
+
+def draw(result: dict, output: Path) -> Path:
+    figure = new_figure(figsize=(11.5, 4.8))
+    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    draw_times(left, result["runs"])
+    draw_positions(right, result["runs"], result["plan"]["seconds"])
+    return save(figure, output)
+
+
+def colours(runs: dict) -> dict[str, str]:
+    return dict(zip(kinds_of(runs), COLOURS, strict=False))
+
+
+def draw_times(axes, runs: dict) -> None:
+    """The ends of all runs, thin lines for one size, and each kind's fit through its lowest."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+    markers = dict(zip(sizes_of(runs), MARKERS, strict=False))
+    labels, all_ends, top = {}, [], 0.0
+    for kind, colour in colours(runs).items():
+        lowest = ends_of(runs, kind)
+        top = max(top, 1.06 * lowest[0].loss)
+        for size in sizes_of(runs, kind):
+            ends = ends_of(runs, kind, size)
+            all_ends += ends
+            x, y = [end.seconds for end in ends], [end.loss for end in ends]
+            axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.45)
+            for end in ends:
+                face = colour if end in lowest else "white"
+                style = {"color": colour, "markerfacecolor": face, "markersize": 6}
+                axes.plot(end.seconds, end.loss, markers[size], zorder=3, **style)
+        found = fit(lowest)
+        if found is None:
+            labels[kind] = (lowest[-1].loss, colour)
+        else:
+            first, last = lowest[0].seconds, lowest[-1].seconds
+            for begin, end, style in ((first, last, "-"), (last, BEYOND * last, ":")):
+                span = np.geomspace(begin, end)
+                axes.plot(span, found.at(span), style, color=colour, linewidth=1.8)
+            labels[kind + f"  $t^{{{found.power:.3f}}}$"] = (found.at(BEYOND * last), colour)
+    axes.set(xscale="log", yscale="log", xlabel="training time on one GPU", title="Loss by time")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.set_ylim(top=top)  # sizes far above the lowest run off the picture; the tables have them
+    times = [end.seconds for end in all_ends]
+    axes.set_xticks([b for b in BUDGETS if min(times) * 0.8 <= b <= BEYOND * max(times)])
+    axes.xaxis.set_major_formatter(FuncFormatter(time_text))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(MaxNLocator(7))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    for size, marker in markers.items():
+        style = {"color": "#555555", "markerfacecolor": "white", "linestyle": ""}
+        axes.plot([], [], marker=marker, label=size, **style)
+    axes.legend(loc="lower left", title="size (filled: lowest of its kind)", ncols=len(markers))
+    name_lines(axes, labels)
+
+
+def draw_positions(axes, runs: dict, seconds: float) -> None:
+    """The loss by position of each kind's best size after a time, as means over 1, 2, 4, 8 ...
+    positions.
+    """
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    labels = {}
+    for kind, colour in colours(runs).items():
+        best = best_size(runs, kind, seconds)
+        if not best:
+            continue
+        losses = best["loss_by_position"]
+        edges = [0, *(2**n - 1 for n in range(1, 1 + (len(losses)).bit_length()))]
+        edges = [*(edge for edge in edges if edge < len(losses)), len(losses)]
+        pairs = list(zip(edges, edges[1:], strict=False))
+        middle = [np.sqrt((first + 1) * end) for first, end in pairs]
+        means = [np.mean(losses[first:end]) for first, end in pairs]
+        axes.plot(middle, means, "-o", color=colour, markersize=3.5)
+        labels[f"{kind} {best['size']}"] = (means[-1], colour)
+    axes.set(xscale="log", xlabel="tokens before", title=f"By position, after {seconds:g} s")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.set_xticks([1, 8, 64, 512, 2048][: 4 + (axes.get_xlim()[1] > 1000)])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    name_lines(axes, labels)
+
+
+def name_lines(axes, labels: dict[str, tuple[float, str]]) -> None:
+    """Writes each line's name at the right edge beside its last value, a little apart."""
+    axes.figure.canvas.draw()  # for the final limits
+
+    def height(value: float) -> float:  # as a share of the axes
+        return axes.transAxes.inverted().transform(axes.transData.transform((1, value)))[1]
+
+    named = sorted(labels.items(), key=lambda item: item[1][0])
+    wanted = [height(value) for _, (value, _) in named]
+    places = list(wanted)
+    for lower, upper in zip(range(len(places)), range(1, len(places)), strict=False):
+        places[upper] = max(places[upper], places[lower] + GAP)
+    lift = np.mean(np.subtract(places, wanted))
+    for (name, (_, colour)), place in zip(named, places, strict=True):
+        style = {"transform": axes.transAxes, "va": "center", "color": colour}
+        axes.text(1.02, place - lift, name, fontweight="bold", fontsize=10, **style)
+
+
+def time_text(seconds: float, _position=None) -> str:
+    return f"{seconds:g} s" if seconds < 300 else f"{seconds / 60:g} min"

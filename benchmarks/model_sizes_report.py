@@ -1,0 +1,308 @@
+"""The report of model_sizes.py, from its results alone: PATH.md, and PATH.png where matplotlib is.
+
+python benchmarks/model_sizes_report.py PATH.json
+"""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mixer.common.errors import run_command
+from mixer.common.files import write_text
+from mixer.reporting.tables import table
+
+EDGES = (0, 8, 64, 256, 512, 2048, 8192)  # of the positions whose losses are shown together
+BEYOND = 3  # no line is drawn, and no loss estimated, for more than so many times the longest run
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a run ended."""
+
+    seconds: float  # of training
+    loss: float  # validation, nats per token
+    size: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """loss = scale x seconds^power, by least squares of log loss on log seconds."""
+
+    scale: float
+    power: float
+    r2: float
+    worst: float  # largest distance of a loss from the line, relative
+    ends: list[End]  # what it is fitted to
+
+    def at(self, seconds):
+        return self.scale * seconds**self.power
+
+
+def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
+    """The run of a kind that has the lowest validation loss after a budget."""
+    rows = [row for row in finished(runs, kind) if row["budget"] == seconds]
+    return min(rows, key=lambda row: row["validation_loss"], default=None)
+
+
+def finished(runs: dict, kind: str | None = None) -> list[dict]:
+    """The runs that ended with a loss, but for those that measured a speed."""
+    return [
+        row
+        for row in runs.values()
+        if row["budget"] and "validation_loss" in row and kind in (None, row["kind"])
+    ]
+
+
+def kinds_of(runs: dict) -> list[str]:
+    return list(dict.fromkeys(row["kind"] for row in finished(runs)))
+
+
+def sizes_of(runs: dict, kind: str | None = None) -> list[str]:
+    """The sizes, from the fewest parameters to the most."""
+    rows = sorted(finished(runs, kind), key=lambda row: row["parameters"])
+    return list(dict.fromkeys(row["size"] for row in rows))
+
+
+def ends_of(runs: dict, kind: str, size: str | None = None) -> list[End]:
+    """For each budget the lowest loss of a kind, or of one size of it: the best rate of a sweep."""
+    lowest: dict[float, dict] = {}
+    for row in finished(runs, kind):
+        best = lowest.get(row["budget"], row)
+        if size in (None, row["size"]) and row["validation_loss"] <= best["validation_loss"]:
+            lowest[row["budget"]] = row
+    ends = [End(r["training_seconds"], r["validation_loss"], r["size"]) for r in lowest.values()]
+    return sorted(ends, key=lambda end: end.seconds)
+
+
+def fit(ends: list[End]) -> Fit | None:
+    """None for fewer than two points."""
+    if len(ends) < 2:
+        return None
+    seconds = np.log([end.seconds for end in ends])
+    losses = np.log([end.loss for end in ends])
+    power, scale = np.polyfit(seconds, losses, 1)
+    rest = losses - (scale + power * seconds)
+    spread = ((losses - losses.mean()) ** 2).sum()
+    r2 = 1 - (rest**2).sum() / spread if spread else 1.0
+    worst = np.abs(np.expm1(rest)).max()
+    return Fit(float(np.exp(scale)), float(power), float(r2), float(worst), ends)
+
+
+def loss_at(ends: list[End], seconds: float) -> float | None:
+    """The loss of one size after a time: on the lines between its ends, in logarithms, or on the
+    last of them continued up to BEYOND times the longest run; None outside.
+    """
+    times, losses = np.log([e.seconds for e in ends]), np.log([e.loss for e in ends])
+    at = math.log(seconds)
+    if at < times[0] - 0.1 or at > times[-1] + math.log(BEYOND) + 0.1:
+        return None
+    if at <= times[-1]:
+        return float(np.exp(np.interp(at, times, losses)))
+    slope = (losses[-1] - losses[-2]) / (times[-1] - times[-2]) if len(ends) > 1 else math.nan
+    return float(np.exp(losses[-1] + slope * (at - times[-1])))
+
+
+def write_report(file: Path) -> str:
+    """Writes PATH.md and PATH.png beside PATH.json; returns the text."""
+    result = json.loads(file.read_text())
+    if not finished(result["runs"]):
+        return "no run has ended yet"
+    text = report(result, file.with_suffix(".png").name)
+    write_text(file.with_suffix(".md"), text)
+    try:
+        from model_sizes_figure import draw
+
+        draw(result, file.with_suffix(".png"))
+    except ImportError as error:
+        text += f"\nno picture: {error}; install it, then: model_sizes_report.py {file}\n"
+    return text
+
+
+def report(result: dict, picture: str) -> str:
+    runs = result["runs"]
+    parts = ["# Models of several sizes for equal times", f"![Loss by time]({picture})"]
+    parts += ["## Losses", table(loss_rows(runs))]
+    parts += ["## Which size for how long", table(size_rows(runs)), how_sized(result)]
+    parts += ["## Where each is better", table(where_rows(runs)), how_split()]
+    parts += ["## Speeds and learning rates", table(rate_rows(runs)), notes(result)]
+    return "\n\n".join(parts) + "\n"
+
+
+def longer(runs: dict) -> list[dict]:
+    """The runs that follow a sweep: by time, and the best first."""
+    rows = [row for row in finished(runs) if "loss" in row]
+    return sorted(rows, key=lambda row: (row["budget"], row["validation_loss"]))
+
+
+def loss_rows(runs: dict) -> list[dict]:
+    return [
+        {
+            "model": f"{row['kind']} {row['size']}",
+            "training, s": f"{row['training_seconds']:.1f}",
+            "lr": f"{row['lr']:g}",
+            "steps": f"{row['steps']:,}",
+            "tokens, M": f"{row['tokens'] / 1e6:.1f}",
+            "passes over the text": f"{row['passes']:.2f}",
+            "memory, GB": f"{row['peak_memory_gb']:.1f}",
+            "validation loss": f"{row['validation_loss']:.4f}",
+            "bits per byte": f"{row['bits_per_byte']:.4f}",
+        }
+        for row in longer(runs)
+    ]
+
+
+def where_rows(runs: dict) -> list[dict]:
+    return [
+        {"model": f"{row['kind']} {row['size']}", "s": f"{row['budget']:g}"}
+        | {
+            f"positions {first} to {end}": f"{np.mean(row['loss_by_position'][first:end]):.3f}"
+            for first, end in zip(EDGES, EDGES[1:], strict=False)
+            if first < len(row["loss_by_position"])
+        }
+        | {
+            "repeats": kind_cell(row["repeats_loss"]),
+            "others": kind_cell(row["others_loss"]),
+            "share of repeats": f"{row['repeats_share']:.1%}",
+        }
+        for row in longer(runs)
+    ]
+
+
+def kind_cell(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.3f}"
+
+
+def size_rows(runs: dict) -> list[dict]:
+    """For several times, which size of each kind has the lowest loss."""
+    budgets = {row["budget"] for row in finished(runs)}
+    rows = []
+    for seconds in sorted(budgets | {2 * budget for budget in budgets}):
+        row = {"GPU-hours": f"{seconds / 3600:.4f}", "s": f"{seconds:g}"}
+        for kind in kinds_of(runs):
+            ends = {size: ends_of(runs, kind, size) for size in sizes_of(runs, kind)}
+            losses = {size: loss_at(of_size, seconds) for size, of_size in ends.items()}
+            losses = {size: loss for size, loss in losses.items() if loss and not math.isnan(loss)}
+            best = min(losses, key=losses.get, default=None)
+            measured = best and any(abs(e.seconds / seconds - 1) < 0.1 for e in ends[best])
+            sign = "" if measured else "about "
+            row[kind] = f"{best}: {sign}{losses[best]:.3f}" if best else ""
+        rows.append(row)
+    return [row for row in rows if any(row[kind] for kind in kinds_of(runs))]
+
+
+def how_sized(result: dict) -> str:
+    """What the table of sizes and the lines of the picture are."""
+    lines = [
+        "Each cell: the size with the lowest validation loss, and that loss. Where it is an "
+        "estimate (about), it is on the line through the two nearest ends of that size's own runs, "
+        f"loss against time in logarithms; a size counts up to {BEYOND} times its longest run."
+    ]
+    for kind in kinds_of(result["runs"]):
+        found = fit(ends_of(result["runs"], kind))
+        if found:
+            lines.append(
+                f"{kind}: loss = {found.scale:.3f} x seconds^{found.power:.4f}, by least squares "
+                f"of log loss on log time over the lowest ends at {len(found.ends)} times "
+                f"({', '.join(f'{end.size}: {end.loss:.3f}' for end in found.ends)}); "
+                f"R² {found.r2:.4f}, largest distance {found.worst:.2%}."
+            )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def how_split() -> str:
+    return (
+        "Losses in nats per token. Position: how many tokens of the window come before the one "
+        "that is read last. Repeats: tokens that a copy from the window would predict, as the two "
+        "tokens before them occurred earlier in the window and were followed by the same token."
+    )
+
+
+def rate_rows(runs: dict) -> list[dict]:
+    """Validation losses of the sweeps, a column for each rate; the best is bold."""
+    swept = [row for row in runs.values() if row["budget"] and "loss" not in row]
+    rates = sorted({row["lr"] for row in swept})
+    rows = []
+    for name in dict.fromkeys((row["kind"], row["size"]) for row in swept):
+        own = {row["lr"]: row for row in swept if (row["kind"], row["size"]) == name}
+        losses = {rate: row.get("validation_loss", math.inf) for rate, row in own.items()}
+        best, any_row = min(losses.values()), own[min(losses, key=losses.get)]
+        if math.isinf(best):
+            continue
+        row = {
+            "model": " ".join(name),
+            "parameters, M": f"{any_row['parameters'] / 1e6:.1f}",
+            "thousand tokens/s": f"{any_row['tokens_per_second'] / 1e3:,.1f}",
+            "steps of a sweep's run": f"{any_row['steps']:,}",
+        }
+        for rate in rates:
+            loss = losses.get(rate)
+            cell = "" if loss is None else "diverged" if math.isinf(loss) else f"{loss:.4f}"
+            row[f"lr {rate:g}"] = f"**{cell}**" if loss == best else cell
+        rows.append(row)
+    return rows
+
+
+def notes(result: dict) -> str:
+    runs, plan = result["runs"], result["plan"]
+    rows = finished(runs)
+    settings = rows[0]["settings"]
+    context = settings["model.max_position_embeddings"]
+    lines = [edge_note(runs), short_note(runs)]
+    lines += [
+        f"{rows[0]['tokens_a_step']:,} tokens a step in samples of {context}, a text of "
+        f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens, optimizer "
+        f"{settings.get('optim.name', 'adamw')}, one GPU for each run, one run of each.",
+        f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. Each "
+        "run's learning rate ends its schedule at the last step, so only ends are compared.",
+        "Training time is the steps by the median time of a step, without start-up, compilation, "
+        "evaluation and saving.",
+    ]
+    devices = ", ".join(dict.fromkeys(row["hardware"]["device"] for row in rows))
+    torches = ", ".join(dict.fromkeys(row["hardware"]["torch"] for row in rows))
+    commits = ", ".join(dict.fromkeys(row["commit"][:10] for row in rows))
+    lines.append(
+        f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`. The "
+        "options of each run are in the JSON file."
+    )
+    return "\n".join(f"- {line}" for line in lines if line)
+
+
+def edge_note(runs: dict) -> str:
+    """Which best rates are the lowest or the highest that were tried."""
+    at_edge = []
+    for row in longer(runs):
+        name = f"{row['kind']} {row['size']}"
+        own = [r["lr"] for r in runs.values() if r["budget"] and "loss" not in r]
+        if len(set(own)) > 1 and row["lr"] in (min(own), max(own)):
+            at_edge.append(f"{name} ({row['lr']:g})")
+    if not at_edge:
+        return ""
+    return (
+        f"The best rate is the lowest or highest that was tried for "
+        f"{', '.join(dict.fromkeys(at_edge))}: rates beyond may be better."
+    )
+
+
+def short_note(runs: dict) -> str:
+    """Which runs are shorter than meant, as the text is."""
+    short = [row for row in longer(runs) if row["training_seconds"] < 0.9 * row["budget"]]
+    named = [
+        f"{row['kind']} {row['size']} ({row['training_seconds']:.0f} of {row['budget']:g} s)"
+        for row in short
+        if row["passes"] > 3.9
+    ]
+    if not named:
+        return ""
+    return f"Stopped before a fifth pass over the text: {', '.join(named)}."
+
+
+def main() -> None:
+    print(write_report(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,92 @@
+"""Models of several sizes for equal times: interrupted in a long run, and gone on with."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import run_python, start_python
+from runs import read_lines
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "model_sizes.py"
+
+
+def write_plan(file: Path, small_run: dict) -> Path:
+    common = {
+        f"{section}.{key}": value
+        for section in ("model", "data", "train", "optim", "logging")
+        for key, value in small_run[section].items()
+    }
+    llama = {"model.architecture": "llama", "model.num_attention_heads": 2}
+    plan = {
+        "seconds": 0.4,
+        "seconds_of_best": [3],
+        "sweep_share": 0.5,
+        "rates": [3e-3, 6e-3],
+        "common": common,
+        "kinds": {"flat mixer": {16: {"model.hidden_size": 16}}, "Llama": {16: llama}},
+    }
+    file.write_text(yaml.safe_dump(plan, sort_keys=False))
+    return file
+
+
+def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_run, tmp_path):
+    plan, output = write_plan(tmp_path / "plan.yaml", small_run), tmp_path / "sizes"
+    command = [SCRIPT, plan, "--output", output, "--commit", "abc123"]
+    first = start_python(*command, output=tmp_path / "printed-1")
+    folder = Path(f"{output}-runs")
+    long_metrics = "flat-mixer-16-3-s-*/metrics.jsonl"
+    while not any("loss" in line for file in folder.glob(long_metrics) for line in lines_of(file)):
+        assert first.is_alive(), (tmp_path / "printed-1").read_text()
+        time.sleep(0.01)
+    os.killpg(first.pid, signal.SIGTERM)  # as a job's end does
+    first.join()
+    wait_for_group(first.pid)
+    before = json.loads(output.with_suffix(".json").read_text())["runs"]
+    assert len(before) == 8 and not any(row["budget"] == 3 for row in before.values())
+
+    done = run_python(*command, output=tmp_path / "printed-2")
+    assert done.returncode == 0, done.stdout
+    runs = json.loads(output.with_suffix(".json").read_text())["runs"]
+    assert {name: runs[name] for name in before} == before, "a finished run was repeated"
+    (log,) = folder.glob("flat-mixer-16-3-s-*.txt")
+    assert "a fresh start" in log.read_text() and "; resuming " in log.read_text()
+    assert not list(folder.glob("*/")), "a finished run's directory is left behind"
+    for kind in ("flat mixer", "Llama"):
+        long, final = (
+            next(row for row in runs.values() if (row["kind"], row["budget"]) == (kind, budget))
+            for budget in (3, 0.4)
+        )
+        swept = {lr: runs[f"{kind} 16, 0.2 s, lr {lr:g}"] for lr in (3e-3, 6e-3)}
+        best = min(swept, key=lambda rate: swept[rate]["validation_loss"])
+        assert final["lr"] == long["lr"] == best
+        for row, measured, seconds in ((final, swept[best], 0.4), (long, final, 3)):
+            tokens = min(seconds * measured["tokens_per_second"], 4 * row["training_tokens"])
+            assert row["tokens"] == pytest.approx(tokens, abs=256)
+            mean = sum(row["loss_by_position"]) / 32
+            assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
+    text = output.with_suffix(".md").read_text()
+    assert "| flat mixer 16 | 0.4 |" in text and "flat mixer: loss = " in text
+    assert output.with_suffix(".png").stat().st_size > 0
+
+
+def lines_of(file: Path) -> list[dict]:
+    try:
+        return read_lines(file.parent)
+    except (OSError, ValueError):  # not there any more, or half a line
+        return []
+
+
+def wait_for_group(group: int, patience: float = 30) -> None:
+    """Until the workers have ended, too."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("workers outlive the command")
