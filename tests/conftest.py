@@ -23,12 +23,14 @@ os.environ.update(
     ACCELERATE_USE_CPU="true",
 )
 
-# With several workers (make test): files whose tests share something costly, a kernel build or the
-# one GPU, stay together.
-ON_ONE_WORKER = {
-    *("test_build", "test_hopper_protocol", "test_ladder", "test_kernel_choice"),
-    *("test_ops_cuda", "test_mix_row_cuda", "test_train_cuda"),
-}
+# With several workers (make test): files whose tests share something costly stay together. Those
+# of one line also go to the same worker, so that no other waits for their build.
+ON_ONE_WORKER = [
+    {"test_build", "test_kernel_choice"},
+    {"test_hopper_protocol"},
+    {"test_ladder"},
+    {"test_ops_cuda", "test_mix_row_cuda", "test_train_cuda"},
+]
 LONGEST_FIRST = ("test_resume", "test_build", "test_wheel", "test_hopper_protocol", "test_train")
 
 
@@ -42,8 +44,9 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.stem in ON_ONE_WORKER:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        for number, together in enumerate(ON_ONE_WORKER):
+            if item.path.stem in together:
+                item.add_marker(pytest.mark.xdist_group(f"files {number}"))
     items.sort(
         key=lambda item: item.path.stem not in LONGEST_FIRST
     )  # stable: so no worker is left alone with a long test

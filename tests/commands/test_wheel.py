@@ -58,6 +58,23 @@ def python(installed, tmp_path):
     return run
 
 
+@pytest.fixture
+def config(tmp_path) -> Path:
+    document = json.dumps({"text": "a few words that are repeated, to learn them " * 20})
+    (tmp_path / "texts.jsonl").write_text(f"{document}\n" * 10)
+    sections = {
+        "model": {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 16},
+        "data": {"source": "jsonl", "path": "texts.jsonl", "directory": "data", "vocab_size": 270}
+        | {"validation_fraction": 0.2},
+        "train": {"steps": 2, "batch_size": 2, "eval_samples": 2},
+        "optim": {"warmup_steps": 1},
+        "checkpoint": {"save_every": 0, "save_last": False},
+        "logging": {"log_every": 1},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
+    return tmp_path / "config.yaml"
+
+
 def test_the_operator_and_the_sources_of_its_kernels_are_installed(installed, python):
     done = python("-c", OPERATOR)
     assert done.returncode == 0, done.stderr
@@ -72,21 +89,17 @@ def test_the_doctor_runs(python):
     assert json.loads(done.stdout)["facts"]["torch"]
 
 
-def test_a_backend_is_compared_with_the_limit(python, tmp_path):
-    document = json.dumps({"text": "a few words that are repeated, to learn them " * 20})
-    (tmp_path / "texts.jsonl").write_text(f"{document}\n" * 10)
-    config = {
-        "model": {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 16},
-        "data": {"source": "jsonl", "path": "texts.jsonl", "directory": "data", "vocab_size": 270}
-        | {"validation_fraction": 0.2},
-        "train": {"steps": 2, "batch_size": 2, "eval_samples": 2},
-        "optim": {"warmup_steps": 1},
-        "checkpoint": {"save_every": 0, "save_last": False},
-        "logging": {"log_every": 1},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+def test_a_model_is_trained(python, config, tmp_path):
+    done = python("-m", "mixer.train", "--config", config)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    assert '"step": 2,' in (tmp_path / "runs/run/metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_backend_is_compared_with_the_limit(python, config, tmp_path):
     options = ["--backends", "panels", "--repeats", 1, "--timing-steps", 1]
-    done = python("-m", "mixer.compare", "--config", "config.yaml", *options)
+    done = python("-m", "mixer.compare", "--config", config, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "runs/compare/report.json").read_text())
     assert list(result["models"]) == ["panels"] and result["limit"]["median"] > 0

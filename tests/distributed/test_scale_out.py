@@ -215,6 +215,7 @@ def start_host(rank: int, port: int, config: Path) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_several_machines_of_cpus_are_refused_by_accelerate_launch(write_config):
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     options = ["--cpu", "--num_processes", "4", "--num_machines", "2", "--machine_rank", "0"]

@@ -144,7 +144,11 @@ def steps_without_end() -> None:
     loop.learning_rate = lambda *arguments: [time.sleep(0.1) for _ in range(600)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)],
+    ids=lambda number: number.name,
+)
 def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, number):
     """torchrun, as accelerate launch starts it: it passes signals on, waits for its processes, and
     itself exits with 1.

@@ -1,6 +1,7 @@
 """What tests that compile the CUDA kernels need to know of this machine."""
 
 import shutil
+from collections.abc import Iterable
 
 import pytest
 
@@ -13,6 +14,14 @@ def has_nvcc() -> bool:
         return build.find_compiler() is not None
     except UserError:
         return False
+
+
+def first_and_slow(values: Iterable) -> list:
+    """Parameters of a test that takes long to compile: one for `make test`, the others for `make
+    soak`.
+    """
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
 
 
 needs_gxx = pytest.mark.skipif(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tensor_emulator import sources
-from toolchain import needs_nvcc
+from toolchain import first_and_slow, needs_nvcc
 
 from mixer.ops import build
 
@@ -68,7 +68,7 @@ MISTAKES = {
 
 
 @needs_nvcc
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", first_and_slow(MISTAKES))
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
     wrong = emulator("__nv_bfloat16", tmp_path, MISTAKES[mistake])
     assert subprocess.run(wrong, capture_output=True, timeout=300).returncode == 1

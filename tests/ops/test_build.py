@@ -80,9 +80,23 @@ def test_kernels_compile_for_hopper_without_spills():
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    "architecture", ((8, 0), pytest.param((7, 5), marks=pytest.mark.slow)), ids=("8.0", "7.5")
-)
+@pytest.mark.parametrize("source", ("ampere_grad_input", "ampere_grad_weight"))
+def test_tensor_core_kernels_compile_for_8_0_without_spills(source, tmp_path):
+    """A product and the weight gradient; `make soak` compiles the whole library."""
+    compiler = build.find_compiler()
+    flags = [*build.COMPILE_FLAGS, *build.architecture_flags(compiler, (8, 0))]
+    unit = [str(build.SOURCES / f"{source}.cu"), "-c", "-o", str(tmp_path / "unit.o")]
+    done = subprocess.run(
+        [str(compiler.path), *flags, *unit], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, done.stdout
+    kernels = build.kernels_of(done.stdout.decode())
+    assert kernels and [kernel for kernel in kernels if kernel.spilled_bytes] == []
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ((8, 0), (7, 5)), ids=("8.0", "7.5"))
 def test_kernels_compile_for_older_gpus_without_spills(architecture, tmp_path):
     """8.6 and 8.9 get the same PTX as 8.0, and as many registers."""
     compiler = build.find_compiler()

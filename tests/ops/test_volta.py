@@ -11,7 +11,7 @@ import nvrtc
 import pytest
 from ptx_library import PtxLibrary
 from tensor_emulator import sources
-from toolchain import needs_nvcc
+from toolchain import first_and_slow, needs_nvcc
 
 from mixer.ops import build, cuda
 
@@ -61,7 +61,7 @@ MISTAKES = {
 
 
 @needs_nvcc
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", first_and_slow(MISTAKES))
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
     text, (old, new) = emulated(), MISTAKES[mistake]
     assert text.count(old) == 1

@@ -89,9 +89,12 @@ def test_a_run_compiles_four_graphs_whatever_its_layers_steps_and_last_batches(
     assert counts["unique_graphs"] == 4  # a block and the loss, with gradients and without
 
 
-@needs_gxx
-def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(monkeypatch):
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_gxx, pytest.mark.slow])]
+)
+def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(backend, monkeypatch):
     compile_quickly(monkeypatch.setattr)
+    monkeypatch.setattr(torch, "compile", with_backend(backend))
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
@@ -114,7 +117,9 @@ def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(monkeypat
 
 
 def with_backend(name: str):
-    """torch.compile without the code generation, which takes most of its time."""
+    """torch.compile by a backend; aot_eager is without code generation, which takes most of the
+    time.
+    """
     real = torch.compile
     return lambda function, options=None, **how: real(function, **how, backend=name)
 
