@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
 from mixer.checkpoints.finite import not_finite, optimizer_state
+from mixer.checkpoints.snapshot import DeviceCopy, HostCopy, choose_copy, room_for
 from mixer.common.errors import UserError
 from mixer.common.files import as_system_error, flush
 from mixer.distributed.hosts import Hosts
@@ -31,51 +32,12 @@ from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
 
 
-class HostCopy:
-    """Copies tensors to the host's memory, into buffers that the next copy uses again.
-
-    On a GPU the buffers are pinned, and the copies run on a stream of their own, beside the work
-    queued there. Whatever changes the tensors must be queued after `before_change`, and whatever
-    reads the copies must run after `wait`. Pinning takes seconds for a large model; it happens in
-    the first copy.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.buffers: dict[str, Tensor] = {}
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.done = None
-
-    def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """The copy of a tensor on the device; its content is there after `wait`."""
-        if name not in self.buffers:
-            pinned = self.stream is not None
-            self.buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        buffer = self.buffers[name]
-        if self.stream is None:
-            return buffer.copy_(tensor.detach())
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            buffer.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(self.stream)
-            self.done = self.stream.record_event()
-        return buffer
-
-    def before_change(self) -> None:
-        """Makes the GPU wait for the copies; this process does not wait."""
-        if self.done is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.done)
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
-
-
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time, from all processes together.
 
-    `save` returns once the state is copied (on a GPU: once the copies are queued). An error in the
-    writing thread is raised by `check`, or by the next `save` or `close`, which wait for it.
+    `save` returns once the state is copied (on a GPU: once the copies are queued), see snapshot.py.
+    An error in the writing thread is raised by `check`, or by the next `save` or `close`, which
+    wait for it.
     """
 
     def __init__(
@@ -94,8 +56,9 @@ class CheckpointWriter:
         self.tokenizer, self.say = tokenizer, say
         self.main = accelerator.is_main_process
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self.host = HostCopy(accelerator.device)
-        gpu = torch.cuda.current_device() if self.host.stream is not None else None
+        self.copied: HostCopy | DeviceCopy | None = None  # made by the first save
+        on_gpu = accelerator.device.type == "cuda"
+        gpu = torch.cuda.current_device() if on_gpu else None
         self.thread = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=_after_training, initargs=(gpu,)
         )
@@ -111,7 +74,7 @@ class CheckpointWriter:
         """
         self.wait()  # until the last checkpoint is written, as its buffers are used again
         self.require_finite(optimizer, trainer["step"])
-        model, state = self._copy_model(), self._copy_optimizer(optimizer)
+        model, state = self._copy(optimizer)
         random = self.hosts.gather(_random_state(self.accelerator.device))
         trainer = {"format": format.FORMAT} | trainer
         if self.main or self.sharded:
@@ -177,7 +140,8 @@ class CheckpointWriter:
 
     def before_update(self) -> None:
         """To be called before the optimizer changes what is being copied."""
-        self.host.before_change()
+        if self.copied is not None:
+            self.copied.before_change()
 
     def _submit(self, job, *arguments) -> None:
         self.jobs.append(self.thread.submit(job, *arguments))
@@ -198,21 +162,31 @@ class CheckpointWriter:
             return "No checkpoint of the run is complete"
         return f"The run can go on from {good[-1]}, its last good checkpoint"
 
-    def _copy_model(self) -> dict[str, Tensor]:
-        copies = {}
-        for name, parameter in self.model.named_parameters():  # a tied weight comes once
+    def _copy(self, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[str]]:
+        """Copies the weights, and the optimizer's state; returns the names of both."""
+        weights = dict(self.model.named_parameters()) if self.main or self.sharded else {}
+        state = self._held(optimizer)
+        needed = room_for([*(weights.values() if self.main else ()), *state.values()])
+        if self.copied is None or self.copied.room < needed:
+            self.copied = None  # gives its memory back
+            self.copied = choose_copy(self.accelerator.device, needed)
+        self.copied.begin()
+        for name, parameter in weights.items():  # a tied weight comes once
             full = whole(parameter)  # one at a time: sharded, the model need not fit on one device
             if self.main:
-                copies[name] = self.host.copy(name, full)
-        return copies
+                self.copied.copy(name, full)
+        for name, value in state.items():
+            self.copied.copy(name, value)
+        self.copied.finish()
+        return list(weights) if self.main else [], list(state)
 
-    def _copy_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    def _held(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """The optimizer's state as PARAMETER/KEY, whichever keys it has; sharded, this process's
         shards.
         """
         if not (self.main or self.sharded):
             return {}
-        copies = {}
+        held = {}
         for name, parameter, value in optimizer_state(self.model, optimizer):
             if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
                 raise UserError(
@@ -220,23 +194,24 @@ class CheckpointWriter:
                     "be saved under FSDP; train without FSDP"
                 )
             if local_part(value).numel():
-                copies[name] = self.host.copy(name, local_part(value))
-        return copies
+                held[name] = local_part(value)
+        return held
 
     def _write(
-        self, model: dict, optimizer: dict, random: list[dict], trainer: dict[str, Any]
+        self, model: list[str], state: list[str], random: list[dict], trainer: dict[str, Any]
     ) -> None:
-        """Writes one checkpoint; runs in the thread."""
-        self.host.wait()
+        """Writes one checkpoint, of the copies with these names; runs in the thread."""
+        held = self.copied.fetch()
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
             if self.main:
                 (partial / format.STATE).mkdir(parents=True)
-            self._write_optimizer(partial, optimizer)
+            self._write_optimizer(partial, {name: held[name] for name in state})
             if not self.main:
                 return
-            _write_model(partial, self.model, model, self.tokenizer)
+            weights = {name: held[name] for name in model}
+            _write_model(partial, self.model, weights, self.tokenizer)
             states = {
                 f"{kind}-{rank}": state
                 for rank, states in enumerate(random)

@@ -19,9 +19,10 @@ import torch
 from accelerate import Accelerator
 from launching import ROOT, Launch, run_python
 from models import small_model
-from runs import RECIPE, assert_same, read_losses, read_timeless, state_files
+from runs import FSDP, RECIPE, assert_same, read_losses, read_timeless, state_files
 from safetensors.torch import load_file
 
+from mixer.checkpoints import snapshot
 from mixer.checkpoints.config import CheckpointConfig
 from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.restore import load_optimizer, warn_of_threads
@@ -466,6 +467,55 @@ def test_the_best_checkpoint_is_that_of_the_losses_when_it_was_asked_for(tmp_pat
     CheckpointWriter.link_best(writer, losses)
     losses[8] = 2.0
     assert submitted[0][1] == {4: 2.5}
+
+
+def snapshots_fetched_late() -> None:
+    """Snapshots as on a GPU with room for them, in small pieces, and fetched when training has gone
+    on.
+    """
+    real = snapshot.DeviceCopy.fetch
+    snapshot.has_room = lambda device, needed: True
+    snapshot.STAGE_BYTES, snapshot.QUEUED_BYTES = 1000, 5000
+
+    def fetch(copy):
+        time.sleep(0.3)
+        return real(copy)
+
+    snapshot.DeviceCopy.fetch = fetch
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "environment"),
+    [(RECIPE, 1, {}), ((), 2, FSDP)],
+    ids=["recipe", "fsdp"],
+)
+def test_a_snapshot_holds_the_state_of_its_step_however_late_it_is_fetched(
+    write_config, launch, tmp_path, settings, processes, environment
+):
+    command = ("--config", write_config(), *settings)
+    options = {"processes": processes, "environment": environment}
+    launch(*command, "name=plain", **options).succeed()
+    launch(*command, "name=late", before=snapshots_fetched_late, **options).succeed()
+    for step in (8, 12):
+        assert_same(tmp_path / "runs/late", tmp_path / "runs/plain", step)
+
+
+def test_a_snapshot_takes_tensors_of_any_type_and_shape_again_and_again(monkeypatch):
+    monkeypatch.setattr(snapshot, "has_room", lambda device, needed: True)
+    small = torch.arange(6, dtype=torch.int64).view(2, 3)
+    copy = snapshot.choose_copy(torch.device("cpu"), snapshot.room_for([small]))
+    assert copy.room == 512
+    large = [small, torch.tensor(2.5), torch.randn(300, dtype=torch.float64)[::2]]
+    copy = snapshot.choose_copy(torch.device("cpu"), snapshot.room_for(large))
+    for _ in range(2):
+        copy.begin()
+        for number, tensor in enumerate(large):
+            copy.copy(str(number), tensor)
+        copy.finish()
+        wanted = [tensor.clone() for tensor in large]
+        for tensor in large:
+            tensor.add_(1)
+        assert all(map(torch.equal, copy.fetch().values(), wanted))
 
 
 def test_whatever_state_an_optimizer_has_comes_back(tmp_path):

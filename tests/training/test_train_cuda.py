@@ -108,6 +108,24 @@ def test_a_killed_run_resumes_exactly(
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 24)
 
 
+def no_room_on_the_device() -> None:
+    from mixer.checkpoints import snapshot
+
+    snapshot.has_room = lambda device, needed: False
+
+
+@pytest.mark.parametrize(("processes", "engine"), [LAUNCHES[0], LAUNCHES[3]])
+def test_checkpoints_are_the_same_with_and_without_room_on_the_device(
+    write_config, launch, tmp_path, processes, engine
+):
+    options = options_for(processes, engine)
+    config = write_config(**SECTIONS, checkpoint={"save_every": 4}, logging={"log_every": 24})
+    launch("--config", config, "name=room", **options).succeed()
+    launch("--config", config, "name=none", before=no_room_on_the_device, **options).succeed()
+    for step in (20, 24):
+        assert_same(tmp_path / "runs/none", tmp_path / "runs/room", step)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_number_that_is_not_finite_is_found_wherever_it_is_on_the_device(dtype):
     held = {str(size): torch.ones(size, dtype=dtype, device="cuda") for size in (1, 7, 1_000_003)}
