@@ -202,7 +202,8 @@ def plot(result: dict, output: Path) -> None:
         norms = [(step, norm) for step, norm in one["grad_norm"] if norm]
         right.plot(*zip(*norms, strict=True), label=name, **style)
     finals = [one["validation"][-1][1] for one in shown.values()]
-    left.set_ylim(min(finals) - 0.3, max(finals) + 1.5)
+    lowest = min(value for one in shown.values() for _, value in one["loss"])
+    left.set_ylim(min(*finals, lowest) - 0.1, max(finals) + 1.5)
     left.set(xlabel="training, s", ylabel="loss, nats a token (dots: validation)")
     right.set(xlabel="step", ylabel="gradient norm before clipping", yscale="log")
     right.legend(fontsize=7)
