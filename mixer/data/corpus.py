@@ -70,15 +70,18 @@ def _refuse_common_files(config: DataConfig, held_out: DataConfig) -> None:
         )
 
 
-def documents(config: DataConfig, options: tuple[str, ...] = CORPUS_OPTIONS) -> Iterator[str]:
-    """Every document of the source, in an order that does not change; documents of nothing but
-    white space are left out.
+def documents(
+    config: DataConfig, options: tuple[str, ...] = CORPUS_OPTIONS, blank: bool = False
+) -> Iterator[str]:
+    """Every document of the source, in an order that does not change; without `blank`, documents of
+    nothing but white space are left out, and empty ones always.
 
     `options` names, for errors, the options that say where to read. Raises UserError for a missing
     file or dataset, text that is not UTF-8, a missing text field, or a source without documents.
     """
     check(config)
-    texts = (text for shard in shards(config, options) for text in shard_documents(shard))
+    read = shard_texts if blank else shard_documents
+    texts = (text for shard in shards(config, options) for text in read(shard) if text)
     found = 0
     for text in itertools.islice(texts, config.max_documents or None):
         found += 1

@@ -80,7 +80,10 @@ class EvalOptions:
     max_tokens: int = field(default=0, metadata={"help": "score at most that many tokens; 0: all"})
     first_token: str = field(
         default="skip",
-        metadata={"help": "first token of a stream: skip, or eos: score it after an EOS"},
+        metadata={
+            "help": "first token of a stream: skip, or eos: score it after an EOS, and rows of "
+            "white space alone too"
+        },
     )
     last_window: str = field(
         default="short",
@@ -210,21 +213,18 @@ def choose_window(options: EvalOptions, model) -> tuple[int, int]:
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer) -> Text:
+    every_token = options.first_token == "eos"
+    rows = (options.text_field, options.max_documents)
     if options.text:
-        text = text_from_files(options.text, tokenizer, options.text_field, options.max_documents)
+        text = text_from_files(options.text, tokenizer, *rows, every_token)
     elif options.hub:
         text = text_from_hub(
-            options.hub,
-            options.subset,
-            options.split,
-            options.text_field,
-            options.max_documents,
-            tokenizer,
+            options.hub, options.subset, options.split, *rows, tokenizer, every_token
         )
     else:
         text = validation_text(Path(data_directory(options)), window, tokenizer)
     text = limit(text, options.max_tokens, tokenizer)
-    return put_eos_first(text, tokenizer) if options.first_token == "eos" else text
+    return put_eos_first(text, tokenizer) if every_token else text
 
 
 def check_tokens(text: Text, vocab_size: int) -> None:

@@ -39,22 +39,27 @@ class Text:
         self.bytes += len(document.encode("utf-8", errors="replace"))
         self.words += len(document.split())
 
-    def check(self) -> "Text":
-        if not any(len(tokens) > 1 for tokens in self.streams):
+    def check(self, least: int) -> "Text":
+        if not any(len(tokens) >= least for tokens in self.streams):
             raise UserError(
-                f"{self.name} is shorter than 2 tokens, so nothing can be predicted: "
+                f"{self.name} is shorter than {least} tokens, so nothing can be predicted: "
                 "give a longer text"
             )
         return self
 
 
 def text_from_files(
-    paths: Sequence[str], tokenizer, text_field: str = "text", max_documents: int = 0
+    paths: Sequence[str],
+    tokenizer,
+    text_field: str = "text",
+    max_documents: int = 0,
+    every_token: bool = False,
 ) -> Text:
     """A document for each plain file, and for each row of a .jsonl, .json or .parquet file (also
     .gz, .zst).
 
-    Raises UserError for a file that is missing, not UTF-8, empty, or shorter than 2 tokens.
+    every_token: whether first tokens are scored too; then one token is enough, and rows of white
+    space alone count. Raises UserError for a file that is missing, not UTF-8, empty, or too short.
     """
     encode = raw_encoder(tokenizer)
     text = Text(", ".join(str(path) for path in paths), counted="the files")
@@ -63,26 +68,20 @@ def text_from_files(
             problem = "is not a file" if path.exists() else "does not exist"
             raise UserError(f"text file {path} {problem}: give the path of a UTF-8 text file")
         alone = Text(f"text file {path}")
-        for document in read_documents(path, text_field, max_documents):
+        for document in read_documents(path, text_field, max_documents, every_token):
             alone.add(document, encode)
-        alone.check()
+        alone.check(1 if every_token else 2)
         text.streams += alone.streams
         text.bytes += alone.bytes
         text.words += alone.words
     return text
 
 
-def read_documents(path: Path, text_field: str, max_documents: int) -> Iterable[str]:
+def read_documents(path: Path, text_field: str, max_documents: int, blank: bool) -> Iterable[str]:
+    settings = {"text_field": text_field, "max_documents": max_documents}
     for source, suffixes in SUFFIXES.items():
         if path.name.endswith(suffixes):
-            return documents(
-                DataConfig(
-                    source=source,
-                    path=str(path),
-                    text_field=text_field,
-                    max_documents=max_documents,
-                )
-            )
+            return documents(DataConfig(source=source, path=str(path), **settings), blank=blank)
     try:
         content = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -96,10 +95,16 @@ def read_documents(path: Path, text_field: str, max_documents: int) -> Iterable[
 
 
 def text_from_hub(
-    name: str, subset: str, split: str, text_field: str, max_documents: int, tokenizer
+    name: str,
+    subset: str,
+    split: str,
+    text_field: str,
+    max_documents: int,
+    tokenizer,
+    every_token: bool = False,
 ) -> Text:
     """A document for each row of a dataset of the hub, read as a stream; `name` may also be a
-    directory of data files.
+    directory of data files. every_token: see `text_from_files`.
     """
     settings = DataConfig(
         source="hub",
@@ -111,9 +116,9 @@ def text_from_hub(
     )
     text = Text(" ".join(filter(None, (name, subset, split))), counted="the documents")
     encode = raw_encoder(tokenizer)
-    for document in documents(settings):
+    for document in documents(settings, blank=every_token):
         text.add(document, encode)
-    return text.check()
+    return text.check(1 if every_token else 2)
 
 
 def validation_text(directory: Path, context: int, tokenizer) -> Text:
