@@ -5,7 +5,10 @@ saves every so often.
     torchrun --standalone --nproc_per_node 2 benchmarks/save_stall.py --config ...
 
 Prints, and writes with hardware and commit, the median step, and the steps that save and those
-after them as multiples of it.
+after them as multiples of it. Also what looking for NaN and infinity costs, as shares of the median
+step: the look at weights and optimizer state before each save (`state_check`, on training as a
+whole that divided by the steps between saves), and the look at each step's gradient
+(`gradient_check`, on a GPU).
 """
 
 import argparse
@@ -16,15 +19,18 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError, run_command
 from mixer.common.provenance import commit, hardware
 from mixer.training import loop
 from mixer.training.config import load_config
+from mixer.training.guard import Guard
 
 
 def main() -> None:
@@ -65,10 +71,21 @@ def main() -> None:
         real_ask(stop)
 
     loop.Stop.ask = ask
+    checks: list[float] = []
+    CheckpointWriter.require_finite = timed(CheckpointWriter.require_finite, checks)
+    looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    if torch.cuda.is_available():
+        Guard.before_step = between_events(Guard.before_step, looks)
     loop.train(run)
     if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(directory)
         found = report(marks, options.every)
+        step = found["median_step_seconds"]
+        found["state_check_seconds"] = statistics.median(checks)
+        found["state_check_share_of_a_step"] = statistics.median(checks) / step
+        if looks:
+            seconds = statistics.median(begin.elapsed_time(end) for begin, end in looks) / 1e3
+            found["gradient_check_share_of_a_step"] = seconds / step
         found |= {
             "hardware": hardware(),
             "commit": options.commit or commit(),
@@ -77,6 +94,30 @@ def main() -> None:
         print(json.dumps(found, indent=1))
         if options.output:
             options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def timed(function: Callable, seconds: list[float]) -> Callable:
+    """The function, which waits for the device itself; each call's time is added to `seconds`."""
+
+    def call(*arguments):
+        began = time.perf_counter()
+        function(*arguments)
+        seconds.append(time.perf_counter() - began)
+
+    return call
+
+
+def between_events(function: Callable, pairs: list) -> Callable:
+    """The function, between two events of the GPU for each call: it does not wait for it."""
+
+    def call(*arguments):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function(*arguments)
+        end.record()
+        pairs.append((begin, end))
+
+    return call
 
 
 def report(marks: list[float], every: int) -> dict:
