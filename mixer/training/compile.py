@@ -38,6 +38,8 @@ def compile_objective(
     parts = compiled_parts(objective, how)
     if not parts:
         return False
+    # What an earlier run of this process, or an attempt, has compiled; the graphs hold memory.
+    torch._dynamo.reset()
     each_pass = objective.register_forward_pre_hook(begin_graphs) if graphs else None
     began = time.perf_counter()
     for module, name in parts:
@@ -57,7 +59,6 @@ def compile_objective(
         delattr(module, name)
     if each_pass:
         each_pass.remove()
-        torch._dynamo.reset()  # also gives back the memory of graphs
     say(
         f"{_asked(how, graphs)} failed, the run goes on without: {failures[0]}. Nothing else "
         "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a "

@@ -5,6 +5,7 @@ GPU.
 import dataclasses
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -210,6 +211,18 @@ def test_wrong_kernels_are_not_timed(monkeypatch):
         ".*mixing_backend=panels.*test_ops_cuda",
     ):
         tune.measure(small, torch.float32, torch.device("cpu"))
+
+
+def test_a_backend_that_is_far_behind_is_not_timed_for_long(monkeypatch):
+    times, calls = {"cuda": 1.0, "panels": 2.0, "dense": 50.0}, Counter()
+
+    def milliseconds(name, count):
+        calls[name] += count
+        return times[name]
+
+    monkeypatch.setattr(measure, "milliseconds", milliseconds)
+    assert measure.interleaved({name: name for name in times}) == times
+    assert calls["cuda"] > 2 * calls["panels"] > 10 * calls["dense"] > 0
 
 
 def test_without_a_gpu_it_says_what_is_missing(monkeypatch):
