@@ -9,7 +9,10 @@ setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	@# Python's own pip may be old, and takes three times as long to find 130 packages. A failure is
+	@# ignored: it works, too.
+	-$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --upgrade pip
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
 	  -c constraints.txt -e ".[dev,eval,sm70]"
 	@# Compiles to byte code on all cores (pip uses one), without the packages' own tests and the
 	@# hundreds of models that transformers has. A failure is ignored: Python compiles what is
