@@ -47,6 +47,7 @@ class Form:
     recompute: str = "none"
     graphs: bool = False  # ours, compiled: replayed as CUDA graphs
     optim: dict = field(default_factory=dict)  # options other than the defaults: AdamW
+    change: Callable[[nn.Module], object] = lambda model: None  # ours: made before it is compiled
 
 
 FORMS = {
@@ -195,6 +196,7 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
         for block in model.model.layers:
             block.mixing = NoMixing(config)
     set_recompute(model, form.recompute)
+    form.change(model)
     return Ours(model)
 
 
