@@ -38,10 +38,11 @@ class Muon(torch.optim.Optimizer):
         group: the processes that share the work; None for this one alone.
         compile: what makes the elementwise parts faster, such as torch.compile.
 
-    A step whose `found_inf` (set by GradScaler and by the guard) is 1 changes nothing.
+    Gradients are divided by `grad_scale`, where it is set. A step whose `found_inf` (set by
+    GradScaler and by the guard) is 1 changes nothing.
     """
 
-    _step_supports_amp_scaling = True  # see found_inf
+    _step_supports_amp_scaling = True  # see grad_scale and found_inf
 
     def __init__(
         self,
@@ -75,10 +76,11 @@ class Muon(torch.optim.Optimizer):
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in parameters]
         momenta = [self.state[parameter]["momentum"] for parameter in parameters]
-        found_inf = getattr(self, "found_inf", None)
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         device = parameters[0].device
         skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
-        stacked = self.directions(gradients, momenta, settings["momentum"], skip)
+        scale = torch.ones((), device=device) if scale is None else scale.to(device)
+        stacked = self.directions(gradients, momenta, settings["momentum"], skip, scale)
         updates = self._orthogonalize(stacked)
         rows, columns = parameters[0].shape
         # A tensor: a compiled function would be compiled anew for another number.
@@ -103,16 +105,17 @@ class Muon(torch.optim.Optimizer):
 
 
 def directions(
-    gradients: list[Tensor], momenta: list[Tensor], momentum: float, skip: Tensor
+    gradients: list[Tensor], momenta: list[Tensor], momentum: float, skip: Tensor, scale: Tensor
 ) -> Tensor:
     """Updates the momenta in place; returns Nesterov's directions `normalized`, (matrices, rows,
     columns).
 
-    skip: 0 or 1 on the device; with 1 the gradients, which may not be finite, are not used.
+    skip: 0 or 1 on the device; with 1 the gradients, which may not be finite, are not used. scale:
+    what gradients are divided by, a scalar.
     """
     found = []
     for gradient, buffer in zip(gradients, momenta, strict=True):
-        gradient = torch.where(skip > 0, buffer, gradient)
+        gradient = torch.where(skip > 0, buffer, gradient / scale)
         buffer.copy_(torch.lerp(buffer, gradient, 1 - momentum))
         found.append(normalized(torch.lerp(gradient, buffer, momentum)))
     return torch.stack(found)

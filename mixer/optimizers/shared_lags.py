@@ -11,16 +11,17 @@ The functions here work on all mixing weights of a model at once, in a fixed ord
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of a large matrix are worked on in so many parts. A part has only the columns up to its last
-# row, so that little of the upper triangle is read or written.
-PARTS, LARGE = 4, 2048
+# The rows of a large matrix are worked on in parts of at least so many rows, at most so many parts.
+# A part has only the columns up to its last row, so that little of the upper triangle is read.
+ROWS, PARTS = 512, 8
 
 
 def row_parts(context: int) -> list[tuple[int, int]]:
     """The first row of each part, and the row after its last."""
-    parts = PARTS if context >= LARGE else 1
+    parts = min(max(context // ROWS, 1), PARTS)
     ends = [context * part // parts for part in range(parts + 1)]
     return list(zip(ends[:-1], ends[1:], strict=True))
 
@@ -38,53 +39,44 @@ def diagonal_sums(matrix: Tensor) -> Tensor:
         rows = matrix[..., first:end, :end]
         column = place[first:end, None] - place[:end]  # (row, lag)
         picked = rows.gather(-1, column.clamp(min=0).expand(rows.shape))
-        total[..., :end] += torch.where(column >= 0, picked, 0).sum(-2)
+        sums = torch.where(column >= 0, picked, 0).sum(-2)
+        total = total + F.pad(sums, (0, context - end))
     return total
 
 
-def add_toeplitz(matrix: Tensor, lags: Tensor) -> None:
-    """Adds lags[..., i - j] to matrix[..., i, j] for all j <= i, in place.
-
-    Args:
-        matrix: (..., context, context).
-        lags: (..., context).
+def toeplitz_rows(lags: Tensor, rows: int, columns: int) -> Tensor:
+    """The last `rows` of the first `columns` rows of toeplitz(lags): its entry [..., i, j] is lags[
+    ..., i - j], and zero above the diagonal. (..., context) -> (..., rows, columns).
     """
-    context = lags.shape[-1]
-    place = torch.arange(context, device=lags.device)
-    for first, end in row_parts(context):
-        lag = place[first:end, None] - place[:end]  # (row, column)
-        matrix[..., first:end, :end].add_(torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0))
+    place = torch.arange(columns, device=lags.device)
+    lag = place[columns - rows :, None] - place  # (row, column)
+    return torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0)
 
 
-def update_lags(
-    weights: list[Tensor],
+def lag_changes(
     gradients: list[Tensor],
     first_moments: list[Tensor],
     second_moments: list[Tensor],
-    steps: list[Tensor],
-    rate: Tensor,
+    numbers: Tensor,
     betas: tuple[float, float],
     eps: float,
-    skip: Tensor,
-) -> None:
-    """AdamW's update of the lags (arXiv 1711.05101, without weight decay), added to the weights in
-    place.
+) -> list[Tensor]:
+    """AdamW's update of the lags (arXiv 1711.05101, without weight decay): what is to be added to
+    the weights along their diagonals, (heads, taps, context) each.
 
     Args:
-        weights, gradients: (heads, taps, context, context) each.
+        gradients: of the weights, (heads, taps, context, context) each.
         first_moments, second_moments: of the lags' gradients, (heads, taps, context) each; updated.
-        steps: the number of this step, from 1, a scalar tensor each.
-        rate: the lags' learning rate, a scalar fp64 tensor.
-        skip: with 1 nothing changes; gradients that are not finite do no harm then.
+        numbers: as those of `update_rows` (triangular_adamw.py), with the lags' learning rate.
     """
     beta1, beta2 = betas
-    for weight, gradient, first, second, step in zip(
-        weights, gradients, first_moments, second_moments, steps, strict=True
-    ):
-        sums = diagonal_sums(gradient)
-        skipped = skip > 0
+    changes = []
+    tensors = zip(gradients, first_moments, second_moments, strict=True)
+    for place, (gradient, first, second) in enumerate(tensors):
+        rate, root, _, skip, scale = numbers[place].unbind()
+        sums, skipped = diagonal_sums(gradient) / scale, skip > 0
         first.copy_(torch.where(skipped, first, torch.lerp(first, sums, 1 - beta1)))
         second.copy_(torch.where(skipped, second, beta2 * second + (1 - beta2) * sums.square()))
-        denominator = (second / (1 - beta2 ** step.double())).sqrt() + eps
-        change = torch.where(skipped, 0, -rate * first / (1 - beta1 ** step.double()) / denominator)
-        add_toeplitz(weight, change)
+        change = -rate * first / (second.sqrt() / root + eps)
+        changes.append(torch.where(skipped, 0, change))
+    return changes

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 
 class Together(torch.optim.Optimizer):
@@ -10,9 +11,10 @@ class Together(torch.optim.Optimizer):
 
     It has the groups of all of them and one state for all, so that accelerate, GradScaler and
     checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
-    guard) is 1 must change nothing. Parts that know `found_inf` (`_step_supports_amp_scaling`) are
-    given it; the gradients of others are set to zero on the device before they see them, so that
-    NaN never reaches a weight.
+    guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
+    clipping). Parts that know both (`_step_supports_amp_scaling`) are given them. The gradients of
+    others are divided before they see them, or set to zero on the device, so that NaN never reaches
+    a weight.
     """
 
     _step_supports_amp_scaling = True
@@ -40,18 +42,23 @@ class Together(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        found_inf = getattr(self, "found_inf", None)
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         for part in self.parts:
             if getattr(part, "_step_supports_amp_scaling", False):
-                part.grad_scale, part.found_inf = getattr(self, "grad_scale", None), found_inf
-            elif found_inf is not None:
-                _zero_where(found_inf, part)
+                part.grad_scale, part.found_inf = scale, found_inf
+            else:
+                _prepare_gradients(part, found_inf, scale)
             part.step()
 
 
-def _zero_where(found_inf: torch.Tensor, part: torch.optim.Optimizer) -> None:
+def _prepare_gradients(
+    part: torch.optim.Optimizer, found_inf: Tensor | None, scale: Tensor | None
+) -> None:
     for group in part.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                bad = found_inf.to(parameter.grad.device) > 0
-                parameter.grad.copy_(torch.where(bad, 0, parameter.grad))
+            gradient = parameter.grad
+            if gradient is not None and scale is not None:
+                gradient.div_(scale.to(gradient.device))
+            if gradient is not None and found_inf is not None:
+                bad = found_inf.to(gradient.device) > 0
+                gradient.copy_(torch.where(bad, 0, gradient))

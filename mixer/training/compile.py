@@ -12,6 +12,8 @@ from mixer.common.errors import first_line
 from mixer.distributed.hosts import Hosts
 from mixer.training.objective import Objective
 
+SHAPES = 64  # of the inputs of one compiled function, at most
+
 
 def compile_objective(
     objective: Objective,
@@ -80,13 +82,14 @@ def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]
 
 
 def compiled(function: Callable, graphs: bool) -> Callable:
-    """torch.compile for inputs of one shape, without graph breaks.
+    """torch.compile for inputs of few shapes, without graph breaks.
 
     By default the compiler measures several kernels and takes the fastest. Each sums in its own
     order, so a resumed run, which compiles again, could differ in its last bits. Here the compiler
     chooses by rule.
     """
     options = by_rule() | {"triton.cudagraphs": graphs}
+    _allow_shapes()
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
@@ -100,6 +103,16 @@ def by_rule() -> dict[str, bool]:
         return {"deterministic": True}
     older = ("triton.autotune_pointwise", "dynamic_scale_rblock", "shape_padding")
     return dict.fromkeys(older, False)
+
+
+def _allow_shapes() -> None:
+    """Lets the compiler make more than the usual 8 forms of one function: the optimizers' have one
+    for each shape of their parameters' parts.
+    """
+    from torch._dynamo import config
+
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    setattr(config, name, max(SHAPES, getattr(config, name)))
 
 
 def begin_graphs(*_) -> None:

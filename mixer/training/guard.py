@@ -51,7 +51,7 @@ class Guard:
         if self.stop_at_first and not self.scaled:
             bad = bad | (self.first > 0)
         if not self.scaled:
-            self.optimizer.found_inf, self.optimizer.grad_scale = bad.float(), None
+            self.optimizer.found_inf = bad.float()
         self.steps += bad
         self.first = torch.where(bad & (self.first == 0), step, self.first)
         self.last = torch.where(bad, step, self.last)

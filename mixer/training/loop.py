@@ -1,6 +1,5 @@
 """The training loop: steps, metrics, evaluations and checkpoints, to the last step or a signal."""
 
-import math
 from contextlib import nullcontext
 from dataclasses import asdict
 
@@ -18,8 +17,8 @@ from mixer.data.batches import Batches, Share, to_device
 from mixer.data.order import SampleOrder
 from mixer.distributed.engine import build_accelerator
 from mixer.distributed.hosts import Hosts, leave_with_error
-from mixer.distributed.shards import whole
 from mixer.distributed.stop import Stop
+from mixer.training.clipping import clip, gradient_norm
 from mixer.training.config import RunConfig
 from mixer.training.console import Console
 from mixer.training.guard import Guard, require_finite, where_not_finite
@@ -120,11 +119,11 @@ def _train(run: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
         limit, scaled = run.train.max_skipped_steps, scaler is not None
         require_finite(found, limit, stop_at_first, scaled, trace, writer.last_good)
 
-    def log(loss_sum, step_targets, gradient_norm, rate: float) -> None:
+    def log(loss_sum, step_targets, norm, rate: float) -> None:
         settle()
         loss = float(accelerator.reduce(loss_sum, "sum") / step_targets)
         line = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "lr": rate}
-        line |= {"grad_norm": float(gradient_norm), "skipped_steps": progress.skipped_steps}
+        line |= {"grad_norm": float(norm), "skipped_steps": progress.skipped_steps}
         line |= {"loss_scale": scaler.get_scale()} if scaler is not None else {}
         flops = model.flops_per_token()["useful"]
         line |= timer.window(flops, accelerator, run.train.mixed_precision)
@@ -172,9 +171,10 @@ def _train(run: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
                 is_last = micro == len(micro_batches)
                 with nullcontext() if is_last else accelerator.no_sync(parallel):
                     loss_sum += backward(batch, step_targets)
-            limit = run.train.max_grad_norm or math.inf
-            gradient_norm = whole(accelerator.clip_grad_norm_(parallel.parameters(), limit))
-            guard.before_step(gradient_norm, progress.step + 1)
+            accelerator.unscale_gradients()  # of fp16's loss scale
+            norm = gradient_norm(parallel.parameters())
+            clip(state.optimizer.optimizer, norm, run.train.max_grad_norm)
+            guard.before_step(norm, progress.step + 1)
             writer.before_update()
             state.optimizer.step()  # skipped on the device if the gradient is not finite
             state.optimizer.zero_grad(set_to_none=True)
@@ -189,7 +189,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
 
             done = progress.step == run.train.steps
             if progress.step % run.logging.log_every == 0 or done:
-                log(loss_sum, step_targets, gradient_norm, rate)
+                log(loss_sum, step_targets, norm, rate)
             stopping = stop.agreed()
             saving, evaluating = save_due(run, progress.step), evaluation_due(run, progress.step)
             if stopping or saving or evaluating:

@@ -15,9 +15,10 @@ from torch import nn
 from mixer.common.errors import UserError
 from mixer.common.options import option
 from mixer.models.masked_mixer.mixing import TriangularConv
-from mixer.optimizers.adamw import AdamW
 from mixer.optimizers.muon import Muon
+from mixer.optimizers.shared_lags import row_parts
 from mixer.optimizers.together import Together
+from mixer.optimizers.triangular_adamw import TriangularAdamW
 
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 
@@ -88,36 +89,54 @@ def build_optimizer(
     model: nn.Module,
     config: OptimConfig,
     processes: dist.ProcessGroup | None = None,
-    compile: Callable[[Callable], Callable] = lambda function: function,
+    compile: Callable[[Callable], Callable] | None = None,
 ) -> Together:
     """The optimizer of a run.
 
     Args:
         model: with its parameters on their device.
         processes: those that hold the same model and may share work; None for one process.
-        compile: what makes elementwise functions faster, such as torch.compile.
+        compile: what makes functions of whole parameters faster, such as torch.compile; None where
+            there is no compiler, or parameters are going to be sharded.
     """
     return Together(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
 
 
 def adamw(
-    kinds: Kinds, config: OptimConfig, processes: dist.ProcessGroup | None, compile: Callable
+    kinds: Kinds,
+    config: OptimConfig,
+    processes: dist.ProcessGroup | None,
+    compile: Callable[[Callable], Callable] | None,
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for everything; weights decay, biases and norms do not."""
+    """AdamW for everything; weights decay, biases and norms do not.
+
+    The triangles of mixing weights are updated alone where weights learn as their lags, and where
+    it saves memory traffic: compiled, and of large weights.
+    """
     lags = config.shared_lags_lr if config.shared_lags else 0.0
     decay = config.weight_decay
     groups = [
         {"params": kinds.matrices, "weight_decay": decay, "lr_factor": config.matrices_lr},
         {"params": kinds.embeddings, "weight_decay": decay},
-        {"params": kinds.mixing, "weight_decay": decay, "shared_lags": lags},
         {"params": kinds.vectors, "weight_decay": 0.0, "lr_factor": config.vectors_lr},
     ]
-    groups = [group for group in groups if group["params"]]
-    return [AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, compile)]
+    mixing = [{"params": kinds.mixing, "weight_decay": decay, "shared_lags": lags}]
+    saves = compile is not None and any(len(row_parts(w.shape[-1])) > 1 for w in kinds.mixing)
+    triangular = kinds.mixing and (config.shared_lags or saves)
+    groups = [group for group in groups + mixing * (not triangular) if group["params"]]
+    settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    # Fused on every device: it is the implementation that skips a step on the device.
+    parts = [torch.optim.AdamW(groups, fused=True, **settings)] if groups else []
+    if triangular:
+        parts.append(TriangularAdamW(mixing, **settings, compile=compile or as_it_is))
+    return parts
 
 
 def muon(
-    kinds: Kinds, config: OptimConfig, processes: dist.ProcessGroup | None, compile: Callable
+    kinds: Kinds,
+    config: OptimConfig,
+    processes: dist.ProcessGroup | None,
+    compile: Callable[[Callable], Callable] | None,
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of linear layers, AdamW for the rest."""
     rest = Kinds([], kinds.mixing, kinds.embeddings, kinds.vectors)
@@ -125,8 +144,13 @@ def muon(
     if kinds.matrices:
         group = {"params": kinds.matrices, "lr_factor": config.matrices_lr}
         settings = (config.lr, config.weight_decay, config.momentum)
-        parts.append(Muon([group], *settings, processes, compile))
+        parts.append(Muon([group], *settings, processes, compile or as_it_is))
     return parts
+
+
+def as_it_is(function: Callable) -> Callable:
+    """In place of a compiler."""
+    return function
 
 
 OPTIMIZERS |= {"adamw": adamw, "muon": muon}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PreTrainedModel
@@ -46,8 +46,10 @@ def parallelize(
     if chosen.cuda_graphs and not is_compiled and train.cuda_graphs == "auto":
         chosen.cuda_graphs = False
         is_compiled = compile_it()
-    # The optimizer's elementwise functions are compiled too. They are not recorded in CUDA graphs.
-    faster = partial(compiled, graphs=False) if is_compiled else lambda function: function
+    # The optimizer's functions of whole parameters are compiled too. They are not recorded in CUDA
+    # graphs.
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP
+    faster = partial(compiled, graphs=False) if is_compiled and not is_sharded else None
     processes = dist.group.WORLD if hosts.processes > 1 else None
     optimizer = build_optimizer(model, run.optim, processes, faster)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.

@@ -1,0 +1,38 @@
+"""Clipping is torch's, although no pass over the gradients is made for it."""
+
+import pytest
+import torch
+from models import small_model, tokens
+
+from mixer.optimizers.together import Together
+from mixer.training.clipping import clip, gradient_norm
+from mixer.training.optim import OptimConfig, build_optimizer
+
+
+def recipe(model):
+    return build_optimizer(model, OptimConfig(name="muon", shared_lags=True, lr=0.01))
+
+
+def unaware(model):
+    return Together([torch.optim.SGD(model.parameters(), lr=0.01)])
+
+
+@pytest.mark.parametrize("limit", (1e-3, 1e3, 0.0))
+@pytest.mark.parametrize("build", (recipe, unaware))
+def test_a_clipped_step_is_that_of_gradients_that_torch_clips(build, limit):
+    """Two steps, as Muon and AdamW forget the size of the first gradient."""
+    models = [small_model() for _ in range(2)]
+    optimizers = [build(model) for model in models]
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            (model(tokens()).logits - step).square().mean().backward()
+        theirs = torch.nn.utils.clip_grad_norm_(models[1].parameters(), limit or torch.inf)
+        norm = gradient_norm(models[0].parameters())
+        clip(optimizers[0], norm, limit)
+        torch.testing.assert_close(norm, theirs)
+        assert 1e-3 < norm < 1e3
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
