@@ -1,5 +1,5 @@
-"""A whole training step, timed: forward, backward, clipping and AdamW on random tokens, one GPU,
-bf16 autocast.
+"""A whole training step, timed: forward, backward, clipping and the optimizer on random tokens, one
+GPU, bf16 autocast.
 
     python benchmarks/training_step.py --output PATH [--forms blocks,matmul,...] \\
         [--tokens 512,2048,8192] [--profile]

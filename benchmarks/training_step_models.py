@@ -18,6 +18,7 @@ from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.comparison.no_mixing import NoMixing
 from mixer.models.architecture import ModelConfig, model_config
 from mixer.models.llama import Llama
+from mixer.training.clipping import clip, gradient_norm
 from mixer.training.compile import begin_graphs, compiled, compiled_parts
 from mixer.training.guard import Guard
 from mixer.training.objective import Objective
@@ -78,6 +79,13 @@ FORMS = {
         compile="blocks",
         optim={"name": "muon", "shared_lags": True},
     ),
+    "recipe_graphs": Form(
+        "recipe, replayed as CUDA graphs, as a run does by default",
+        compile="blocks",
+        graphs=True,
+        optim={"name": "muon", "shared_lags": True},
+    ),
+    "without_muon": Form("without, Muon", "without", compile="blocks", optim={"name": "muon"}),
     "llama": Form(
         "Llama of this width, heads of 128, each block compiled", "llama", compile="blocks"
     ),
@@ -107,7 +115,8 @@ class Step:
         self.module = build(form, size, device)
         self.ours = isinstance(self.module, Ours)
         model = self.module.objective.model if self.ours else self.module
-        faster = partial(compiled, graphs=False) if form.compile == "blocks" else lambda f: f
+        is_compiled = self.ours and form.compile != "no"
+        faster = partial(compiled, graphs=False) if is_compiled else None
         config = OptimConfig(lr=1e-4, **form.optim)
         self.optimizer = build_optimizer(model, config, compile=faster)
         self.guard = Guard(self.optimizer, False, True, torch.device(device))
@@ -136,9 +145,12 @@ class Step:
         with torch.autocast(self.device, torch.bfloat16):
             loss = self.module(*self.inputs)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         if self.ours:
+            norm = gradient_norm(self.module.parameters())
+            clip(self.optimizer, norm, 1.0)
             self.guard.before_step(norm, 1)
+        else:
+            nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -17,7 +17,7 @@ KINDS = {
         r"(?<![a-z_])(product|partial|finish|pack|shift|grad_bias|grad_weight)_kernel"
     ),
     "products of the library": r"gemm|nvjet|cutlass|cublas|xmma|cudnn|conv|splitK|::mm\b|addmm|bmm",
-    "optimizer": r"[aA]dam",
+    "optimizer": r"[aA]dam|triton.*lerp",  # no other compiled part has a lerp
     "clipping": r"multi_tensor|LpNorm|lpnorm|foreach",
     "compiled reductions": r"triton_(red|per)|cpp_fused",
     "compiled pointwise": r"triton_poi|triton_",
@@ -88,7 +88,8 @@ def table(result: dict) -> str:
 def introduction(result: dict) -> str:
     size = f"{result['ceiling_size']}^3"
     return (
-        "Forward, backward, clipping and AdamW on random tokens, bf16 autocast, "
+        "Forward, backward, clipping and the optimizer (AdamW unless said) on random tokens, bf16 "
+        "autocast, "
         f"{result['batch_tokens']:,} tokens a step, "
         f"vocabulary {result['vocabulary']:,}, hidden size {result['hidden']:,}, "
         f"{result['layers']} layers; medians of "
