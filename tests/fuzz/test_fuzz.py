@@ -154,7 +154,7 @@ def spoil(folder: Path, command: Command, random: Random) -> tuple[list[str], st
         return arguments, arguments[-1]
     if random.random() < 0.1:
         place = random.randrange(2, len(arguments))
-        arguments[place] = random.choice(TEXTS)
+        arguments[place] = random.choice(TEXTS).replace("\0", "")  # which no system passes on
         return arguments, f"argument {place} is {arguments[place]!r:.40}"
     read = sorted({path for pattern in command.reads for path in folder.glob(pattern)})
     file = random.choice([path for path in read if path.is_file() and path.suffix != ".py"])
