@@ -226,10 +226,8 @@ def times(case: dict) -> str:
             rows.append([name, f"failed: {row['failure']}", *["-"] * 4])
             continue
         ratio = f"{case['speedups'][name]:.3f}" if name in case["speedups"] else "1"
-        spread, memory = (
-            f"{row['low']:.1f}-{row['high']:.1f}",
-            f"{row.get('peak_gb', math.nan):.1f}",
-        )
+        spread = f"{row['low']:.1f}-{row['high']:.1f}"
+        memory = f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-"
         first = f"{row['first_step_seconds']:.0f}"
         rows.append([name, f"{row['ms']:.1f}", spread, ratio, memory, first])
     head = ["form", "ms", "spread", "times as fast as bf16", "peak GB", "first step, s"]
