@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
-from mixer.common.yaml_file import read_yaml
+from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.comparison.result import training_times
 from mixer.reporting.figure import COLOURS, new_figure, save
 from mixer.reporting.metrics_file import read_metrics
@@ -55,6 +55,7 @@ def main() -> None:
     result |= {"reference": plan.get("reference")}
     deadline = time.perf_counter() + options.seconds
     given = dict(text.split("=", 1) for text in overrides)
+    given = {key: parse_yaml(value) for key, value in given.items()}
     for name, changes in plan["runs"].items():
         settings = plan["common"] | recipe(changes) | given | changes
         settings.pop("recipe", None)

@@ -105,7 +105,9 @@ def _compile(train: TrainConfig, here: Here) -> tuple[str, str]:
 def _graphs(train: TrainConfig, here: Here, compile: str) -> tuple[bool, str]:
     """(train.cuda_graphs, why auto is false)."""
     reason = ""
-    if here.is_sharded:
+    if here.device != "cuda":
+        reason = "they are for GPUs"
+    elif here.is_sharded:
         reason = "FSDP moves the weights"
     elif compile == "no":
         reason = "they are made of what is compiled"

@@ -34,6 +34,7 @@ CASES = {
         f"auto: train.compile=no (Triton is not installed), train.cuda_graphs=false ({MADE})",
     ),
     "CPU": ({}, Here("cpu", processes=2), ""),
+    "compiled on a CPU": ({"compile": "blocks"}, Here("cpu"), ""),
     "FSDP": (
         {},
         Here("cuda", (9, 0), has_triton=True, is_sharded=True, processes=2, peers=True),
@@ -81,7 +82,8 @@ def test_auto_takes_what_can_run_and_says_what_cannot(name):
         if f"train.{key}=" in said:
             assert f"train.{key}={str(getattr(chosen, key)).lower()}" in said
     if here.device == "cpu":
-        assert (chosen.compile, chosen.cuda_graphs, chosen.all_reduce) == ("no", False, "nccl")
+        compiled = settings.get("compile", "no")
+        assert (chosen.compile, chosen.cuda_graphs, chosen.all_reduce) == (compiled, False, "nccl")
 
 
 @pytest.mark.parametrize("name", ["P100", "no Triton", "CPU", "FSDP", "recompute"])
