@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.options import option
 from mixer.reporting.metrics_file import readable_lines
@@ -29,7 +30,7 @@ class Metrics:
 
     def __init__(self, directory: Path, config: LoggingConfig, run: dict, wandb_id: str | None):
         self.path = directory / "metrics.jsonl"
-        self.file = open(self.path, "a", encoding="utf-8")
+        self._open()
         self.wandb = _start_wandb(config, directory, run, wandb_id)
         self.wandb_id = self.wandb.id if self.wandb else wandb_id
         self.validation_losses: dict[int, float] = {}  # by step
@@ -51,7 +52,7 @@ class Metrics:
                     self._mirror(line)
         write_text(self.path, "".join(kept))
         self.file.close()
-        self.file = open(self.path, "a", encoding="utf-8")
+        self._open()
 
     def write(self, line: dict[str, Any]) -> None:
         """Writes one line, which has at least the key "step". Numbers that are not finite become
@@ -62,6 +63,15 @@ class Metrics:
         self._note_validation(line)
         if self.wandb:
             self._mirror(line)
+
+    def _open(self) -> None:
+        try:
+            self.file = open(self.path, "a", encoding="utf-8")
+        except FileNotFoundError:  # its directory is there, so it can only be a link
+            raise UserError(
+                f"{self.path} is a link to where no file can be made ({self.path.resolve()}): make "
+                "the directory that it points to, or delete the link"
+            ) from None
 
     def _mirror(self, line: dict[str, Any]) -> None:
         values = {key: value for key, value in line.items() if key != "step"}

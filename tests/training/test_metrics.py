@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from mixer.common.errors import UserError
 from mixer.training.metrics import LoggingConfig, Metrics
 
 
@@ -20,3 +23,11 @@ def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path):
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kept == [*lines[:3], {"step": 12, "validation_loss": 2.2}]
     assert len(said) == 1 and "line 2 is not UTF-8, line 3 is not an object" in said[0]
+
+
+def test_a_link_to_nowhere_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("gone/metrics.jsonl")
+    with pytest.raises(UserError, match="metrics.jsonl is a link .*gone.*: make the directory"):
+        Metrics(tmp_path, LoggingConfig(), {}, None)
+    (tmp_path / "gone").mkdir()
+    Metrics(tmp_path, LoggingConfig(), {}, None).close()
