@@ -33,13 +33,19 @@ def diagonal_sums(matrix: Tensor) -> Tensor:
     Entry l of the result is the sum over i of matrix[..., i, i - l].
     """
     context = matrix.shape[-1]
+    flat = matrix.flatten(-2)
     place = torch.arange(context, device=matrix.device)
-    total = matrix.new_zeros(matrix.shape[:-1])
+    total = F.pad(matrix[..., 0, :1], (0, context - 1))  # row 0 has the diagonal of lag 0 alone
     for first, end in row_parts(context):
-        rows = matrix[..., first:end, :end]
-        column = place[first:end, None] - place[:end]  # (row, lag)
-        picked = rows.gather(-1, column.clamp(min=0).expand(rows.shape))
-        sums = torch.where(column >= 0, picked, 0).sum(-2)
+        first = max(first, 1)
+        # A step of context + 1 numbers goes down a diagonal. So in rows of that many numbers each
+        # diagonal is a column: neighbours in memory are summed side by side. A column's lag is
+        # `lag`; the start of a row may be an end of the one before, above the diagonal.
+        begin = first * (context + 1) - end
+        skewed = flat[..., begin : begin + (end - first) * (context + 1)]
+        skewed = skewed.unflatten(-1, (end - first, context + 1))[..., 1 : end + 1]
+        lag = end - 1 - place[:end]
+        sums = torch.where(lag <= place[first:end, None], skewed, 0).sum(-2).flip(-1)
         total = total + F.pad(sums, (0, context - end))
     return total
 
