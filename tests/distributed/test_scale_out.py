@@ -184,6 +184,7 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_before_anything_is_wr
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", ranks.file.name}
 
 
+@pytest.mark.slow
 def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     config = write_config()
     launch("--config", config, "name=one").succeed()
