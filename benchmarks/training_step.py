@@ -49,7 +49,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", help="path of the results without ending")
     parser.add_argument(
-        "--forms", type=lambda text: text.split(","), default=DEFAULT_FORMS, help="some of --list"
+        "--forms",
+        type=lambda text: text.split(","),
+        default=DEFAULT_FORMS,
+        help="some of --list, one with mixing first: the others take their memory from it",
     )
     parser.add_argument(
         "--list", action="store_true", help="say what each form is, and measure nothing"
