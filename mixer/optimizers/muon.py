@@ -25,8 +25,9 @@ class Muon(torch.optim.Optimizer):
 
     With G the gradient of a matrix of `rows` x `columns` and M its momentum:
 
-        M <- momentum M + (1 - momentum) G W <- (1 - lr weight_decay) W - 0.2 sqrt(max(rows,
-        columns)) lr O(momentum M + (1 - momentum) G)
+        M <- momentum M + (1 - momentum) G
+        U  = 0.2 sqrt(max(rows, columns)) O(momentum M + (1 - momentum) G)
+        W <- (1 - lr weight_decay) W - lr U
 
     O orthogonalizes (newton_schulz.py). Matrices of one shape go through it as one batch. The
     processes of a data-parallel run, which hold the same gradients, share the matrices out and

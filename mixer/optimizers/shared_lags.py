@@ -51,8 +51,8 @@ def diagonal_sums(matrix: Tensor) -> Tensor:
 
 
 def toeplitz_rows(lags: Tensor, rows: int, columns: int) -> Tensor:
-    """The last `rows` of the first `columns` rows of toeplitz(lags): its entry [..., i, j] is lags[
-    ..., i - j], and zero above the diagonal. (..., context) -> (..., rows, columns).
+    """The last `rows` of the first `columns` rows of toeplitz(lags), whose entry [i, j] is
+    lags[i - j], and zero above the diagonal: (..., context) -> (..., rows, columns).
     """
     place = torch.arange(columns, device=lags.device)
     lag = place[columns - rows :, None] - place  # (row, column)
