@@ -62,12 +62,11 @@ def draw_losses(axes, lines, steps, loss):
         axes.annotate(
             f"{validation[-1]:.3f}",
             (validation_steps[-1], validation[-1]),
-            xytext=(0, 9),
+            xytext=(8, 0),  # beside the axes: over them it would hide the training loss
             textcoords="offset points",
-            ha="center",
+            va="center",
             color=COLOURS[1],
             fontweight="bold",
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
     limit_loss_axis(axes, [loss])
     axes.set_ylabel("loss (nats per token)")
