@@ -36,3 +36,23 @@ def test_a_clipped_step_is_that_of_gradients_that_torch_clips(build, limit):
             optimizer.step()
     for one, two in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_fp16s_loss_scale_leaves_the_clipping_as_it_is():
+    """GradScaler sets `grad_scale` too, which must not take the place of clipping's."""
+    models = [small_model() for _ in range(2)]
+    optimizers = [recipe(model) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = (model(tokens()).logits - step).square().mean()
+            (scaler.scale(loss) if model is models[0] else loss).backward()
+        scaler.unscale_(optimizers[0])
+        clip(optimizers[0], gradient_norm(models[0].parameters()), 1e-3)
+        scaler.step(optimizers[0])
+        scaler.update()
+        clip(optimizers[1], gradient_norm(models[1].parameters()), 1e-3)
+        optimizers[1].step()
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
