@@ -22,8 +22,10 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yields where to write a file. It gets its name, `path`, when it is whole and on the disk.
 
     Who reads it, also after a kill or on a full disk, finds the old file or the new one. Missing
-    directories are made. Raises UserError where it cannot be written; then all is as before.
+    directories are made. A link stays, and the file that it points to is written. Raises UserError
+    where it cannot be written; then all is as before.
     """
+    path = Path(os.path.realpath(path))
     stage = path.with_name(f".partial-{path.name}")
     with _all_or_nothing(path, stage):
         yield stage

@@ -223,8 +223,9 @@ def choose_text(options: EvalOptions, window: int, tokenizer) -> Text:
         )
     else:
         text = validation_text(Path(data_directory(options)), window, tokenizer)
-    text = limit(text, options.max_tokens, tokenizer)
-    return put_eos_first(text, tokenizer) if every_token else text
+    if every_token:
+        text = put_eos_first(text, tokenizer)
+    return limit(text, options.max_tokens, tokenizer)
 
 
 def check_tokens(text: Text, vocab_size: int) -> None:

@@ -199,6 +199,13 @@ def test_decoding_counts_the_bytes_and_words_that_the_manifest_counts(run):
     assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
 
 
+@pytest.mark.parametrize("first_token", ["skip", "eos"])
+def test_as_many_tokens_are_scored_as_asked_for(run, first_token):
+    text = [str(run / "book.txt")]
+    result = evaluate(run, text=text, max_tokens=20, first_token=first_token)
+    assert result["tokens_scored"] == 20
+
+
 @pytest.mark.parametrize("first_token, extra", [("skip", -1), ("eos", 0)])
 def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extra):
     book = (run / "book.txt").read_text(encoding="utf-8")
