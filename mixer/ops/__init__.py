@@ -53,6 +53,8 @@ def triangular_conv(
         TypeError: an argument has a dtype that is not allowed.
         ValueError: shapes, devices or the backend's name do not fit.
         mixer.common.errors.UserError: backend="cuda" where the kernels cannot run.
+        NotImplementedError: second derivatives or torch.func's transforms of another backend than
+            "dense".
 
     Every backend has first derivatives; only "dense" has second derivatives. Where the kernels use
     tensor cores, a value of x that is not finite may spread to other tokens of the same block of

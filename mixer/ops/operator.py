@@ -16,6 +16,13 @@ from torch import Tensor
 from mixer.models.masked_mixer import plain
 from mixer.ops import choice, cuda, panels
 
+# Refused here, because torch's own once_differentiable refuses too little: torch.autograd.grad with
+# respect to an argument goes round its error, and leaves out terms of a Hessian without a word.
+ONLY_DENSE = (
+    "of triangular_conv are there with backend 'dense' alone: use it here (for a model, load it "
+    "with mixing_backend='dense')"
+)
+
 
 def _module(backend: str, x: Tensor, heads: int, taps: int):
     """The module whose four functions run for x."""
@@ -92,6 +99,8 @@ def _gradients(ctx, dy: Tensor | None, input_gradient, weight_gradient, *backend
     """Gradients for (x, weight, bias, residual, backend), by a backend module's functions or by the
     operators, which take the backend's name as their last argument.
     """
+    if torch.is_grad_enabled():  # under create_graph=True: a second derivative is asked for
+        raise NotImplementedError(f"second derivatives {ONLY_DENSE}")
     if dy is None:
         return None, None, None, None, None
     x, packed = ctx.saved_tensors
@@ -125,15 +134,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # Gradients are enabled here only under create_graph=True: a second derivative is asked for.
-        return (_eager_backward_once if torch.is_grad_enabled() else _eager_backward)(ctx, dy)
-
-
-def _eager_backward(ctx, dy):
-    return _gradients(ctx, dy, ctx.module.grad_input, ctx.module.grad_weight)
-
-
-_eager_backward_once = torch.autograd.function.once_differentiable(_eager_backward)
+        return _gradients(ctx, dy, ctx.module.grad_input, ctx.module.grad_weight)
 
 
 def apply(
@@ -144,6 +145,8 @@ def apply(
     """
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     if plain and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0:
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(f"torch.func's transforms {ONLY_DENSE}")
         return _Eager.apply(x, weight, bias, residual, backend)
     return triangular_conv(x, weight, bias, residual, backend)[0]
 

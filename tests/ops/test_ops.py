@@ -5,6 +5,7 @@ promises.
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mixer.common.errors import UserError
 from mixer.models.masked_mixer.plain import products_per_triangle
@@ -108,12 +109,38 @@ def test_gradcheck(backend, shape):
     )
 
 
-def test_second_derivatives_of_panels_are_refused():
-    arguments = make(9, 12, 6, 2, 2, 3)
-    y = triangular_conv(*arguments, backend="panels")
-    gradient = torch.autograd.grad(y.square().sum(), arguments[0], create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
+def hessian_product(backend: str) -> torch.Tensor:
+    """Of a network whose loss is differentiated twice in its first weight, by torch.autograd.grad,
+    which goes round the error of torch's once_differentiable.
+    """
+    x, weight, bias, residual = make(9, 12, 6, 2, 2, 3)
+    loss = triangular_conv(x.tanh(), weight, bias, residual, backend=backend).pow(3).sum()
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    return torch.autograd.grad(gradient, weight, torch.ones_like(weight), allow_unused=True)[0]
+
+
+def penalty(backend: str) -> torch.Tensor:
+    """A gradient that does not depend on x, but on the weight: torch sees no graph behind it."""
+    x, weight, bias, residual = make(9, 12, 6, 2, 2, 3)
+    loss = triangular_conv(x, weight, bias, residual, backend=backend).sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return torch.autograd.grad((weight.sum() + gradient.square().sum()), weight)[0] - 1
+
+
+def transform(backend: str) -> torch.Tensor:
+    x, weight, bias, residual = (t.detach() for t in make(9, 12, 6, 2, 2, 3))
+    loss = lambda w: triangular_conv(x, w, bias, residual, backend=backend).pow(3).sum()  # noqa: E731
+    return torch.func.grad(loss)(weight)
+
+
+@pytest.mark.parametrize("derivative", [hessian_product, penalty, transform])
+def test_derivatives_that_panels_do_not_have_are_refused_and_never_left_out(derivative):
+    assert derivative("dense").abs().max() > 1
+    with pytest.raises(NotImplementedError, match="of triangular_conv .* 'dense' alone: use it"):
+        derivative("panels")
+    with FlopCounterMode(display=False):  # which sees the operator itself
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            derivative("panels")
 
 
 def test_opcheck_of_the_operators():
