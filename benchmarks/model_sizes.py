@@ -13,8 +13,9 @@ mixing weights are from there. Overrides of the command line go before the optio
 Every visible GPU works on models of its own. PATH.json has each run when it ends, and a run that it
 has with the same options is not repeated: the same command goes on where it was interrupted.
 With --seconds-in-all the command ends within so long: it begins no run that would take longer, but
-for one of which a minute or more fits, which the next command resumes (from PATH-runs). PATH.md and
-PATH.png come at the end; model_sizes_report.py makes them from PATH.json alone.
+for one of which a minute or more fits, which the next command resumes (from PATH-runs); the exit
+status is 3 where one is left. PATH.md and PATH.png come at the end; model_sizes_report.py makes
+them from PATH.json alone.
 """
 
 import argparse
@@ -39,7 +40,7 @@ import numpy as np
 import psutil
 import torch
 from model_sizes_report import best_size, write_report
-from recipe import recipe, train_here
+from recipe import LEFT, recipe, train_here
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError, first_line, run_command
@@ -120,10 +121,13 @@ def main() -> None:
     deadline = began + options.seconds_in_all
     models = tuple(models_of(plan, overrides))
     measured_by = options.commit or commit()
-    problems = work(Study(plan, models, file, folder, deadline, measured_by))
+    left, problems = work(Study(plan, models, file, folder, deadline, measured_by))
     print(write_report(file))
     if problems:
         raise UserError("\n".join(problems))
+    if left:
+        print(f"left for the next command: {', '.join(left)}")
+        sys.exit(LEFT)
 
 
 def models_of(plan: dict, overrides: list[str]) -> list[Model]:
@@ -137,10 +141,12 @@ def models_of(plan: dict, overrides: list[str]) -> list[Model]:
     ]
 
 
-def work(study: Study) -> list[str]:
-    """Does what the plan asks for, a job for each GPU at a time; returns what went wrong."""
-    free, problems = workers(), []
-    left = {kind: len(sizes) for kind, sizes in study.plan["kinds"].items()}
+def work(study: Study) -> tuple[list[str], list[str]]:
+    """Does what the plan asks for, a job for each GPU at a time; returns what is left for lack of
+    time, and what went wrong.
+    """
+    free, left, problems = workers(), [], []
+    sizes_left = {kind: len(sizes) for kind, sizes in study.plan["kinds"].items()}
     waiting = deque((train_model, study, model) for model in study.models)
     running: dict[Future, tuple[tuple, ProcessPoolExecutor]] = {}
     while running or (waiting and free):
@@ -153,20 +159,20 @@ def work(study: Study) -> list[str]:
             try:
                 ended.result()
             except NoTime as error:
-                print(f"left for the next command: {error}", flush=True)
+                left.append(str(error))
             except Exception as error:  # the other jobs go on
                 problems.append(first_line(error))
                 if isinstance(error, BrokenProcessPool):
                     free.remove(worker)
             else:
                 if function is train_model:
-                    left[about.kind] -= 1
-                    if not left[about.kind]:
+                    sizes_left[about.kind] -= 1
+                    if not sizes_left[about.kind]:
                         longer = study.plan.get("seconds_of_best", [])
                         waiting += [(train_best, study, about.kind, seconds) for seconds in longer]
     for worker in free:
         worker.shutdown()
-    return problems
+    return left, problems
 
 
 def workers() -> list[ProcessPoolExecutor]:

@@ -10,12 +10,14 @@ benchmarks/plans.
 
 Writes PATH.json after each run, and PATH.md and PATH.png at the end. A run that PATH.json has
 with the same options is not repeated, so an interrupted plan goes on where it was. With --seconds
-no run is begun that its reference's time says would end too late.
+no run is begun that would end too late by the speed of those that PATH.json has; the exit status is
+3 where one is left.
 """
 
 import argparse
 import gc
 import json
+import math
 import shutil
 import sys
 import tempfile
@@ -36,6 +38,9 @@ from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train
 
+STARTING = 45.0  # seconds that a run takes beside training, with compilation
+LEFT = 3  # exit status of a command that must be given again to do all
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -44,7 +49,7 @@ def main() -> None:
     parser.add_argument("plan", help="YAML file, see benchmarks/plans")
     parser.add_argument("--output", required=True, help="path of the results without ending")
     parser.add_argument("--only", nargs="+", default=[], help="names of runs; default: all")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so long")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="how long all may take")
     parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
     options, overrides = parser.parse_known_args()
     plan = read_yaml(options.plan)
@@ -56,14 +61,15 @@ def main() -> None:
     deadline = time.perf_counter() + options.seconds
     given = dict(text.split("=", 1) for text in overrides)
     given = {key: parse_yaml(value) for key, value in given.items()}
+    left = []
     for name, changes in plan["runs"].items():
         settings = plan["common"] | recipe(changes) | given | changes
         settings.pop("recipe", None)
         known = result["runs"].get(name, {})
         if known.get("settings") == settings or (options.only and name not in options.only):
             continue
-        if time.perf_counter() > deadline:
-            print(f"not begun for lack of time: {name}", flush=True)
+        if time.perf_counter() + expected_seconds(settings, result) > deadline:
+            left.append(name)
             continue
         measured_by = {"hardware": hardware(), "commit": options.commit or commit()}
         result |= {"command": " ".join(["python", *sys.argv])} | measured_by
@@ -73,6 +79,16 @@ def main() -> None:
     write_text(output.with_name(output.name + ".md"), table(result))
     plot(result, output.with_name(output.name + ".png"))
     print(table(result))
+    if left:
+        print(f"left for lack of time: {', '.join(left)}")
+        sys.exit(LEFT)
+
+
+def expected_seconds(settings: dict, result: dict) -> float:
+    """Of a run with these settings, by the slowest step of the runs that there are."""
+    rows = [one for one in result["runs"].values() if "steps" in one]
+    step = max((one["training_seconds"] / one["steps"] for one in rows), default=0.0)
+    return STARTING + step * settings["train.steps"]
 
 
 def recipe(changes: dict) -> dict:

@@ -1,0 +1,57 @@
+"""benchmarks/repeat.py runs each command once, within the time, and says what failed."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import run_python
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "repeat.py"
+COUNT = 'python -c "print(1)" >> {output}.count && cat {output}.count'
+
+
+@pytest.fixture
+def repeat(tmp_path):
+    plan = {
+        "first": {"command": f"{COUNT} && echo {{texts}}", "seconds": 1},
+        "broken": {"command": f"{COUNT}; test -e {tmp_path}/mended", "seconds": 1},
+        "long": {"command": COUNT, "seconds": 100, "all_gpus": True},
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+
+    def run(*options):
+        given = ["--plan", tmp_path / "plan.yaml", "--output", tmp_path / "results", *options]
+        done = run_python(SCRIPT, *given, output=tmp_path / "printed")
+        counts = {file.stem: file.read_text() for file in tmp_path.glob("results/*.count")}
+        return done, {name.split("_")[0]: text.count("1\n") for name, text in counts.items()}
+
+    return run
+
+
+def test_what_has_ended_well_is_not_run_again_and_what_has_not_is(repeat, tmp_path):
+    done, counts = repeat("--seconds", "50", "--texts", "my/books")
+    assert done.returncode == 1 and counts == {"first": 1, "broken": 1}
+    assert "broken: status 1" in done.stdout
+    assert "long: left for lack of time: it takes 100 s" in done.stdout
+    log = (tmp_path / "results" / "logs" / "first.log").read_text()
+    assert "data.path=my/books" in log
+
+    (tmp_path / "mended").touch()
+    done, counts = repeat()
+    assert done.returncode == 0 and counts == {"first": 1, "broken": 2, "long": 1}, done.stdout
+    assert "first: has ended well before" in done.stdout
+
+    done, counts = repeat("last")
+    assert done.returncode == 2 and "allowed: first, broken, long" in done.stdout
+
+
+def test_every_command_names_files_and_options_that_exist():
+    for name, row in yaml.safe_load((ROOT / "benchmarks/plans/all.yaml").read_text()).items():
+        command = row["command"]
+        files = re.findall(r"(?:benchmarks|configs)/[\w/]+\.\w+", command)
+        assert files and all((ROOT / file).is_file() for file in files), name
+        script = (ROOT / files[0]).read_text()
+        for option in re.findall(r" (--[a-z-]+)", command.partition(files[0])[2]):
+            assert f'"{option}"' in script, f"{name}: {option}"
