@@ -1,0 +1,59 @@
+"""A plan of runs: each trains once, by the trainer, as the plan says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import run_python
+
+from mixer.common.yaml_file import read_yaml
+from mixer.training.config import load_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "recipe.py"
+
+
+def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(small_run, tmp_path):
+    common = {
+        f"{section}.{key}": value
+        for section in ("model", "data", "train", "optim", "logging")
+        for key, value in small_run[section].items()
+    }
+    own = {"recipe": str(ROOT / "configs/recipe.yaml"), "optim.warmup_steps": 3}
+    plan = {"reference": "paper", "common": common, "runs": {"paper": {}, "recipe": own}}
+    file, output = tmp_path / "plan.yaml", tmp_path / "results"
+
+    def train(*options) -> tuple[int, dict]:
+        file.write_text(yaml.safe_dump(plan, sort_keys=False))
+        given = [SCRIPT, file, "--output", output, "--commit", "abc", *options]
+        done = run_python(*given, output=tmp_path / "printed")
+        return done.returncode, json.loads(output.with_suffix(".json").read_text())["runs"]
+
+    status, first = train("--only", "paper")
+    assert status == 0 and list(first) == ["paper"]
+    status, second = train("--seconds", "1")
+    assert status == 3 and second == first, "a run was begun that has no time"
+    status, third = train()
+    assert status == 0 and list(third) == ["paper", "recipe"] and third["paper"] == first["paper"]
+    settings, losses = third["recipe"]["settings"], dict(third["recipe"]["loss"])
+    assert settings["optim.name"] == "muon" and settings["model.mixing_init"] == "zero"
+    assert losses[1] != dict(first["paper"]["loss"])[1], "another initial model has another loss"
+    assert output.with_suffix(".png").stat().st_size > 0
+
+    own["train.steps"] = 6
+    status, fourth = train()
+    assert status == 0 and fourth["paper"] == first["paper"] and fourth["recipe"]["steps"] == 6
+
+
+@pytest.mark.parametrize("plan", sorted((ROOT / "benchmarks/plans").glob("recipe_*.yaml")))
+def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from recipe import recipe
+
+    content = read_yaml(plan)
+    for changes in content["runs"].values():
+        settings = content["common"] | recipe(changes) | changes
+        settings.pop("recipe", None)
+        load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
