@@ -244,7 +244,11 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_texts():
     model = lively_model()
     for side in ("left", "right"):
         ids, mask = padded(side)
-        loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        labels = ids.masked_fill(mask == 0, -100)
+        loss = model(ids, attention_mask=mask, labels=labels).loss
+        counted = labels[:, 1:].ne(-100).sum()  # by transformers' Trainer, for the same mean
+        summed = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=counted).loss
+        torch.testing.assert_close(summed, loss)
         single = [
             (model(p[None], labels=p[None]).loss, len(p) - 1) for p in prompts() if len(p) > 1
         ]
@@ -302,6 +306,11 @@ def test_what_cannot_be_generated_from_is_refused():
         match="past_key_values is a DynamicCache; a masked mixer needs a MixingCache: leave it out",
     ):
         model.generate(tokens(length=4), max_new_tokens=2, past_key_values=DynamicCache())
+    for other in ({"num_hidden_layers": 1}, {"max_position_embeddings": 16}):
+        with pytest.raises(
+            ValueError, match=r"another model's: .* give MixingCache\(model.config\)"
+        ):
+            model(tokens(length=4), past_key_values=MixingCache(small_model(**other).config))
     embedded = model.get_input_embeddings()(tokens())
     for given, named in (
         ({"inputs_embeds": embedded}, "inputs_embeds"),

@@ -113,6 +113,16 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token():
     torch.testing.assert_close(model(ids, labels=ids).loss, expected)
 
 
+def test_outputs_are_a_tuple_where_a_call_or_the_configuration_says_so():
+    model, ids = small_model(), tokens()
+    loss, logits = model(ids, labels=ids, return_dict=False)
+    torch.testing.assert_close((loss, logits), model(ids, labels=ids).to_tuple())
+    model.config.return_dict = False
+    (logits,) = model(ids)
+    torch.testing.assert_close(logits, model(ids, return_dict=True).logits)
+    assert model.generate(ids[:, :4], max_new_tokens=3).shape == (3, 7)
+
+
 def test_generate_is_the_argmax_of_the_full_forward():
     model, ids = small_model(), tokens(batch=2, length=4)
     expected = ids

@@ -19,7 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
 
 # Imports are relative because these files are copied beside every saved model, and transformers
 # loads them from there.
@@ -122,6 +122,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         self.norm = final_norm if config.final_norm else nn.Identity()
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -242,6 +243,14 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 "leave it out, or give the one that an earlier call with use_cache=True returned"
             )
         (batch, new), context = input_ids.shape, self.config.max_position_embeddings
+        memories = cache.layers if cache is not None else ()
+        # With fewer memories than blocks, none would be used.
+        if memories and (len(memories) < len(self.layers) or memories[0].context != context):
+            raise ValueError(
+                f"past_key_values has {len(memories)} memories of {memories[0].context} tokens, so "
+                f"it is another model's: this one has {len(self.layers)} blocks and a context of "
+                f"{context}; give MixingCache(model.config)"
+            )
         past = cache.get_seq_length() if cache is not None else 0
         if new == 0:  # generate() removes from its input the tokens that are in the cache
             raise ValueError(
@@ -277,6 +286,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationM
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -314,28 +324,56 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationM
 
         Raises:
             ValueError: there are no tokens or more than the context has; attention_mask has another
-                shape; the cache is of another kind, or holds tokens although gradient checkpointing
-                is on; inputs_embeds or position_ids are given, which this model does not read.
+                shape; the cache is of another kind or another model's, or holds tokens although
+                gradient checkpointing is on; inputs_embeds or position_ids are given, which this
+                model does not read.
         """
         output = self.model(
-            input_ids, attention_mask, past_key_values, use_cache, output_hidden_states, **kwargs
+            input_ids,
+            attention_mask,
+            past_key_values,
+            use_cache,
+            output_hidden_states,
+            return_dict=True,
+            **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            if attention_mask is not None:
-                labels = labels.masked_fill(
-                    Places(attention_mask, labels.shape[1]).unpredicted(), -100
-                )
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+            loss = self._loss(logits, labels, attention_mask, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+        )
+
+    def _loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs,
+    ) -> Tensor:
+        """The mean over the labels that a token predicts, or their sum / num_items_in_batch, which
+        transformers' Trainer counts over all micro-batches of a step.
+        """
+        if attention_mask is not None:
+            places = Places(attention_mask, labels.shape[1])
+            scored = labels.masked_fill(places.unpredicted(), -100)
+            if num_items_in_batch is not None:
+                # The Trainer knows of no mask: it also counts the first token after padding.
+                share = count_labels(scored) / count_labels(labels)
+                num_items_in_batch = num_items_in_batch * share
+            labels = scored
+        return self.loss_function(
+            logits=logits,
+            labels=labels,
+            vocab_size=self.config.vocab_size,
+            num_items_in_batch=num_items_in_batch,
+            **kwargs,
         )
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
@@ -356,3 +394,10 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationM
         tokens = self.config.max_position_embeddings if tokens is None else tokens
         flops = count_flops(self, tokens)
         return {name: 3.0 * count / tokens for name, count in asdict(flops).items()}
+
+
+def count_labels(labels: Tensor) -> Tensor:
+    """How many of the labels (batch, tokens) count in the loss, 1 if none does: the first column is
+    shifted out, and -100 means none.
+    """
+    return labels[:, 1:].ne(-100).sum().clamp(min=1)
