@@ -40,6 +40,7 @@ from mixer.training.loop import train
 
 STARTING = 45.0  # seconds that a run takes beside training, with compilation
 LEFT = 3  # exit status of a command that must be given again to do all
+MOST_CURVES = 4  # that one picture shows
 
 
 def main() -> None:
@@ -163,7 +164,7 @@ def row(name: str, result: dict) -> dict[str, str]:
     measured, reference = result["runs"][name], result["runs"].get(result["reference"] or "", {})
     if "failure" in measured:
         return {"run": name, "validation loss": f"failed: {measured['failure'].splitlines()[0]}"}
-    validation = measured["validation"][-1][1]
+    validation = final_loss(measured)
     found = {
         "run": name,
         "steps": f"{measured['steps']:,}",
@@ -175,7 +176,7 @@ def row(name: str, result: dict) -> dict[str, str]:
         "memory, GB": f"{measured['peak_memory_gb']:.1f}",
     }
     if "validation" in reference:
-        found["loss to the reference's"] = f"{validation - reference['validation'][-1][1]:+.4f}"
+        found["loss to the reference's"] = f"{validation - final_loss(reference):+.4f}"
         share = measured["training_seconds"] / reference["training_seconds"]
         found["of its time"] = f"{share:.3f}"
     return found
@@ -204,27 +205,55 @@ def table(result: dict) -> str:
 
 
 def plot(result: dict, output: Path) -> None:
+    """The losses of few runs as curves; of more, which would cover each other, where they end."""
+    shown = {name: one for name, one in result["runs"].items() if "loss" in one}
+    if len(shown) > MOST_CURVES:
+        save(plot_ends(shown, result["reference"]), output)
+    elif shown:
+        save(plot_curves(shown), output)
+
+
+def plot_curves(shown: dict):
     """Training loss against training time, and gradient norms against steps."""
     figure = new_figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
-    shown = {name: one for name, one in result["runs"].items() if "loss" in one}
-    if not shown:
-        return
-    for number, (name, one) in enumerate(shown.items()):
-        style = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1}
-        style["linestyle"] = ("-", "--", ":")[number // len(COLOURS) % 3]
+    for colour, (name, one) in zip(COLOURS, shown.items(), strict=False):
+        style = {"color": colour, "linewidth": 1}
         each = one["training_seconds"] / one["steps"]
         left.plot([s * each for s, _ in one["loss"]], [v for _, v in one["loss"]], **style)
-        left.plot(one["training_seconds"], one["validation"][-1][1], "o", color=style["color"])
+        left.plot(one["training_seconds"], final_loss(one), "o", color=colour)
         norms = [(step, norm) for step, norm in one["grad_norm"] if norm]
         right.plot(*zip(*norms, strict=True), label=name, **style)
-    finals = [one["validation"][-1][1] for one in shown.values()]
+    finals = [final_loss(one) for one in shown.values()]
     lowest = min(value for one in shown.values() for _, value in one["loss"])
     left.set_ylim(min(*finals, lowest) - 0.1, max(finals) + 1.5)
-    left.set(xlabel="training, s", ylabel="loss, nats a token (dots: validation)")
+    left.set(xlabel="training time, s", ylabel="training loss, nats per token\n(dots: validation)")
     right.set(xlabel="step", ylabel="gradient norm before clipping", yscale="log")
-    right.legend(fontsize=7)
-    save(figure, output)
+    right.legend(fontsize=8)
+    return figure
+
+
+def plot_ends(shown: dict, reference: str | None):
+    """The last validation loss of each run, the lowest at the top; a line at the reference's."""
+    names = sorted(shown, key=lambda name: final_loss(shown[name]), reverse=True)
+    figure = new_figure(figsize=(8, 1 + 0.28 * len(names)))
+    axes = figure.subplots()
+    for place, name in enumerate(names):
+        loss = final_loss(shown[name])
+        axes.plot(loss, place, "o", color=COLOURS[name == reference])
+        beside = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{loss:.3f}", (loss, place), fontsize=9, **beside)
+    if reference in shown:
+        axes.axvline(final_loss(shown[reference]), color=COLOURS[1], alpha=0.4, zorder=0)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.margins(x=0.1)
+    axes.set_xlabel("last validation loss, nats per token")
+    return figure
+
+
+def final_loss(measured: dict) -> float:
+    """The validation loss after the last step."""
+    return measured["validation"][-1][1]
 
 
 if __name__ == "__main__":
