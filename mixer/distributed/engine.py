@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
 from torch import nn
 
 from mixer.common.errors import UserError, first_line
@@ -16,7 +20,9 @@ from mixer.distributed.hosts import Hosts
 def build_accelerator(precision: str) -> Accelerator:
     """accelerate as its launcher set it up: one process, DDP or FSDP, on one host or several.
 
-    precision: "no" (fp32), "fp16" or "bf16". Raises UserError for version 1 of FSDP.
+    precision: "no" (fp32), "fp16" or "bf16". Precision, accumulation and compiling are the run's to
+    set: what the launcher's environment says of them is not used. Raises UserError for version 1 of
+    FSDP.
     """
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     version = os.environ.get("FSDP_VERSION", "1")
@@ -27,7 +33,12 @@ def build_accelerator(precision: str) -> Accelerator:
         )
     # Gradients stay in the buckets in which DDP sums them; otherwise each step copies them back.
     in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[in_buckets])
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_backend="no",
+        kwargs_handlers=[in_buckets],
+    )
     if sharded and accelerator.distributed_type == DistributedType.MULTI_CPU:
         _shard_on_cpu(accelerator, precision)
     if accelerator.distributed_type == DistributedType.FSDP and precision != "no":

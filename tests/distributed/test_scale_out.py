@@ -75,6 +75,16 @@ def test_sharded_training_has_the_losses_of_one_process(
     assert len(validation[0]) == 4 and validation[1] == pytest.approx(validation[0], rel=tolerance)
 
 
+def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
+    write_config, finished, launch, tmp_path
+):
+    """accelerate would divide each gradient by its own number of accumulated steps."""
+    said = {"GRADIENT_ACCUMULATION_STEPS": "4", "MIXED_PRECISION": "bf16"}
+    environment = {f"ACCELERATE_{name}": value for name, value in said.items()}
+    launch("--config", write_config(), "name=told", environment=environment).succeed()
+    assert read_timeless(tmp_path / "runs/told") == read_timeless(finished)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sharded_run_resumes_exactly_and_its_checkpoint_is_a_plain_model(
     write_config, small_run, launch, tmp_path, tied
