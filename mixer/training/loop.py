@@ -182,7 +182,7 @@ def _train(run: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
             progress.step += 1
             progress.samples += share.step_samples
             uncounted += step_targets
-            timer.step(step_tokens)
+            timer.step(step_targets)
             profiler.after_step(progress.step)
             writer.check()
             console.step(progress.step)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from mixer.common.hardware import peak_memory_gb, peak_tflops
 
@@ -20,7 +21,8 @@ class Timer:
         self._begin()
 
     def _begin(self) -> None:
-        self.tokens, self.waited, self.left_out = 0, 0.0, 0.0
+        self.tokens: int | Tensor = 0
+        self.waited, self.left_out = 0.0, 0.0
         self.started = time.perf_counter()
 
     @contextmanager
@@ -37,7 +39,10 @@ class Timer:
         yield
         self.left_out += time.perf_counter() - began
 
-    def step(self, tokens: int) -> None:
+    def step(self, tokens: int | Tensor) -> None:
+        """tokens: trained on by all processes, padding left out; a tensor is not read before
+        `window`.
+        """
         self.tokens += tokens
 
     def window(
@@ -51,7 +56,7 @@ class Timer:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.started - self.left_out
         devices = accelerator.num_processes
-        line = throughput(self.tokens / seconds, flops_per_token, devices, device, precision)
+        line = throughput(int(self.tokens) / seconds, flops_per_token, devices, device, precision)
         line |= {"seconds": seconds, "data_wait_share": self.waited / seconds}
         line["peak_memory_gb"] = peak_memory_gb(device)
         self._begin()

@@ -70,9 +70,13 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
 
 
 def test_unpacked_rows_of_unequal_length_count_each_token_once_on_two_processes(
-    write_config, small_run, launch, tmp_path
+    write_config, launch, tmp_path
 ):
-    data = small_run["data"] | {"directory": str(tmp_path / "rows"), "packed": False}
+    (tmp_path / "texts").mkdir()
+    for number in range(60):
+        (tmp_path / f"texts/{number:02}.txt").write_text("a few words " * (number % 20 + 1))
+    data = {"source": "text", "path": str(tmp_path / "texts"), "vocab_size": 260}
+    data |= {"directory": str(tmp_path / "rows"), "packed": False, "validation_fraction": 0.1}
     config = write_config(data=data)
     launch("--config", config, "name=one").succeed()
     launch("--config", config, "name=two", "train.batch_size=4", processes=2).succeed()
@@ -81,7 +85,17 @@ def test_unpacked_rows_of_unequal_length_count_each_token_once_on_two_processes(
         read_losses(tmp_path / "runs/one"), rel=1e-5
     )
     assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
-    assert 0 < one[-1]["tokens"] <= 12 * 8 * 32
+    assert 0 < one[-1]["tokens"] < 12 * 8 * 32  # some rows are padded
+    for lines in (one, two):
+        steps = [{"tokens": 0}, *(line for line in lines if "loss" in line)]
+        for before, line in zip(steps, steps[1:], strict=False):
+            trained = line["tokens"] - before["tokens"]
+            assert line["tokens_per_second"] == pytest.approx(trained / line["seconds"])
+    validated = [
+        [line["validation_loss"] for line in lines if "validation_loss" in line]
+        for lines in (one, two)
+    ]
+    assert validated[1] == pytest.approx(validated[0], rel=1e-5)
 
 
 def test_the_backends_train_alike_and_the_loss_falls(write_config, launch, tmp_path):
