@@ -78,6 +78,11 @@ def check(config: DataConfig) -> None:
     if config.source != "builtin" and not config.path:
         wanted = "a dataset's name" if config.source == "hub" else "a file, directory or glob"
         raise UserError(f"data.path is empty; source {config.source!r} needs {wanted} there")
+    if config.source == "builtin" and config.path:
+        raise UserError(
+            f"data.path is {config.path!r}, which source 'builtin' does not read: set data.source "
+            "to what is there (text, jsonl, parquet, hub), or data.path= for the standard library"
+        )
     if config.source == "builtin" and config.subset not in BUILTIN_SUBSETS:
         raise UserError(
             f"data.subset is {config.subset!r}; source builtin allows packages (the source of the "

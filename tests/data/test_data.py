@@ -169,6 +169,7 @@ def test_source_errors_say_what_to_do(tmp_path):
     (tmp_path / "none.jsonl").write_text("")
     refused("'csv'; allowed: builtin, text, jsonl, parquet, hub", source="csv")
     refused("data.path is empty", source="text")
+    refused("data.path is 'mine', which source 'builtin' does not read", path="mine")
     refused("no file or directory", source="text", path=str(tmp_path / "missing.txt"))
     refused(
         r"latin.txt is not UTF-8: byte 0xe9 at offset 3.*iconv",
