@@ -123,6 +123,16 @@ def test_outputs_are_a_tuple_where_a_call_or_the_configuration_says_so():
     assert model.generate(ids[:, :4], max_new_tokens=3).shape == (3, 7)
 
 
+def test_torch_export_serves_batches_of_any_size_and_length():
+    model, ids = small_model(mixing_backend="dense"), tokens(batch=4)
+    sizes = {0: torch.export.Dim("batch", min=2), 1: torch.export.Dim("tokens", min=2, max=11)}
+    exported = torch.export.export(
+        model, (), {"input_ids": ids[:3, :7]}, dynamic_shapes={"input_ids": sizes}, strict=False
+    ).module()
+    for shorter in (ids[:2, :5], ids[:, :11]):
+        torch.testing.assert_close(exported(input_ids=shorter).logits, model(shorter).logits)
+
+
 def test_generate_is_the_argmax_of_the_full_forward():
     model, ids = small_model(), tokens(batch=2, length=4)
     expected = ids
