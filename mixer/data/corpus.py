@@ -18,8 +18,10 @@ from mixer.data.config import (
 )
 from mixer.data.sources import Shard, local_files, shard_texts, shards, text_hash
 
+Plan = list[tuple[str, Shard]]  # see split_shards
 
-def split_shards(config: DataConfig) -> list[tuple[str, Shard]]:
+
+def split_shards(config: DataConfig) -> Plan:
     """(split, shard) of all shards of the corpus, in the order of the documents. The split is ""
     where each document has its own (`split_of`).
 
@@ -36,7 +38,7 @@ def split_shards(config: DataConfig) -> list[tuple[str, Shard]]:
     return training + [("validation", shard) for shard in shards(held_out, VALIDATION_OPTIONS)]
 
 
-def training_documents(plan: list[tuple[str, Shard]], config: DataConfig) -> Iterator[str]:
+def training_documents(plan: Plan, config: DataConfig) -> Iterator[str]:
     """The documents of the training split of a plan (`split_shards`), in order."""
     index = 0
     for split, shard in plan:

@@ -1,8 +1,8 @@
 """Prepares data, once: documents become token files, a tokenizer and a manifest.
 
-Worker processes tokenise the shards of the source, each into a directory of its own. This process
-appends finished shards to the token files, in their order, so the files do not depend on the number
-of workers.
+Worker processes tokenise the shards of the source, each into a directory of its own
+(tokenise_all.py). This process appends finished shards to the token files, in their order, so the
+files do not depend on the number of workers (joined.py).
 
 A directory of prepared data gets its name only when it is complete: everything is written beside
 it, flushed to the disk, then renamed. A process that is killed leaves nothing that could be taken
@@ -12,33 +12,27 @@ for prepared data, and the next one goes on from the shards that are finished.
 import hashlib
 import itertools
 import json
-import math
 import os
 import shutil
 import socket
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
-
-import numpy as np
 
 from mixer.common.errors import UserError
 from mixer.common.files import as_system_error, flush_tree, locked, publish, write_text
-from mixer.data import sources
 from mixer.data.config import DataConfig, check
 from mixer.data.corpus import (
-    known_bytes,
+    Plan,
     no_documents,
     shard_documents,
     split_shards,
     training_documents,
 )
+from mixer.data.joined import Joined, SplitFiles
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
-from mixer.data.sources import Shard
-from mixer.data.tokenise import Counts, Job, TokeniseShard, news_of
+from mixer.data.tokenise import TokeniseShard
+from mixer.data.tokenise_all import tokenise_all
 from mixer.data.tokenizer import (
     digest,
     existing_tokenizer,
@@ -46,21 +40,15 @@ from mixer.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from mixer.data.workers import available_cores, results
 
 # The tokenizer is trained on at most this much text: enough for any vocabulary, and it limits the
 # memory.
 SAMPLE_BYTES = 100_000_000
-REPORT_SECONDS = 5.0
-DOCUMENTS_A_WORKER = 1000  # of data.max_documents: fewer are done before a worker has started
-BLOCK = 1 << 24  # bytes copied at once
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
 ADDED_LATER = ("validation_path", "validation_split")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-Plan = list[tuple[str, Shard]]  # see split_shards
 
 
 def prepare(config: DataConfig, progress=print) -> Manifest:
@@ -182,30 +170,6 @@ def _documents_before(config: DataConfig, plan: Plan) -> list[int]:
     return counts
 
 
-@dataclass
-class Joined:
-    """How far a preparation is: `shards` of them are in the token files, which hold `splits`."""
-
-    tokenizer_bytes: int
-    shards: int = 0
-    splits: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in SPLITS})
-
-    @property
-    def documents(self) -> int:
-        return sum(counts.documents for counts in self.splits.values())
-
-    @classmethod
-    def load(cls, file: Path) -> "Joined":
-        values = json.loads(file.read_text())
-        return cls(**values | {"splits": {k: Counts(**v) for k, v in values["splits"].items()}})
-
-    def save(self, file: Path) -> None:
-        """In one step, but not flushed to the disk, which would take longer than the work."""
-        stage = file.with_name(file.name + ".partial")
-        stage.write_text(json.dumps(asdict(self)))
-        os.replace(stage, file)
-
-
 def _write(config: DataConfig, plan: Plan, before: list[int], partial: Path, progress) -> None:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
     tokenizer, joined = _tokenizer(config, plan, partial, progress)
@@ -219,8 +183,8 @@ def _write(config: DataConfig, plan: Plan, before: list[int], partial: Path, pro
         tokenizer.eos_token_id,
         config.validation_fraction,
     )
-    files = {name: _SplitFiles(partial, name, dtype, joined.splits[name]) for name in SPLITS}
-    _tokenise(config, plan, before, task, joined, files, progress)
+    files = {name: SplitFiles(partial, name, dtype, joined.splits[name]) for name in SPLITS}
+    tokenise_all(config, plan, before, task, joined, files, progress)
     splits = {
         name: SplitManifest(**asdict(joined.splits[name]), **files[name].close()) for name in SPLITS
     }
@@ -285,179 +249,6 @@ def _train(config: DataConfig, plan: Plan, progress):
         f"in {time.perf_counter() - began:.1f} s{note}"
     )
     return tokenizer, seen
-
-
-def _tokenise(
-    config: DataConfig,
-    plan: Plan,
-    before: list[int],
-    task: TokeniseShard,
-    joined: Joined,
-    files: dict[str, "_SplitFiles"],
-    progress,
-) -> None:
-    """Tokenise the shards that are not joined yet, and append each to the files."""
-    workers = min(
-        config.workers or available_cores(), _useful_workers(config, plan[joined.shards :])
-    )
-    jobs = _jobs(config, plan, before, joined)
-    total = known_bytes(config, (shard for _, shard in plan))
-    with (
-        _Meter(total, joined, progress) as meter,
-        closing(results(task, jobs, workers, meter.hear)) as finished,  # ends the workers
-    ):
-        for job, counts in finished:
-            counts = _within_limit(job, counts, joined, task)
-            _join(job, task.place(job), counts, joined, files)
-            meter.report()
-        meter.report(last=True)
-
-
-def _useful_workers(config: DataConfig, plan: Plan) -> int:
-    """How many workers have something to do; small corpora need no other process."""
-    size = sum(shard.bytes or sources.SHARD_BYTES for _, shard in plan)
-    useful = max(1, min(len(plan), math.ceil(size / sources.SHARD_BYTES)))
-    if config.max_documents:
-        useful = min(useful, math.ceil(config.max_documents / DOCUMENTS_A_WORKER))
-    return useful
-
-
-def _jobs(config: DataConfig, plan: Plan, before: list[int], joined: Joined) -> Iterator[Job]:
-    """The shards that are not joined yet, but those after the last document that is wanted."""
-    most = config.max_documents or None
-    for number in range(joined.shards, len(plan)):
-        split, shard = plan[number]
-        if split == "validation":
-            yield Job(number, split, shard, before[number], None)
-        elif not most or joined.documents < most:
-            yield Job(number, split, shard, before[number], most)
-
-
-def _within_limit(
-    job: Job, counts: dict[str, Counts], joined: Joined, task: TokeniseShard
-) -> dict[str, Counts]:
-    """The counts of a shard, tokenised again if it holds more documents than are left."""
-    if job.limit is None:
-        return counts
-    left = max(job.limit - joined.documents, 0)
-    if sum(count.documents for count in counts.values()) <= left:
-        return counts
-    shutil.rmtree(task.place(job))
-    return task(replace(job, limit=left), lambda news: None)
-
-
-def _join(
-    job: Job,
-    shard: Path,
-    counts: dict[str, Counts],
-    joined: Joined,
-    files: dict[str, "_SplitFiles"],
-) -> None:
-    """Append a finished shard to the files. Killed before `joined` is saved, it is appended again:
-    the files are cut to what `joined` says when they are opened.
-    """
-    for name, split in files.items():
-        split.append(shard, joined.splits[name])
-        joined.splits[name] += counts[name]
-    joined.shards = job.number + 1
-    joined.save(shard.parent / "joined.json")
-    shutil.rmtree(shard)
-
-
-class _SplitFiles:
-    """The two files of a split, which shards are appended to, and their hashes."""
-
-    def __init__(self, directory: Path, name: str, dtype: str, counts: Counts):
-        sizes = {
-            f"{name}.bin": counts.tokens * np.dtype(dtype).itemsize,
-            f"{name}.docs.bin": counts.documents * 8,
-        }
-        self.name, self.files, self.hashes = name, [], []
-        for file, size in sizes.items():
-            opened = open(directory / file, "a+b", buffering=0)
-            if opened.seek(0, os.SEEK_END) < size:
-                raise UserError(
-                    f"{directory / file} is shorter than it was left; delete {directory} and "
-                    "prepare again"
-                )
-            opened.truncate(size)
-            opened.seek(0)
-            self.files.append(opened)
-            self.hashes.append(hashlib.sha256())
-            for block in _blocks(opened):
-                self.hashes[-1].update(block)
-
-    def append(self, shard: Path, counts: Counts) -> None:
-        """counts: of the split before this shard."""
-        with open(shard / f"{self.name}.bin", "rb") as tokens:
-            for block in _blocks(tokens):
-                self._write(0, block)
-        ends = np.fromfile(shard / f"{self.name}.docs.bin", dtype="<u8")
-        self._write(1, (ends + np.uint64(counts.tokens)).tobytes())
-
-    def _write(self, file: int, data: bytes) -> None:
-        left = memoryview(data)
-        while left:  # an unbuffered file may take a part
-            left = left[self.files[file].write(left) :]
-        self.hashes[file].update(data)
-
-    def close(self) -> dict[str, str]:
-        """The hashes, under the manifest's names."""
-        for file in self.files:
-            file.close()
-        names = ("tokens_sha256", "documents_sha256")
-        return {name: known.hexdigest() for name, known in zip(names, self.hashes, strict=True)}
-
-
-def _blocks(file) -> Iterator[bytes]:
-    return iter(lambda: file.read(BLOCK), b"")
-
-
-class _Meter:
-    """Reports the progress of tokenising: a bar on a terminal, else a line every few seconds. At
-    the end it gives one line in either case.
-    """
-
-    def __init__(self, total: int | None, joined: Joined, progress):
-        self.total, self.joined, self.progress = total, joined, progress
-        self.bar, self.began = None, time.perf_counter()
-        self.reported = self.began
-        self.before = news_of(joined.splits.values())  # done by an earlier call
-        self.heard = self.before
-
-    def __enter__(self) -> "_Meter":
-        if self.progress is print and sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-            self.bar = Progress(*columns)
-            self.task = self.bar.add_task("", total=self.total)
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def hear(self, news: tuple[int, int, int]) -> None:
-        """Takes news of a shard (see `TokeniseShard`)."""
-        self.heard = tuple(np.add(self.heard, news).tolist())
-        self.report()
-
-    def report(self, last: bool = False) -> None:
-        now = time.perf_counter()
-        documents, size, tokens = news_of(self.joined.splits.values()) if last else self.heard
-        seconds = max(now - self.began, 1e-9)
-        speed, token_speed = (size - self.before[1]) / seconds, (tokens - self.before[2]) / seconds
-        line = (
-            f"tokenised: {documents} documents, {size / 1e6:.1f} MB, {tokens / 1e6:.2f} M tokens "
-            f"in {seconds:.1f} s ({speed / 1e6:.2f} MB/s, {token_speed:.0f} tokens/s)"
-        )
-        if self.bar:
-            self.bar.update(self.task, completed=size, description=line)
-        if last or (not self.bar and now - self.reported > REPORT_SECONDS):
-            self.reported = now
-            self.progress(line)
 
 
 def _publish(partial: Path, directory: Path) -> None:

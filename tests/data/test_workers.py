@@ -16,7 +16,7 @@ import pytest
 
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
-from mixer.data import sources
+from mixer.data import sources, tokenise_all
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
 from mixer.data.prepare import prepare
@@ -122,7 +122,7 @@ def test_every_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer, monk
 
 
 def test_a_validation_text_and_a_limit_of_documents_are_cut_alike(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(preparation, "DOCUMENTS_A_WORKER", 1)
+    monkeypatch.setattr(tokenise_all, "DOCUMENTS_A_WORKER", 1)
     texts = made_texts(60)
     paths = {
         "path": save(tmp_path / "corpus", "jsonl", texts),

@@ -1,0 +1,111 @@
+"""The token files of data that is being prepared: finished shards are appended to them in order.
+
+What `joined.json` says is in them: a process that is killed may leave more, which is cut off.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mixer.common.errors import UserError
+from mixer.data.manifest import SPLITS
+from mixer.data.tokenise import Counts, Job
+
+BLOCK = 1 << 24  # bytes copied at once
+
+
+@dataclass
+class Joined:
+    """How far a preparation is: `shards` of them are in the token files, which hold `splits`."""
+
+    tokenizer_bytes: int
+    shards: int = 0
+    splits: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in SPLITS})
+
+    @property
+    def documents(self) -> int:
+        return sum(counts.documents for counts in self.splits.values())
+
+    @classmethod
+    def load(cls, file: Path) -> "Joined":
+        values = json.loads(file.read_text())
+        return cls(**values | {"splits": {k: Counts(**v) for k, v in values["splits"].items()}})
+
+    def save(self, file: Path) -> None:
+        """In one step, but not flushed to the disk, which would take longer than the work."""
+        stage = file.with_name(file.name + ".partial")
+        stage.write_text(json.dumps(asdict(self)))
+        os.replace(stage, file)
+
+
+class SplitFiles:
+    """The two files of a split, which shards are appended to, and their hashes."""
+
+    def __init__(self, directory: Path, name: str, dtype: str, counts: Counts):
+        sizes = {
+            f"{name}.bin": counts.tokens * np.dtype(dtype).itemsize,
+            f"{name}.docs.bin": counts.documents * 8,
+        }
+        self.name, self.files, self.hashes = name, [], []
+        for file, size in sizes.items():
+            opened = open(directory / file, "a+b", buffering=0)
+            if opened.seek(0, os.SEEK_END) < size:
+                raise UserError(
+                    f"{directory / file} is shorter than it was left; delete {directory} and "
+                    "prepare again"
+                )
+            opened.truncate(size)
+            opened.seek(0)
+            self.files.append(opened)
+            self.hashes.append(hashlib.sha256())
+            for block in _blocks(opened):
+                self.hashes[-1].update(block)
+
+    def append(self, shard: Path, counts: Counts) -> None:
+        """counts: of the split before this shard."""
+        with open(shard / f"{self.name}.bin", "rb") as tokens:
+            for block in _blocks(tokens):
+                self._write(0, block)
+        ends = np.fromfile(shard / f"{self.name}.docs.bin", dtype="<u8")
+        self._write(1, (ends + np.uint64(counts.tokens)).tobytes())
+
+    def _write(self, file: int, data: bytes) -> None:
+        left = memoryview(data)
+        while left:  # an unbuffered file may take a part
+            left = left[self.files[file].write(left) :]
+        self.hashes[file].update(data)
+
+    def close(self) -> dict[str, str]:
+        """The hashes, under the manifest's names."""
+        for file in self.files:
+            file.close()
+        names = ("tokens_sha256", "documents_sha256")
+        return {name: known.hexdigest() for name, known in zip(names, self.hashes, strict=True)}
+
+
+def join(
+    job: Job,
+    shard: Path,
+    counts: dict[str, Counts],
+    joined: Joined,
+    files: dict[str, SplitFiles],
+) -> None:
+    """Append a finished shard to the files. Killed before `joined` is saved, it is appended again:
+    the files are cut to what `joined` says when they are opened.
+    """
+    for name, split in files.items():
+        split.append(shard, joined.splits[name])
+        joined.splits[name] += counts[name]
+    joined.shards = job.number + 1
+    joined.save(shard.parent / "joined.json")
+    shutil.rmtree(shard)
+
+
+def _blocks(file) -> Iterator[bytes]:
+    return iter(lambda: file.read(BLOCK), b"")
