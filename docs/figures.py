@@ -370,7 +370,7 @@ def switch():
     axes.text(
         3.075,
         2.4,
-        "auto: cuda if made for\nthe GPU, else panels",
+        "auto: the fastest\non this machine",
         ha="center",
         va="center",
         fontsize=8.5,

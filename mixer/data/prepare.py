@@ -165,7 +165,9 @@ def _documents_before(config: DataConfig, plan: Plan) -> list[int]:
     if not plan[-1][0] and min(found, config.max_documents or 2) < 2:
         raise UserError(
             f"the corpus ({config.source} {config.path}) is a single document, so none is left "
-            "for validation: each split holds whole documents. Give at least two documents"
+            "for validation: each split holds whole documents. Give at least two documents (a text "
+            "file is one), or a validation text of its own (data.validation_path, "
+            "for the hub data.validation_split)"
         )
     return counts
 
