@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import set_seed
+from transformers import GenerationConfig, PreTrainedModel, set_seed
 
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError, run_command
@@ -62,11 +62,20 @@ def _continuations(
                 f"prompt {number} of {len(prompts)} is not UTF-8: {prompt[:50]!r} holds a lone "
                 "surrogate; give text in UTF-8"
             )
+    several = len(prompts) > 1
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(
+    if several and tokenizer.pad_token is None:
+        raise UserError(
+            f"the tokenizer of {checkpoint} has no end token to pad with, which {len(prompts)} "
+            "prompts at once need: give one prompt"
+        )
+    inputs = tokenizer(prompts, return_tensors="pt", padding=several, padding_side="left").to(
         model.device
     )  # (prompts, tokens)
+    check_context(model, inputs.input_ids.shape[1], new_tokens)
     set_seed(seed)
+    # Whatever generation_config.json says: beams, several texts for a prompt, another output.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     how = (
         {"do_sample": True, "temperature": temperature, "top_k": 50}
         if temperature > 0
@@ -78,13 +87,24 @@ def _continuations(
             attention_mask=inputs.attention_mask,
             max_new_tokens=new_tokens,
             pad_token_id=tokenizer.pad_token_id,
-            return_dict_in_generate=False,  # whatever the generation_config.json says
             logits_processor=[check_logits],
             **how,
         )
     except ValueError as error:
         raise UserError(str(error)) from None
     return tokenizer.batch_decode(output, skip_special_tokens=True)
+
+
+def check_context(model: PreTrainedModel, prompt: int, new: int) -> None:
+    """Raises UserError where tokens go beyond a context: other models than ours would fail, or
+    write nonsense.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and prompt + new > context:
+        raise UserError(
+            f"the prompt has {prompt} tokens and --new-tokens is {new}, {prompt + new} together; "
+            f"the model's context is {context}: shorten the prompt, or give fewer new tokens"
+        )
 
 
 def check_logits(ids: Tensor, logits: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers import (
     CompileConfig,
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
     pipeline,
@@ -326,7 +328,10 @@ def test_what_cannot_be_generated_from_is_refused():
 
 def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, monkeypatch, capsys):
     model = lively_model(vocab_size=300, max_position_embeddings=64)
-    model.generation_config.return_dict_in_generate = True  # which the command does without
+    # Which the command does without:
+    model.generation_config.update(
+        return_dict_in_generate=True, num_return_sequences=2, num_beams=2
+    )
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
@@ -346,6 +351,7 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
         return capsys.readouterr().out.rstrip("\n")
 
     alone = [write("def read(self"), write("def")]
+    assert alone[1] == f"def{greedy}"
     assert write("def read(self", "def") == "\n\n".join(alone) and alone[0].startswith(
         "def read(self"
     )
@@ -361,6 +367,24 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
         continuations(str(tmp_path), ["def"], 4, 0.0, -1)
     with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):
         write("def read(self, size): " * 20)
+
+
+def test_the_command_needs_an_end_token_for_several_prompts_alone(tokenizer, tmp_path):
+    lively_model(vocab_size=300).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
+    assert continuations(str(tmp_path), ["def"], 2, 0.0, 0)[0].startswith("def")
+    with pytest.raises(UserError, match="no end token to pad with, which 2 prompts .* one prompt"):
+        continuations(str(tmp_path), ["def", "def read"], 2, 0.0, 0)
+
+
+def test_the_command_refuses_more_tokens_than_a_transformers_context(tokenizer, tmp_path):
+    sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompt = len(tokenizer("def read").input_ids)
+    assert len(continuations(str(tmp_path), ["def read"], 16 - prompt, 0.0, 0)) == 1
+    with pytest.raises(UserError, match="--new-tokens is 16, .* context is 16: shorten the prompt"):
+        continuations(str(tmp_path), ["def read"], 16, 0.0, 0)
 
 
 def test_products_of_a_compiled_step_of_one_token_are_left_to_the_compiler():
