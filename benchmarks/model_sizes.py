@@ -52,7 +52,7 @@ from mixer.data.manifest import Manifest
 from mixer.data.token_file import TokenFile
 from mixer.evaluation.evaluate import loss_by_kind
 from mixer.evaluation.measure import AUTOCAST_TYPES
-from mixer.evaluation.scoring import evaluate_tokens
+from mixer.evaluation.scoring import evaluate_streams
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
 
@@ -366,9 +366,9 @@ def where(model: PreTrainedModel, config: RunConfig) -> dict:
     model.config.use_cache = False  # a transformer would keep keys and values
     for part in model.modules():
         vars(part).pop("forward", None)  # what is compiled is for the trainer's calls alone
-    scores = evaluate_tokens(
+    scores = evaluate_streams(
         model,
-        np.asarray(validation.tokens[: samples * validation.context + 1]),
+        [np.asarray(validation.tokens[: samples * validation.context + 1])],
         validation.context,
         batch_size=config.train.batch_size,
         device=next(model.parameters()).device,

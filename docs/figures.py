@@ -28,18 +28,17 @@ def save(figure, name: str) -> None:
     figure.savefig(HERE / name, dpi=120, pil_kwargs={"optimize": True})
 
 
-def box(axes, x, y, width, height, text="", face="white", edge=INK, **style):
+def box(axes, x, y, width, height, text="", face="white", **style):
     shape = f"round,pad=0,rounding_size={min(0.12, height / 4)}"
     axes.add_patch(
         FancyBboxPatch(
-            (x, y), width, height, boxstyle=shape, facecolor=face, edgecolor=edge, linewidth=1.3
+            (x, y), width, height, boxstyle=shape, facecolor=face, edgecolor=INK, linewidth=1.3
         )
     )
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", **style)
 
 
-def arrow(axes, start, end, colour=INK, bend=0.0, **style):
-    connection = f"arc3,rad={bend}"
+def arrow(axes, start, end, colour=INK, **style):
     look = {
         "arrowstyle": "-|>",
         "mutation_scale": 14,
@@ -48,7 +47,7 @@ def arrow(axes, start, end, colour=INK, bend=0.0, **style):
         "shrinkB": 0,
         **style,
     }
-    axes.add_patch(FancyArrowPatch(start, end, connectionstyle=connection, color=colour, **look))
+    axes.add_patch(FancyArrowPatch(start, end, color=colour, **look))
 
 
 def lines(axes, points, colour=INK, **style):
@@ -217,12 +216,10 @@ def legend(axes, x, y):
 # ------------------------------------------------------------------------- model
 
 
-def plus(axes, x, y, radius=0.13):
+def plus(axes, x, y):
     from matplotlib.patches import Circle
 
-    axes.add_patch(
-        Circle((x, y), radius, facecolor="white", edgecolor=INK, linewidth=1.4, zorder=3)
-    )
+    axes.add_patch(Circle((x, y), 0.13, facecolor="white", edgecolor=INK, linewidth=1.4, zorder=3))
     lines(axes, [(x - 0.07, y), (x + 0.07, y)], zorder=4)
     lines(axes, [(x, y - 0.07), (x, y + 0.07)], zorder=4)
 

@@ -73,9 +73,7 @@ def existing_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, show_progress: bool = False
-) -> "PreTrainedTokenizerFast":
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE of at most `vocab_size` tokens: any text comes back exactly, and the same
     texts give the same BPE.
 
@@ -91,7 +89,7 @@ def train_tokenizer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=show_progress,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(
         (piece for text in texts for piece in pieces(text, TRAINING_PIECE)), trainer

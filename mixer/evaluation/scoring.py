@@ -154,7 +154,14 @@ def evaluate_streams(
     last_window="short",
     share=(0, 1),
 ) -> TokenScores:
-    """Score several independent token streams; see `evaluate_tokens`.
+    """Score independent token streams: every token but the first of each exactly once.
+
+    model: maps input_ids (batch, tokens <= context) int64 to `.logits` (batch, tokens, vocab), on
+    `device`. streams: each (tokens,) integers. stride: tokens between windows, 1..context; None:
+    context, i.e. disjoint windows. With stride < context the first window counts all its targets,
+    each later one its last `stride` targets (the last window may be shorter, or with
+    last_window="full" begin earlier). dtype: autocast's, or None. Sums are fp64. Raises UserError
+    for a stride outside 1..context and where no stream has 2 tokens.
 
     share: (index, count): score every count-th batch of windows from the index-th on, so that the
     scores of all indices add up to the whole; see `add_processes`.
@@ -196,30 +203,6 @@ def add_processes(scores: TokenScores, device: torch.device) -> TokenScores:
     nats, counts, others = np.split(totals.cpu().numpy(), [context, 2 * context])
     windows, repeats, repeats_nats = others.tolist()
     return TokenScores(nats, counts.astype(np.int64), int(windows), int(repeats), repeats_nats)
-
-
-def evaluate_tokens(
-    model,
-    tokens,
-    context,
-    stride=None,
-    batch_size=16,
-    device="cpu",
-    dtype=None,
-    last_window="short",
-) -> TokenScores:
-    """Score one token stream: every token but the first exactly once.
-
-    model: maps input_ids (batch, tokens <= context) int64 to `.logits` (batch, tokens, vocab), on
-    `device`. tokens: (tokens,) integers. stride: tokens between windows, 1..context; None: context,
-    i.e. disjoint windows. With stride < context the first window counts all its targets, each later
-    one its last `stride` targets (the last window may be shorter, or with last_window="full" begin
-    earlier). dtype: autocast's, or None. Sums are fp64. Raises UserError for a stride outside
-    1..context and for fewer than 2 tokens.
-    """
-    return evaluate_streams(
-        model, [np.asarray(tokens)], context, stride, batch_size, device, dtype, last_window
-    )
 
 
 def check_stride(stride: int, context: int) -> int:

@@ -31,13 +31,6 @@ SCALE = 32.0
 SMALLEST_NORM = 1e-30
 
 
-def orthogonalize(x: Tensor) -> Tensor:
-    """Each matrix of x (matrices, rows, columns) orthogonalized, in the dtype of
-    `normalized(x)`.
-    """
-    return iterate(normalized(x))
-
-
 def normalized(x: Tensor) -> Tensor:
     """Scales each matrix (..., rows, columns) to Frobenius norm SCALE, in the dtype for the
     products.

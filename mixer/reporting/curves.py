@@ -175,7 +175,7 @@ def draw_gaps(axes, curves, first, shared):
     style_steps(axes)
 
 
-def plot_loss_by_position(curves: dict, output, title="Loss by position in the window") -> Path:
+def plot_loss_by_position(curves: dict, output) -> Path:
     """`curves`: name -> mean nats per position, (context,), None where no target was scored.
     Positions start at 1.
     """
@@ -198,7 +198,7 @@ def plot_loss_by_position(curves: dict, output, title="Loss by position in the w
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("tokens that the prediction can see")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title)
+    axes.set_title("Loss by position in the window")
     axes.legend(loc="upper right")
     return save(figure, output)
 

@@ -68,10 +68,9 @@ def short_number(value: float, _position=None) -> str:
     return f"{value:.3g}"
 
 
-def style_steps(axes, label: bool = True):
+def style_steps(axes):
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(short_number))
-    if label:
-        axes.set_xlabel("optimizer step")
+    axes.set_xlabel("optimizer step")

@@ -134,7 +134,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     run: RunConfig = OmegaConf.to_object(config)
     problems += _value_problems(run)
     if problems:
-        raise UserError(_listing("configuration", problems))
+        raise UserError(_listing(problems))
     return run
 
 
@@ -278,6 +278,6 @@ def _graph_problems(train: TrainConfig) -> list[str]:
     return problems
 
 
-def _listing(what: str, problems: list[str]) -> str:
+def _listing(problems: list[str]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return f"{count} in the {what}:\n" + "\n".join(f"  - {problem}" for problem in problems)
+    return f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)

@@ -24,7 +24,7 @@ from mixer.data.tokenizer import load_tokenizer
 from mixer.eval import main as evaluate_main
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.evaluation.report import tell_apart, well_counted
-from mixer.evaluation.scoring import evaluate_streams, evaluate_tokens, plan_windows
+from mixer.evaluation.scoring import evaluate_streams, plan_windows
 from mixer.export import export
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,9 @@ def by_hand(model, tokens, context, stride, last_window):
 def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     model = tiny_model().double()
     tokens = np.random.default_rng(length).integers(0, 23, length)
-    scores = evaluate_tokens(model, tokens, CONTEXT, stride, batch_size=3, last_window=last_window)
+    scores = evaluate_streams(
+        model, [tokens], CONTEXT, stride, batch_size=3, last_window=last_window
+    )
     expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT, last_window)
     assert scores.tokens == length - 1
     assert math.exp(scores.loss) == pytest.approx(
@@ -100,7 +102,7 @@ def test_streams_together_are_their_sum_and_leave_the_model_in_its_mode():
     model = tiny_model().double().train()
     streams = [np.random.default_rng(n).integers(0, 23, n) for n in (1, 3, 30, 17)]
     together = evaluate_streams(model, streams, CONTEXT, 4, batch_size=5)
-    apart = [evaluate_tokens(model, tokens, CONTEXT, 4) for tokens in streams if len(tokens) > 1]
+    apart = [evaluate_streams(model, [tokens], CONTEXT, 4) for tokens in streams if len(tokens) > 1]
     assert together.nats == pytest.approx(sum(scores.nats for scores in apart), rel=1e-12)
     assert together.tokens == 2 + 29 + 16
     assert model.training
@@ -129,7 +131,7 @@ def test_repeats_are_the_targets_that_follow_their_last_two_tokens_earlier_in_th
 @pytest.mark.parametrize("stride", [-1, 0, CONTEXT + 1])
 def test_stride_outside_the_context_is_refused(stride):
     with pytest.raises(UserError, match=f"stride {stride} is outside 1..{CONTEXT}"):
-        evaluate_tokens(tiny_model(), np.arange(20), CONTEXT, stride)
+        evaluate_streams(tiny_model(), [np.arange(20)], CONTEXT, stride)
 
 
 # -------------------------------------------------------------------------------------- checkpoints
