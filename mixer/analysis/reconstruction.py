@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+
 READ = {"all": slice(None), "last": slice(-1, None)}  # the tokens whose outputs are compared
 
 
@@ -125,8 +127,11 @@ def score_layer(
 
 def random_twin(model, seed: int):
     """A model of the same configuration with random weights, in fp32 and eval mode, on the same
-    device.
+    device. Mixing weights are random too, whatever the training began with.
     """
+    config = copy.deepcopy(model.config)
+    if isinstance(config, MaskedMixerConfig):
+        config.mixing_init = "reference"  # "zero" would mix no tokens at all
     torch.manual_seed(seed)
-    twin = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return twin.to(model.device).eval()

@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import small_model
 from pictures import assert_png
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.analysis.reconstruction import first_layers, hamming_score, reconstruct
+from mixer.analysis.reconstruction import (
+    first_layers,
+    hamming_score,
+    random_twin,
+    reconstruct,
+)
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
 from mixer.ops import triangular_conv
@@ -45,6 +51,18 @@ def test_tokens_that_the_mixing_reads_are_found_and_those_it_ignores_are_not():
     seen = [place for place in range(length) if place not in (3, 4, 5)]
     assert hamming_score(guess[:, seen], tokens[:, seen], inverse) == 0
     assert blind == pytest.approx(3 / length, abs=0.02)  # a guess among 100 tokens may be right
+
+
+@pytest.mark.parametrize("start", ["zero", "shift", "reference"])
+def test_random_weights_mix_at_random_whatever_the_training_began_with(start):
+    model = small_model(mixing_init=start, num_mixer_heads=2)
+    twin = random_twin(model, seed=0)
+    assert twin.config.mixing_backend == model.config.mixing_backend
+    bound = 1 / model.config.max_position_embeddings**0.5
+    for layer in twin.model.layers:
+        lower = layer.mixing.conv.weight.detach()[..., *torch.tril_indices(12, 12)]
+        assert 0.4 * bound < lower.std() < bound and lower.abs().max() <= bound
+    assert model.config.mixing_init == start
 
 
 @pytest.mark.parametrize("kind", ["mixer", "llama", "gpt2"])
