@@ -12,12 +12,13 @@ from mixer.common.errors import UserError
 def _means_the_same_in_yaml_1_2(first: str, tag: str) -> bool:
     """Whether YAML 1.2 also reads text that begins with `first` as what PyYAML's `tag` says."""
     is_yes_or_no = tag == "tag:yaml.org,2002:bool" and first not in "tTfF"
-    return not is_yes_or_no and tag != "tag:yaml.org,2002:timestamp"
+    return not is_yes_or_no and tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:int")
 
 
 class Loader(yaml.SafeLoader):
     """Reads 5e-4 as a number, and `no` and 2024-02-30 as text, as YAML 1.2 does; PyYAML follows
-    YAML 1.1, where they are text, false and a date that does not exist.
+    YAML 1.1, where they are text, false and a date that does not exist. 010 and 1:30 are text, too,
+    where PyYAML finds 8 and 90. A key that is given twice is an error.
     """
 
     yaml_implicit_resolvers = {
@@ -26,6 +27,15 @@ class Loader(yaml.SafeLoader):
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_mapping(self, node, deep=False):
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            names.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
     def construct_document(self, node):
         self.deep_construct = True  # refuses what contains itself, such as &a [*a]
@@ -36,6 +46,11 @@ Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
+)
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)$"),
+    list("-+0123456789"),
 )
 
 

@@ -204,6 +204,18 @@ def test_a_date_is_text_also_one_that_no_calendar_has(tmp_path):
     assert load_config(str(tmp_path / "config.yaml"), []).name == "2024-02-28"
 
 
+def test_a_section_given_twice_and_a_number_with_a_leading_zero_are_refused(tmp_path):
+    """PyYAML would drop the first section, and read 8 and 90."""
+    path = tmp_path / "config.yaml"
+    path.write_text("train: {steps: 700}\nseed: 3\ntrain:\n  batch_size: 2\n")
+    with pytest.raises(UserError, match=r"(?s)the key 'train' is given twice.*line 3"):
+        load_config(str(path), [])
+    for number in ("010", "1:30"):
+        with pytest.raises(UserError, match=f"train.steps = '{number}' is a str; allowed: int"):
+            load_config(None, [f"train.steps={number}"])
+    assert load_config(None, ["train.steps=1_000", "seed=0"]).train.steps == 1000
+
+
 def test_help_lists_every_key_with_its_default_meaning_and_allowed_values():
     text = describe_options()
     for key, value in flat(asdict(RunConfig())).items():
