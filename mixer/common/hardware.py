@@ -10,10 +10,13 @@ from mixer.common.errors import UserError
 # Dense tensor-core peaks in TFLOP/s, from the vendors' data sheets: part of the device's name ->
 # precision -> peak. The first part that fits counts, so a longer name is before the one it holds.
 PEAK_TFLOPS = {
+    "H200 NVL": {"bf16": 835.0, "fp16": 835.0},
     "H200": {"bf16": 989.0, "fp16": 989.0},
+    "H100 NVL": {"bf16": 835.0, "fp16": 835.0},
     "H100 PCIe": {"bf16": 756.0, "fp16": 756.0},
     "H100": {"bf16": 989.0, "fp16": 989.0},
     "A100": {"bf16": 312.0, "fp16": 312.0},
+    "V100S": {"fp16": 130.0},
     "V100-PCIE": {"fp16": 112.0},
     "V100": {"fp16": 125.0},
 }

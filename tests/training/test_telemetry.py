@@ -61,7 +61,10 @@ def test_useful_flops_of_the_papers_model_by_hand_and_the_share_of_each_known_pe
         ("Tesla V100-SXM2-32GB", "fp16", 125),
         ("Tesla V100-PCIE-16GB", "fp16", 112),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("Tesla V100S-PCIE-32GB", "fp16", 130),
         ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "bf16", 835),
+        ("NVIDIA H200 NVL", "bf16", 835),
         ("NVIDIA H100 80GB HBM3", "bf16", 989),
         ("NVIDIA H200", "fp16", 989),
     ]:
