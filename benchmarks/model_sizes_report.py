@@ -3,9 +3,9 @@
 python benchmarks/model_sizes_report.py PATH.json
 """
 
+import argparse
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -301,7 +301,12 @@ def short_note(runs: dict) -> str:
 
 
 def main() -> None:
-    print(write_report(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="PATH.json of model_sizes.py")
+    options = parser.parse_args()
+    if not options.results.is_file():
+        parser.error(f"{options.results} is not a file; give PATH.json of model_sizes.py")
+    print(write_report(options.results))
 
 
 if __name__ == "__main__":

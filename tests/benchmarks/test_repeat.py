@@ -55,3 +55,15 @@ def test_every_command_names_files_and_options_that_exist():
         script = (ROOT / files[0]).read_text()
         for option in re.findall(r" (--[a-z-]+)", command.partition(files[0])[2]):
             assert f'"{option}"' in script, f"{name}: {option}"
+
+
+def test_benchmarks_that_share_a_data_directory_prepare_the_same_data():
+    plans = ROOT / "benchmarks" / "plans"
+    seen: dict[str, dict] = {}
+    for name, one in yaml.safe_load((plans / "all.yaml").read_text()).items():
+        command = one["command"].replace("{texts}", "data.directory=data/books")
+        if found := re.search(r"benchmarks/plans/(\S+)", command):
+            given = dict(re.findall(r" (data\.\w+)=(\S+)", command))
+            settings = yaml.safe_load((plans / found[1]).read_text())["common"] | given
+            data = {key: value for key, value in settings.items() if key.startswith("data.")}
+            assert data == seen.setdefault(data["data.directory"], data), name
