@@ -135,9 +135,6 @@ def edge_notes(result: dict) -> list[str]:
 
 def notes(result: dict) -> str:
     """What the numbers are, and whether the backends agree."""
-    settings = result["settings"]
-    train, context = settings["train"], settings["model"]["max_position_embeddings"]
-    samples = train["batch_size"] * train["gradient_accumulation_steps"] * result["processes"]
     repeats = len(next(iter(result["models"].values()))["tokens_per_second"]["all"])
     hardware = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
     lines = [verdict(gap) for gap in result["gaps"]]
@@ -164,11 +161,23 @@ def notes(result: dict) -> str:
             for name, model in result["models"].items()
             if model["model"]["architecture"] == "llama"
         ),
-        f"{samples} x {context} tokens a step, precision {train['mixed_precision']}, "
-        f"{seeds_of(result)}, {result['processes']} process(es). Measured on {hardware}; "
+        f"{batches(result)} tokens a step, precision "
+        f"{result['settings']['train']['mixed_precision']}, {seeds_of(result)}, "
+        f"{result['processes']} process(es). Measured on {hardware}; "
         f"commit {result['commit'][:10]}: `{result['command']}`",
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def batches(result: dict) -> str:
+    """Samples x context of a step; model by model where a model's options change it."""
+    sizes = {
+        name: f"{model['samples_per_step']} x {model['model']['max_position_embeddings']}"
+        for name, model in result["models"].items()
+    }
+    if len(set(sizes.values())) == 1:
+        return next(iter(sizes.values()))
+    return ", ".join(f"{size} ({name})" for name, size in sizes.items())
 
 
 def seeds_of(result: dict) -> str:

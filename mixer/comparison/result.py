@@ -84,9 +84,9 @@ def model_result(one: Measured, processes: int) -> dict:
         model = model_class(config)(config)
     # The run's settings, with what was null replaced by what the model has.
     shape = {name: getattr(config, name, given) for name, given in asdict(one.run.model).items()}
-    speed, flops = spread(one.timings), model.flops_per_token()
+    speed, flops, train = spread(one.timings), model.flops_per_token(), one.run.train
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peak = peak_tflops(device, one.run.train.mixed_precision)
+    peak = peak_tflops(device, train.mixed_precision)
     tflops = {kind: speed["median"] * flops[kind] / 1e12 for kind in ("useful", "executed")}
     times, losses = training_times(one.lines), losses_of(one.lines)
     by_seed = {
@@ -102,6 +102,7 @@ def model_result(one: Measured, processes: int) -> dict:
         "executed_tflops": tflops["executed"],
         "useful_share_of_peak": tflops["useful"] / (peak * processes) if peak else None,
         "peak_memory_gb": max(timing.peak_memory_gb for timing in one.timings),
+        "samples_per_step": train.batch_size * train.gradient_accumulation_steps * processes,
         "steps": max(losses),
         "tokens": one.lines[-1]["tokens"],
         "training_flops": one.lines[-1]["tokens"] * flops["useful"],

@@ -100,7 +100,7 @@ def test_each_model_trains_with_several_seeds_at_the_best_of_the_same_rates(
 ):
     output, models = tmp_path / "compared", tmp_path / "models.yaml"
     models.write_text(
-        "wide: {model.hidden_size: 64}\n"
+        "wide: {model.hidden_size: 64, train.gradient_accumulation_steps: 2}\n"
         "llama: {model.architecture: llama, model.num_attention_heads: 2}\n"
     )
     command = ["--config", write_config(), "--models", models, "--output", output, "--repeats", 1]
@@ -127,6 +127,7 @@ def test_each_model_trains_with_several_seeds_at_the_best_of_the_same_rates(
         assert config.optim.lr == 0.01 and config.seed == 1
     assert result["models"]["wide"]["parameters"] > 2 * result["models"]["llama"]["parameters"]
     assert "diverged" in text and "seeds 0, 1" in text
+    assert "- 16 x 32 (wide), 8 x 32 (llama) tokens a step" in text
     assert "wide: the best rate" not in text  # it is not the last on its side
     assert (output / "budgets.png").stat().st_size > 0
 
