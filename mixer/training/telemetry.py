@@ -81,14 +81,14 @@ class Profiler:
     def __init__(self, directory: Path, first: int, steps: int, say):
         self.path, self.say = directory / f"profile-step-{first}.json", say
         self.first, self.last = first, first + steps - 1
-        self.profile = None
+        self.profile, self.due = None, steps > 0
 
     def before_step(self, step: int) -> None:
         if self.last >= self.first == step:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self.profile = torch.profiler.profile(activities=activities)
+            self.profile, self.due = torch.profiler.profile(activities=activities), False
             self.profile.start()
 
     def after_step(self, step: int) -> None:
@@ -96,9 +96,11 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Writes the trace of the steps so far, if one has begun."""
+        """Writes the trace of the steps so far, or says that none has begun."""
         if self.profile is not None:
             self.profile.stop()
             self.profile.export_chrome_trace(str(self.path))
             self.profile = None
             self.say(f"profile of steps {self.first} to {self.last}: {self.path}")
+        elif self.due:  # such as one of a step before the checkpoint that the run went on from
+            self.say(f"no profile: step {self.first} (logging.profile_step) was not trained")

@@ -175,6 +175,12 @@ def test_a_profile_is_a_chrome_trace_of_the_steps_asked_for(write_config, launch
     assert sum("AdamW.step" in event.get("name", "") for event in events) == 3
 
 
+def test_a_profile_of_a_step_that_is_not_trained_is_missed_aloud(write_config, finished, launch):
+    options = ["logging.profile_step=5", "logging.profile_steps=3", "train.steps=13"]
+    output = launch("--config", write_config(), *options).succeed()
+    assert output.count("no profile: step 5 (logging.profile_step) was not trained") == 1
+
+
 def test_a_bar_on_a_terminal_and_plain_lines_in_a_file(write_config, launch, tmp_path):
     command = [sys.executable, "train.py", "--config", str(write_config()), "name=terminal"]
     ours, theirs = pty.openpty()
