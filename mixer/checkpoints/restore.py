@@ -70,7 +70,8 @@ def _named(path: Path, of_run: list[Path]) -> Path:
             f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
             "step-N beside it"
         )
-    newer = [other for other in of_run if step_of(other) > step_of(path)]
+    step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
+    newer = [other for other in of_run if step_of(other) > step]
     if newer:
         raise UserError(
             f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto "

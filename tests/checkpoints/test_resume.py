@@ -246,6 +246,15 @@ def test_fresh_starts_over_old_checkpoints_and_going_back_below_newer_ones_are_r
         train(load_config(config, [f"checkpoint.resume={finished / 'step-8'}"]))
 
 
+def test_the_best_checkpoint_can_be_named_by_its_link_where_none_is_newer(
+    write_config, finished, launch
+):
+    assert (finished / "best").resolve().name == "step-12"
+    options = [f"checkpoint.resume={finished / 'best'}", "train.steps=14"]
+    output = launch("--config", write_config(), *options).succeed()
+    assert f"resuming {finished / 'best'}" in output and "step 13/14" in output
+
+
 def test_a_refused_resume_leaves_no_run_directory(write_config, tmp_path):
     config, nothing = str(write_config()), tmp_path / "no/checkpoint"
     with pytest.raises(UserError, match="checkpoint .* cannot be used"):
