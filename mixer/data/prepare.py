@@ -207,11 +207,9 @@ def _tokenizer(config: DataConfig, plan: Plan, partial: Path, progress):
     """The tokenizer, saved in `partial`, and how far the preparation is."""
     file = partial / "shards" / "joined.json"
     if file.is_file():
-        trained = config.tokenizer == "train"
-        tokenizer = load_tokenizer(partial) if trained else existing_tokenizer(config.tokenizer)
         joined = Joined.load(file)
         progress(f"going on from {joined.shards} of {len(plan)} shards")
-        return tokenizer, joined
+        return load_tokenizer(partial), joined  # config.tokenizer may be another one by now
     tokenizer_bytes = 0
     if config.tokenizer == "train":
         # The trainer has threads of its own. Their number is read once, at first use.

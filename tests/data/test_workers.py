@@ -254,6 +254,26 @@ def test_killed_at_random_it_goes_on_from_the_finished_shards(
     assert not list(tmp_path.glob("killed.partial-*"))
 
 
+def test_it_goes_on_with_the_tokenizer_that_it_began_with(tmp_path, tokenizer, monkeypatch):
+    """Also where another one stands in its place by now: tokens of both would be no text."""
+    folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    path = save(tmp_path / "corpus", "jsonl", made_texts(60))
+    config = DataConfig(source="jsonl", path=path, tokenizer=str(folder), workers=1)
+    config.directory = str(tmp_path / "undisturbed")
+    prepare(config, quiet)
+    config.directory = str(tmp_path / "prepared")
+    joins = iter([tokenise_all.join] * 3)
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr(tokenise_all, "join", lambda *arguments: next(joins)(*arguments))
+        prepare(config, quiet)
+    shutil.rmtree(folder)
+    train_tokenizer(made_texts(50, seed=1), 390).save_pretrained(str(folder))
+    lines = []
+    prepare(config, lines.append)
+    assert "going on from 3 of" in lines[0]
+    assert written(config.directory) == written(tmp_path / "undisturbed")
+
+
 def _start_and_kill(config: DataConfig, seconds: float) -> None:
     process = multiprocessing.get_context("fork").Process(target=prepare, args=(config, quiet))
     process.start()
