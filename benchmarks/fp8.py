@@ -32,8 +32,6 @@ import timing
 import torch
 from recipe import recipe, run
 from torch import nn
-from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
-from torchao.float8.config import ScalingType
 from training_step import measure_size
 from training_step_models import FORMS, Size
 from training_step_report import kinds, markdown
@@ -43,6 +41,12 @@ from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.training import start
+
+try:
+    from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.config import ScalingType
+except ImportError:
+    sys.exit("torchao is not installed: pip install --no-deps torchao==0.17.0")
 
 ROOT = Path(__file__).parents[1]
 RECIPE, PLAN = ROOT / "configs/recipe.yaml", ROOT / "benchmarks/plans/recipe_512.yaml"

@@ -26,7 +26,8 @@ class TriangularAdamW(torch.optim.Optimizer):
     Groups with `shared_lags`, a factor of their learning rate, get the AdamW update of their lags
     too, whose moments are kept beside AdamW's. Without weight decay that is the training of V and a
     with W = V + toeplitz(a), to the last rounding error; weight decay acts on W, where the
-    reparametrised model would decay V alone.
+    reparametrised model would decay V alone. Clipping sees the gradient of W alone, where that
+    model's norm would count the gradient of a, too, and so clip more.
 
     Args:
         params: groups of mixing weights (heads, taps, context, context), of one shape and not
