@@ -257,6 +257,28 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_texts():
         torch.testing.assert_close(loss, sum(x * n for x, n in single) / sum(n for _, n in single))
 
 
+def test_a_loss_of_ones_own_learns_nothing_from_the_padding_on_the_left():
+    """transformers' label smoothing and many a loss score all columns but those labelled -100, and
+    so the first token of a text by what stands in the padding before it.
+    """
+    model, (ids, mask) = lively_model(), padded("left")
+
+    def gradients(batches) -> tuple:
+        losses = [
+            torch.nn.functional.cross_entropy(
+                logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum"
+            )
+            for logits, labels in batches
+        ]
+        return torch.autograd.grad(sum(losses), tuple(model.parameters()))
+
+    together = gradients(
+        [(model(ids, attention_mask=mask).logits, ids.masked_fill(mask == 0, -100))]
+    )
+    alone = gradients([(model(p[None]).logits, p[None]) for p in prompts() if len(p) > 1])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(["def read(self, size):", "def write(self, text):"] * 4, 300)

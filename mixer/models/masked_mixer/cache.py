@@ -65,9 +65,9 @@ class Places:
 
     The model works on `gather(input_ids)`: the new tokens of each text at the front, and padding
     behind them, where no token can see it. `restore` puts the results back into the columns of the
-    input. A padded place gets the result of the last token before it (of the first token, if there
-    is none), so the last column holds the prediction of every text, whichever side is padded. That
-    column is what `generate` reads.
+    input. A padded place gets the result of the last token before it, so the last column holds the
+    prediction of every text, whichever side is padded. That column is what `generate` reads. Before
+    the first token stand zeros: a loss over all columns would learn from anything else there.
     """
 
     def __init__(self, mask: Tensor, new: int):
@@ -79,15 +79,20 @@ class Places:
         taken = mask[:, -new:].bool()
         # (batch, new): the columns with tokens, then those with padding
         self.order = taken.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+        count = taken.cumsum(1)
         # (batch, new): for each column, its place among the gathered ones
-        self.index = (taken.cumsum(1) - 1).clamp(min=0)
+        self.index = (count - 1).clamp(min=0)
+        self.before = self.starts + count == 0  # (batch, new): before the first token of all
 
     def gather(self, input_ids: Tensor) -> Tensor:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
 
     def restore(self, x: Tensor) -> Tensor:
         """x (batch, new, channels), back in the order of the input's columns."""
-        return x if self.order is None else x.gather(1, self.index[..., None].expand_as(x))
+        if self.order is None:
+            return x
+        x = x.gather(1, self.index[..., None].expand_as(x))
+        return x.masked_fill(self.before[..., None], 0)
 
     def unpredicted(self) -> Tensor:
         """(batch, new) bool: the columns up to the first token of each text, which nothing

@@ -305,7 +305,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationM
                 most max_position_embeddings.
             attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
                 on either side. Each text is computed as if it stood alone; a padded place repeats
-                the logits of the token before it.
+                the logits of the token before it, and has zeros where there is none.
             labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 for
                 tokens that are not scored. The first token of a text is never scored, because
                 nothing predicts it.
