@@ -77,12 +77,18 @@ def main() -> None:
         result["runs"][name] = {"settings": settings} | measured_by | run(name, settings)
         print(f"{name}: {row(name, result)}", flush=True)
         write_text(file, json.dumps(result, indent=1) + "\n")
-    write_text(output.with_name(output.name + ".md"), table(result))
-    plot(result, output.with_name(output.name + ".png"))
+    report(result, output)
     print(table(result))
     if left:
         print(f"left for lack of time: {', '.join(left)}")
         sys.exit(LEFT)
+
+
+def report(result: dict, output: Path) -> None:
+    picture = output.with_name(output.name + ".png")
+    plot(result, picture)
+    text = table(result) + f"\n![The losses of these runs]({picture.name})\n"
+    write_text(output.with_name(output.name + ".md"), text)
 
 
 def expected_seconds(settings: dict, result: dict) -> float:
