@@ -149,6 +149,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.back:
+        if options.tokenizer or options.mixing:
+            raise UserError(
+                "--tokenizer and --mixing are for the reference's weights on their way here; leave "
+                "them out with --back, which writes weights alone"
+            )
         convert_back(options.source, options.output, options.heads_under)
     else:
         convert(options.source, options.output, options.tokenizer, options.mixing)

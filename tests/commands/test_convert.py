@@ -194,6 +194,8 @@ def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch
     again = Reference("conv", taps=3)
     again.load_state_dict(load_file(back / "old.safetensors"))
     torch.testing.assert_close(again(tokens()), expected, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="--tokenizer and --mixing .* leave them out with --back"):
+        command(new, "--output", back / "not.safetensors", "--back", "--mixing", "softmax")
     with pytest.raises(UserError, match="exists already"):
         command(old, "--output", new)
     with pytest.raises(UserError, match="is not a .safetensors file"):
