@@ -26,7 +26,8 @@ class MixingCache(Cache):
     captured as a CUDA graph, which is replayed for all later ones. `generate(...,
     cache_implementation="static")` makes such a cache. The graph stays with the cache, also after
     `reset()`; it is captured again if the parameters have moved or the batch has another size.
-    Hooks on modules do not run in it, and adapters that are added or merged later need a new cache.
+    Hooks on modules do not run in it. Adapters that are added or merged later, and parameters that
+    are replaced by others (load_state_dict with assign=True), need a new cache.
 
     compiled: the captured step goes through torch.compile first, which takes seconds. `generate`
     with a compile_config as well makes such a cache.
