@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mixer.common.errors import first_line
 from mixer.distributed.hosts import Hosts
 from mixer.training.objective import Objective
+from mixer.training.optim import OptimConfig, build_optimizer
 
 SHAPES = 64  # of the inputs of one compiled function, at most
 
@@ -67,6 +69,33 @@ def compile_objective(
         "CPU, Triton and a C compiler on a GPU"
     )
     return False
+
+
+def optimizer_compiler(
+    model: nn.Module, config: OptimConfig, hosts: Hosts, say: Callable[[str], None]
+) -> Callable[[Callable], Callable] | None:
+    """What makes the optimizer's functions of whole parameters faster; None where compiling them
+    fails on any process, which a line says.
+
+    It tries them in a step that changes nothing. A failure in a real step would come too late: the
+    other processes may have taken it. They are not recorded in CUDA graphs.
+    """
+    compile = partial(compiled, graphs=False)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build_optimizer(model, config, compile=compile)  # of this process alone
+    optimizer.found_inf = torch.ones((), device=parameters[0].device)
+    failure = ""
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    except Exception as error:  # if it is not the compiler's, the run will meet it again
+        failure = first_line(error)
+    optimizer.zero_grad(set_to_none=True)
+    failures = [text for text in hosts.gather(failure) if text]
+    if failures:
+        say(f"compiling the optimizer failed, the run goes on without: {failures[0]}")
+    return None if failures else compile
 
 
 def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:

@@ -1,7 +1,6 @@
 """From a model to what is trained: recomputation, compilation, and the engine around them."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from mixer.distributed.engine import settle_buckets, sum_by_copy_engines, try_copy_engines
 from mixer.distributed.hosts import Hosts
 from mixer.training.automatic import choose, look_around
-from mixer.training.compile import compile_objective, compiled
+from mixer.training.compile import compile_objective, optimizer_compiler
 from mixer.training.config import RunConfig
 from mixer.training.objective import Objective
 from mixer.training.optim import build_optimizer
@@ -46,10 +45,10 @@ def parallelize(
     if chosen.cuda_graphs and not is_compiled and train.cuda_graphs == "auto":
         chosen.cuda_graphs = False
         is_compiled = compile_it()
-    # The optimizer's functions of whole parameters are compiled too. They are not recorded in CUDA
-    # graphs.
     is_sharded = accelerator.distributed_type == DistributedType.FSDP
-    faster = partial(compiled, graphs=False) if is_compiled and not is_sharded else None
+    faster = None
+    if is_compiled and not is_sharded:
+        faster = optimizer_compiler(model, run.optim, hosts, say)
     processes = dist.group.WORLD if hosts.processes > 1 else None
     optimizer = build_optimizer(model, run.optim, processes, faster)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.

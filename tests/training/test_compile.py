@@ -16,6 +16,7 @@ from mixer.models.masked_mixer.gelu import gelu, short_gelu
 from mixer.optimizers import shared_lags
 from mixer.training.compile import compiled, compiled_parts
 from mixer.training.config import load_config
+from mixer.training.console import Console
 from mixer.training.loop import train
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
@@ -90,6 +91,23 @@ def test_a_run_compiles_four_graphs_whatever_its_layers_steps_and_last_batches(
     assert counts["unique_graphs"] == 4  # a block and the loss, with gradients and without
 
 
+def test_what_an_optimizer_compiles_is_compiled_before_the_first_step(
+    write_config, capsys, monkeypatch
+):
+    monkeypatch.setattr(torch, "compile", with_backend("aot_eager"))
+    counts = torch._dynamo.utils.counters["stats"]
+    before = []
+
+    def note_and_start(self, *arguments):
+        before.append(counts["unique_graphs"])
+
+    monkeypatch.setattr(Console, "begin", note_and_start)
+    counts.clear()
+    options = ["optim.name=muon", "optim.shared_lags=true", "train.compile=blocks"]
+    train(load_config(str(write_config()), [*options, "train.steps=5", "train.eval_every=0"]))
+    assert before == [counts["unique_graphs"]]
+
+
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[needs_gxx, pytest.mark.slow])]
 )
@@ -116,6 +134,32 @@ def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(backend, 
         torch.testing.assert_close(faster, eager, rtol=1e-4, atol=1e-5)
     # Two functions of Muon for each of three shapes of matrices; the lags, and two parts of rows.
     assert counts["unique_graphs"] == 9
+
+
+def fails_for(name: str):
+    """torch.compile without effect, but for the function of this name, which cannot be compiled."""
+
+    def compile(function, **_):
+        def fail(*arguments):
+            raise RuntimeError(f"no kernel for {name}")
+
+        return fail if function.__name__ == name else function
+
+    return compile
+
+
+@pytest.mark.parametrize("name", ["directions", "lag_changes", "update_rows"])
+def test_where_compiling_the_optimizer_fails_a_run_goes_on_without(
+    name, write_config, tmp_path, capsys, monkeypatch
+):
+    config = str(write_config())
+    options = ["optim.name=muon", "optim.shared_lags=true", "train.steps=5"]
+    train(load_config(config, [*options, "name=eager"]))
+    monkeypatch.setattr(torch, "compile", fails_for(name))
+    train(load_config(config, [*options, "name=fallen", "train.compile=blocks"]))
+    said = "compiling the optimizer failed, the run goes on without: RuntimeError: no kernel for "
+    assert capsys.readouterr().out.count(said + name) == 1
+    assert read_losses(tmp_path / "runs/fallen") == read_losses(tmp_path / "runs/eager")
 
 
 def with_backend(name: str):
