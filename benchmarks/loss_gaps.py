@@ -1,8 +1,7 @@
-"""How far the losses of finished runs are from each other: each pair of them, from their metrics
-alone.
+"""How far the losses of runs are from each other: each pair of those in a file of recipe.py.
 
-    python benchmarks/loss_gaps.py --output PATH --measured "HARDWARE; COMMIT; COMMAND" \\
-        NAME=runs/one/metrics.jsonl NAME=...
+    python benchmarks/recipe.py benchmarks/plans/recipe_backends_512.yaml --output RESULTS ...
+    python benchmarks/loss_gaps.py RESULTS.json --output PATH
 
 What two backends differ by means something only beside what one backend differs by from itself when
 nothing but the rounding changes, as it does between train.compile=blocks and no. Writes PATH.json,
@@ -12,71 +11,65 @@ PATH.md and PATH.png.
 import argparse
 import itertools
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from recipe import measured_on
+
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
+from mixer.common.json_file import read_json
 from mixer.comparison.result import LARGEST_GAP, LARGEST_GAP_AT_END, gap, losses_of
-from mixer.reporting.curves import plot_comparison
-from mixer.reporting.metrics_file import read_metrics
+from mixer.reporting.curves import plot_gaps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("results", help="the JSON file that recipe.py wrote")
     parser.add_argument("--output", required=True, help="path of the results without ending")
-    parser.add_argument(
-        "--measured",
-        required=True,
-        help="what the runs were made on, at which commit, by which command",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="NAME=FILE",
-        help="a name and the run's metrics.jsonl; two or more",
-    )
     options = parser.parse_args()
-    files = dict(run.partition("=")[::2] for run in options.runs)
-    wrong = [run for run in options.runs if not Path(run.partition("=")[2]).is_file()]
-    if wrong or len(files) < 2:
-        given = " ".join(wrong or options.runs)
+    remedy = "give the JSON file that recipe.py wrote"
+    measured = read_json(Path(options.results), remedy, {"runs": dict})
+    rows = {name: row for name, row in measured["runs"].items() if "loss" in row}
+    if len(rows) < 2:
         raise UserError(
-            f"{given} given; allowed: two or more NAME=FILE of different names, each FILE a run's "
-            "metrics.jsonl"
+            f"{options.results} has {len(rows)} finished run(s); allowed: two or more; give "
+            "recipe.py's command again for the others"
         )
-
-    runs = [SimpleNamespace(name=name, lines=read_metrics(file)) for name, file in files.items()]
-    result = {"measured": options.measured, "runs": {run.name: ends_of(run.lines) for run in runs}}
+    runs = [SimpleNamespace(name=name, lines=lines_of(row)) for name, row in rows.items()]
+    result = {"measured": measured_on(measured)}
+    result["runs"] = {name: ends_of(row) for name, row in rows.items()}
     result["gaps"] = [gap(first, second) for first, second in itertools.combinations(runs, 2)]
     output = Path(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
     write_text(output.with_name(output.name + ".md"), table(result))
-    plot_comparison(files, output.with_name(output.name + ".png"))
+    plot_gaps(
+        {run.name: losses_of(run.lines) for run in runs}, output.with_name(output.name + ".png")
+    )
     print(table(result))
 
 
-def ends_of(lines: list[dict]) -> dict:
+def lines_of(row: dict) -> list[dict]:
+    """A run's training losses, as its metrics had them."""
+    return [{"step": step, "loss": loss} for step, loss in row["loss"]]
+
+
+def ends_of(row: dict) -> dict:
     """What a run has come to."""
-    losses = losses_of(lines)
-    last = [line for line in lines if "validation_loss" in line][-1]
-    kept = {name: last[name] for name in ("tokens", "validation_loss", "validation_bits_per_byte")}
-    return {"steps": max(losses), "last_loss": losses[max(losses)]} | kept
+    kept = {name: row[name] for name in ("steps", "tokens")}
+    return kept | {"last_loss": row["loss"][-1][1], "validation_loss": row["validation"][-1][1]}
 
 
 def table(result: dict) -> str:
-    text = ["| run | steps | tokens, M | last training loss | validation loss | bits per byte |"]
-    text += ["|---|---:|---:|---:|---:|---:|"]
+    text = ["| run | steps | tokens, M | last training loss | validation loss |"]
+    text += ["|---|---:|---:|---:|---:|"]
     for name, run in result["runs"].items():
         text.append(
             f"| {name} | {run['steps']:,} | {run['tokens'] / 1e6:.1f} | {run['last_loss']:.4f} | "
-            f"{run['validation_loss']:.4f} | "
-            f"{run['validation_bits_per_byte']:.4f} |"
+            f"{run['validation_loss']:.4f} |"
         )
     text += [
         "",
@@ -96,7 +89,7 @@ def table(result: dict) -> str:
         f"Tolerance: {LARGEST_GAP:.1%} at every logged step, {LARGEST_GAP_AT_END:.1%} of the "
         f"means of the last {last}.",
     ]
-    return "\n".join([*text, "", f"Measured on {result['measured']}."]) + "\n"
+    return "\n".join([*text, "", result["measured"]]) + "\n"
 
 
 if __name__ == "__main__":

@@ -194,20 +194,24 @@ def table(result: dict) -> str:
     lines = ["| " + " | ".join(columns) + " |"]
     lines.append("|---|" + "---:|" * (len(columns) - 1))
     lines += ["| " + " | ".join(found.get(key, "") for key in columns) + " |" for found in rows]
-    # Files of older plans say once for all runs where they were measured.
-    by = [result | one for one in result["runs"].values()]
-    devices = ", ".join(dict.fromkeys(one["hardware"]["device"] for one in by))
-    torches = ", ".join(dict.fromkeys(one["hardware"]["torch"] for one in by))
-    commits = ", ".join(dict.fromkeys(one["commit"][:10] for one in by))
     return (
         "# Recipes compared\n\n"
         + "\n".join(lines)
         + "\n\nThe time is training alone, without start-up, evaluation and saving. A run's "
         "schedule ends at its last step. The rise is how far the logged training loss climbs after "
         "the warm-up above its lowest value before. Losses are in nats per token.\n\n"
-        f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`. The "
-        "options of each run are in the JSON file.\n"
+        f"{measured_on(result)} The options of each run are in the JSON file.\n"
     )
+
+
+def measured_on(result: dict) -> str:
+    """A sentence with hardware, commits and command."""
+    # Files of older plans say once for all runs where they were measured.
+    by = [result | one for one in result["runs"].values()]
+    devices = ", ".join(dict.fromkeys(one["hardware"]["device"] for one in by))
+    torches = ", ".join(dict.fromkeys(one["hardware"]["torch"] for one in by))
+    commits = ", ".join(dict.fromkeys(one["commit"][:10] for one in by))
+    return f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`."
 
 
 def plot(result: dict, output: Path) -> None:

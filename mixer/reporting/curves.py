@@ -113,13 +113,15 @@ def limit_loss_axis(axes, curves: list[list[float]]):
 
 
 def plot_comparison(runs: dict, output) -> Path:
-    """`runs`: name -> metrics.jsonl or run directory. Loss curves; below, the gap to the first run
-    in percent.
-    """
-    curves = {}
-    for name, path in runs.items():
-        steps, loss = series(read_metrics(path), "loss")
-        curves[name] = dict(zip(steps, loss, strict=True))
+    """`plot_gaps` of runs: name -> metrics.jsonl or run directory."""
+    metrics = {name: series(read_metrics(path), "loss") for name, path in runs.items()}
+    return plot_gaps(
+        {name: dict(zip(*found, strict=True)) for name, found in metrics.items()}, output
+    )
+
+
+def plot_gaps(curves: dict[str, dict[int, float]], output) -> Path:
+    """`curves`: name -> step -> loss. Loss curves; below, the gap to the first run in percent."""
     if len(curves) < 2:
         raise UserError(
             f"a comparison needs 2 runs or more, got {len(curves)}: {', '.join(curves)}"

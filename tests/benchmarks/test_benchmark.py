@@ -370,24 +370,18 @@ def test_a_training_step_is_timed_and_profiled(tmp_path):
 
 def test_the_gaps_between_finished_runs_are_those_of_every_pair(tmp_path):
     losses = {"one": [4.0, 2.0], "two": [4.0, 2.1], "three": [4.4, 2.0]}
-    for name, (first, second) in losses.items():
-        lines = [{"step": step, "loss": loss} for step, loss in ((10, first), (20, second))]
-        lines.append(
-            {"step": 20, "tokens": 640, "validation_loss": 2.5, "validation_bits_per_byte": 1.5}
-        )
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [
-        ROOT / "benchmarks" / "loss_gaps.py",
-        "--output",
-        tmp_path / "gaps",
-        "--measured",
-        "a machine",
-    ]
-    done = run_python(
-        *command,
-        *(f"{name}={tmp_path / name}.jsonl" for name in losses),
-        output=tmp_path / "printed",
-    )
+    measured = {"hardware": {"device": "a machine", "torch": "2.0"}, "commit": "abc"}
+    runs = {
+        name: {"loss": [[10, first], [20, second]], "steps": 20, "tokens": 640} | measured
+        for name, (first, second) in losses.items()
+    }
+    for row in runs.values():
+        row["validation"] = [[0, 5.0], [20, 2.5]]
+    runs["diverged"] = {"failure": "not finite"} | measured
+    file, command = tmp_path / "results.json", [ROOT / "benchmarks" / "loss_gaps.py"]
+    command += [file, "--output", tmp_path / "gaps"]
+    file.write_text(json.dumps({"runs": runs, "command": "recipe.py PLAN"}))
+    done = run_python(*command, output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
     found = {
         tuple(gap["models"]): gap["largest"]
@@ -396,13 +390,12 @@ def test_the_gaps_between_finished_runs_are_those_of_every_pair(tmp_path):
     assert found == pytest.approx(
         {("one", "two"): 0.05, ("one", "three"): 0.1, ("two", "three"): 0.1}
     )
+    text = (tmp_path / "gaps.md").read_text()
     assert (
-        "| one / three | 10.00% | 10 |" in (tmp_path / "gaps.md").read_text()
-        and (tmp_path / "gaps.png").exists()
+        "| one / three | 10.00% | 10 |" in text and "| two | 20 | 0.0 | 2.1000 | 2.5000 |" in text
     )
-    done = run_python(
-        *command, f"one={tmp_path}/one.jsonl", "two=nothing", output=tmp_path / "refused"
-    )
-    assert (
-        done.returncode == 2 and "two=nothing given; allowed: two or more NAME=FILE" in done.stdout
-    )
+    assert "Measured on a machine" in text and (tmp_path / "gaps.png").exists()
+
+    file.write_text(json.dumps({"runs": {"one": runs["one"]}, "command": "recipe.py PLAN"}))
+    done = run_python(*command, output=tmp_path / "refused")
+    assert done.returncode == 2 and "1 finished run(s); allowed: two or more" in done.stdout
