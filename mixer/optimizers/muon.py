@@ -17,6 +17,8 @@ from mixer.optimizers.newton_schulz import iterate, normalized
 
 # Matrices are stacked to be multiplied together, up to so many elements: it bounds the memory.
 LARGEST_STACK = 1 << 26
+# Newer versions of torch have another name for it, and print a warning at the old one.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Muon(torch.optim.Optimizer):
@@ -101,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         if len(mine):
             own[: len(mine)] = iterate(mine)
         every = stacked.new_empty(share * processes, *stacked.shape[1:])
-        dist.all_gather_into_tensor(every, own, group=self.group)
+        all_gather(every, own, group=self.group)
         return every[: len(stacked)]
 
 
