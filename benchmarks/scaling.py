@@ -5,9 +5,9 @@ train.py.
         [section.key=value ...]
 
 Each GPU gets `train.batch_size` samples a step, whatever their number. Runs of DDP and FSDP, in
-fp16 and bf16, take turns for `--repeats` rounds; the tokens/s of a round is the median of its
-windows of logged steps after the first, which holds the start. PATH.json (rows, hardware, commit)
-and PATH.md are written anew after each run.
+fp16 and bf16, take turns for `--repeats` rounds; the tokens/s of a round, and the share of its time
+that it waits for data, are the medians of its windows of logged steps after the first, which holds
+the start. PATH.json (rows, hardware, commit) and PATH.md are written anew after each run.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from mixer.reporting.metrics_file import read_metrics
 
 ENGINES = {"ddp": "configs/accelerate/1x8.yaml", "fsdp": "configs/accelerate/1x8_fsdp.yaml"}
 WINDOWS = 5
+MEASURED = ("tokens_per_second", "data_wait_share")  # of a window, as the metrics have them
 
 
 def main() -> None:
@@ -78,8 +79,9 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(options.repeats):
         for case in cases:
-            rounds[case].append(tokens_per_second(options.config, overrides, *case, options.window))
-            print(*case, f"{rounds[case][-1]:,.0f} tokens/s", flush=True)
+            rounds[case].append(measure(options.config, overrides, *case, options.window))
+            speed, waiting = (rounds[case][-1][name] for name in MEASURED)
+            print(*case, f"{speed:,.0f} tokens/s, {waiting:.2%} waiting for data", flush=True)
             result["rows"] = [row(case, rounds) for case in cases if rounds[case]]
             result["not_run"] = [
                 " ".join(map(str, case)).strip() for case in cases if not rounds[case]
@@ -89,10 +91,10 @@ def main() -> None:
     print(table(result))
 
 
-def tokens_per_second(
+def measure(
     config: str, overrides: list[str], precision: str, count: int, engine: str, window: int
-) -> float:
-    """Of all processes together, by one run."""
+) -> dict[str, float]:
+    """MEASURED of one run: the tokens/s of all processes together."""
     launch = [sys.executable]
     if count > 1:
         accelerate = str(Path(sys.executable).with_name("accelerate"))
@@ -134,31 +136,27 @@ def tokens_per_second(
             for line in read_metrics(Path(directory) / "scaling" / "metrics.jsonl")
             if "loss" in line
         ]
-    return statistics.median(line["tokens_per_second"] for line in lines[1:])
+    return {name: statistics.median(line[name] for line in lines[1:]) for name in MEASURED}
 
 
-def row(case: tuple, rounds: dict[tuple, list[float]]) -> dict:
+def row(case: tuple, rounds: dict[tuple, list[dict]]) -> dict:
     """A case's speeds, and its share of perfect scaling: the median over the rounds of the share in
     each.
     """
     precision, count, engine = case
-    alone = rounds[precision, 1, ""]
-    shares = [
-        speed / (count * one) for speed, one in zip(rounds[case], alone, strict=False)
-    ]  # alone comes first
-    found = {
-        "precision": precision,
-        "gpus": count,
-        "engine": engine,
-        "tokens_per_second": rounds[case],
-    }
+    alone = rounds[precision, 1, ""]  # comes first
+    measured = {name: [one[name] for one in rounds[case]] for name in MEASURED}
+    pairs = zip(rounds[case], alone, strict=False)
+    shares = [ours["tokens_per_second"] / (count * one["tokens_per_second"]) for ours, one in pairs]
+    found = {"precision": precision, "gpus": count, "engine": engine} | measured
     return found | {"shares": shares, "share": statistics.median(shares)}
 
 
 def table(result: dict) -> str:
     lines = [
-        "| precision | GPUs | engine | tokens/s | share of perfect scaling | over the rounds |",
-        "|---|---:|---|---:|---:|---|",
+        "| precision | GPUs | engine | tokens/s | share of perfect scaling | over the rounds | "
+        "waiting for data |",
+        "|---|---:|---|---:|---:|---|---:|",
     ]
     for row in result["rows"]:
         speed, spread = (
@@ -167,7 +165,7 @@ def table(result: dict) -> str:
         )
         lines.append(
             f"| {row['precision']} | {row['gpus']} | {row['engine'] or '-'} | {speed:,.0f} | "
-            f"{row['share']:.3f} | {spread} |"
+            f"{row['share']:.3f} | {spread} | {statistics.median(row['data_wait_share']):.2%} |"
         )
     lines += (
         [f"\nEnded before these were run: {'; '.join(result['not_run'])}."]

@@ -7,8 +7,13 @@ import pytest
 import yaml
 from launching import run_python
 
+from mixer.common.yaml_file import read_yaml
+from mixer.data.config import DataConfig, check
+from mixer.training.config import load_config
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "repeat.py"
+TEXTS = "data.source=text data.path=a data.directory=data/books data.validation_path=b"
 COUNT = 'python -c "print(1)" >> {output}.count && cat {output}.count'
 
 
@@ -58,12 +63,16 @@ def test_every_command_names_files_and_options_that_exist():
 
 
 def test_benchmarks_that_share_a_data_directory_prepare_the_same_data():
-    plans = ROOT / "benchmarks" / "plans"
-    seen: dict[str, dict] = {}
-    for name, one in yaml.safe_load((plans / "all.yaml").read_text()).items():
-        command = one["command"].replace("{texts}", "data.directory=data/books")
-        if found := re.search(r"benchmarks/plans/(\S+)", command):
-            given = dict(re.findall(r" (data\.\w+)=(\S+)", command))
-            settings = yaml.safe_load((plans / found[1]).read_text())["common"] | given
-            data = {key: value for key, value in settings.items() if key.startswith("data.")}
-            assert data == seen.setdefault(data["data.directory"], data), name
+    seen: dict[str, DataConfig] = {}
+    for name, one in yaml.safe_load((ROOT / "benchmarks/plans/all.yaml").read_text()).items():
+        command = one["command"].replace("{texts}", TEXTS)
+        found = re.search(r"(benchmarks/plans|configs)/\S+", command)
+        if found:
+            given = re.findall(r" (data\.\w+=\S*)", command)
+            settings = read_yaml(ROOT / found[0])
+            if "common" in settings:
+                common = settings["common"].items()
+                given = [f"{key}={value}" for key, value in common if key[:4] == "data"] + given
+            data = load_config(None if "common" in settings else str(ROOT / found[0]), given).data
+            check(data)
+            assert data == seen.setdefault(data.directory, data), name
