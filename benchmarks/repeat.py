@@ -1,4 +1,4 @@
-"""Runs the benchmarks whose results are in benchmarks/results, each on a GPU of its own.
+"""Runs the benchmarks that need a GPU, each on one of its own; some need all that there are.
 
     python benchmarks/repeat.py --list
     python benchmarks/repeat.py --output FOLDER [NAME ...] [--seconds N] \\

@@ -2,6 +2,7 @@
 changes.
 """
 
+import os
 from functools import partial
 
 import pytest
@@ -159,6 +160,23 @@ def test_where_compiling_the_optimizer_fails_a_run_goes_on_without(
     train(load_config(config, [*options, "name=fallen", "train.compile=blocks"]))
     said = "compiling the optimizer failed, the run goes on without: RuntimeError: no kernel for "
     assert capsys.readouterr().out.count(said + name) == 1
+    assert read_losses(tmp_path / "runs/fallen") == read_losses(tmp_path / "runs/eager")
+
+
+def one_process_cannot_compile_the_optimizer() -> None:
+    torch.compile = fails_for("directions" if os.environ["RANK"] == "1" else "")
+
+
+def test_where_one_process_cannot_compile_the_optimizer_all_go_on_without(
+    write_config, launch, tmp_path
+):
+    options = ["--config", write_config(), "optim.name=muon", "train.steps=5"]
+    launch(*options, "name=eager", processes=2).succeed()
+    before = one_process_cannot_compile_the_optimizer
+    output = launch(
+        *options, "name=fallen", "train.compile=blocks", processes=2, before=before
+    ).succeed()
+    assert output.count("goes on without: RuntimeError: no kernel for directions") == 1
     assert read_losses(tmp_path / "runs/fallen") == read_losses(tmp_path / "runs/eager")
 
 
