@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.common.errors import UserError, run_command
 from mixer.common.provenance import commit, hardware
 from mixer.data.config import DataConfig
-from mixer.data.corpus import split_shards, training_documents
+from mixer.data.corpus import fixed_splits, split_shards, training_documents
 from mixer.data.prepare import SAMPLE_BYTES, prepare
 from mixer.data.tokenizer import train_tokenizer
 from mixer.data.workers import available_cores
@@ -93,7 +93,8 @@ def train(config: DataConfig, folder: Path) -> dict:
     """Trains the BPE on the text that a preparation would use, and saves it in `folder`."""
     texts, size = [], 0
     began = time.perf_counter()
-    for text in training_documents(split_shards(config), config):
+    plan = split_shards(config)
+    for text in training_documents(plan, config, fixed_splits(plan, config)):
         if size >= SAMPLE_BYTES:
             break
         texts.append(text)

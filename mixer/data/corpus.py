@@ -19,6 +19,7 @@ from mixer.data.config import (
 from mixer.data.sources import Shard, local_files, shard_texts, shards, text_hash
 
 Plan = list[tuple[str, Shard]]  # see split_shards
+Fixed = dict[int, str]  # the split by the hash of a text, see fixed_splits
 
 
 def split_shards(config: DataConfig) -> Plan:
@@ -38,18 +39,42 @@ def split_shards(config: DataConfig) -> Plan:
     return training + [("validation", shard) for shard in shards(held_out, VALIDATION_OPTIONS)]
 
 
-def training_documents(plan: Plan, config: DataConfig) -> Iterator[str]:
+def training_documents(plan: Plan, config: DataConfig, fixed: Fixed) -> Iterator[str]:
     """The documents of the training split of a plan (`split_shards`), in order."""
-    index = 0
-    for split, shard in plan:
-        if split == "validation":
-            return
-        for text in shard_documents(shard):
-            if config.max_documents and index == config.max_documents:
-                return
-            if (split or split_of(index, text, config.validation_fraction)) == "train":
-                yield text
-            index += 1
+    for split, text in _with_split(plan, config):
+        if (split or split_of(text, config.validation_fraction, fixed)) == "train":
+            yield text
+
+
+def fixed_splits(plan: Plan, config: DataConfig) -> Fixed:
+    """Two documents that `split_of` does not split by hash, so that neither split is empty: the
+    first is for training, the next that is no copy of it for validation. Where the validation text
+    is one of its own there are none.
+
+    Raises UserError for a corpus without a document for each split.
+    """
+    texts = _with_split(plan, config)
+    split, first = next(texts, (None, None))
+    if first is None:
+        raise no_documents(config)
+    if split:
+        return {}
+    other = next((text for _, text in texts if text != first), None)
+    if other is None:
+        raise UserError(
+            f"the corpus ({config.source} {config.path}) is a single document (copies do not "
+            "count), so none is left for validation: each split holds whole documents. Give at "
+            "least two documents (a text file is one), or a validation text of its own "
+            "(data.validation_path, for the hub data.validation_split)"
+        )
+    return {text_hash(first): "train", text_hash(other): "validation"}
+
+
+def _with_split(plan: Plan, config: DataConfig) -> Iterator[tuple[str, str]]:
+    """(split of its shard, document) of all documents but those of a validation text of its own."""
+    shards = ((split, shard) for split, shard in plan if split != "validation")
+    texts = ((split, text) for split, shard in shards for text in shard_documents(shard))
+    return itertools.islice(texts, config.max_documents or None)
 
 
 def shard_documents(shard: Shard) -> Iterator[str]:
@@ -100,17 +125,15 @@ def no_documents(config: DataConfig) -> UserError:
     )
 
 
-def split_of(index: int, text: str, validation_fraction: float) -> str:
-    """The split of document `index`, where a share of the documents is held out: "train" or
-    "validation".
+def split_of(text: str, validation_fraction: float, fixed: Fixed) -> str:
+    """The split of a document, where a share of the documents is held out: "train" or "validation".
 
-    It follows a hash of the text, so a document keeps its side when the corpus grows or is
-    reordered, and exact copies of it land on the same side. The first two documents are fixed, so
-    that neither split is empty once there are two documents.
+    It follows a hash of the text, so a document keeps its split when the corpus grows or is
+    reordered, and exact copies of it land in the same split.
     """
-    if index < 2:
-        return "validation" if index else "train"
-    return "validation" if text_hash(text) < validation_fraction * 2**64 else "train"
+    hashed = text_hash(text)
+    by_hash = "validation" if hashed < validation_fraction * 2**64 else "train"
+    return fixed.get(hashed, by_hash)
 
 
 def known_bytes(config: DataConfig, of: Iterable[Shard]) -> int | None:

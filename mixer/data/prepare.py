@@ -10,7 +10,6 @@ for prepared data, and the next one goes on from the shards that are finished.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -22,13 +21,7 @@ from pathlib import Path
 from mixer.common.errors import UserError
 from mixer.common.files import as_system_error, flush_tree, locked, publish, write_text
 from mixer.data.config import DataConfig, check
-from mixer.data.corpus import (
-    Plan,
-    no_documents,
-    shard_documents,
-    split_shards,
-    training_documents,
-)
+from mixer.data.corpus import Fixed, Plan, fixed_splits, split_shards, training_documents
 from mixer.data.joined import Joined, SplitFiles
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
 from mixer.data.tokenise import TokeniseShard
@@ -83,7 +76,7 @@ def prepare(config: DataConfig, progress=print) -> Manifest:
 def _make(config: DataConfig, directory: Path, progress) -> Manifest:
     """Write everything beside `directory`, then give it that name. The lock is held."""
     plan = split_shards(config)
-    before = _documents_before(config, plan)
+    fixed = fixed_splits(plan, config)
     # The host is in the name because locks do not reach across machines on every shared file
     # system. On this host nobody else writes such a directory, since we hold the lock.
     partial = directory.with_name(f"{directory.name}.partial-{socket.gethostname()}")
@@ -94,7 +87,7 @@ def _make(config: DataConfig, directory: Path, progress) -> Manifest:
         partial.mkdir()
         write_text(known, identity)
     if not (partial / "manifest.json").is_file():
-        _write(config, plan, before, partial, progress)
+        _write(config, plan, fixed, partial, progress)
     try:
         _publish(partial, directory)
     except FileExistsError:  # another machine was first
@@ -151,30 +144,9 @@ def _settings(config: DataConfig) -> dict:
     return {name: value for name, value in settings if name not in left_out}
 
 
-def _documents_before(config: DataConfig, plan: Plan) -> list[int]:
-    """How many documents there are before each shard, where 2 stands for 2 or more: all that
-    `split_of` needs to know. Raises UserError for a corpus without a document for each split.
-    """
-    counts, found = [], 0
-    for split, shard in plan:
-        counts.append(found)
-        if found < 2 and split != "validation":
-            found += sum(1 for _ in itertools.islice(shard_documents(shard), 2 - found))
-    if not found:
-        raise no_documents(config)
-    if not plan[-1][0] and min(found, config.max_documents or 2) < 2:
-        raise UserError(
-            f"the corpus ({config.source} {config.path}) is a single document, so none is left "
-            "for validation: each split holds whole documents. Give at least two documents (a text "
-            "file is one), or a validation text of its own (data.validation_path, "
-            "for the hub data.validation_split)"
-        )
-    return counts
-
-
-def _write(config: DataConfig, plan: Plan, before: list[int], partial: Path, progress) -> None:
+def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, progress) -> None:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
-    tokenizer, joined = _tokenizer(config, plan, partial, progress)
+    tokenizer, joined = _tokenizer(config, plan, fixed, partial, progress)
     vocab_size = vocabulary_size(tokenizer)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
@@ -184,9 +156,10 @@ def _write(config: DataConfig, plan: Plan, before: list[int], partial: Path, pro
         dtype,
         tokenizer.eos_token_id,
         config.validation_fraction,
+        fixed,
     )
     files = {name: SplitFiles(partial, name, dtype, joined.splits[name]) for name in SPLITS}
-    tokenise_all(config, plan, before, task, joined, files, progress)
+    tokenise_all(config, plan, task, joined, files, progress)
     splits = {
         name: SplitManifest(**asdict(joined.splits[name]), **files[name].close()) for name in SPLITS
     }
@@ -203,7 +176,7 @@ def _write(config: DataConfig, plan: Plan, before: list[int], partial: Path, pro
     write_text(partial / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
 
 
-def _tokenizer(config: DataConfig, plan: Plan, partial: Path, progress):
+def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, progress):
     """The tokenizer, saved in `partial`, and how far the preparation is."""
     file = partial / "shards" / "joined.json"
     if file.is_file():
@@ -215,7 +188,7 @@ def _tokenizer(config: DataConfig, plan: Plan, partial: Path, progress):
         # The trainer has threads of its own. Their number is read once, at first use.
         if config.workers:
             os.environ["RAYON_NUM_THREADS"] = str(config.workers)
-        tokenizer, tokenizer_bytes = _train(config, plan, progress)
+        tokenizer, tokenizer_bytes = _train(config, plan, fixed, progress)
     else:
         tokenizer = existing_tokenizer(config.tokenizer)
     tokenizer.save_pretrained(str(partial / "tokenizer"))
@@ -225,7 +198,7 @@ def _tokenizer(config: DataConfig, plan: Plan, partial: Path, progress):
     return tokenizer, joined
 
 
-def _train(config: DataConfig, plan: Plan, progress):
+def _train(config: DataConfig, plan: Plan, fixed: Fixed, progress):
     """Train the BPE on the training documents, or their first SAMPLE_BYTES. Returns it and how many
     bytes it saw.
     """
@@ -233,7 +206,7 @@ def _train(config: DataConfig, plan: Plan, progress):
 
     def sample():
         nonlocal seen, truncated
-        for text in training_documents(plan, config):
+        for text in training_documents(plan, config, fixed):
             if seen >= SAMPLE_BYTES:
                 truncated = True
                 return

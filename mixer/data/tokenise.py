@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mixer.data.corpus import shard_documents, split_of
+from mixer.data.corpus import Fixed, shard_documents, split_of
 from mixer.data.manifest import SPLITS
 from mixer.data.sources import Shard
 from mixer.data.tokenizer import pieces, token_encoder
@@ -39,14 +39,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class Job:
-    """A shard to tokenise. split: of all its documents; "" if each has its own, for which `before`
-    is how many documents there are before it (2 stands for 2 or more). limit: of documents.
+    """A shard to tokenise. split: of all its documents; "" if each has its own (`split_of`). limit:
+    of documents.
     """
 
     number: int
     split: str
     shard: Shard
-    before: int
     limit: int | None
 
 
@@ -61,6 +60,7 @@ class TokeniseShard:
     dtype: str
     eos: int
     validation_fraction: float
+    fixed: Fixed
 
     def place(self, job: Job) -> Path:
         return self.directory / f"{job.number:06d}"
@@ -101,8 +101,8 @@ class TokeniseShard:
 
     def _documents(self, job: Job) -> Iterator[tuple[str, str]]:
         texts = itertools.islice(shard_documents(job.shard), job.limit)
-        for index, text in enumerate(texts, job.before):
-            yield job.split or split_of(index, text, self.validation_fraction), text
+        for text in texts:
+            yield job.split or split_of(text, self.validation_fraction, self.fixed), text
 
 
 def news_of(counts: Iterable[Counts]) -> tuple[int, int, int]:

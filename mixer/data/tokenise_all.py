@@ -20,7 +20,6 @@ DOCUMENTS_A_WORKER = 1000  # of data.max_documents: fewer are done before a work
 def tokenise_all(
     config: DataConfig,
     plan: Plan,
-    before: list[int],
     task: TokeniseShard,
     joined: Joined,
     files: dict[str, SplitFiles],
@@ -30,7 +29,7 @@ def tokenise_all(
     workers = min(
         config.workers or available_cores(), _useful_workers(config, plan[joined.shards :])
     )
-    jobs = _jobs(config, plan, before, joined)
+    jobs = _jobs(config, plan, joined)
     total = known_bytes(config, (shard for _, shard in plan))
     with (
         Meter(total, joined, progress) as meter,
@@ -52,15 +51,15 @@ def _useful_workers(config: DataConfig, plan: Plan) -> int:
     return useful
 
 
-def _jobs(config: DataConfig, plan: Plan, before: list[int], joined: Joined) -> Iterator[Job]:
+def _jobs(config: DataConfig, plan: Plan, joined: Joined) -> Iterator[Job]:
     """The shards that are not joined yet, but those after the last document that is wanted."""
     most = config.max_documents or None
     for number in range(joined.shards, len(plan)):
         split, shard = plan[number]
         if split == "validation":
-            yield Job(number, split, shard, before[number], None)
+            yield Job(number, split, shard, None)
         elif not most or joined.documents < most:
-            yield Job(number, split, shard, before[number], most)
+            yield Job(number, split, shard, most)
 
 
 def _within_limit(

@@ -20,7 +20,7 @@ from runs import file_limit
 
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.corpus import documents, shard_documents, split_of, split_shards
+from mixer.data.corpus import documents, shard_documents, split_shards
 from mixer.data.manifest import Manifest, fingerprint
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
@@ -195,20 +195,35 @@ def test_source_errors_say_what_to_do(tmp_path):
 # --- splits ------------------------------------------------------------------
 
 
-def test_split_keeps_copies_together_and_has_the_asked_share():
-    texts = made_texts(3000)
-    sides = [split_of(index + 2, text, 0.1) for index, text in enumerate(texts)]
-    assert 0.07 < sides.count("validation") / len(sides) < 0.13
-    assert sides == [split_of(9000 - index, text, 0.1) for index, text in enumerate(texts)]
+def test_no_copy_of_a_validation_document_is_trained_on(tmp_path):
+    texts = made_texts(300)
+    mixed = [texts[0], *texts, *reversed(texts), HARD]
+    manifest = prepare(config_of(tmp_path, mixed), quiet)
+    train, held_out = (decoded_documents(tmp_path / "prepared", split) for split in manifest.splits)
+    assert len(train) + len(held_out) == len(mixed)
+    assert not set(train) & set(held_out)
+    assert texts[0] in train and texts[1] in held_out  # fixed, so that there is one of each
+    assert 0.05 < len(held_out) / len(mixed) < 0.15  # 0.1 is asked
+
+
+def test_a_document_keeps_its_split_when_the_corpus_grows(tmp_path):
+    texts = made_texts(60)
+    prepare(config_of(tmp_path / "all", texts), quiet)
+    prepare(config_of(tmp_path / "half", texts[:30]), quiet)
+    for split in ("train", "validation"):
+        of_half = decoded_documents(tmp_path / "half" / "prepared", split)
+        of_all = decoded_documents(tmp_path / "all" / "prepared", split)
+        assert of_half == of_all[: len(of_half)]
 
 
 def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
     config = config_of(tmp_path, made_texts(2), validation_fraction=0.001)
     assert [split.documents for split in prepare(config, quiet).splits.values()] == [1, 1]
-    single = config_of(tmp_path / "single", made_texts(1))
-    with pytest.raises(UserError, match="single document.*Give at least two"):
-        prepare(single, quiet)
-    assert not Path(single.directory).exists()
+    for name, texts in (("single", made_texts(1)), ("copies", made_texts(1) * 3)):
+        refused = config_of(tmp_path / name, texts)
+        with pytest.raises(UserError, match="single document.*Give at least two"):
+            prepare(refused, quiet)
+        assert not Path(refused.directory).exists()
 
 
 def test_a_validation_text_of_its_own_is_all_of_the_validation_split(tmp_path):
