@@ -60,8 +60,9 @@ def python(installed, tmp_path):
 
 @pytest.fixture
 def config(tmp_path) -> Path:
-    document = json.dumps({"text": "a few words that are repeated, to learn them " * 20})
-    (tmp_path / "texts.jsonl").write_text(f"{document}\n" * 10)
+    text = "a few words that are repeated, to learn them " * 20
+    rows = [json.dumps({"text": f"{text}{number}"}) for number in range(10)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
     sections = {
         "model": {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 16},
         "data": {"source": "jsonl", "path": "texts.jsonl", "directory": "data", "vocab_size": 270}

@@ -102,7 +102,8 @@ def material(tmp_path_factory) -> Path:
     """A folder with all that the commands read: texts, prepared data, a run, reference weights."""
     folder = tmp_path_factory.mktemp("material")
     (folder / "text").mkdir()
-    rows = pandas.DataFrame({"text": ["to be or not to be, that is the question " * 4] * 12})
+    text = "to be or not to be, that is the question " * 4
+    rows = pandas.DataFrame({"text": [f"{text}{number}" for number in range(12)]})
     rows.to_json(folder / "text/a.jsonl", orient="records", lines=True)
     rows.to_parquet(folder / "text/b.parquet")
     config = {
