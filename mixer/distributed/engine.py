@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
@@ -10,6 +10,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    str_to_bool,
 )
 from torch import nn
 
@@ -22,15 +23,11 @@ def build_accelerator(precision: str) -> Accelerator:
 
     precision: "no" (fp32), "fp16" or "bf16". Precision, accumulation and compiling are the run's to
     set: what the launcher's environment says of them is not used. Raises UserError for version 1 of
-    FSDP.
+    FSDP, and for parameters in the host's memory.
     """
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    version = os.environ.get("FSDP_VERSION", "1")
-    if sharded and version != "2":
-        raise UserError(
-            f"FSDP version {version} was asked for; allowed: 2; set fsdp_version: 2, as "
-            "configs/accelerate/1x8_fsdp.yaml does"
-        )
+    if sharded:
+        _check_fsdp(os.environ)
     # Gradients stay in the buckets in which DDP sums them; otherwise each step copies them back.
     in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = Accelerator(
@@ -50,6 +47,22 @@ def build_accelerator(precision: str) -> Accelerator:
             output_dtype=torch.float32,
         )
     return accelerator
+
+
+def _check_fsdp(environment: Mapping[str, str]) -> None:
+    version = environment.get("FSDP_VERSION", "1")
+    if version != "2":
+        raise UserError(
+            f"FSDP version {version} was asked for; allowed: 2; set fsdp_version: 2, as "
+            "configs/accelerate/1x8_fsdp.yaml does"
+        )
+    offload = environment.get("FSDP_OFFLOAD_PARAMS", "false")
+    if str_to_bool(offload):
+        raise UserError(
+            f"fsdp_offload_params: {offload} was asked for, which keeps the parameters in the "
+            "host's memory, where the optimizer's steps cannot be skipped; allowed: false. For "
+            "less memory on the GPUs lower train.batch_size, or set train.recompute=block"
+        )
 
 
 def _shard_on_cpu(accelerator: Accelerator, precision: str) -> None:

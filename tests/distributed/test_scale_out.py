@@ -4,6 +4,7 @@ itself reads them.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,12 +144,18 @@ def test_a_run_goes_on_between_one_process_ddp_and_fsdp(write_config, launch, tm
     )
 
 
-def test_fsdp_version_1_is_refused(write_config, launch):
-    ranks = launch(
-        "--config", write_config(), processes=2, environment=FSDP | {"FSDP_VERSION": "1"}
-    )
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"FSDP_VERSION": "1"}, "version 1 was asked for; allowed: 2; set fsdp_version: 2"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true .* allowed: false. For less"),
+    ],
+    ids=["version-1", "offload"],
+)
+def test_forms_of_fsdp_that_do_not_work_are_refused(write_config, launch, asked, message):
+    ranks = launch("--config", write_config(), processes=2, environment=FSDP | asked)
     assert ranks.wait() == [2, 2]
-    assert "FSDP version 1 was asked for; allowed: 2; set fsdp_version: 2" in ranks.output
+    assert re.search(message, ranks.output, re.DOTALL)
 
 
 def test_what_needs_gpus_or_whole_weights_is_refused_without_them(write_config, launch):
