@@ -309,9 +309,8 @@ def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespac
     """
     position, hidden, device = options.prompt + options.new // 2, options.hidden, options.device
     size = batch * position * hidden * 2  # bytes of the inputs that are read
-    slots = (
-        max(2, -(-2 * 3 * 60 * 2**20 // size)) if device == "cuda" else 2
-    )  # well beyond the L2 cache
+    # inputs that are together well beyond the L2 cache
+    slots = max(2, -(-2 * 3 * 60 * 2**20 // size)) if device == "cuda" else 2
     weight = torch.randn(1, 1, options.context, options.context, device=device).to(torch.bfloat16)
     bias = torch.randn(1, options.context, device=device).to(torch.bfloat16)
     x, residual = (
@@ -329,14 +328,12 @@ def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespac
     with torch.no_grad():
         served = choice.row_kernel_serves(memories[0], x, weight, bias, residual, "auto")
         if device == "cuda":
-            ms = timing.replayed({"": call}, slots, 9, 10.0)[
-                ""
-            ]  # a graph, as the steps are: launches take no time of the host
+            # A graph, as the steps are: launches take no time of the host.
+            ms = timing.replayed({"": call}, slots, 9, 10.0)[""]
         else:
             ms = timing.interleaved({"": call}, device, slots, 3, 5.0)[""]["ms"]
-    moved = (
-        size + 2 * position + 2 * batch * hidden * 4
-    )  # the row of the weight; x twice, residual and y
+    # the row of the weight; x twice, residual and y
+    moved = size + 2 * position + 2 * batch * hidden * 4
     return {
         "batch": batch, "position": position, "kernel": served, "ms": ms, "bytes": moved,
         "tb_per_s": moved / ms / 1e9, "share_of_copy": moved / ms / copy_bytes_per_ms,

@@ -39,15 +39,12 @@ from mixer.ops import build, choice, cuda
 ROOT = Path(__file__).parent.parent
 TOKENS = (1024, 2048, 4096, 8192)
 TIMED = ("forward", "grad_input", "grad_weight")
-DTYPES = {
-    80: ("bfloat16", "float16"),
-    70: ("float16",),
-}  # of each set of kernels, by compute capability
+# of each set of kernels, by compute capability
+DTYPES = {80: ("bfloat16", "float16"), 70: ("float16",)}
 PTX_FILES = ("pack", "volta_forward", "volta_grad_input", "volta_grad_weight")
 DENSE_PTX_FILES = ("volta_forward", "volta_grad_input")
-sys.path.append(
-    str(ROOT / "tests/helpers")
-)  # ptx_library and nvrtc, which the tests of these kernels use as well
+# ptx_library and nvrtc, which the tests of these kernels use as well
+sys.path.append(str(ROOT / "tests/helpers"))
 
 
 def main() -> None:

@@ -44,9 +44,8 @@ def main() -> None:
     )
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     options, overrides = parser.parse_known_args()
-    launch = os.environ.get(
-        "TORCHELASTIC_RUN_ID", str(os.getpid())
-    )  # one directory for all processes
+    # one directory for all processes
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))
     directory = Path(tempfile.gettempdir()) / f"save_stall-{launch}"
     settings = [
         f"checkpoint.save_every={options.every}",
@@ -122,9 +121,8 @@ def between_events(function: Callable, pairs: list) -> Callable:
 
 def report(marks: list[float], every: int) -> dict:
     """Step n (from 1) runs from mark n - 1 to mark n, with the save that follows it."""
-    seconds = {
-        n: marks[n] - marks[n - 1] for n in range(every + 1, len(marks))
-    }  # the first interval warms up
+    # the first interval warms up
+    seconds = {n: marks[n] - marks[n - 1] for n in range(every + 1, len(marks))}
     places = {n: n % every for n in seconds}
     quiet = statistics.median(s for n, s in seconds.items() if places[n] > every // 2)
     found = {"median_step_seconds": quiet}

@@ -264,10 +264,8 @@ def measure_operation(
     }
     if not calls:
         return rows
-    slots, eager = (
-        len(data.slots),
-        operation == "autograd",
-    )  # there the host counts, and a graph tells what the GPU takes
+    slots = len(data.slots)
+    eager = operation == "autograd"  # there the host counts; a graph tells what the GPU takes
     timings = timing.interleaved(
         calls, data.device, slots, options.rounds, options.batch_ms * (5 if eager else 1), not eager
     )

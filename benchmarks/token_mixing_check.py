@@ -31,9 +31,8 @@ class Expected:
         count = min(MAX_ROWS, self.tokens)
         self.rows = [index * (self.tokens - 1) // max(1, count - 1) for index in range(count)]
         columns = torch.arange(self.tokens, device=data.device)
-        self.above = (
-            columns > torch.tensor(self.rows, device=data.device)[:, None]
-        )  # of the diagonal, in these rows
+        # (rows, tokens): which columns are above the diagonal, in these rows
+        self.above = columns > torch.tensor(self.rows, device=data.device)[:, None]
         self.weight = slot.masked.double()
 
     def __call__(self, operation: str) -> tuple[Tensor, ...]:

@@ -167,9 +167,8 @@ def prepare(form: Form, size: Size, device: str, memory: SharedMemory) -> tuple[
             step()
             shared = memory.bytes if before else 0
             row["peak_gb"] = round((torch.cuda.max_memory_allocated() - before + shared) / 2**30, 2)
-    except (
-        Exception
-    ) as error:  # of the compiler, or out of memory: the others still have their numbers
+    # Of the compiler, or out of memory: the others still have their numbers.
+    except Exception as error:
         return {"failure": first_line(error)}, None
     return row | {"losses": [first, second, third]}, step
 

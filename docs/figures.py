@@ -365,12 +365,7 @@ def switch():
         fontweight="bold",
     )
     axes.text(
-        3.075,
-        2.4,
-        "auto: the fastest\non this machine",
-        ha="center",
-        va="center",
-        fontsize=8.5,
+        3.075, 2.4, "auto: the fastest\non this machine", ha="center", va="center", fontsize=8.5
     )
     arrow(axes, (1.8, 2.6), (2.2, 2.6))
     side = 1.12

@@ -69,9 +69,8 @@ def _continuations(
             f"the tokenizer of {checkpoint} has no end token to pad with, which {len(prompts)} "
             "prompts at once need: give one prompt"
         )
-    inputs = tokenizer(prompts, return_tensors="pt", padding=several, padding_side="left").to(
-        model.device
-    )  # (prompts, tokens)
+    inputs = tokenizer(prompts, return_tensors="pt", padding=several, padding_side="left")
+    inputs = inputs.to(model.device)  # (prompts, tokens)
     check_context(model, inputs.input_ids.shape[1], new_tokens)
     set_seed(seed)
     # Whatever generation_config.json says: beams, several texts for a prompt, another output.

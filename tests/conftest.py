@@ -47,9 +47,8 @@ def pytest_collection_modifyitems(items):
         for number, together in enumerate(ON_ONE_WORKER):
             if item.path.stem in together:
                 item.add_marker(pytest.mark.xdist_group(f"files {number}"))
-    items.sort(
-        key=lambda item: item.path.stem not in LONGEST_FIRST
-    )  # stable: so no worker is left alone with a long test
+    # stable: so no worker is left alone with a long test
+    items.sort(key=lambda item: item.path.stem not in LONGEST_FIRST)
 
 
 @pytest.fixture(scope="session")
@@ -121,9 +120,8 @@ def launch(tmp_path):
 @pytest.fixture(scope="session")
 def finished_once(small_run, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("finished")
-    (directory / "config.yaml").write_text(
-        json.dumps(small_run | {"output_dir": str(directory)})
-    )  # JSON is YAML
+    # JSON is YAML
+    (directory / "config.yaml").write_text(json.dumps(small_run | {"output_dir": str(directory)}))
     Launch(directory / "output.txt", "--config", directory / "config.yaml").succeed()
     return directory / "small"
 

@@ -22,14 +22,8 @@ PYTHON = "3.11"
 PROGRAMS = ("triangular_forward", "triangular_grad_input", "triangular_grad_weight")
 VERSIONS = ("all", *map(str, range(8)))
 HOPPER_VERSIONS = ("6", "7")
-ARCHITECTURES = {
-    "A100": "80",
-    "A10": "86",
-    "L4": "89",
-    "L40S": "89",
-    "H100": "90a",
-    "H200": "90a",
-}  # nvcc's, of Modal's GPUs
+# nvcc's, of Modal's GPUs
+ARCHITECTURES = {"A100": "80", "A10": "86", "L4": "89", "L40S": "89", "H100": "90a", "H200": "90a"}
 FILES = ("mixer", "dev")  # of the repository, that the ladder needs
 LEFT_OUT = ["**/__pycache__", "**/build", "**/results"]
 

@@ -117,9 +117,8 @@ def draw(groups: dict[tuple, list[dict]], path: Path) -> bool:
     figure, panels = pyplot.subplots(
         1, len(bars), figsize=(1 + 4 * len(bars), 3.4), squeeze=False, sharey=True
     )
-    every_size = sorted(
-        {size for sizes in bars.values() for size in sizes}
-    )  # a place and a colour for each, also where it is missing
+    # a place and a colour for each, also where it is missing
+    every_size = sorted({size for sizes in bars.values() for size in sizes})
     width = 0.8 / len(every_size)
     for panel, (operation, sizes) in zip(panels[0], bars.items(), strict=True):
         for index, (tokens, batch, channels) in enumerate(every_size):

@@ -82,9 +82,8 @@ class Batches:
         self.thread.join()
 
     def _read_ahead(self, position: int) -> None:
-        if (
-            self.device is not None
-        ):  # a thread begins with GPU 0, and would take memory there for each process of the host
+        # A thread begins with GPU 0, and would take memory there for each process of the host.
+        if self.device is not None:
             torch.cuda.set_device(self.device)
         while not self.closed.is_set():
             try:

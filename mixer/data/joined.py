@@ -90,11 +90,7 @@ class SplitFiles:
 
 
 def join(
-    job: Job,
-    shard: Path,
-    counts: dict[str, Counts],
-    joined: Joined,
-    files: dict[str, SplitFiles],
+    job: Job, shard: Path, counts: dict[str, Counts], joined: Joined, files: dict[str, SplitFiles]
 ) -> None:
     """Append a finished shard to the files. Killed before `joined` is saved, it is appended again:
     the files are cut to what `joined` says when they are opened.

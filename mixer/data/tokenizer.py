@@ -53,9 +53,8 @@ def existing_tokenizer(name: str) -> "PreTrainedTokenizerFast":
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (
-        Exception
-    ) as error:  # transformers, the hub client and the network each raise their own kinds
+    # Transformers, the hub client and the network each raise their own kinds.
+    except Exception as error:
         raise UserError(
             f"cannot load tokenizer {name!r}: {type(error).__name__}: {error}. "
             "give a directory with a tokenizer.json or the name of a hub repository "

@@ -36,16 +36,14 @@ class CopyEngineMean:
     def __init__(self, device: torch.device):
         self.device = device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.others = [
-            (self.rank + step) % self.ranks for step in range(1, self.ranks)
-        ]  # none is sent to by all at once
+        # in an order in which no rank is sent to by all at once
+        self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.stream = torch.cuda.Stream(device)
         # values in each of this rank's rows of memory, one from each rank and one for the mean
         self.rows = 0
         self.met = 0  # how often the ranks have met
-        self.flags = self._shared(
-            torch.int32, self.ranks
-        )  # how often each of them had come to meet this one
+        # how often each rank had come to meet this one
+        self.flags = self._shared(torch.int32, self.ranks)
         self.flags.own.zero_()
         torch.cuda.synchronize(device)
         dist.barrier(device_ids=[device.index])
@@ -63,9 +61,8 @@ class CopyEngineMean:
         if size > self.rows:
             torch.cuda.synchronize(self.device)  # what is still to be read from the old memory
             self.memory, self.rows = self._shared(torch.float32, (self.ranks + 1) * size), size
-        parts = [
-            bucket[rank * size : (rank + 1) * size] for rank in range(self.ranks)
-        ]  # the last may be shorter, or empty
+        # The last may be shorter, or empty.
+        parts = [bucket[rank * size : (rank + 1) * size] for rank in range(self.ranks)]
         own = parts[self.rank]
         for rank in self.others:
             self._row(rank, self.rank, parts[rank]).copy_(parts[rank])

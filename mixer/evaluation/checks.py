@@ -29,9 +29,8 @@ def check_causality(model, tokens: np.ndarray, plan: Plan, place: Place) -> dict
     they are not finite.
     """
     window = max(plan.window, 2)  # a single token has none before it
-    inputs = torch.from_numpy(np.asarray(tokens[:window], dtype=np.int64))[None].to(
-        place.device
-    )  # (1, tokens)
+    inputs = torch.from_numpy(np.asarray(tokens[:window], dtype=np.int64))
+    inputs = inputs[None].to(place.device)  # (1, tokens)
     length, vocab_size = inputs.shape[1], model.config.get_text_config().vocab_size
     places = np.unique(np.linspace(1, length - 1, CHANGED_PLACES).round().astype(int)).tolist()
     logits = window_logits(model, inputs, plan.dtype)

@@ -8,11 +8,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from mixer.common.options import option, option_problems
 from mixer.models.llama import Llama
-from mixer.models.masked_mixer.configuration import (
-    MaskedMixerConfig,
-    MixerOptions,
-    shape_problems,
-)
+from mixer.models.masked_mixer.configuration import MaskedMixerConfig, MixerOptions, shape_problems
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 MODELS = {MaskedMixerConfig: MaskedMixerForCausalLM, LlamaConfig: Llama}

@@ -147,9 +147,8 @@ def holders(lock: Path) -> list[int] | None:
     except BlockingIOError:
         # those who wait have an arrow before FLOCK
         line = rf"(?m)^\d+: FLOCK .* (\d+) \w+:\w+:{os.stat(lock).st_ino} "
-        return [
-            int(pid) for pid in re.findall(line, read("/proc/locks")) if pid != "0"
-        ]  # 0: of another container
+        # 0: a process of another container
+        return [int(pid) for pid in re.findall(line, read("/proc/locks")) if pid != "0"]
     except OSError:
         return None
 
@@ -218,9 +217,8 @@ def gather() -> Facts:
     return Facts(
         user=os.geteuid(),
         container=in_container(),
-        devices=sorted(
-            glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg")
-        ),  # dxg: the Windows Subsystem for Linux
+        # dxg: the Windows Subsystem for Linux
+        devices=sorted(glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg")),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cache=cache,
         gpus=gpu_facts(of_torch["torch_devices"], cache),

@@ -166,9 +166,8 @@ def draw_gaps(axes, curves, first, shared):
         worst = max(gaps, key=abs)
         label = f"{name}, largest {worst:+.2g} %"
         axes.plot(steps, gaps, color=COLOURS[index % len(COLOURS)], linewidth=0.9, label=label)
-        axes.update_datalim(
-            [(steps[0], -0.01), (steps[0], 0.01)]
-        )  # what is closer than this is drawn as no gap
+        # The axis shows 0.01 % at least: what is closer is drawn as no gap.
+        axes.update_datalim([(steps[0], -0.01), (steps[0], 0.01)])
     axes.axhline(0, color="#666666", linewidth=0.8)
     axes.margins(y=0.1 + 0.25 * len(shared))  # room for the legend above the curves
     axes.set_ylabel("gap (%)")

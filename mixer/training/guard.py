@@ -40,9 +40,8 @@ class Guard:
         device: torch.device,
     ):
         self.optimizer, self.scaled, self.stop_at_first = optimizer, scaled, stop_at_first
-        self.row = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # skipped steps up to now without one between
+        # skipped steps in a row, up to now
+        self.row = torch.zeros((), dtype=torch.int64, device=device)
         self._forget()
 
     def before_step(self, gradient_norm: Tensor, step: int) -> None:

@@ -15,12 +15,7 @@ from pictures import assert_png
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.analysis.reconstruction import (
-    first_layers,
-    hamming_score,
-    random_twin,
-    reconstruct,
-)
+from mixer.analysis.reconstruction import first_layers, hamming_score, random_twin, reconstruct
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
 from mixer.ops import triangular_conv
@@ -122,9 +117,8 @@ def test_the_command_finds_a_text_in_all_outputs_and_its_last_token_alone_in_the
     }
     for row in rows:
         expected = 0 if row["outputs"] == "all" else 11 / 12
-        assert row["hamming"] == pytest.approx(expected, abs=0.02), (
-            row
-        )  # a guess among 400 tokens may be right
+        # a guess among 400 tokens may be right
+        assert row["hamming"] == pytest.approx(expected, abs=0.02), row
         assert row["bits"] == pytest.approx((1 - row["hamming"]) * 12 * math.log2(400))
         assert row["distance_left"] < 0.05
     assert "| last | trained | 2 | 0.9" in (tmp_path / "pages/representation.md").read_text()
@@ -165,9 +159,8 @@ def test_a_transformer_of_transformers_is_tested_as_a_mixer_is(tmp_path):
         (row["weights"], row["outputs"], row["layer"]): row["hamming"] for row in result["rows"]
     }
     for weights in ("trained", "random"):
-        assert (
-            score[weights, "all", 0] == 0 and score[weights, "last", 0] > 0.8
-        )  # a guess among 280 tokens may be right
+        # a guess among 280 tokens may be right
+        assert score[weights, "all", 0] == 0 and score[weights, "last", 0] > 0.8
         assert score[weights, "all", 1] < score[weights, "last", 1]
     assert score["trained", "all", 1] != score["random", "all", 1]
 

@@ -141,9 +141,8 @@ def test_no_speedup_for_a_wrong_result(benchmark, monkeypatch, tmp_path, wrong, 
 def test_a_wrong_alternative_is_not_compared_with(benchmark, monkeypatch, tmp_path):
     import token_mixing_variants
 
-    monkeypatch.setattr(
-        token_mixing_variants, "panels_forward", lambda slot, panels: slot.y
-    )  # writes nothing
+    # writes nothing
+    monkeypatch.setattr(token_mixing_variants, "panels_forward", lambda slot, panels: slot.y)
     result, text = measure(benchmark, monkeypatch, tmp_path / "wrong", "--operations", "forward")
     assert "nan" in row(result["cases"][0], "p=2")["failure"]
     assert float(forward_line(text)[-4]) > 0 and "p=2: wrong" in text

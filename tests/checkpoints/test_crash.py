@@ -217,10 +217,7 @@ def fake_checkpoint(directory: Path, step: int) -> Path:
     (path / "trainer_state").mkdir(parents=True)
     (path / "model.safetensors").write_text(str(step))
     listing = {
-        "model.safetensors": {
-            "size": len(str(step)),
-            "sha256": sha256(path / "model.safetensors"),
-        }
+        "model.safetensors": {"size": len(str(step)), "sha256": sha256(path / "model.safetensors")}
     }
     (path / "trainer_state/files.json").write_text(json.dumps(listing))
     return path

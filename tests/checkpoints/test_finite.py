@@ -30,11 +30,7 @@ def failed(config, *overrides: str) -> str:
 
 SHORT = ("train.steps=4", "checkpoint.save_every=1", "train.eval_every=0", "train.eval_samples=8")
 PLACES = ("weight", "moment", "gradient", "loss")
-OPTIMIZERS = {
-    "adamw": (),
-    "muon": ("optim.name=muon",),
-    "muon-lags": RECIPE,
-}
+OPTIMIZERS = {"adamw": (), "muon": ("optim.name=muon",), "muon-lags": RECIPE}
 EVERY = list(
     itertools.product(PLACES, OPTIMIZERS, ("no", "bf16", "fp16"), (1, 2), ("stop", "skip"))
 )

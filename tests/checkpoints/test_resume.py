@@ -108,12 +108,8 @@ def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
 ):
     config = write_config()
     launch("--config", config, "name=one").succeed()
-    changes = [
-        (1, 4, 2),
-        (4, 2, 1),
-        (2, 1, 4),
-        (2, 4, 1),
-    ]  # processes, batch_size, accumulation: always 8 samples a step
+    # processes, batch_size, accumulation: always 8 samples a step
+    changes = [(1, 4, 2), (4, 2, 1), (2, 1, 4), (2, 4, 1)]
     for number, (processes, batch, accumulation) in enumerate(changes):
         options = [f"train.batch_size={batch}", f"train.gradient_accumulation_steps={accumulation}"]
         last = 3 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
@@ -174,15 +170,12 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
     assert "step 14/14" in output
     losses, original = read_losses(tmp_path / "runs/longer"), read_losses(finished)
     assert list(losses) == list(range(9, 15))
-    assert losses[9] == pytest.approx(
-        original[9], rel=1e-5
-    )  # the same samples, on twice the processes
+    # the same samples, on twice the processes
+    assert losses[9] == pytest.approx(original[9], rel=1e-5)
     trainer = json.loads((tmp_path / "runs/longer/step-14/trainer_state/trainer.json").read_text())
     assert (trainer["step"], trainer["samples"]) == (14, 14 * 8)
-    changes[-2:] = [
-        "train.steps=16",
-        "train.batch_size=4",
-    ]  # the same command again goes on, it does not begin again
+    # the same command again goes on, it does not begin again
+    changes[-2:] = ["train.steps=16", "train.batch_size=4"]
     output = launch("--config", write_config(), *changes, processes=2).succeed()
     assert (
         f"going on from these, not from {finished / 'step-8'}" in output
@@ -391,11 +384,8 @@ def test_a_checkpoint_loads_alone_in_fp32_and_is_readable_as_the_umask_says(fini
 
 def test_nothing_is_unpickled_from_a_checkpoint(finished):
     kinds = {file.suffix for file in finished.rglob("step-*/**/*") if file.is_file()}
-    assert kinds <= {
-        ".json",
-        ".safetensors",
-        ".py",
-    }  # the model's own code, for those who have not installed this package
+    # the model's own code, for those who have not installed this package
+    assert kinds <= {".json", ".safetensors", ".py"}
     grep = subprocess.run(
         ["grep", "-rlE", r"torch\.load|pickle\.load", "mixer"],
         capture_output=True,

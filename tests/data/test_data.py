@@ -25,13 +25,7 @@ from mixer.data.manifest import Manifest, fingerprint
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
-from mixer.data.tokenizer import (
-    PIECE,
-    load_tokenizer,
-    pieces,
-    raw_encoder,
-    train_tokenizer,
-)
+from mixer.data.tokenizer import PIECE, load_tokenizer, pieces, raw_encoder, train_tokenizer
 
 WRITTEN_BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
 HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
@@ -118,9 +112,8 @@ def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp
     assert sorted(everything) == ["first a", "system", "third"]
     assert list(documents(DataConfig(subset="packages", max_documents=2))) == everything[:2]
     assert list(documents(DataConfig())) == ["system"]
-    shutil.move(
-        folders["purelib"], tmp_path / "elsewhere"
-    )  # the order is that of the names below the folder
+    # the order is that of the names below the folder
+    shutil.move(folders["purelib"], tmp_path / "elsewhere")
     paths["purelib"] = paths["platlib"] = str(tmp_path / "elsewhere")
     assert list(documents(DataConfig(subset="packages"))) == everything
 
@@ -604,9 +597,8 @@ def test_unpacked_rows_hold_one_document_and_lose_no_token(tmp_path, context):
     starts = np.concatenate([[0], np.fromfile(tmp_path / "prepared/train.docs.bin", "<i8")[:-1]])
     assert torch.equal(targets[targets != -100], torch.from_numpy(np.delete(tokens, starts)))
     assert (inputs[targets == -100] == manifest.eos_token_id).all()
-    assert (
-        inputs[targets != -100] != manifest.eos_token_id
-    ).all()  # EOS ends a document, nothing follows it in a row
+    # EOS ends a document, nothing follows it in a row
+    assert (inputs[targets != -100] != manifest.eos_token_id).all()
     if context == 4096:
         assert len(file) == manifest.splits["train"].documents
 

@@ -50,9 +50,8 @@ def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(
     assert time.monotonic() - began < 20
     step = last_saved(tmp_path / "runs/small")
     assert f"stopped by a signal after step {step}" in output
-    assert (
-        read_lines(tmp_path / "runs/small")[-1]["step"] == step >= before
-    )  # no step after the saved one
+    # no step after the saved one
+    assert read_lines(tmp_path / "runs/small")[-1]["step"] == step >= before
 
 
 def test_a_signal_saves_and_ends_with_success_where_the_reader_of_the_output_has_gone(

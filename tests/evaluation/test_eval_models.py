@@ -126,9 +126,8 @@ def test_backends_are_compared_on_the_same_text(root):
     assert (dense["backend"], dense["difference"]) == ("dense", 0)
     assert abs(panels["difference"]) < 1e-6 and abs(panels["position_difference"]) < 1e-5
     assert dense["loss"] == pytest.approx(result["loss"], rel=1e-6)
-    assert (
-        "cannot run here" in cuda["problem"]
-    )  # the tensors are on the CPU, whatever the machine has
+    # the tensors are on the CPU, whatever the machine has
+    assert "cannot run here" in cuda["problem"]
     assert "- cuda: mixing backend 'cuda' cannot run here" in evaluation_report([result])
 
 
@@ -317,9 +316,8 @@ def test_one_token_of_leakage_is_found(root):
     tokens = np.array(tokenizer(documents()[0])["input_ids"])
     plan = Plan(CONTEXT, CONTEXT)
     assert check_causality(model, tokens, plan, CPU)["largest_move_before"] == 0
-    assert (
-        check_causality(model, tokens, Plan(1, 1), CPU)["window"] == 2
-    )  # of one token, none can see another
+    # of one token, none can see another
+    assert check_causality(model, tokens, Plan(1, 1), CPU)["window"] == 2
     model.model.embed_tokens.register_forward_hook(lambda _, __, x: x + 0.01 * x.roll(-1, dims=1))
     with pytest.raises(UserError, match="the model is not causal"):
         check_causality(model, tokens, plan, CPU)

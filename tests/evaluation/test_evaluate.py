@@ -50,14 +50,12 @@ def by_hand(model, tokens, context, stride, last_window):
     scored = []
     with torch.no_grad():
         for target in range(1, len(tokens)):
-            window = max(
-                0, math.ceil((target - context) / stride)
-            )  # the first window that holds the target
+            # the first window that holds the target
+            window = max(0, math.ceil((target - context) / stride))
             begin = window * stride
             if last_window == "full" and begin + context >= len(tokens) - 1:
-                begin = max(
-                    0, len(tokens) - 1 - context
-                )  # the last window ends where the others would, and is as long
+                # the last window ends where the others would, and is as long
+                begin = max(0, len(tokens) - 1 - context)
             logits = (
                 model(input_ids=torch.tensor([tokens[begin:target].tolist()]))
                 .logits[0, -1]

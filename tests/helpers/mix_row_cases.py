@@ -37,9 +37,8 @@ def case(batch, heads, width, length, dtype, weight_dtype, ragged=True):
 
 
 def exact(memory, x, weight, bias, residual, positions):
-    memory = memory.double().nan_to_num(
-        0
-    )  # an exact zero of the weight stands before what is not read
+    # an exact zero of the weight stands before what is not read
+    memory = memory.double().nan_to_num(0)
     return plain.mix_row(
         memory, *(t.double() for t in (x, weight, bias, residual)), positions
     ), memory

@@ -34,14 +34,8 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIAN
 def test_each_step_with_the_cache_has_the_logits_of_the_full_forward(variant):
     model, ids = lively_model(**variant), tokens()
     expected, cache = model(ids).logits, None
-    for start, end in (
-        (0, 5),
-        (5, 6),
-        (6, 9),
-        (9, 10),
-        (10, 11),
-        (11, 12),
-    ):  # one token at a time, or some
+    # one token at a time, or some
+    for start, end in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11), (11, 12)):
         output = model(ids[:, start:end], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         assert cache.get_seq_length() == end
@@ -49,9 +43,8 @@ def test_each_step_with_the_cache_has_the_logits_of_the_full_forward(variant):
 
 
 @every_variant
-@pytest.mark.parametrize(
-    "batch", [1, 3]
-)  # of one token, products are written otherwise for the compiler
+# Of one token, products are written otherwise for the compiler.
+@pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
 def test_a_compiled_step_has_the_logits_of_the_full_forward(variant, batch):
     model, ids = lively_model(**variant), tokens(batch, 6)
@@ -150,9 +143,8 @@ def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():
     ids[0, 3:] = ids[0, :3]
     expected = generate(model, ids, use_cache=False)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3, eos_token_id=0), expected)
-    to_the_end = generate(
-        model, ids, new=10, use_cache=False
-    )  # of the context: no guess goes on behind it
+    # of the context: no guess goes on behind it
+    to_the_end = generate(model, ids, new=10, use_cache=False)
     assert torch.equal(generate(model, ids, new=10, prompt_lookup_num_tokens=9), to_the_end)
     cache = MixingCache(model.config)
     assert torch.equal(generate(model, ids, prefill_chunk_size=2, past_key_values=cache), expected)
@@ -187,10 +179,8 @@ def test_a_static_cache_is_made_where_all_parameters_stay_in_their_place(offload
 
 def test_a_wish_to_compile_that_nothing_grants_is_said(monkeypatch):
     model, ids = lively_model(), tokens(batch=2, length=5)
-    for how in (
-        {},
-        {"cache_implementation": "static"},
-    ):  # a step is compiled with a static cache on a GPU
+    # A step is compiled with a static cache on a GPU.
+    for how in ({}, {"cache_implementation": "static"}):
         said = []
         monkeypatch.setattr(logger, "warning_once", said.append)
         assert torch.equal(

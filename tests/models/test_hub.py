@@ -97,9 +97,8 @@ def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, mixing, 
     )
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "again").iterdir()} >= {path.name for path in CODE}
-    again = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "again"
-    )  # with the package imported: its own class
+    # with the package imported: its own class
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again) is type(model) and again.config.auto_map == AUTO_MAP
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
 
@@ -144,9 +143,8 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         with torch.profiler.profile() as profile:
             model(ids, labels=ids).loss.backward()
         counts = {event.key: event.count for event in profile.key_averages()}
-        assert counts["token_mixing"] == (
-            4 if checkpointing else 2
-        )  # the blocks are computed once more
+        # the blocks are computed once more
+        assert counts["token_mixing"] == (4 if checkpointing else 2)
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
@@ -172,9 +170,8 @@ def test_gradient_checkpointing_while_training_goes_without_a_cache(monkeypatch)
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
-    assert torch.equal(
-        generate(model, ids), expected
-    )  # as in the middle of training, where nothing is computed again
+    # as in the middle of training, where nothing is computed again
+    assert torch.equal(generate(model, ids), expected)
     with pytest.raises(
         ValueError, match="past_key_values holds tokens, which gradient checkpointing cannot follow"
     ):
@@ -333,9 +330,8 @@ def test_the_saved_tokenizer_knows_the_context(finished, tmp_path):
     (text,) = writer(
         long, max_new_tokens=8, do_sample=False, handle_long_generation="hole", return_tensors=True
     )
-    assert (
-        len(text["generated_token_ids"]) == 32
-    )  # the prompt's end, as much as leaves room for the new tokens
+    # the prompt's end, as much as leaves room for the new tokens
+    assert len(text["generated_token_ids"]) == 32
 
 
 def test_an_export_into_the_directory_one_stands_in_has_its_name(finished, tmp_path, monkeypatch):

@@ -125,9 +125,8 @@ def assert_whole_without_spills(log: str, hopper: int = 0) -> None:
 def test_hopper_gets_its_own_instructions():
     log = (build.library((9, 0)).parent / build.LOG).read_text()
     assert "for 'sm_90a'" in log
-    assert (
-        "wgmma.mma_async instructions are serialized" not in log
-    )  # ptxas says so where it had to wait for each
+    # ptxas says so where it had to wait for each
+    assert "wgmma.mma_async instructions are serialized" not in log
 
 
 @needs_nvcc
@@ -260,9 +259,8 @@ def test_workspace_grows_until_the_gpu_is_full():
     tile = 64 * 64 * 4
     assert workspace(64, 0) == 0
     assert workspace(64, 1) == 4 * tile  # 64 slices of the channels, at least 16 a split
-    assert (
-        workspace(512, 128) == 36 * 30 * tile
-    )  # 36 lower tiles; 30 splits make 8 blocks for each of 132 processors
+    # 36 lower tiles; 30 splits make 8 blocks for each of 132 processors
+    assert workspace(512, 128) == 36 * 30 * tile
     assert workspace(8192, 8) == 128 * 129 // 2 * tile  # enough tiles: one split
 
 

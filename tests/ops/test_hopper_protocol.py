@@ -25,10 +25,8 @@ FLAGS = ["-std=c++17", "-O3", "-w", "-Xcompiler=-Wno-psabi"]
 JOBS = 2
 SEEDS = (1, 2)  # one process each
 CASES = 80  # of each process
-MUTANT_SEED, MUTANT_CASES = (
-    3,
-    300,
-)  # this seed shows all mistakes soon, and a run ends at the first failure
+# This seed shows all mistakes soon, and a run ends at the first failure.
+MUTANT_SEED, MUTANT_CASES = 3, 300
 OPERATIONS = ["forward", "grad_input", "grad_weight"]
 PLANS = ["resident", "resident_alone", "streamed"]
 

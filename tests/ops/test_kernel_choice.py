@@ -100,15 +100,8 @@ def test_clusters_have_equal_work(library, tokens):
         (90, "bfloat16", False, 1024, 1, 1, 90),
         (90, "float16", False, 1024, 8, 1, 90),
         (90, "bfloat16", False, 1024, 1, 3, 90),
-        (
-            90,
-            "bfloat16",
-            False,
-            20,
-            1,
-            1,
-            0,
-        ),  # rows that do not start on 16 bytes: the portable ones
+        # rows that do not start on 16 bytes: the portable ones
+        (90, "bfloat16", False, 20, 1, 1, 0),
         (90, "float32", False, 1024, 1, 1, 0),
         (90, "float32", True, 1024, 1, 1, 80),
         (86, "bfloat16", False, 1024, 1, 1, 80),

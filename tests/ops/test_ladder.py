@@ -79,9 +79,8 @@ def test_table_takes_the_fastest_configuration_and_owns_up_to_failures(tmp_path)
     assert "| 1 | step 1 | tile 128x128 | 2.0000 | 17.0 | 10.0 |" in text
     assert "tile 64x64 | 4.0000" not in text
     assert "| 2 | step 2 | failed: [0, 3, 5] is nan and should be 1 | | | |" in text
-    assert (
-        "| 6 | step 6 | tile 64x64 | 0.1000 | 340.0 |  |" in text
-    )  # no rival at that size: no percentage
+    # no rival at that size: no percentage
+    assert "| 6 | step 6 | tile 64x64 | 0.1000 | 340.0 |  |" in text
     assert text.index("Forward") < text.index("Weight gradient")
 
 

@@ -16,10 +16,8 @@ from toolchain import needs_nvcc
 from mixer.ops import build, choice, cuda, mix_row, row_operator
 
 HERE = Path(__file__).parent
-PROCESSORS = {
-    "": 4,
-    build.HOPPER_FLAG: 20,
-}  # so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
+# so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
+PROCESSORS = {"": 4, build.HOPPER_FLAG: 20}
 # (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, rows that start
 # off 16 bytes, part of a block
 SHAPES = [(1, 1, 64), (3, 2, 20), (2, 3, 5), (20, 1, 136)]
@@ -137,9 +135,8 @@ def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
     assert not kernel
     monkeypatch.setattr(choice, "row_kernel_serves", lambda *arguments: True)
     assert torch.equal(generate(model, ids, **settings), expected)
-    assert len(kernel) == 3 * 2 * len(
-        model.model.layers
-    )  # the first of the 4 tokens comes from the prompt
+    # the first of the 4 tokens comes from the prompt
+    assert len(kernel) == 3 * 2 * len(model.model.layers)
 
 
 @pytest.mark.parametrize("taps", [1, 3])

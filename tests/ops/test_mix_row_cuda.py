@@ -16,14 +16,8 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
 
 LENGTHS = [1, 7, 129, 1500]
-SHAPES = [
-    (1, 1, 1024),
-    (3, 1, 40),
-    (64, 1, 1024),
-    (3, 8, 128),
-    (64, 4, 10),
-    (1, 2, 20),
-]  # (batch, heads, channels of a head)
+# (batch, heads, channels of a head)
+SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 10), (1, 2, 20)]
 
 
 @pytest.fixture(scope="module", autouse=True)

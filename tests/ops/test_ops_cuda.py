@@ -124,9 +124,8 @@ def make(
     def rows(*shape):
         if not strided:
             return draw(*shape).to(dtype)
-        wide = draw(shape[1], shape[0], shape[2] + 3).to(
-            dtype
-        )  # token and batch swapped, rows not side by side
+        # token and batch swapped, rows not side by side
+        wide = draw(shape[1], shape[0], shape[2] + 3).to(dtype)
         return wide.transpose(0, 1)[..., 1:-2]
 
     parameter_dtype = torch.float32 if wide_weight else dtype
@@ -200,9 +199,8 @@ def test_as_near_to_fp64_as_torch(case):
 
 
 @pytest.mark.parametrize("case", covering_cases()[::3], ids=describe)
-@pytest.mark.parametrize(
-    "capability", [80, 70, 0]
-)  # 0: the portable ones, which need no tensor cores
+# 0: the portable ones, which need no tensor cores
+@pytest.mark.parametrize("capability", [80, 70, 0])
 @not_from_ptx
 def test_older_kernels_as_near_to_fp64_as_torch(case, capability, pretend):
     pretend(capability)
@@ -457,9 +455,8 @@ def test_compiles_without_graph_breaks():
 
 
 def test_the_first_call_of_a_shape_may_be_in_a_cuda_graph_of_the_compiler():
-    inputs = make(
-        208, 96, 2, 2, 3, torch.float16
-    )  # a shape that no other test has: what is kept for a shape is made here
+    # a shape that no other test has: what is kept for a shape is made here
+    inputs = make(208, 96, 2, 2, 3, torch.float16)
     compiled = torch.compile(kernel_conv, fullgraph=True, mode="reduce-overhead")
     runs = []
     for _ in range(3):  # run, recorded, replayed

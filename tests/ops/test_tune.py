@@ -85,9 +85,8 @@ def test_nearest_measured_case_decides(v100):
     assert [auto(tokens) for tokens in (16, 128, 300, 400, 1024, 8192)] == ["panels"] * 3 + [
         "cuda"
     ] * 3
-    assert (
-        auto(1024, taps=3) == "panels" and auto(1024, taps=2) == "panels"
-    )  # 2 is nearer to 3 than to 1
+    # 2 is nearer to 3 than to 1
+    assert auto(1024, taps=3) == "panels" and auto(1024, taps=2) == "panels"
     assert auto(1024, channels=256) == "cuda" and auto(1024, heads=4) == "cuda"
 
 
@@ -169,9 +168,8 @@ def test_the_command_measures_prints_and_writes(v100, monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     path = choice.table_path(0)
     assert printed[-1] == f"written to {path}: backend 'auto' goes by it from now on"
-    assert len(printed) == 2 + 2 * len(
-        tune.SHAPES
-    )  # a heading, fp16 and fp32, and where it was written
+    # a heading, fp16 and fp32, and where it was written
+    assert len(printed) == 2 + 2 * len(tune.SHAPES)
     assert len({len(text) for text in printed[:-1]}) == 1  # columns stand below their names
     assert (
         path.parent == build.cache_path()

@@ -122,10 +122,8 @@ def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70, kernel_cache):
         )
         for function in ("pack", "forward", "grad_input", "grad_weight"):
             assert getattr(library, f"mixer_{function}")(ctypes.byref(params)) == 0
-    others = (
-        "ampere",
-        "mix_row",
-    )  # not for Volta; and generation's, which tests/ops/test_mix_row.py runs
+    # not for Volta; and generation's, which tests/ops/test_mix_row.py runs
+    others = ("ampere", "mix_row")
     kernels = {name for stem in names for name in names[stem] if not stem.startswith(others)}
     served_by_volta = {name for name in kernels if "portable" in name and "6__half" in name}
     assert kernels - library.launched == served_by_volta

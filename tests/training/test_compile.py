@@ -223,11 +223,8 @@ def test_where_compiling_fails_the_run_says_why_and_goes_on_without(
     assert read_losses(tmp_path / "runs/fallen") == read_losses(finished)
 
 
-KEPT = {
-    "none": 12,
-    "activation": 8,
-    "block": 1,
-}  # activations of (batch, tokens, channels), as set_recompute lists them
+# activations of (batch, tokens, channels), as set_recompute lists them
+KEPT = {"none": 12, "activation": 8, "block": 1}
 
 
 @pytest.mark.parametrize("gelu", [gelu, short_gelu], ids=["CPU", "GPU"])
@@ -270,9 +267,8 @@ def test_recomputing_changes_no_gradient(what):
     for choice in ("none", what):
         model = small_model().train()
         set_recompute(model, choice)
-        assert (
-            not model.get_input_embeddings()._forward_hooks
-        )  # an older torch would not compile evaluation with one
+        # an older torch would not compile evaluation with one
+        assert not model.get_input_embeddings()._forward_hooks
         Objective(model)(inputs, targets).sum().backward()
         gradients[choice] = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(

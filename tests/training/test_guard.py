@@ -68,9 +68,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_naming_step_process_and_paramet
     )
     assert "on process 0:" not in ranks.output or processes == 1
     run = tmp_path / "runs/small"
-    assert (
-        damage(run / "step-10") is None and not (run / "step-15").exists()
-    )  # looked at before saving
+    # looked at before saving
+    assert damage(run / "step-10") is None and not (run / "step-15").exists()
     assert max(line["step"] for line in read_lines(run)) == 8
 
 
@@ -137,9 +136,8 @@ def test_the_loss_scale_falls_until_gradients_fit_and_rises_again_and_is_resumed
         before, counted = line["loss_scale"], line["skipped_steps"]
     assert [line["skipped_steps"] for line in lines[:3]] == [1, 2, 3] and counted < 10
     scales = [line["loss_scale"] for line in lines]
-    assert any(
-        later == 2 * earlier for earlier, later in zip(scales, scales[1:], strict=False)
-    )  # risen after 5 good steps
+    # risen after 5 good steps
+    assert any(later == 2 * earlier for earlier, later in zip(scales, scales[1:], strict=False))
     assert not any(line["loss"] is None for line in lines)
     whole, parts = tmp_path / "runs/whole", tmp_path / "runs/parts"
     launch(*command, "name=parts", **options).until((parts / "step-5").exists).kill()

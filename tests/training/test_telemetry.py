@@ -47,12 +47,10 @@ def test_useful_flops_of_the_papers_model_by_hand_and_the_share_of_each_known_pe
     run = load_config(str(ROOT / "configs/v100.yaml"), [])
     with torch.device("meta"):
         flops = MaskedMixerForCausalLM(model_config(run.model, 8000, 0)).flops_per_token()["useful"]
-    mlp = (
-        16 * 2 * (2 * 1024 * 4096)
-    )  # 16 blocks, 2 Linears, a multiplication and an addition for each weight
-    mixing = (
-        16 * 2 * 1024 * 513 / 2
-    )  # token i of 512 mixes i + 1 tokens: 513 / 2 on average, for each channel
+    # 16 blocks, 2 Linears, a multiplication and an addition for each weight
+    mlp = 16 * 2 * (2 * 1024 * 4096)
+    # token i of 512 mixes i + 1 tokens: 513 / 2 on average, for each channel
+    mixing = 16 * 2 * 1024 * 513 / 2
     head = 2 * 1024 * 8000
     assert flops == 3 * (mlp + mixing + head) == 879_673_344  # backward is twice the forward
 

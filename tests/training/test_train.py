@@ -55,9 +55,8 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
 ):
     config = write_config()
     launch("--config", config, "name=one").succeed()
-    output = run(
-        "--config", config, "name=two", "train.batch_size=4", processes=2
-    )  # by accelerate launch
+    # by accelerate launch
+    output = run("--config", config, "name=two", "train.batch_size=4", processes=2)
     assert "2 process(es)" in output
     options = ["train.batch_size=2", "train.gradient_accumulation_steps=4"]
     launch("--config", config, "name=accumulated", *options).succeed()

@@ -99,9 +99,8 @@ def test_a_killed_run_resumes_exactly(
         )
 
     begin("name=whole").succeed(patience=200)
-    for stop_at in (
-        (12,) if "train.compile=blocks" in changed else (7, 12)
-    ):  # compiling takes most of a minute
+    # Compiling takes most of a minute.
+    for stop_at in (12,) if "train.compile=blocks" in changed else (7, 12):
         ranks = begin("name=parts", f"checkpoint.save_every={stop_at}")
         ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists, patience=150).kill()
     begin("name=parts").succeed(patience=200)

@@ -170,11 +170,7 @@ class TokenMixing(nn.Module):
             return self.mix(x, residual, memories, positions)
 
     def mix(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        memories: Sequence[Memory],
-        positions: Tensor | None,
+        self, x: Tensor, residual: Tensor, memories: Sequence[Memory], positions: Tensor | None
     ) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not define mix()")
 

@@ -91,9 +91,8 @@ def mix_rows(memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) ->
     products = (rows @ memory).unflatten(2, (taps, new))
     # A shift over the channels may come before or after the mixing of tokens. Shifting the few
     # results is cheaper than shifting all inputs.
-    y = (
-        bias[:, positions].transpose(0, 1)[..., None].to(products.dtype)
-    )  # (batch or 1, heads, new, 1)
+    y = bias[:, positions].transpose(0, 1)[..., None]  # (batch or 1, heads, new, 1)
+    y = y.to(products.dtype)
     for tap in range(taps):
         y = y + shift_channels(products[:, :, tap], tap_shift(tap, taps))
     return y.transpose(1, 2).flatten(2)
