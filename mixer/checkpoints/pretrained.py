@@ -130,9 +130,8 @@ def check_weights(file: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"checkpoint {file.parent} cannot be read: {file.name} ({file.stat().st_size:,} "
-            "bytes) is damaged or cut short "
-            f"({error}): copy it again, or give another checkpoint"
+            f"checkpoint {file.parent} cannot be read: {file.name} ({file.stat().st_size:,} bytes) "
+            f"is damaged or cut short ({error}): copy it again, or give another checkpoint"
         ) from None
 
 
@@ -264,8 +263,7 @@ def load_config(directory: Path) -> PreTrainedConfig:
     if type(config) not in AutoModelForCausalLM._model_mapping.keys():
         raise UserError(
             f"checkpoint {directory} is a {config.model_type}, which is not a causal language "
-            "model and has no perplexity; "
-            f"allowed: {allowed}: give another checkpoint"
+            f"model and has no perplexity; allowed: {allowed}: give another checkpoint"
         )
     sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
     wrong = [
@@ -306,6 +304,6 @@ def check_vocabulary(directory: Path, tokenizer, vocab_size: int) -> None:
     if not ids <= vocab_size <= ids + LARGEST_PADDING:
         raise UserError(
             f"checkpoint {directory} holds a tokenizer of {ids} ids and a model of {vocab_size}; "
-            "allowed: as many, or up to "
-            f"{LARGEST_PADDING} more in the model: {REMEDIES['tokenizer.json']}"
+            f"allowed: as many, or up to {LARGEST_PADDING} more in the model: "
+            f"{REMEDIES['tokenizer.json']}"
         )

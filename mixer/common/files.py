@@ -95,8 +95,8 @@ def _all_or_nothing(output: Path, stage: Path) -> Iterator[None]:
         if not isinstance(system, OSError):
             raise
         raise UserError(
-            f"{output} could not be written ({system}), and is as it was "
-            "before: make space or give access there, then give the same command again"
+            f"{output} could not be written ({system}), and is as it was before: make space or "
+            "give access there, then give the same command again"
         ) from error
 
 

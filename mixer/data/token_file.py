@@ -137,7 +137,6 @@ class TokenFile:
         if len(data) != (end - start) * size:
             raise UserError(
                 f"{self.directory / self.split}.bin ends before token {end}: it was cut short "
-                "while it was in use; put it back, "
-                f"or delete {self.directory} and prepare again"
+                f"while it was in use; put it back, or delete {self.directory} and prepare again"
             )
         return np.frombuffer(data, self.dtype)

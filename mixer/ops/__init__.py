@@ -102,8 +102,7 @@ def _check(
     if not 1 <= tokens <= context:
         raise ValueError(
             f"x has {tokens} tokens but the weight's context is {context}; give 1 to {context} "
-            "tokens, "
-            "or a weight of a longer context"
+            "tokens, or a weight of a longer context"
         )
     if channels == 0 or channels % heads:
         raise ValueError(

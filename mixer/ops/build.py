@@ -105,10 +105,8 @@ def find_compiler() -> Compiler:
             return inspect_compiler(path)
     raise BuildError(
         "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $CUDA_PATH, $PATH or the "
-        "nvidia-cuda-nvcc wheel. "
-        "Install it with `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl`, or "
-        "point CUDA_HOME at a "
-        "CUDA toolkit."
+        "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc nvidia-cuda-runtime "
+        "nvidia-cuda-cccl`, or point CUDA_HOME at a CUDA toolkit."
     )
 
 
@@ -161,10 +159,8 @@ def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[
     if not known:
         raise BuildError(
             f"nvcc {dotted(compiler.version)} ({compiler.path}) no longer compiles for compute "
-            "capability "
-            f"{dotted(capability)} (the oldest it knows is {oldest}). Install CUDA 12.x (12.9 is "
-            "the "
-            "last that knows 7.0) and point CUDA_HOME at it, e.g. `export "
+            f"capability {dotted(capability)} (the oldest it knows is {oldest}). Install CUDA 12.x "
+            "(12.9 is the last that knows 7.0) and point CUDA_HOME at it, e.g. `export "
             "CUDA_HOME=/usr/local/cuda-12.9`."
         )
     if known[-1] != wanted:

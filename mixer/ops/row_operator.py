@@ -99,10 +99,9 @@ def _check(
         )
         raise ValueError(
             f"mix_row got {', '.join(described)}; they must be on one device: memory (batch, "
-            "heads, length, channels of a head), "
-            "x and residual (batch, 1, channels of all heads), weight (heads, kernel_size, "
-            "context, context) with context >= "
-            "length, bias (heads, context), positions (batch or 1, 1) int64"
+            "heads, length, channels of a head), x and residual (batch, 1, channels of all heads), "
+            "weight (heads, kernel_size, context, context) with context >= length, bias (heads, "
+            "context), positions (batch or 1, 1) int64"
         )
 
 
