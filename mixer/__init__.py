@@ -7,7 +7,6 @@ Importing this package registers the model with transformers' Auto classes.
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mixer.common.errors import UserError
-from mixer.models.masked_mixer import cache
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM, MaskedMixerModel
@@ -21,7 +20,6 @@ __all__ = [
     "MixingCache",
     "UserError",
     "__version__",
-    "cache",
     "triangular_conv",
 ]
 

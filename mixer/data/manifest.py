@@ -19,10 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mixer.common.checksums import has_sha256, print_progress
+from mixer.common.checksums import has_sha256, print_progress, sha256
 from mixer.common.errors import UserError
 from mixer.common.json_file import read_json
-from mixer.data.tokenizer import digest
 
 FORMAT = 1
 SPLITS = ("train", "validation")
@@ -113,9 +112,10 @@ class Manifest:
                         f"{directory / file} should have {size} bytes and is {found}: cut short or "
                         f"replaced; {again}"
                     )
-        if not (directory / "tokenizer" / "tokenizer.json").is_file():
-            raise UserError(f"{directory / 'tokenizer' / 'tokenizer.json'} is missing; {again}")
-        if digest(directory / "tokenizer") != self.tokenizer_sha256:
+        tokenizer = directory / "tokenizer" / "tokenizer.json"
+        if not tokenizer.is_file():
+            raise UserError(f"{tokenizer} is missing; {again}")
+        if sha256(tokenizer) != self.tokenizer_sha256:
             raise UserError(
                 f"{directory / 'tokenizer'} is not the tokenizer that made the token files; put it "
                 f"back, or {again}"

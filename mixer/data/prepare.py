@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
 from mixer.common.files import as_system_error, flush_tree, locked, publish, write_text
 from mixer.data.config import DataConfig, check
@@ -27,7 +28,6 @@ from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
 from mixer.data.tokenise import TokeniseShard
 from mixer.data.tokenise_all import tokenise_all
 from mixer.data.tokenizer import (
-    digest,
     existing_tokenizer,
     load_tokenizer,
     train_tokenizer,
@@ -167,7 +167,7 @@ def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, progress
         "dtype": dtype,
         "vocab_size": vocab_size,
         "eos_token_id": tokenizer.eos_token_id,
-        "tokenizer_sha256": digest(partial / "tokenizer"),
+        "tokenizer_sha256": sha256(partial / "tokenizer" / "tokenizer.json"),
         "tokenizer_bytes": joined.tokenizer_bytes,
         "settings": _settings(config),
         "splits": splits,

@@ -2,7 +2,6 @@
 with it.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -176,11 +175,6 @@ def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
     holes).
     """
     return max(tokenizer.get_vocab().values()) + 1
-
-
-def digest(folder: str | Path) -> str:
-    """sha256 of the tokenizer.json in `folder`."""
-    return hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()
 
 
 def pieces(text: str, most: int = PIECE) -> Iterator[str]:

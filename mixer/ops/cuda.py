@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mixer.ops.panels import packed_columns
+
 # mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
 # module already imported.
 
@@ -62,7 +64,8 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """
     weight = weight.contiguous()
     heads, taps, context, _ = weight.shape
-    packed = torch.empty((heads, taps, tokens, round_up(tokens)), dtype=dtype, device=weight.device)
+    shape = (heads, taps, tokens, packed_columns(tokens))
+    packed = torch.empty(shape, dtype=dtype, device=weight.device)
     params = new_params(weight.device.index, dtype, heads, taps, tokens)
     params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
     params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
@@ -128,10 +131,6 @@ def grad_weight(
 
 
 # ------------------------------------------------------------------------- the arguments
-
-
-def round_up(tokens: int) -> int:
-    return (tokens + 7) // 8 * 8
 
 
 def rows(x: Tensor) -> Tensor:
@@ -210,7 +209,7 @@ def template(
         context=tokens,
         heads=heads,
         taps=taps,
-        columns=round_up(tokens),
+        columns=packed_columns(tokens),
         dtype=DTYPE_CODES[dtype],
         allow_tf32=tf32,
     )

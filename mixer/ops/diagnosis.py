@@ -1,7 +1,7 @@
 """What is wrong with a machine, judged from facts about it: types, and rules without side effects.
 
-`judge` takes facts (`mixer.doctor` gathers them) and gives problems, each with what it means and
-the one command that fixes it.
+`judge` takes facts, which `mixer.ops.machine` gathers, and gives problems, each with what it means
+and the one command that fixes it.
 """
 
 import dataclasses

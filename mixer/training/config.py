@@ -226,35 +226,43 @@ def _type_name(kind: Any) -> str:
 
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
-    problems = option_problems(run)
+    problems = option_problems(run) or _name_problems(run.name)
     for item in dataclasses.fields(run):
         if dataclasses.is_dataclass(item.type):
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     problems += _graph_problems(run.train) if run.train.cuda_graphs == "true" else []
-    if run.train.recompute == "activation" and run.model.architecture == "llama":
-        problems.append(
-            "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
-            "llama: none, block"
-        )
-    if run.optim.shared_lags and run.model.architecture == "llama":
-        problems.append(
-            "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
-            "for architecture llama: false"
-        )
-    if option_problems(run):
-        return problems  # the rules below need a name that is text
-    if not run.name or "/" in run.name or run.name in (".", ".."):
-        problems.append(f"name = {run.name!r}; allowed: a directory name without slashes")
-    elif len(os.fsencode(run.name)) > LONGEST_NAME:
-        problems.append(
-            f"name has {len(os.fsencode(run.name))} bytes; allowed: at most {LONGEST_NAME}, as "
-            "file systems have it"
-        )
+    problems += _llama_problems(run) if run.model.architecture == "llama" else []
     if run.optim.warmup_steps > run.train.steps:
         problems.append(
             f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = "
             f"{run.train.steps}; allowed: at most that"
+        )
+    return problems
+
+
+def _name_problems(name: str) -> list[str]:
+    """What keeps a run's name from being that of a directory."""
+    if not name or "/" in name or name in (".", ".."):
+        return [f"name = {name!r}; allowed: a directory name without slashes"]
+    size = len(os.fsencode(name))
+    if size > LONGEST_NAME:
+        return [f"name has {size} bytes; allowed: at most {LONGEST_NAME}, as file systems have it"]
+    return []
+
+
+def _llama_problems(run: RunConfig) -> list[str]:
+    """Settings of masked mixers that a Llama cannot have; see also `model_problems`."""
+    problems = []
+    if run.train.recompute == "activation":
+        problems.append(
+            "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
+            "llama: none, block"
+        )
+    if run.optim.shared_lags:
+        problems.append(
+            "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
+            "for architecture llama: false"
         )
     return problems
 

@@ -12,6 +12,7 @@ import torch
 from toolchain import needs_nvcc
 
 from mixer.ops import build, choice, cuda
+from mixer.ops.panels import packed_columns
 
 BLOCK = 64
 PROCESSORS = 132
@@ -36,7 +37,7 @@ def tiles_of(
         context=tokens,
         heads=heads,
         taps=1,
-        columns=cuda.round_up(tokens),
+        columns=packed_columns(tokens),
         dtype=2,
         capability=90,
         processors=PROCESSORS,
