@@ -153,6 +153,7 @@ def test_a_number_that_is_not_finite_is_refused(key, value):
 def test_a_value_out_of_bounds_is_refused_with_what_is_allowed():
     for given, allowed in {
         "train.steps=0": "1 or more",
+        "model.max_position_embeddings=1": "2 or more",  # a single token has nothing to mix
         "optim.eps=0": "above 0",
         "optim.min_lr_ratio=1.5": "0 or more and at most 1",
         "data.validation_fraction=0": "above 0 and below 1",

@@ -47,7 +47,7 @@ class MixerOptions:
     hidden_size: int = option(1024, "channels of the residual stream", at_least=1)
     num_hidden_layers: int = option(16, "number of blocks", at_least=1)
     max_position_embeddings: int = option(
-        512, "the context in tokens, and so the size of each mixing weight", at_least=1
+        512, "the context in tokens, and so the size of each mixing weight", at_least=2
     )
     intermediate_size: int | None = option(
         None, "width of the MLP; null for the default, 4 x hidden_size", at_least=1
@@ -98,7 +98,7 @@ class MaskedMixerConfig(PreTrainedConfig):
             All other keywords are those of transformers' PreTrainedConfig.
 
     Raises:
-        ValueError: a size or layer_norm_eps is not positive, the heads do not divide hidden_size,
+        ValueError: a size is too small, layer_norm_eps is not positive, the heads do not divide hidden_size,
             the backend is unknown, or options do not go together.
     """
 
