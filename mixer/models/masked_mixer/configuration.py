@@ -98,8 +98,8 @@ class MaskedMixerConfig(PreTrainedConfig):
             All other keywords are those of transformers' PreTrainedConfig.
 
     Raises:
-        ValueError: a size is too small, layer_norm_eps is not positive, the heads do not divide hidden_size,
-            the backend is unknown, or options do not go together.
+        ValueError: a size is too small, layer_norm_eps is not positive, the heads do not divide
+            hidden_size, the backend is unknown, or options do not go together.
     """
 
     model_type = "masked_mixer"
