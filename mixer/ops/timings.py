@@ -70,6 +70,10 @@ class Row(Case):
         times = {"cuda": self.cuda_ms, "panels": self.panels_ms, "dense": self.dense_ms}
         return {name: ms for name, ms in times.items() if ms is not None}
 
+    def is_of(self, case: Case) -> bool:
+        """Whether this very case was measured, whatever the batch."""
+        return all(getattr(self, name) == value for name, value in vars(case).items())
+
     def says(self) -> str:
         return f"{self.describe(self.batch)}: {listed(self.milliseconds)}"
 

@@ -4,8 +4,8 @@
     python -m mixer.ops.tune
 
 It takes a minute or two. A forward and backward of each case is timed with bias and residual, after
-a check that the backends agree. `auto` looks up the measured case nearest to its own. A call takes
-the faster one of cuda and panels, a training run the fastest of the three.
+a check that the backends agree. A call takes the faster one of cuda and panels in the measured case
+nearest to its own. A training run takes the fastest of the three, if its own case was measured.
 """
 
 import argparse

@@ -69,7 +69,7 @@ def settle_mixing(
 
     It comes before the model is compiled. The main process chooses for all of them, and says so:
     what `earlier` says, the trainer.json of the checkpoint that the run goes on from; else by the
-    times that `python -m mixer.ops.tune` measured; else by measuring. Returns what trainer.json is
+    times that `python -m mixer.ops.tune` measured for this very case; else by measuring. Returns what trainer.json is
     to keep.
     """
     convolutions = [part for part in model.modules() if isinstance(part, TriangularConv)]
@@ -112,9 +112,10 @@ def choose(place: Place, earlier: dict[str, Any] | None) -> tuple[Mixing, str]:
     """The backend for a run, and why."""
     chosen, why = (None, "") if earlier is None else kept(place, earlier)
     if chosen is None and place.missing is None:
-        if row := choice.tuned(torch.cuda.current_device(), place.case):
+        row = choice.tuned(torch.cuda.current_device(), place.case)
+        if row and row.is_of(place.case):
             chosen = place.mixing(row.fastest, row.milliseconds)
-            why = f"by the table of `python -m mixer.ops.tune`, nearest case {row.says()}"
+            why = f"by the table of `python -m mixer.ops.tune`: {row.says()}"
     return measured(place) if chosen is None else (chosen, why)
 
 
