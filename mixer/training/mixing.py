@@ -69,8 +69,8 @@ def settle_mixing(
 
     It comes before the model is compiled. The main process chooses for all of them, and says so:
     what `earlier` says, the trainer.json of the checkpoint that the run goes on from; else by the
-    times that `python -m mixer.ops.tune` measured for this very case; else by measuring. Returns what trainer.json is
-    to keep.
+    times that `python -m mixer.ops.tune` measured for this very case; else by measuring. Returns
+    what trainer.json is to keep.
     """
     convolutions = [part for part in model.modules() if isinstance(part, TriangularConv)]
     is_asked = run.model.mixing_backend == "auto" and bool(convolutions)
