@@ -109,8 +109,8 @@ def loss_at(ends: list[End], seconds: float) -> float | None:
 def write_report(file: Path) -> str:
     """Writes PATH.md and PATH.png beside PATH.json; returns the text."""
     result = json.loads(file.read_text())
-    if not finished(result["runs"]):
-        return "no run has ended yet"
+    if not longer(result["runs"]):
+        return "no run has ended yet but those that measure speeds and learning rates"
     text = report(result, file.with_suffix(".png").name)
     write_text(file.with_suffix(".md"), text)
     try:
@@ -186,8 +186,13 @@ def size_rows(runs: dict) -> list[dict]:
             ends = {size: ends_of(runs, kind, size) for size in sizes_of(runs, kind)}
             losses = {size: loss_at(of_size, seconds) for size, of_size in ends.items()}
             losses = {size: loss for size, loss in losses.items() if loss and not math.isnan(loss)}
-            best = min(losses, key=losses.get, default=None)
-            measured = best and any(abs(e.seconds / seconds - 1) < 0.1 for e in ends[best])
+            measured = {
+                size: loss
+                for size, loss in losses.items()
+                if any(abs(end.seconds / seconds - 1) < 0.1 for end in ends[size])
+            }
+            # A line continued beyond a size's own runs is too low, as the curve flattens.
+            best = min(measured or losses, key=losses.get, default=None)
             sign = "" if measured else "about "
             row[kind] = f"{best}: {sign}{losses[best]:.3f}" if best else ""
         rows.append(row)
@@ -197,9 +202,10 @@ def size_rows(runs: dict) -> list[dict]:
 def how_sized(result: dict) -> str:
     """What the table of sizes and the lines of the picture are."""
     lines = [
-        "Each cell: the size with the lowest validation loss, and that loss. Where it is an "
-        "estimate (about), it is on the line through the two nearest ends of that size's own runs, "
-        f"loss against time in logarithms; a size counts up to {BEYOND} times its longest run."
+        "Each cell: the size with the lowest validation loss, and that loss. Where no size was "
+        "measured so long, it is an estimate (about), on the line through the two nearest ends of "
+        "that size's own runs, loss against time in logarithms; a size counts up to "
+        f"{BEYOND} times its longest run."
     ]
     for kind in kinds_of(result["runs"]):
         found = fit(ends_of(result["runs"], kind))

@@ -117,10 +117,12 @@ def run(name: str, settings: dict) -> dict:
         try:
             train_here(config)
         except UserError as error:  # a run that diverges is a result, too
+            if "finite" not in str(error):
+                raise
             return {"failure": str(error)}
         lines = read_metrics(config.directory)
         shutil.rmtree(config.directory)
-    losses = {line["step"]: line for line in lines if "loss" in line}
+    losses = {line["step"]: line for line in lines if line.get("loss") is not None}
     times = training_times(lines)
     last = max(losses)
     timed = [line for line in losses.values() if line["step"] > last // 2]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixer.common.errors import UserError
-from mixer.common.files import whole_file, write_text
+from mixer.common.files import run_locked, whole_file, write_text
 from mixer.comparison.entrants import Entrant
 from mixer.comparison.result import Timing, losses_of
 from mixer.reporting.metrics_file import read_metrics
@@ -82,12 +82,14 @@ class Runs:
         run = self.config(who, *overrides)
         if is_complete(run):
             return run.directory
+        if run.directory.exists():
+            with run_locked(run.directory):  # a run may outlive a comparison that was killed
+                shutil.rmtree(run.directory, ignore_errors=True)
         log = self._log(run)
         write_text(log, "")  # fails with a clear error where there is no space
         command = [sys.executable, *self._launcher(), "-m", who.module]
         command += ["--config", self.config_file, *self._settings(who, overrides)]
         with open(log, "w") as file:
-            shutil.rmtree(run.directory, ignore_errors=True)
             status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
         if status:
             raise UserError(f"the run {run.name} ended with status {status}; {output_of(log)}")

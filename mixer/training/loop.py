@@ -1,5 +1,6 @@
 """The training loop: steps, metrics, evaluations and checkpoints, to the last step or a signal."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import asdict
 
@@ -143,6 +144,13 @@ def _train(run: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
     def evaluate() -> None:
         samples, batch_size = run.train.eval_samples, run.train.batch_size
         loss, bits = validation_loss(parallel, data.validation, samples, batch_size, accelerator)
+        if progress.step == run.train.steps and not math.isfinite(loss):
+            # Its steps were skipped to the end: the weights are finite, and of no use.
+            raise UserError(
+                f"after the last step the validation loss is not finite: {loss} "
+                f"({progress.skipped_steps} steps were skipped). Lower optim.lr or raise "
+                "optim.warmup_steps, and give the run another name"
+            )
         if metrics:
             line = {"step": progress.step, "tokens": progress.tokens}
             metrics.write(line | {"validation_loss": loss, "validation_bits_per_byte": bits})

@@ -25,8 +25,8 @@ def write_plan(file: Path, small_run: dict) -> Path:
         "seconds": 0.4,
         "seconds_of_best": [3],
         "sweep_share": 0.5,
-        "rates": [3e-3, 6e-3],
-        "common": common,
+        "rates": [3e-3, 6e-3, 1e18],
+        "common": common | {"train.non_finite": "skip"},  # as fp16 does: it skips steps to the end
         "kinds": {"flat mixer": {16: {"model.hidden_size": 16}}, "Llama": {16: llama}},
     }
     file.write_text(yaml.safe_dump(plan, sort_keys=False))
@@ -46,7 +46,7 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
     first.join()
     wait_for_group(first.pid)
     before = json.loads(output.with_suffix(".json").read_text())["runs"]
-    assert len(before) == 8 and not any(row["budget"] == 3 for row in before.values())
+    assert len(before) == 10 and not any(row["budget"] == 3 for row in before.values())
 
     done = run_python(*command, output=tmp_path / "printed-2")
     assert done.returncode == 0, done.stdout
@@ -68,9 +68,27 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
             assert row["tokens"] == pytest.approx(tokens, abs=256)
             mean = sum(row["loss_by_position"]) / 32
             assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
+        assert "not finite" in runs[f"{kind} 16, 0.2 s, lr 1e+18"]["failure"]
     text = output.with_suffix(".md").read_text()
-    assert "| flat mixer 16 | 0.4 |" in text and "flat mixer: loss = " in text
+    assert (
+        "diverged" in text and "| flat mixer 16 | 0.4 |" in text and "flat mixer: loss = " in text
+    )
     assert output.with_suffix(".png").stat().st_size > 0
+
+
+def test_a_measured_loss_stands_before_one_that_is_estimated(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from model_sizes_report import size_rows
+
+    def row(size: str, budget: float, loss: float) -> dict:
+        row = {"kind": "mixer", "size": size, "parameters": int(size), "budget": budget}
+        return row | {"training_seconds": budget, "validation_loss": loss}
+
+    runs = [row("1", 15, 5.0), row("1", 60, 4.0), row("1", 120, 3.9)]
+    runs += [row("2", 15, 6.0), row("2", 60, 4.1)]
+    rows = {row["s"]: row["mixer"] for row in size_rows(dict(enumerate(runs)))}
+    assert rows["60"] == "1: 4.000" and rows["120"] == "1: 3.900"  # continued, 2 would be at 3.39
+    assert rows["30"] == "1: about 4.472"  # half way: the root of 5 x 4
 
 
 def lines_of(file: Path) -> list[dict]:

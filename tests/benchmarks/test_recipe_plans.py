@@ -41,8 +41,13 @@ def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(s
     assert losses[1] != dict(first["paper"]["loss"])[1], "another initial model has another loss"
     assert output.with_suffix(".png").stat().st_size > 0
 
+    status, kept = train("data.path=none.txt", "data.source=text")
+    assert status == 2 and kept == third, "an error that is no divergence is no result"
     own["train.steps"] = 6
+    plan["runs"]["diverged"] = {"optim.lr": 1e18, "train.non_finite": "skip"}
     status, fourth = train()
+    assert "not finite" in fourth.pop("diverged")["failure"]
+    assert "failed: after the last step" in output.with_suffix(".md").read_text()
     assert status == 0 and fourth["paper"] == first["paper"] and fourth["recipe"]["steps"] == 6
 
 

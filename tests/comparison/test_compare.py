@@ -11,6 +11,7 @@ from launching import run_python
 from runs import file_limit, read_losses, state_files
 
 from mixer.common.errors import UserError
+from mixer.common.files import run_locked
 from mixer.compare import main
 from mixer.comparison import runs
 from mixer.comparison.report import speed_table
@@ -225,6 +226,18 @@ def test_runs_that_a_comparison_did_not_make_are_never_replaced(write_config, tm
         main(command)
     assert weights.read_bytes() == b"weeks of training"
     assert not (output / "runs" / "dense-timing-1").exists()
+
+
+def test_a_run_that_outlives_a_killed_comparison_is_not_begun_beside_itself(write_config, tmp_path):
+    command = [*options(write_config(), tmp_path / "out"), "--backends", "dense", "--resume"]
+    log = tmp_path / "out/comparison-logs/dense-timing-1.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("of the run that goes on")
+    run = tmp_path / "out/runs/dense-timing-1"
+    with run_locked(run):
+        with pytest.raises(UserError, match="dense-timing-1 is being trained by another process"):
+            main(command)
+        assert run.exists() and log.read_text() == "of the run that goes on"
 
 
 def test_a_run_that_fails_ends_the_comparison_with_its_own_words(

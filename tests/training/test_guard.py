@@ -116,6 +116,16 @@ def test_weights_that_blow_up_are_named(write_config, launch):
     assert "is not finite: on process 0: loss" in ranks.output
 
 
+def test_a_run_that_skips_its_steps_to_the_end_does_not_end_well(write_config, launch, tmp_path):
+    config = write_config(train={"steps": 6, "non_finite": "skip", "max_grad_norm": 0.0})
+    rates = ("optim.lr=1e18", "optim.warmup_steps=0")
+    ranks = launch("--config", config, *rates, processes=2)
+    assert set(ranks.wait()) <= {1, 2}
+    assert "after the last step the validation loss is not finite: nan" in ranks.output
+    lines = read_lines(tmp_path / "runs/small")
+    assert not any(line["step"] and "validation_loss" in line for line in lines)
+
+
 def scaled_and_always_bad() -> None:
     scaled_in_fp32()
     bad_loss_at()
