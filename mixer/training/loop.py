@@ -2,11 +2,13 @@
 
 import math
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import transformers
 from accelerate import Accelerator, DistributedType
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.writer import CheckpointWriter
@@ -14,7 +16,7 @@ from mixer.common.errors import UserError, is_refusal
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision
 from mixer.common.memory import is_out_of_memory
-from mixer.data.batches import Batches, Share, to_device
+from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
 from mixer.distributed.engine import build_accelerator
 from mixer.distributed.hosts import Hosts, leave_with_error
@@ -44,7 +46,7 @@ def train(run: RunConfig) -> PreTrainedModel:
         check_precision(accelerator.device, run.train.mixed_precision)
         check_optimizer(run.optim, accelerator)
         with run_locked(run.directory) if accelerator.is_main_process else nullcontext():
-            model = _train(run, accelerator)
+            model = Trainer(run, accelerator).train()
     except BaseException as error:
         if is_out_of_memory(error):
             error = step_too_large(run, accelerator.device, error)
@@ -60,172 +62,213 @@ def train(run: RunConfig) -> PreTrainedModel:
     return model
 
 
-def _train(run: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
-    device, main, scaler = accelerator.device, accelerator.is_main_process, accelerator.scaler
-    torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
-    hosts, console = Hosts(accelerator), Console(accelerator, run.train.steps)
-    data = prepare_data(run, hosts, console.say)
-    state = start_state(run, data, accelerator, hosts, console.say)
-    model, parallel, progress = state.model, state.parallel, state.progress
-    # A run that was killed between a save and its evaluation makes up for the evaluation.
-    owes_evaluation = state.resumed is None or evaluation_due(run, progress.step)
-    metrics = start_metrics(run, state, owes_evaluation, console.say) if main else None
-    console.say(banner(run, accelerator, state, len(data.training)))
+@dataclass
+class Step:
+    """The numbers of one optimizer step, as far as possible still on the device."""
 
-    share = Share(
-        run.train.batch_size, run.train.gradient_accumulation_steps, hosts.processes, hosts.rank
-    )
-    step_tokens = share.step_samples * run.model.max_position_embeddings
-    order, pin = SampleOrder(len(data.training), run.seed), device.type == "cuda"
-    batches = Batches(data.training, order, share, progress.samples, pin)
-    writer = CheckpointWriter(
-        run.directory, run.checkpoint, accelerator, hosts, model, data.tokenizer, console.say
-    )
-    stop_at_first = run.train.non_finite == "stop"
-    guard = Guard(state.optimizer.optimizer, scaler is not None, stop_at_first, device)
-    profile_steps = run.logging.profile_steps if main else 0
-    profiler = Profiler(run.directory, run.logging.profile_step, profile_steps, console.say)
-    timer, stop = Timer(), Stop(hosts)
-    uncounted = 0  # target tokens that are counted on the device, and not yet in `progress`
+    nats: Tensor  # the sum over this process's target tokens
+    targets: int | Tensor  # target tokens of all processes
+    gradient_norm: Tensor  # before clipping
+    rate: float  # the learning rate
 
-    def backward(batch, step_targets) -> torch.Tensor:
+
+class Trainer:
+    """The training of a run, on one of its processes. `train` does all steps that are left."""
+
+    def __init__(self, run: RunConfig, accelerator: Accelerator):
+        self.run, self.accelerator = run, accelerator
+        self.device, self.scaler = accelerator.device, accelerator.scaler
+        torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
+        self.hosts = hosts = Hosts(accelerator)
+        self.console = Console(accelerator, run.train.steps)
+        say, is_main = self.console.say, accelerator.is_main_process
+        self.data = prepare_data(run, hosts, say)
+        self.state = start_state(run, self.data, accelerator, hosts, say)
+        self.model, self.parallel = self.state.model, self.state.parallel
+        self.optimizer, self.progress = self.state.optimizer, self.state.progress
+        # A run that was killed between a save and its evaluation makes up for the evaluation.
+        fresh = self.state.resumed is None
+        self.owes_evaluation = fresh or evaluation_due(run, self.progress.step)
+        self.metrics = (
+            start_metrics(run, self.state, self.owes_evaluation, say) if is_main else None
+        )
+        say(banner(run, accelerator, self.state, len(self.data.training)))
+
+        train = run.train
+        self.share = Share(
+            train.batch_size, train.gradient_accumulation_steps, hosts.processes, hosts.rank
+        )
+        self.step_tokens = self.share.step_samples * run.model.max_position_embeddings
+        order = SampleOrder(len(self.data.training), run.seed)
+        pin = self.device.type == "cuda"
+        self.batches = Batches(self.data.training, order, self.share, self.progress.samples, pin)
+        self.writer = CheckpointWriter(
+            run.directory, run.checkpoint, accelerator, hosts, self.model, self.data.tokenizer, say
+        )
+        self.stop_at_first = train.non_finite == "stop"
+        scaled = self.scaler is not None
+        self.guard = Guard(self.optimizer.optimizer, scaled, self.stop_at_first, self.device)
+        profile_steps = run.logging.profile_steps if is_main else 0
+        self.profiler = Profiler(run.directory, run.logging.profile_step, profile_steps, say)
+        self.timer, self.stop = Timer(), Stop(hosts)
+        self.uncounted = 0  # target tokens that are counted on the device, not yet in `progress`
+
+    def train(self) -> PreTrainedModel:
+        """All steps that are left, or those until a signal. Returns the model."""
+        progress, stopped = self.progress, False
+        try:
+            if self.owes_evaluation:
+                with self.timer.paused():
+                    self.evaluate()
+            self.console.begin(progress.step)
+            while progress.step < self.run.train.steps and not stopped:
+                self.stop.ask()
+                self.profiler.before_step(progress.step + 1)
+                step = self.step()
+                self.profiler.after_step(progress.step)
+                self.writer.check()
+                self.console.step(progress.step)
+                stopped = self.between_steps(step)
+            self.writer.close()
+        finally:
+            self.writer.abandon()  # does nothing unless an error ends the run
+            self.batches.close()
+            self.profiler.close()
+            self.console.close()
+            self.stop.close()
+        if self.metrics:
+            self.metrics.close()
+        return self.model
+
+    def step(self) -> Step:
+        """One optimizer step. Nothing in it waits for the device."""
+        run, progress, accelerator = self.run, self.progress, self.accelerator
+        rate = learning_rate(run.optim, progress.step, run.train.steps)
+        set_learning_rate(self.optimizer.optimizer, rate)
+        with self.timer.waiting():
+            micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
+        step_targets = self.step_tokens
+        if not run.data.packed:  # rows are padded: count the targets of all processes
+            own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
+            step_targets = accelerator.reduce(own_targets, "sum")
+
+        nats = torch.zeros((), device=self.device)
+        for micro, batch in enumerate(micro_batches, 1):
+            is_last = micro == len(micro_batches)
+            with nullcontext() if is_last else accelerator.no_sync(self.parallel):
+                nats += self.backward(batch, step_targets)
+        accelerator.unscale_gradients()  # of fp16's loss scale
+        norm = gradient_norm(self.parallel.parameters())
+        clip(self.optimizer.optimizer, norm, run.train.max_grad_norm)
+        self.guard.before_step(norm, progress.step + 1)
+        self.writer.before_update()
+        self.optimizer.step()  # skipped on the device if the gradient is not finite
+        self.optimizer.zero_grad(set_to_none=True)
+
+        progress.step += 1
+        progress.samples += self.share.step_samples
+        self.uncounted += step_targets
+        self.timer.step(step_targets)
+        return Step(nats, step_targets, norm, rate)
+
+    def backward(self, batch: Batch, step_targets: int | Tensor) -> Tensor:
         """The forward and backward pass of a micro-batch; returns the sum of its nats."""
-        nats = parallel(*batch).sum()
+        nats = self.parallel(*batch).sum()
         # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
         # gradient of the mean over all target tokens of the step.
-        accelerator.backward(nats * (hosts.processes / step_targets))
+        self.accelerator.backward(nats * (self.hosts.processes / step_targets))
         return nats.detach()
 
-    def trace(step: int) -> str:
-        """Where the numbers that are not finite come from, by repeating a step."""
-        steps_ago = progress.step - step + 1
-        repeated = batches.at(progress.samples - steps_ago * share.step_samples)
-        repeated = [to_device(batch, device) for batch in repeated]
-        sharded = accelerator.distributed_type == DistributedType.FSDP
-        own_gradients = nullcontext() if sharded else accelerator.no_sync(parallel)
+    def between_steps(self, step: Step) -> bool:
+        """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
+        run, progress, writer = self.run, self.progress, self.writer
+        done = progress.step == run.train.steps
+        if progress.step % run.logging.log_every == 0 or done:
+            self.log(step)
+        stopping = self.stop.agreed()
+        saving, evaluating = save_due(run, progress.step), evaluation_due(run, progress.step)
+        if stopping or saving or evaluating:
+            self.settle()  # outside of the pause: steps still queued on a GPU are training time
+        # A stop during a slow save waits for that one alone, as time may be short.
+        busy = stopping and not done and writer.is_busy()
+        with self.timer.paused():
+            if (stopping or saving) and not busy:
+                self.save()  # before the evaluation, whose failure must not cost the checkpoint
+            elif done:  # also a run that saves nothing must not end well with NaN
+                writer.require_finite(self.optimizer.optimizer, progress.step)
+            if evaluating:
+                self.evaluate()
+        if done or not stopping:
+            return False
+        good = writer.last_good() if busy else "The same command goes on from there"
+        writer.wait()
+        self.console.say(f"stopped by a signal after step {progress.step}. {good}")
+        return True
 
-        def run_both_passes(batch) -> torch.Tensor:
-            return backward(batch, step_tokens)
-
-        return where_not_finite(model, run_both_passes, repeated, own_gradients, hosts)
-
-    def settle() -> None:
+    def settle(self) -> None:
         """Waits for the device and reads what it has counted. Raises UserError where gradients end
         the run.
         """
-        nonlocal uncounted
-        progress.tokens, uncounted = progress.tokens + int(uncounted), 0
-        found = guard.look()
+        progress = self.progress
+        progress.tokens, self.uncounted = progress.tokens + int(self.uncounted), 0
+        found = self.guard.look()
         progress.skipped_steps += found.steps
-        limit, scaled = run.train.max_skipped_steps, scaler is not None
-        require_finite(found, limit, stop_at_first, scaled, trace, writer.last_good)
+        limit, scaled = self.run.train.max_skipped_steps, self.scaler is not None
+        last_good = self.writer.last_good
+        require_finite(found, limit, self.stop_at_first, scaled, self.trace, last_good)
 
-    def log(loss_sum, step_targets, norm, rate: float) -> None:
-        settle()
-        loss = float(accelerator.reduce(loss_sum, "sum") / step_targets)
-        line = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "lr": rate}
-        line |= {"grad_norm": float(norm), "skipped_steps": progress.skipped_steps}
-        line |= {"loss_scale": scaler.get_scale()} if scaler is not None else {}
-        flops = model.flops_per_token()["useful"]
-        line |= timer.window(flops, accelerator, run.train.mixed_precision)
-        if metrics:
-            metrics.write(line)
-        console.line(line)
+    def trace(self, step: int) -> str:
+        """Where the numbers that are not finite come from, by repeating a step."""
+        steps_ago = self.progress.step - step + 1
+        repeated = self.batches.at(self.progress.samples - steps_ago * self.share.step_samples)
+        repeated = [to_device(batch, self.device) for batch in repeated]
+        sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        own_gradients = nullcontext() if sharded else self.accelerator.no_sync(self.parallel)
+        both_passes = partial(self.backward, step_targets=self.step_tokens)
+        return where_not_finite(self.model, both_passes, repeated, own_gradients, self.hosts)
 
-    def save() -> None:
-        trainer = asdict(progress) | state.identity
-        trainer["data_directory"] = run.data.directory
+    def log(self, step: Step) -> None:
+        self.settle()
+        progress, scaler = self.progress, self.scaler
+        loss = float(self.accelerator.reduce(step.nats, "sum") / step.targets)
+        line = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "lr": step.rate}
+        line["grad_norm"] = float(step.gradient_norm)
+        line["skipped_steps"] = progress.skipped_steps
+        if scaler is not None:
+            line["loss_scale"] = scaler.get_scale()
+        flops = self.model.flops_per_token()["useful"]
+        line |= self.timer.window(flops, self.accelerator, self.run.train.mixed_precision)
+        if self.metrics:
+            self.metrics.write(line)
+        self.console.line(line)
+
+    def save(self) -> None:
+        trainer = asdict(self.progress) | self.state.identity
+        trainer["data_directory"] = self.run.data.directory
         trainer["threads"] = torch.get_num_threads()
-        trainer["mixing"] = state.mixing
-        trainer["scaler"] = scaler.state_dict() if scaler is not None else None
-        trainer["wandb_id"] = metrics.wandb_id if metrics else None
-        writer.save(state.optimizer.optimizer, trainer)
+        trainer["mixing"] = self.state.mixing
+        trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
+        trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
+        self.writer.save(self.optimizer.optimizer, trainer)
 
-    def evaluate() -> None:
-        samples, batch_size = run.train.eval_samples, run.train.batch_size
-        loss, bits = validation_loss(parallel, data.validation, samples, batch_size, accelerator)
-        if progress.step == run.train.steps and not math.isfinite(loss):
+    def evaluate(self) -> None:
+        train, step = self.run.train, self.progress.step
+        samples, size = train.eval_samples, train.batch_size
+        loss, bits = validation_loss(
+            self.parallel, self.data.validation, samples, size, self.accelerator
+        )
+        if step == train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
             raise UserError(
                 f"after the last step the validation loss is not finite: {loss} "
-                f"({progress.skipped_steps} steps were skipped). Lower optim.lr or raise "
+                f"({self.progress.skipped_steps} steps were skipped). Lower optim.lr or raise "
                 "optim.warmup_steps, and give the run another name"
             )
-        if metrics:
-            line = {"step": progress.step, "tokens": progress.tokens}
-            metrics.write(line | {"validation_loss": loss, "validation_bits_per_byte": bits})
-            writer.link_best(metrics.validation_losses)
-        console.say(f"step {progress.step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
-
-    try:
-        if owes_evaluation:
-            with timer.paused():
-                evaluate()
-        console.begin(progress.step)
-        while progress.step < run.train.steps:
-            stop.ask()
-            profiler.before_step(progress.step + 1)
-            rate = learning_rate(run.optim, progress.step, run.train.steps)
-            set_learning_rate(state.optimizer.optimizer, rate)
-            with timer.waiting():
-                micro_batches = [to_device(batch, device) for batch in batches.next()]
-            step_targets = step_tokens
-            if not run.data.packed:  # rows are padded: count the targets of all processes
-                own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
-                step_targets = accelerator.reduce(own_targets, "sum")
-
-            loss_sum = torch.zeros((), device=device)
-            for micro, batch in enumerate(micro_batches, 1):
-                is_last = micro == len(micro_batches)
-                with nullcontext() if is_last else accelerator.no_sync(parallel):
-                    loss_sum += backward(batch, step_targets)
-            accelerator.unscale_gradients()  # of fp16's loss scale
-            norm = gradient_norm(parallel.parameters())
-            clip(state.optimizer.optimizer, norm, run.train.max_grad_norm)
-            guard.before_step(norm, progress.step + 1)
-            writer.before_update()
-            state.optimizer.step()  # skipped on the device if the gradient is not finite
-            state.optimizer.zero_grad(set_to_none=True)
-
-            progress.step += 1
-            progress.samples += share.step_samples
-            uncounted += step_targets
-            timer.step(step_targets)
-            profiler.after_step(progress.step)
-            writer.check()
-            console.step(progress.step)
-
-            done = progress.step == run.train.steps
-            if progress.step % run.logging.log_every == 0 or done:
-                log(loss_sum, step_targets, norm, rate)
-            stopping = stop.agreed()
-            saving, evaluating = save_due(run, progress.step), evaluation_due(run, progress.step)
-            if stopping or saving or evaluating:
-                settle()  # outside of the pause: steps still queued on a GPU are training time
-            # A stop during a slow save waits for that one alone, as time may be short.
-            busy = stopping and not done and writer.is_busy()
-            with timer.paused():
-                if (stopping or saving) and not busy:
-                    save()  # before the evaluation, whose failure must not cost the checkpoint
-                elif done:  # also a run that saves nothing must not end well with NaN
-                    writer.require_finite(state.optimizer.optimizer, progress.step)
-                if evaluating:
-                    evaluate()
-            if stopping and not done:
-                good = writer.last_good() if busy else "The same command goes on from there"
-                writer.wait()
-                console.say(f"stopped by a signal after step {progress.step}. {good}")
-                break
-        writer.close()
-    finally:
-        writer.abandon()  # does nothing unless an error ends the run
-        batches.close()
-        profiler.close()
-        console.close()
-        stop.close()
-    if metrics:
-        metrics.close()
-    return model
+        if self.metrics:
+            line = {"step": step, "tokens": self.progress.tokens}
+            self.metrics.write(line | {"validation_loss": loss, "validation_bits_per_byte": bits})
+            self.writer.link_best(self.metrics.validation_losses)
+        self.console.say(f"step {step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
 
 
 def evaluation_due(run: RunConfig, step: int) -> bool:
