@@ -5,7 +5,7 @@ Local text files are the exception: each is read whole, one at a time.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from mixer.common.errors import UserError
 from mixer.data.config import (
@@ -134,10 +134,3 @@ def split_of(text: str, validation_fraction: float, fixed: Fixed) -> str:
     hashed = text_hash(text)
     by_hash = "validation" if hashed < validation_fraction * 2**64 else "train"
     return fixed.get(hashed, by_hash)
-
-
-def known_bytes(config: DataConfig, of: Iterable[Shard]) -> int | None:
-    """Bytes of all documents where that is cheap to know, else None; for the progress bar only."""
-    if config.max_documents or config.source not in ("builtin", "text"):
-        return None
-    return sum(shard.bytes for shard in of)

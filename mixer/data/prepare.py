@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -44,15 +45,15 @@ ADDED_LATER = ("validation_path", "validation_split")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def prepare(config: DataConfig, progress=print) -> Manifest:
+def prepare(config: DataConfig, say: Callable[[str], None] = print) -> Manifest:
     """Tokenise the corpus of `config` into `config.directory`, unless that was done already, and
     return its manifest.
 
     Safe to call from several processes at once: one works, the others wait and find it done.
-    `progress` takes lines of text; with the default, a terminal gets a bar. Files of the source
-    that change later are not noticed: a directory stands for the settings it was made with. Raises
-    UserError for a source that cannot be used (see `corpus.documents`) and for a directory that
-    holds anything else than data of the same settings; nothing is ever overwritten.
+    `say` is told how far it is. Files of the source that change later are not noticed: a directory
+    stands for the settings it was made with. Raises UserError for a source that cannot be used (see
+    `corpus.documents`) and for a directory that holds anything else than data of the same settings;
+    nothing is ever overwritten.
     """
     check(config)
     # Before the lock, so that prepared data can be used where nothing can be written.
@@ -62,7 +63,7 @@ def prepare(config: DataConfig, progress=print) -> Manifest:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with locked(directory.with_name(directory.name + ".lock")):
-            return _existing(config) or _make(config, directory, progress)
+            return _existing(config) or _make(config, directory, say)
     except Exception as error:
         system = as_system_error(error)
         if not isinstance(system, OSError):
@@ -73,7 +74,7 @@ def prepare(config: DataConfig, progress=print) -> Manifest:
         ) from error
 
 
-def _make(config: DataConfig, directory: Path, progress) -> Manifest:
+def _make(config: DataConfig, directory: Path, say) -> Manifest:
     """Write everything beside `directory`, then give it that name. The lock is held."""
     plan = split_shards(config)
     fixed = fixed_splits(plan, config)
@@ -87,7 +88,7 @@ def _make(config: DataConfig, directory: Path, progress) -> Manifest:
         partial.mkdir()
         write_text(known, identity)
     if not (partial / "manifest.json").is_file():
-        _write(config, plan, fixed, partial, progress)
+        _write(config, plan, fixed, partial, say)
     try:
         _publish(partial, directory)
     except FileExistsError:  # another machine was first
@@ -144,9 +145,9 @@ def _settings(config: DataConfig) -> dict:
     return {name: value for name, value in settings if name not in left_out}
 
 
-def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, progress) -> None:
+def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say) -> None:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
-    tokenizer, joined = _tokenizer(config, plan, fixed, partial, progress)
+    tokenizer, joined = _tokenizer(config, plan, fixed, partial, say)
     vocab_size = vocabulary_size(tokenizer)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
@@ -159,7 +160,7 @@ def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, progress
         fixed,
     )
     files = {name: SplitFiles(partial, name, dtype, joined.splits[name]) for name in SPLITS}
-    tokenise_all(config, plan, task, joined, files, progress)
+    tokenise_all(config, plan, task, joined, files, say)
     splits = {
         name: SplitManifest(**asdict(joined.splits[name]), **files[name].close()) for name in SPLITS
     }
@@ -176,19 +177,19 @@ def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, progress
     write_text(partial / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
 
 
-def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, progress):
+def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say):
     """The tokenizer, saved in `partial`, and how far the preparation is."""
     file = partial / "shards" / "joined.json"
     if file.is_file():
         joined = Joined.load(file)
-        progress(f"going on from {joined.shards} of {len(plan)} shards")
+        say(f"going on from {joined.shards} of {len(plan)} shards")
         return load_tokenizer(partial), joined  # config.tokenizer may be another one by now
     tokenizer_bytes = 0
     if config.tokenizer == "train":
         # The trainer has threads of its own. Their number is read once, at first use.
         if config.workers:
             os.environ["RAYON_NUM_THREADS"] = str(config.workers)
-        tokenizer, tokenizer_bytes = _train(config, plan, fixed, progress)
+        tokenizer, tokenizer_bytes = _train(config, plan, fixed, say)
     else:
         tokenizer = existing_tokenizer(config.tokenizer)
     tokenizer.save_pretrained(str(partial / "tokenizer"))
@@ -198,7 +199,7 @@ def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, prog
     return tokenizer, joined
 
 
-def _train(config: DataConfig, plan: Plan, fixed: Fixed, progress):
+def _train(config: DataConfig, plan: Plan, fixed: Fixed, say):
     """Train the BPE on the training documents, or their first SAMPLE_BYTES. Returns it and how many
     bytes it saw.
     """
@@ -217,7 +218,7 @@ def _train(config: DataConfig, plan: Plan, fixed: Fixed, progress):
     part = "the first " if truncated else ""
     too_small = len(tokenizer) < config.vocab_size
     note = f" (the corpus is too small for {config.vocab_size})" if too_small else ""
-    progress(
+    say(
         f"tokenizer: {len(tokenizer)} tokens, trained on {part}{seen / 1e6:.1f} MB "
         f"in {time.perf_counter() - began:.1f} s{note}"
     )

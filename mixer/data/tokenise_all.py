@@ -2,13 +2,13 @@
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
 from mixer.data import sources
 from mixer.data.config import DataConfig
-from mixer.data.corpus import Plan, known_bytes
+from mixer.data.corpus import Plan
 from mixer.data.joined import Joined, SplitFiles, join
 from mixer.data.progress import Meter
 from mixer.data.tokenise import Counts, Job, TokeniseShard
@@ -23,23 +23,19 @@ def tokenise_all(
     task: TokeniseShard,
     joined: Joined,
     files: dict[str, SplitFiles],
-    progress,
+    say: Callable[[str], None],
 ) -> None:
     """Tokenise the shards that are not joined yet, and append each to the files."""
     workers = min(
         config.workers or available_cores(), _useful_workers(config, plan[joined.shards :])
     )
     jobs = _jobs(config, plan, joined)
-    total = known_bytes(config, (shard for _, shard in plan))
-    with (
-        Meter(total, joined, progress) as meter,
-        closing(results(task, jobs, workers, meter.hear)) as finished,  # ends the workers
-    ):
+    meter = Meter(joined, say)
+    with closing(results(task, jobs, workers, meter.hear)) as finished:  # ends the workers
         for job, counts in finished:
             counts = _within_limit(job, counts, joined, task)
             join(job, task.place(job), counts, joined, files)
-            meter.report()
-        meter.report(last=True)
+    meter.finish()
 
 
 def _useful_workers(config: DataConfig, plan: Plan) -> int:

@@ -68,7 +68,7 @@ def prepare_data(run: RunConfig, hosts: Hosts, say: Say) -> Data:
     """Prepares the data unless it is there. All processes call this: one per host prepares, while
     the others wait for its file lock.
     """
-    manifest = prepare(run.data, progress=say)
+    manifest = prepare(run.data, say)
     hosts.require_shared(f"data.directory = {run.data.directory}", manifest.fingerprint)
     context = run.model.max_position_embeddings
     training, validation = (

@@ -29,7 +29,7 @@ def large(small_run, tmp_path_factory) -> Path:
     """
     config = tmp_path_factory.mktemp("large") / "config.yaml"
     config.write_text(json.dumps(small_run))
-    prepare(load_config(str(config), []).data, progress=lambda line: None)
+    prepare(load_config(str(config), []).data, say=lambda line: None)
     directory = shutil.copytree(small_run["data"]["directory"], config.parent / "data")
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["splits"]["train"] |= {"tokens": TOKENS, "documents": TOKENS // 1000}

@@ -152,7 +152,7 @@ def run(tmp_path_factory):
         }
         prepare(
             DataConfig(**source, vocab_size=300, validation_fraction=0.2, packed=packed),
-            progress=lambda line: None,
+            say=lambda line: None,
         )
     tokenizer = load_tokenizer(root / "data")
     checkpoint = root / "demo" / "step-7"
@@ -445,9 +445,7 @@ def test_data_of_another_tokenizer_is_refused(run, tmp_path):
     (tmp_path / "a.txt").write_text("quite other words " * 30)
     (tmp_path / "b.txt").write_text("zebra quagga xylophone " * 30)
     source = {"source": "text", "path": str(tmp_path), "directory": str(tmp_path / "data")}
-    prepare(
-        DataConfig(**source, vocab_size=290, validation_fraction=0.5), progress=lambda line: None
-    )
+    prepare(DataConfig(**source, vocab_size=290, validation_fraction=0.5), say=lambda line: None)
     with pytest.raises(UserError, match="another tokenizer"):
         evaluate(run, data=str(tmp_path / "data"))
 
