@@ -6,9 +6,14 @@ import argparse
 import math
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, set_seed
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError, run_command
@@ -27,22 +32,21 @@ def continuations(
     Raises UserError for a directory that is no checkpoint, an empty prompt or one too long for the
     context, for logits that are not finite, and for too little memory.
     """
+    check_request(prompts, temperature, seed)
     device = choose_device("auto", "fp32")
     sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
     lower = "Give fewer prompts at once, or a smaller --new-tokens"
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
-        return _continuations(checkpoint, device, prompts, new_tokens, temperature, seed)
+        model, tokenizer = load_checkpoint(Path(checkpoint), device)
+        inputs = encode(tokenizer, prompts).to(device)  # (prompts, tokens)
+        check_context(model, inputs.input_ids.shape[1], new_tokens)
+        set_seed(seed)
+        output = generate(model, inputs, new_tokens, temperature, tokenizer.pad_token_id)
+    return tokenizer.batch_decode(output, skip_special_tokens=True)
 
 
-def _continuations(
-    checkpoint: str,
-    device: torch.device,
-    prompts: list[str],
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> list[str]:
-    model, tokenizer = load_checkpoint(Path(checkpoint), device)
+def check_request(prompts: list[str], temperature: float, seed: int) -> None:
+    """Raises UserError for what can be found wrong before a model is loaded."""
     # Logits divided by a tiny number would overflow.
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise UserError(
@@ -62,36 +66,42 @@ def _continuations(
                 f"prompt {number} of {len(prompts)} is not UTF-8: {prompt[:50]!r} holds a lone "
                 "surrogate; give text in UTF-8"
             )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> BatchEncoding:
+    """input_ids and attention_mask of the prompts, (prompts, tokens), padded on the left."""
     several = len(prompts) > 1
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if several and tokenizer.pad_token is None:
         raise UserError(
-            f"the tokenizer of {checkpoint} has no end token to pad with, which {len(prompts)} "
+            f"the checkpoint's tokenizer has no end token to pad with, which {len(prompts)} "
             "prompts at once need: give one prompt"
         )
-    inputs = tokenizer(prompts, return_tensors="pt", padding=several, padding_side="left")
-    inputs = inputs.to(model.device)  # (prompts, tokens)
-    check_context(model, inputs.input_ids.shape[1], new_tokens)
-    set_seed(seed)
+    return tokenizer(prompts, return_tensors="pt", padding=several, padding_side="left")
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: BatchEncoding,
+    new_tokens: int,
+    temperature: float,
+    pad_token_id: int | None,
+) -> Tensor:
+    """The prompts and their continuations, (prompts, tokens) int64."""
     # Whatever generation_config.json says: beams, several texts for a prompt, another output.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    how = (
-        {"do_sample": True, "temperature": temperature, "top_k": 50}
-        if temperature > 0
-        else {"do_sample": False}
-    )
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50}
     try:
-        output = model.generate(
+        return model.generate(
             inputs.input_ids,
             attention_mask=inputs.attention_mask,
             max_new_tokens=new_tokens,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=pad_token_id,
             logits_processor=[check_logits],
-            **how,
+            **(sampling if temperature > 0 else {"do_sample": False}),
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    return tokenizer.batch_decode(output, skip_special_tokens=True)
 
 
 def check_context(model: PreTrainedModel, prompt: int, new: int) -> None:
