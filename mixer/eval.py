@@ -21,17 +21,7 @@ from dataclasses import fields
 
 from mixer.common.errors import run_command
 from mixer.distributed.launch import start_asked_for_processes
-from mixer.evaluation.evaluate import FIRST_TOKEN, LAST_WINDOW, EvalOptions, evaluate
-from mixer.evaluation.measure import AUTOCAST_TYPES
-from mixer.ops import BACKENDS
-
-CHOICES = {
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": AUTOCAST_TYPES,
-    "backend": BACKENDS,
-    "first_token": FIRST_TOKEN,
-    "last_window": LAST_WINDOW,
-}
+from mixer.evaluation.evaluate import EvalOptions, evaluate
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -47,8 +37,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             how |= {"nargs": "+", "default": [], "metavar": "FILE"}
         elif option.default is False:
             how |= {"action": "store_true"}
-        elif option.name in CHOICES:
-            how |= {"default": option.default, "choices": list(CHOICES[option.name])}
+        elif option.metadata["choices"]:
+            how |= {"default": option.default, "choices": list(option.metadata["choices"])}
         elif isinstance(option.default, str):
             how |= {"default": option.default, "metavar": "NAME"}
         else:

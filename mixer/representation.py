@@ -37,7 +37,7 @@ from mixer.evaluation.evaluate import (
     choose_window,
     describe_model,
 )
-from mixer.evaluation.measure import choose_device
+from mixer.evaluation.measure import DEVICES, choose_device
 from mixer.reporting.representation import asked, report, write
 
 TOKENS = (16, 32, 64, 128)
@@ -135,7 +135,7 @@ def main(arguments=None) -> None:
     add("--steps", default=500, **number, help="of gradient descent (500)")
     add("--lr", type=float, default=0.02, metavar="X", help="first step size (0.02)")
     add("--seed", default=0, **number, help="of the noise and of the random weights (0)")
-    add("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    add("--device", default="auto", choices=DEVICES)
     where = "where it goes (default: CHECKPOINT/../representation-<checkpoint>, or -2, -3, ...)"
     add("--output", metavar="DIR", help=where)
     options = parser.parse_args(arguments)

@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from mixer.checkpoints.format import read_trainer
@@ -10,8 +11,11 @@ from mixer.checkpoints.pretrained import check_checkpoint, load_checkpoint, weig
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for, place_for
 from mixer.common.memory import memory_for
+from mixer.common.options import option
 from mixer.evaluation.checks import check_causality, compare_backends
 from mixer.evaluation.measure import (
+    AUTOCAST_TYPES,
+    DEVICES,
     Place,
     Plan,
     choose_device,
@@ -40,67 +44,46 @@ LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long
 
 @dataclass
 class EvalOptions:
-    """What to evaluate, and how."""
+    """What to evaluate, and how; the fields are the options of eval.py."""
 
-    checkpoint: str = field(
-        metadata={
-            "help": "a checkpoint, e.g. runs/demo/step-600, or the directory of any Hugging Face "
-            "causal LM"
-        }
+    checkpoint: str = option(
+        MISSING,
+        "a checkpoint, e.g. runs/demo/step-600, or the directory of any Hugging Face causal LM",
     )
-    text: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "UTF-8 text files to score, a document each; of .jsonl and .parquet files each "
-            "row is one"
-        },
+    text: Sequence[str] = option(
+        (),
+        "UTF-8 text files to score, a document each; of .jsonl and .parquet files each row is one",
     )
-    data: str = field(
-        default="", metadata={"help": "prepared data directory; default: the one of the run"}
+    data: str = option("", "prepared data directory; default: the one of the run")
+    hub: str = option("", "dataset of the hub to score, each row a document")
+    subset: str = option("", "hub: the dataset's configuration")
+    split: str = option("test", "hub: the split to read")
+    text_field: str = option("text", "field of a row that holds its text")
+    max_documents: int = option(0, "score at most that many rows of a file or dataset; 0: all")
+    window: int | None = option(None, "longest window in tokens; default: the model's context")
+    stride: int | None = option(
+        None, "tokens between windows, 1..window; default: the window (disjoint windows)"
     )
-    hub: str = field(
-        default="", metadata={"help": "dataset of the hub to score, each row a document"}
+    batch_size: int = option(16, "windows per forward")
+    max_tokens: int = option(0, "score at most that many tokens; 0: all")
+    first_token: str = option(
+        "skip",
+        "first token of a stream: skip, or eos: score it after an EOS, and rows of white space "
+        "alone too",
+        choices=FIRST_TOKEN,
     )
-    subset: str = field(default="", metadata={"help": "hub: the dataset's configuration"})
-    split: str = field(default="test", metadata={"help": "hub: the split to read"})
-    text_field: str = field(default="text", metadata={"help": "field of a row that holds its text"})
-    max_documents: int = field(
-        default=0, metadata={"help": "score at most that many rows of a file or dataset; 0: all"}
+    last_window: str = option(
+        "short",
+        "last window of a stream: short, or full: let it begin earlier, as long as the others",
+        choices=LAST_WINDOW,
     )
-    window: int | None = field(
-        default=None, metadata={"help": "longest window in tokens; default: the model's context"}
+    device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
+    dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
+    backend: str = option(
+        "", "auto, cuda, panels or dense; default: what the checkpoint says", choices=BACKENDS
     )
-    stride: int | None = field(
-        default=None,
-        metadata={
-            "help": "tokens between windows, 1..window; default: the window (disjoint windows)"
-        },
-    )
-    batch_size: int = field(default=16, metadata={"help": "windows per forward"})
-    max_tokens: int = field(default=0, metadata={"help": "score at most that many tokens; 0: all"})
-    first_token: str = field(
-        default="skip",
-        metadata={
-            "help": "first token of a stream: skip, or eos: score it after an EOS, and rows of "
-            "white space alone too"
-        },
-    )
-    last_window: str = field(
-        default="short",
-        metadata={
-            "help": "last window of a stream: short, or full: let it begin earlier, as long as the "
-            "others"
-        },
-    )
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    dtype: str = field(default="fp32", metadata={"help": "fp32, fp16 or bf16 (autocast)"})
-    backend: str = field(
-        default="",
-        metadata={"help": "auto, cuda, panels or dense; default: what the checkpoint says"},
-    )
-    compare_backends: bool = field(
-        default=False,
-        metadata={"help": "also score each masked mixer through dense, panels and cuda"},
+    compare_backends: bool = option(
+        False, "also score each masked mixer through dense, panels and cuda"
     )
 
 
@@ -167,13 +150,10 @@ def check_options(options: EvalOptions) -> None:
             f"stride {options.stride} is too small, windows would never move on: give 1 or more, "
             "at most the window"
         )
-    choices = {"first_token": FIRST_TOKEN, "last_window": LAST_WINDOW, "backend": ("", *BACKENDS)}
-    for name, allowed in choices.items():
-        value = getattr(options, name)
-        if value not in allowed:
-            raise UserError(
-                f"{name} {value!r} is unknown: choose one of {', '.join(filter(None, allowed))}"
-            )
+    for item in fields(options):
+        value, allowed = getattr(options, item.name), item.metadata["choices"]
+        if allowed and value != item.default and value not in allowed:
+            raise UserError(f"{item.name} {value!r} is unknown: choose one of {', '.join(allowed)}")
     if sum(map(bool, (options.text, options.data, options.hub))) > 1:
         raise UserError(
             "more than one text was given: give --text FILE..., --data DIR or --hub NAME, "
@@ -246,8 +226,8 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     missing data, a window or stride that does not fit, an unknown setting, a dtype that the device
     lacks, and too little memory.
     """
-    place = join_processes(choose_device(options.device, options.dtype))
     check_options(options)
+    place = join_processes(choose_device(options.device, options.dtype))
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"

@@ -17,6 +17,7 @@ from mixer.evaluation.scoring import (
     window_batches,
 )
 
+DEVICES = ("auto", "cpu", "cuda")
 # The names of --dtype; None is fp32, without autocast.
 AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -46,10 +47,9 @@ class Plan:
 
 
 def choose_device(name: str, dtype: str) -> torch.device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device {name!r} is unknown: choose auto, cpu or cuda")
-    if dtype not in AUTOCAST_TYPES:
-        raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(AUTOCAST_TYPES)}")
+    """The device of a name in DEVICES. Raises UserError where it is not there, or lacks `dtype`, a
+    name in AUTOCAST_TYPES.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "device cuda was asked for and PyTorch sees no CUDA device: "
