@@ -12,20 +12,16 @@ OUTPUT.json and OUTPUT.md.
 """
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from saving import add_options, measured_by, origin, save
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
-from mixer.common.provenance import commit, hardware
 
 ROUNDS = 20
 COLUMNS = ["context", "parameters", "dead share", "whole, ms", "packed, ms", "packed / whole"]
@@ -104,43 +100,29 @@ def table(result: dict) -> str:
             f"{row['whole_ms']:.2f} "
             f"| {row['packed_ms']:.2f} | {ratio:.2f} |"
         )
-    device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
-    where = (
-        f"{result['processes']} processes, {result['backend']}; {device}; commit "
-        f"{result['commit'][:10]}."
-    )
-    return "\n".join(lines) + f"\n\nMedians of {ROUNDS}; {where}\n"
+    where = f"{result['processes']} processes, {result['backend']}; {origin(result)}"
+    return "\n".join(lines) + f"\n\nMedians of {ROUNDS}; {where}.\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", required=True, help="path of the results without ending")
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
-    )
+    add_options(parser)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         raise UserError("it measures between processes; start it by torchrun, as --help shows")
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    result = {
-        "hardware": hardware(),
-        "commit": options.commit or commit(),
-        "command": " ".join(sys.argv),
-    }
+    result = measured_by(options)
     result |= {"processes": dist.get_world_size(), "backend": dist.get_backend()}
     result["rows"] = [measure(context, device) for context in options.contexts]
     if dist.get_rank() == 0:
-        output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        output.with_suffix(".md").write_text(table(result))
+        save(result, table(result), options.output)
         print(table(result))
     dist.destroy_process_group()
 

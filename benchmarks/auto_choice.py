@@ -12,18 +12,15 @@ are timed for much longer. `behind` is the time of the chosen one as a multiple 
 
 import argparse
 import contextlib
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
 from portable_kernels import forced
+from saving import add_options, measured_by, origin, save
 
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import write_text
-from mixer.common.provenance import commit, hardware
 from mixer.ops import choice, cuda
 from mixer.ops.measure import inputs, milliseconds, step
 from mixer.training.mixing import CANDIDATES, Place, race
@@ -41,35 +38,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", required=True, help="path of the results without ending")
+    add_options(parser)
     parser.add_argument(
         "--ptx",
         metavar="DIRECTORY",
         help="what portable_kernels.py --write-ptx wrote; without it Volta's kernels are left out",
     )
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
-    )
     options = parser.parse_args()
     if reason := choice.unavailable_reason():
         raise UserError(f"nothing to measure: {reason}")
-    result = {
-        "hardware": hardware(),
-        "commit": options.commit or commit(),
-        "command": " ".join(sys.argv),
-        "rows": [],
-    }
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    result = measured_by(options) | {"rows": []}
     for capability, dtype, library in kernel_sets(options.ptx):
         within = forced(library, capability) if capability else contextlib.nullcontext()
         with within:
             for shape in SHAPES:
                 result["rows"].append(row(capability, dtype, shape))
                 print(cells(result["rows"][-1]), flush=True)
-                text = json.dumps(result, indent=1) + "\n"
-                write_text(output.with_name(output.name + ".json"), text)
-                write_text(output.with_name(output.name + ".md"), table(result))
+                save(result, table(result), options.output)
 
 
 def kernel_sets(ptx: str | None) -> list[tuple[int, torch.dtype, object]]:
@@ -145,8 +130,7 @@ def table(result: dict) -> str:
         "|---|---|---|" + "---:|" * 8,
         *map(cells, result["rows"]),
     ]
-    device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
-    lines.append(f"\n`{result['command']}` on {device}; commit {result['commit'][:10]}.")
+    lines.append(f"\nMeasured on {origin(result)}.")
     return "\n".join(lines) + "\n"
 
 

@@ -18,7 +18,6 @@ CPU the products are emulated, which shows that all runs, and nothing of the spe
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -31,14 +30,13 @@ from unittest import mock
 import timing
 import torch
 from recipe import recipe, run
+from saving import add_options, measured_by, origin, save
 from torch import nn
 from training_step import measure_size
 from training_step_models import FORMS, Size
 from training_step_report import kinds, markdown
 
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import write_text
-from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.training import start
 
@@ -77,14 +75,13 @@ def main() -> None:
             f"--forms {' '.join(options.forms)}; allowed: {BF16} first, then one or more of "
             f"{', '.join(WHAT)}"
         )
-    result = {"hardware": hardware(options.device), "commit": options.commit or commit()}
-    result |= {"command": " ".join(["python", *sys.argv]), "settings": vars(options), "cases": []}
+    result = measured_by(options, options.device) | {"settings": vars(options), "cases": []}
     for case in timed(options):
         result["cases"].append(case)
-        save(result, options.output)
+        save(result, table(result), options.output)
     if options.steps:
         result["training"] = trained(options, overrides, fastest(result["cases"], options.forms))
-    save(result, options.output)
+    save(result, table(result), options.output)
     print(table(result))
 
 
@@ -92,7 +89,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", required=True, help="path of the results without ending")
+    add_options(parser)
     parser.add_argument("--forms", nargs="+", default=[BF16, *WHAT], help="bf16 and some of fp8")
     parser.add_argument("--hidden", nargs="*", type=int, default=list(ENOUGH), help="sizes timed")
     parser.add_argument("--layers", type=int, default=16)
@@ -104,7 +101,6 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--profile", action="store_true", help="say where the time goes")
     parser.add_argument("--steps", type=int, default=0, help="steps of the runs; 0 for none")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
     return parser.parse_known_args()
 
 
@@ -201,13 +197,6 @@ def changed_models(change: Callable[[nn.Module], object]) -> Iterator[None]:
 # ------------------------------------------------------------------------- the report
 
 
-def save(result: dict, output: str) -> None:
-    file = Path(output)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file.with_name(file.name + ".json"), json.dumps(result, indent=1) + "\n")
-    write_text(file.with_name(file.name + ".md"), table(result))
-
-
 def table(result: dict) -> str:
     parts = ["# Products in fp8", "\n".join(f"- {name}: {WHAT[name]}" for name in WHAT)]
     for case in result["cases"]:
@@ -218,8 +207,7 @@ def table(result: dict) -> str:
         parts += [title, times(case), limit, kinds(case)]
     if "training" in result:
         parts += ["## Validation losses", losses(result["training"])]
-    device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
-    parts += [f"Measured on {device}; commit {result['commit'][:10]}; `{result['command']}`."]
+    parts += [f"Measured on {origin(result)}."]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

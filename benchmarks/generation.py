@@ -13,22 +13,18 @@ one-row product against a copy.
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import timing
 import torch
+from saving import add_options, measured_by, origin, save
 from torch import Tensor
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import write_text
-from mixer.common.provenance import commit, hardware
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.ops import choice, mix_row
 
@@ -42,10 +38,7 @@ ALLOWED_ERROR = 0.05
 def main() -> None:
     options = arguments()
     result = measure(options)
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
-    write_text(output.with_name(output.name + ".md"), table(result))
+    save(result, table(result), options.output)
     print(table(result))
 
 
@@ -53,7 +46,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", required=True, help="path of the results without ending")
+    add_options(parser)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=8000)
@@ -76,9 +69,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu")
-    )
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
     )
     options = parser.parse_args()
     if options.new < 4 or options.prompt + options.new > options.context:
@@ -134,12 +124,7 @@ def measure(options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     if options.device == "cuda" and (reason := choice.unavailable_reason()):
         raise UserError(f"nothing to measure: {reason}")
-    result = {"hardware": hardware(options.device)}
-    result |= {
-        "commit": options.commit or commit(),
-        "command": " ".join(sys.argv),
-        "settings": settings(options),
-    }
+    result = measured_by(options, options.device) | {"settings": settings(options)}
     result |= {"copy_bytes_per_ms": timing.copy_bytes_per_ms(options.device), "left_out": []}
     result |= {"generate": [], "step": [], "kernel": []}
 
@@ -386,8 +371,7 @@ def table(result: dict) -> str:
         f"Left out for lack of time: {', '.join(result['left_out'])}."
         if result["left_out"]
         else "",
-        f"Measured on {', '.join(f'{key} {value}' for key, value in result['hardware'].items())}; "
-        f"commit {result['commit'][:10]}; `{result['command']}`; {result['seconds']} s.",
+        f"Measured on {origin(result)}; {result['seconds']} s.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

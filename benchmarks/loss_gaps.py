@@ -10,14 +10,13 @@ PATH.md and PATH.png.
 
 import argparse
 import itertools
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 from recipe import measured_on
+from saving import file_of, save
 
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import write_text
 from mixer.common.json_file import read_json
 from mixer.comparison.result import LARGEST_GAP, LARGEST_GAP_AT_END, gap, losses_of
 from mixer.reporting.curves import plot_gaps
@@ -42,13 +41,9 @@ def main() -> None:
     result = {"measured": measured_on(measured)}
     result["runs"] = {name: ends_of(row) for name, row in rows.items()}
     result["gaps"] = [gap(first, second) for first, second in itertools.combinations(runs, 2)]
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
-    write_text(output.with_name(output.name + ".md"), table(result))
-    plot_gaps(
-        {run.name: losses_of(run.lines) for run in runs}, output.with_name(output.name + ".png")
-    )
+    save(result, table(result), options.output)
+    curves = {run.name: losses_of(run.lines) for run in runs}
+    plot_gaps(curves, file_of(options.output, ".png"))
     print(table(result))
 
 

@@ -16,7 +16,6 @@ fp64 before it is timed.
 import argparse
 import contextlib
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,14 +25,13 @@ from unittest import mock
 import timing
 import torch
 from portable_dense import build_library, write_sources
+from saving import add_options, measured_by, origin, save
 from token_mixing_check import MAX_ERROR, Expected, check, rmse
-from token_mixing_report import describe, markdown, number, of_family, speedup
+from token_mixing_report import markdown, number, of_family, speedup
 from token_mixing_variants import VARIANTS, Data
 from token_mixing_work import OPERATIONS, Shape, useful_flops
 
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import write_text
-from mixer.common.provenance import commit, hardware
 from mixer.ops import build, choice, cuda
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", help="path of the results without ending")
+    add_options(parser, required=False)
     parser.add_argument(
         "--write-ptx", metavar="DIRECTORY", help="compile the PTX, and measure nothing"
     )
@@ -88,9 +86,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--batch-ms", type=float, default=4.0, help="length of a timed batch of calls"
-    )
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
     )
     return parser.parse_args()
 
@@ -141,11 +136,7 @@ def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
     found = libraries(options)
-    result = {
-        "hardware": hardware(),
-        "commit": options.commit or commit(),
-        "command": " ".join(sys.argv),
-    }
+    result = measured_by(options)
     result |= {
         "rounds": options.rounds,
         "batch_ms": options.batch_ms,
@@ -156,8 +147,6 @@ def measure(options: argparse.Namespace) -> dict:
         "ceilings_tflops": {},
         "cases": [],
     }
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     for capability, (library, dense) in found.items():
         for dtype in DTYPES[capability]:
             ceilings = measure_ceilings(dense, capability, dtype, options)
@@ -175,10 +164,7 @@ def measure(options: argparse.Namespace) -> dict:
                     )
                 result["seconds"] = round(time.perf_counter() - started, 1)
                 print(f"{result['seconds']:7.1f} s  sm_{capability} {shape}", flush=True)
-                write_text(
-                    output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n"
-                )
-                write_text(output.with_name(output.name + ".md"), table(result))
+                save(result, table(result), options.output)
     return result
 
 
@@ -269,10 +255,7 @@ def table(result: dict) -> str:
             f"Dense products, TFLOP/s: {rates}.",
             rows_of(cases),
         ]
-    parts += [
-        f"Measured on {describe(result['hardware'])}; commit {result['commit'][:10]}; "
-        f"`{result['command']}`."
-    ]
+    parts += [f"Measured on {origin(result)}."]
     return "\n\n".join(parts) + "\n"
 
 

@@ -19,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.common.errors import UserError, run_command
 from mixer.common.provenance import commit, hardware
 from mixer.data.config import DataConfig

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError, run_command
 from mixer.common.provenance import commit, hardware

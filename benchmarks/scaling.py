@@ -11,7 +11,6 @@ the start. PATH.json (rows, hardware, commit) and PATH.md are written anew after
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -19,11 +18,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+from saving import add_options, measured_by, origin, save
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import write_text
-from mixer.common.provenance import ROOT, commit, hardware
+from mixer.common.provenance import ROOT
 from mixer.reporting.metrics_file import read_metrics
 
 ENGINES = {"ddp": "configs/accelerate/1x8.yaml", "fsdp": "configs/accelerate/1x8_fsdp.yaml"}
@@ -36,7 +34,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True)
-    parser.add_argument("--output", required=True, help="path of the results without ending")
+    add_options(parser)
     parser.add_argument(
         "--processes",
         default="1,2",
@@ -46,9 +44,6 @@ def main() -> None:
     parser.add_argument("--precisions", default="bf16,fp16")
     parser.add_argument("--window", type=int, default=20, help="steps between two logged ones")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
-    )
     options, overrides = parser.parse_known_args()
     counts = sorted(map(int, options.processes.split(",")))
     devices = torch.cuda.device_count()
@@ -70,13 +65,7 @@ def main() -> None:
         for case in [(1, ""), *several]
     ]
     rounds = {case: [] for case in cases}
-    result = {
-        "hardware": hardware(),
-        "commit": options.commit or commit(),
-        "command": " ".join(sys.argv),
-    }
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    result = measured_by(options)
     for _ in range(options.repeats):
         for case in cases:
             rounds[case].append(measure(options.config, overrides, *case, options.window))
@@ -86,8 +75,7 @@ def main() -> None:
             result["not_run"] = [
                 " ".join(map(str, case)).strip() for case in cases if not rounds[case]
             ]
-            write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
-            write_text(output.with_name(output.name + ".md"), table(result))
+            save(result, table(result), options.output)
     print(table(result))
 
 
@@ -172,11 +160,7 @@ def table(result: dict) -> str:
         if result["not_run"]
         else []
     )
-    device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
-    return (
-        "\n".join(lines)
-        + f"\n\n`{result['command']}` on {device}; commit {result['commit'][:10]}.\n"
-    )
+    return "\n".join(lines) + f"\n\nMeasured on {origin(result)}.\n"
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import argparse
 import dataclasses
 import gc
 import json
-import sys
 import time
 from pathlib import Path
 
 import timing
 import torch
+from saving import add_options, measured_by, save
 from token_mixing_check import Expected, check
 from token_mixing_report import table, write_plots
 from token_mixing_variants import VARIANTS, Data
@@ -28,7 +28,6 @@ from token_mixing_work import OPERATIONS, Shape, floor_ms, least_bytes, useful_f
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
-from mixer.common.provenance import commit, hardware
 from mixer.ops import choice
 
 MAIN_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -55,7 +54,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", help="path of the results without ending")
+    add_options(parser, required=False)
     parser.add_argument(
         "--plot", metavar="PATH.json", help="draw the pictures of these results and measure nothing"
     )
@@ -88,9 +87,6 @@ def arguments() -> argparse.Namespace:
         "--no-compile",
         action="store_true",
         help="leave out what torch.compile makes of the alternatives",
-    )
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
     )
     return parser.parse_args()
 
@@ -159,15 +155,7 @@ def measure(options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     ours = backend(options.device)
     planned = shapes(options)
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"hardware": hardware(options.device)}
-    result |= {
-        "commit": options.commit or commit(),
-        "command": " ".join(sys.argv),
-        "ours": ours,
-        "left_out": [],
-    }
+    result = measured_by(options, options.device) | {"ours": ours, "left_out": []}
     result |= {"rounds": options.rounds, "batch_ms": options.batch_ms}
     result["ceiling_size"] = 8192 if options.device == "cuda" else 256
     result |= {
@@ -184,14 +172,10 @@ def measure(options: argparse.Namespace) -> dict:
         measure_shape(suite, shape, ours, options, result)
         result["seconds"] = round(time.perf_counter() - started, 1)
         print(f"{result['seconds']:7.1f} s  {suite} {shape}", flush=True)
-        write(result, output)  # after each shape: a run that is cut off leaves what it has
-    write(result, output)
+        # After each shape: a run that is cut off leaves what it has.
+        save(result, table(result), options.output)
+    save(result, table(result), options.output)
     return result
-
-
-def write(result: dict, output: Path) -> None:
-    write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
-    write_text(output.with_name(output.name + ".md"), table(result))
 
 
 def backend(device: str) -> str:

@@ -4,6 +4,7 @@ picture is drawn.
 
 from pathlib import Path
 
+from saving import origin
 from token_mixing_work import OPERATIONS
 
 FAMILIES = ("dense", "Conv1d", "Linear", "panels", "compiled")
@@ -64,10 +65,7 @@ def table(result: dict) -> str:
     for operation, title in OPERATIONS.items():
         parts += sweep_section(title, select(result, "sweep", operation))
     parts += failures(result)
-    parts += [
-        f"Measured on {describe(result['hardware'])}; commit {result['commit'][:10]}; "
-        f"`{result['command']}`."
-    ]
+    parts += [f"Measured on {origin(result)}."]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -92,10 +90,6 @@ def introduction(result: dict) -> str:
         "ceiling). Results were first "
         "checked against fp64; what failed has no time and no speed-up."
     )
-
-
-def describe(hardware: dict) -> str:
-    return ", ".join(f"{key} {value}" for key, value in hardware.items())
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:

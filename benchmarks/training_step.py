@@ -11,20 +11,16 @@ each form spends its time, kernel by kernel.
 
 import argparse
 import gc
-import json
-import sys
 import time
-from pathlib import Path
 
 import timing
 import torch
+from saving import add_options, measured_by, save
 from training_step_models import DEFAULT_FORMS, FORMS, Form, SharedMemory, Size, Step
 from training_step_report import profiled, table
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, first_line, run_command
-from mixer.common.files import write_text
-from mixer.common.provenance import commit, hardware
 
 
 def main() -> None:
@@ -47,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", help="path of the results without ending")
+    add_options(parser, required=False)
     parser.add_argument(
         "--forms",
         type=lambda text: text.split(","),
@@ -77,9 +73,6 @@ def arguments() -> argparse.Namespace:
         "--seconds", type=float, default=1e9, help="build no further form or context after so long"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
-    )
     return parser.parse_args()
 
 
@@ -88,10 +81,7 @@ def measure(options: argparse.Namespace) -> dict:
     torch._dynamo.config.recompile_limit = (
         1000  # of one function, whose forms are all compiled here
     )
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"hardware": hardware(options.device)}
-    result |= {"commit": options.commit or commit(), "command": " ".join(sys.argv)}
+    result = measured_by(options, options.device)
     result |= {
         name: getattr(options, name)
         for name in ("hidden", "layers", "vocabulary", "batch_tokens", "rounds")
@@ -111,8 +101,7 @@ def measure(options: argparse.Namespace) -> dict:
             options.vocabulary,
         )
         result["cases"].append(measure_size(size, options, deadline, result["left_out"]))
-        write_text(output.with_name(output.name + ".json"), json.dumps(result, indent=1) + "\n")
-        write_text(output.with_name(output.name + ".md"), table(result))
+        save(result, table(result), options.output)
     return result
 
 

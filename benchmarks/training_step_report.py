@@ -5,6 +5,7 @@ kind of kernel.
 import re
 
 import torch
+from saving import origin
 from training_step_models import FORMS
 
 WITHOUT_MIXING = ("without", "limit")  # models: their products are the others' without token mixing
@@ -71,7 +72,6 @@ def kind(kernel: str) -> str:
 
 def table(result: dict) -> str:
     """Everything as Markdown."""
-    device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
     parts = [f"# A training step on {result['hardware'].get('device')}", introduction(result)]
     for case in result["cases"]:
         parts += [
@@ -81,7 +81,7 @@ def table(result: dict) -> str:
     parts += [kinds(case) for case in result["cases"]] + [longest(case) for case in result["cases"]]
     if result["left_out"]:
         parts += ["Left out, since the time was up: " + "; ".join(result["left_out"]) + "."]
-    parts += [f"Measured on {device}; commit {result['commit'][:10]}; `{result['command']}`."]
+    parts += [f"Measured on {origin(result)}."]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
