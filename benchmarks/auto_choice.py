@@ -23,7 +23,7 @@ from saving import add_options, measured_by, origin, save
 from mixer.common.errors import UserError, run_command
 from mixer.ops import choice, cuda
 from mixer.ops.measure import inputs, milliseconds, step
-from mixer.training.mixing import CANDIDATES, Place, race
+from mixer.training.mixing import CANDIDATES, Workload, race
 
 SHAPES = [  # (batch, tokens, channels, heads, taps)
     *((batch, 65536 // batch, 1024, 1, 1) for batch in (128, 64, 32, 16, 8)),
@@ -75,7 +75,7 @@ def row(capability: int, dtype: torch.dtype, shape: tuple[int, ...]) -> dict:
     device = torch.device("cuda", 0)
     case = choice.case_of(0, dtype, False, tokens, channels, heads, taps)
     began = time.perf_counter()
-    raced, failures = race(Place(device, case, batch, dtype, missing=None))
+    raced, failures = race(Workload(device, case, batch, dtype, missing=None))
     seconds = time.perf_counter() - began
     chosen = min(raced, key=raced.get)
     tensors = inputs(case, batch, dtype, device)

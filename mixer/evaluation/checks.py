@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mixer.common.errors import UserError
-from mixer.evaluation.measure import AUTOCAST_TYPES, Place, Plan, measure
+from mixer.evaluation.measure import AUTOCAST_TYPES, Plan, Process, measure
 from mixer.models.masked_mixer.mixing import TriangularConv
 
 COMPARED_BACKENDS = ("dense", "panels", "cuda")  # the first is what the others are compared with
@@ -19,7 +19,7 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 
 @torch.no_grad()
-def check_causality(model, tokens: np.ndarray, plan: Plan, place: Place) -> dict:
+def check_causality(model, tokens: np.ndarray, plan: Plan, process: Process) -> dict:
     """Changes all tokens from some place on, for several places of one window: no logit before may
     move.
 
@@ -30,7 +30,7 @@ def check_causality(model, tokens: np.ndarray, plan: Plan, place: Place) -> dict
     """
     window = max(plan.window, 2)  # a single token has none before it
     inputs = torch.from_numpy(np.asarray(tokens[:window], dtype=np.int64))
-    inputs = inputs[None].to(place.device)  # (1, tokens)
+    inputs = inputs[None].to(process.device)  # (1, tokens)
     length, vocab_size = inputs.shape[1], model.config.get_text_config().vocab_size
     places = np.unique(np.linspace(1, length - 1, CHANGED_PLACES).round().astype(int)).tolist()
     logits = window_logits(model, inputs, plan.dtype)
@@ -68,7 +68,7 @@ def window_logits(model, inputs: torch.Tensor, dtype: str) -> torch.Tensor:
         return model(input_ids=inputs).logits[0].float()
 
 
-def compare_backends(model, streams, plan: Plan, place: Place) -> list[dict]:
+def compare_backends(model, streams, plan: Plan, process: Process) -> list[dict]:
     """The same weights and text through each mixing backend: loss, its difference to the first
     one's, speed, memory.
 
@@ -79,7 +79,7 @@ def compare_backends(model, streams, plan: Plan, place: Place) -> list[dict]:
     for backend in COMPARED_BACKENDS:
         try:
             with mixing_backend(model, backend):
-                scores, cost = measure(model, streams, plan, place)
+                scores, cost = measure(model, streams, plan, process)
         except UserError as error:
             rows.append({"backend": backend, "problem": str(error)})
             continue

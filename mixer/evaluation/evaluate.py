@@ -16,8 +16,8 @@ from mixer.evaluation.checks import check_causality, compare_backends
 from mixer.evaluation.measure import (
     AUTOCAST_TYPES,
     DEVICES,
-    Place,
     Plan,
+    Process,
     choose_device,
     end_processes,
     is_first_process,
@@ -227,25 +227,25 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     lacks, and too little memory.
     """
     check_options(options)
-    place = join_processes(choose_device(options.device, options.dtype))
+    process = join_processes(choose_device(options.device, options.dtype))
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
-    with memory_for(place.device, f"evaluating {options.checkpoint}", sizes, lower):
-        return _evaluate(options, place)
+    with memory_for(process.device, f"evaluating {options.checkpoint}", sizes, lower):
+        return _evaluate(options, process)
 
 
-def _evaluate(options: EvalOptions, place: Place) -> dict:
+def _evaluate(options: EvalOptions, process: Process) -> dict:
     directory = Path(options.checkpoint)
-    model, tokenizer = load_checkpoint(directory, place.device, options.backend)
+    model, tokenizer = load_checkpoint(directory, process.device, options.backend)
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
     plan = Plan(window, stride, options.last_window, options.batch_size, options.dtype)
     text = choose_text(options, window, tokenizer)
     check_tokens(text, model.config.get_text_config().vocab_size)
-    causality = check_causality(model, max(text.streams, key=len), plan, place)
-    scores, cost = measure(model, text.streams, plan, place)
+    causality = check_causality(model, max(text.streams, key=len), plan, process)
+    scores, cost = measure(model, text.streams, plan, process)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
@@ -254,7 +254,7 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     is_mixer = isinstance(model.config, MaskedMixerConfig)
     compared = []
     if options.compare_backends and is_mixer:
-        compared = compare_backends(model, text.streams, plan, place)
+        compared = compare_backends(model, text.streams, plan, process)
     return {
         **describe_model(directory, model, tokenizer),
         **describe_text(text, tokenizer),
@@ -268,7 +268,7 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
         **perplexities(scores, text.bytes, text.words),
         "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
         "dtype": options.dtype,
-        "device": str(place),
+        "device": str(process),
         **cost,
         "causality": causality,
         "backends": compared,

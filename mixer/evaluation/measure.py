@@ -23,7 +23,7 @@ AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Place:
+class Process:
     """Where this process computes, and which one of how many it is."""
 
     device: torch.device
@@ -64,16 +64,16 @@ def choose_device(name: str, dtype: str) -> torch.device:
     return device
 
 
-def join_processes(device: torch.device) -> Place:
+def join_processes(device: torch.device) -> Process:
     """This process's place in its launch (`accelerate launch`, torchrun); alone where there is
     none.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Place(device)
+        return Process(device)
     from accelerate import PartialState
 
     state = PartialState(cpu=device.type == "cpu")
-    return Place(state.device, state.process_index, state.num_processes)
+    return Process(state.device, state.process_index, state.num_processes)
 
 
 def is_first_process() -> bool:
@@ -94,18 +94,17 @@ def leave_if_joined(error: BaseException) -> None:
         leave_with_error(error)
 
 
-def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict]:
+def measure(model, streams, plan: Plan, process: Process) -> tuple[TokenScores, dict]:
     """(scores of all processes together, {"tokens_per_second", "peak_memory_gb", "memory"}).
 
     Throughput counts the scored tokens of all processes; the first batch is computed once before,
     untimed. Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU, or
     on a CPU the peak of the whole process.
     """
-    dtype = AUTOCAST_TYPES[plan.dtype]
-    on_gpu = place.device.type == "cuda"
-    warm_up(model, streams, plan, place)
+    on_gpu = process.device.type == "cuda"
+    warm_up(model, streams, plan, process)
     if on_gpu:
-        torch.cuda.reset_peak_memory_stats(place.device)
+        torch.cuda.reset_peak_memory_stats(process.device)
     start = time.perf_counter()
     scores = evaluate_streams(
         model,
@@ -113,15 +112,15 @@ def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict
         plan.window,
         plan.stride,
         plan.batch_size,
-        place.device,
-        dtype,
+        process.device,
+        AUTOCAST_TYPES[plan.dtype],
         plan.last_window,
-        (place.index, place.count),
+        share=(process.index, process.count),
     )
-    memory = peak_memory_gb(place.device)
-    if place.count > 1:
-        scores = add_processes(scores, place.device)
-        memory = largest(memory, place.device)
+    memory = peak_memory_gb(process.device)
+    if process.count > 1:
+        scores = add_processes(scores, process.device)
+        memory = largest(memory, process.device)
     seconds = time.perf_counter() - start
     kind = "allocated on the GPU" if on_gpu else "resident, of the whole process"
     return scores, {
@@ -132,13 +131,13 @@ def measure(model, streams, plan: Plan, place: Place) -> tuple[TokenScores, dict
 
 
 @torch.no_grad()
-def warm_up(model, streams, plan: Plan, place: Place) -> None:
+def warm_up(model, streams, plan: Plan, process: Process) -> None:
     """The first call builds kernels and fills caches, which is not what throughput means."""
     inputs, targets = next(
         window_batches(streams, plan.window, plan.stride, plan.batch_size, plan.last_window)
     )
     score_batch(
-        model, inputs.to(place.device), targets.to(place.device), AUTOCAST_TYPES[plan.dtype]
+        model, inputs.to(process.device), targets.to(process.device), AUTOCAST_TYPES[plan.dtype]
     ).sum().item()
 
 

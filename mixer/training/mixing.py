@@ -39,7 +39,7 @@ class Mixing:
 
 
 @dataclass
-class Place:
+class Workload:
     """What is chosen for: a convolution of the run's model on this GPU."""
 
     device: torch.device
@@ -81,7 +81,8 @@ def settle_mixing(
     chosen = None
     if accelerator.is_main_process:
         missing = next((reason for reason in reasons if reason), None)
-        chosen, why = choose(place_of(convolutions[0], run, accelerator.device, missing), earlier)
+        workload = workload_of(convolutions[0], run, accelerator.device, missing)
+        chosen, why = choose(workload, earlier)
         by_rule = chosen.backend == "auto"
         say(f"token mixing: auto {'goes by rule' if by_rule else f'takes {chosen.backend}'}, {why}")
     chosen = hosts.of_main(chosen)
@@ -95,9 +96,9 @@ def chooses_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def place_of(
+def workload_of(
     part: TriangularConv, run: RunConfig, device: torch.device, missing: str | None
-) -> Place:
+) -> Workload:
     dtype = DTYPES[run.train.mixed_precision]
     tf32 = dtype == torch.float32 and cuda.allows_tf32()
     sizes = (part.context, part.channels, part.heads, part.taps)
@@ -105,21 +106,21 @@ def place_of(
         case = choice.case_of(torch.cuda.current_device(), dtype, tf32, *sizes)
     else:
         case = Case(str(dtype).removeprefix("torch."), tf32, 0, *sizes)
-    return Place(device, case, run.train.batch_size, dtype, missing)
+    return Workload(device, case, run.train.batch_size, dtype, missing)
 
 
-def choose(place: Place, earlier: dict[str, Any] | None) -> tuple[Mixing, str]:
+def choose(workload: Workload, earlier: dict[str, Any] | None) -> tuple[Mixing, str]:
     """The backend for a run, and why."""
-    chosen, why = (None, "") if earlier is None else kept(place, earlier)
-    if chosen is None and place.missing is None:
-        row = choice.tuned(torch.cuda.current_device(), place.case)
-        if row and row.is_of(place.case):
-            chosen = place.mixing(row.fastest, row.milliseconds)
+    chosen, why = (None, "") if earlier is None else kept(workload, earlier)
+    if chosen is None and workload.missing is None:
+        row = choice.tuned(torch.cuda.current_device(), workload.case)
+        if row and row.is_of(workload.case):
+            chosen = workload.mixing(row.fastest, row.milliseconds)
             why = f"by the table of `python -m mixer.ops.tune`: {row.says()}"
-    return measured(place) if chosen is None else (chosen, why)
+    return measured(workload) if chosen is None else (chosen, why)
 
 
-def kept(place: Place, earlier: dict[str, Any]) -> tuple[Mixing | None, str]:
+def kept(workload: Workload, earlier: dict[str, Any]) -> tuple[Mixing | None, str]:
     """The choice of the run so far, if it can be kept: on the same GPU and type it gives the same
     bits.
     """
@@ -127,53 +128,54 @@ def kept(place: Place, earlier: dict[str, Any]) -> tuple[Mixing | None, str]:
         return Mixing("auto"), "as the checkpoint is of before runs measured"
     found = earlier["mixing"] or {}
     backend, times = found.get("backend"), found.get("milliseconds")
-    same = (found.get("gpu"), found.get("dtype")) == (place.gpu, place.case.dtype)
+    same = (found.get("gpu"), found.get("dtype")) == (workload.gpu, workload.case.dtype)
     if backend == "auto":
         return Mixing("auto"), "as the run did before"
-    if backend not in BACKENDS or not same or (backend == "cuda" and place.missing):
+    if backend not in BACKENDS or not same or (backend == "cuda" and workload.missing):
         return None, ""
-    return place.mixing(backend, times), "as the run did before"
+    return workload.mixing(backend, times), "as the run did before"
 
 
-def measured(place: Place) -> tuple[Mixing, str]:
+def measured(workload: Workload) -> tuple[Mixing, str]:
     """The fastest backend by measuring, or by what an earlier run has measured for this case."""
-    path = runs_path(place)
-    times = timings.recall(path, place.case, place.batch) if path else None
+    path = runs_path(workload)
+    times = timings.recall(path, workload.case, workload.batch) if path else None
     began, failures, when = time.perf_counter(), {}, "measured by an earlier run"
     if times is None:
-        times, failures = race(place)
+        times, failures = race(workload)
         when = f"measured in {time.perf_counter() - began:.1f} s"
         if path and times and not failures:
-            remember(path, place, times)
-    if place.missing:
-        failures = failures | {"cuda": place.missing}
+            remember(path, workload, times)
+    if workload.missing:
+        failures = failures | {"cuda": workload.missing}
     left_out = "".join(f"; without {name}: {reason}" for name, reason in failures.items())
     if not times:
         return Mixing("auto"), f"as nothing could be measured{left_out}"
-    shape = f"{place.case.describe(place.batch)} on {place.gpu}"
+    shape = f"{workload.case.describe(workload.batch)} on {workload.gpu}"
     why = f"the fastest for {shape}: {timings.listed(times)}, {when}{left_out}"
-    return place.mixing(min(times, key=times.get), times), why
+    return workload.mixing(min(times, key=times.get), times), why
 
 
-def race(place: Place) -> tuple[dict[str, float], dict[str, str]]:
+def race(workload: Workload) -> tuple[dict[str, float], dict[str, str]]:
     """Milliseconds of each backend that runs, and why others do not. Leaves no memory in use."""
-    candidates = [name for name in CANDIDATES if not (name == "cuda" and place.missing)]
-    found = time_backends(place.case, place.batch, place.dtype, place.device, candidates)
+    candidates = [name for name in CANDIDATES if not (name == "cuda" and workload.missing)]
+    device = workload.device
+    found = time_backends(workload.case, workload.batch, workload.dtype, device, candidates)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(place.device)  # the run reports its own
+    torch.cuda.reset_peak_memory_stats(device)  # the run reports its own
     return found.milliseconds, found.failures
 
 
-def runs_path(place: Place) -> Path | None:
+def runs_path(workload: Workload) -> Path | None:
     """Where runs keep what they have measured; None without a place for it."""
-    library = "no-kernels" if place.missing else cuda.build_name(torch.cuda.current_device())
+    library = "no-kernels" if workload.missing else cuda.build_name(torch.cuda.current_device())
     try:
-        return timings.table_path(place.gpu, library, "runs")
+        return timings.table_path(workload.gpu, library, "runs")
     except UserError:
         return None
 
 
-def remember(path: Path, place: Place, milliseconds: dict[str, float]) -> None:
+def remember(path: Path, workload: Workload, milliseconds: dict[str, float]) -> None:
     """Keeps the times for other runs, so that the same run begins in the same way once more."""
     with suppress(UserError, OSError):  # without it the next run measures again
-        timings.remember(path, place.case, place.batch, milliseconds)
+        timings.remember(path, workload.case, workload.batch, milliseconds)

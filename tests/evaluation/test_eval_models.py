@@ -25,10 +25,10 @@ from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
 from mixer.evaluation.checks import check_causality
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
-from mixer.evaluation.measure import Place, Plan
+from mixer.evaluation.measure import Plan, Process
 from mixer.evaluation.report import evaluation_report
 
-CPU = Place(torch.device("cpu"))
+CPU = Process(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -136,20 +136,20 @@ def test_a_backend_that_fails_drops_out_and_is_measured_again_next_time(begin):
 
 
 def test_the_table_comes_first_if_it_has_the_case_and_a_run_takes_the_fastest_of_it(monkeypatch):
-    place = mixing.Place(
+    workload = mixing.Workload(
         torch.device("cpu"), mixing.Case("float16", False, 70, 512, 1024, 1, 1), 32,
         torch.float16, None,
     )  # fmt: skip
-    row = Row(**vars(place.case), batch=64, cuda_ms=2.0, panels_ms=3.0, dense_ms=1.0)
+    row = Row(**vars(workload.case), batch=64, cuda_ms=2.0, panels_ms=3.0, dense_ms=1.0)
     monkeypatch.setattr(choice, "tuned", lambda index, case: row)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    chosen, why = mixing.choose(place, None)
+    chosen, why = mixing.choose(workload, None)
     assert chosen.backend == "dense" and "python -m mixer.ops.tune" in why
     kept = {"mixing": {"backend": "cuda", "gpu": "Tesla V100", "dtype": "float16"}}
-    assert mixing.choose(place, kept)[0].backend == "cuda"
-    monkeypatch.setattr(mixing, "measured", lambda place: (mixing.Mixing("panels"), ""))
-    place.case = dataclasses.replace(place.case, tokens=1024)  # the table's nearest is 512
-    assert mixing.choose(place, None)[0].backend == "panels"
-    place.missing = "there is no nvcc"  # on a host that has joined the run
-    assert mixing.choose(place, kept)[0].backend == "panels"
+    assert mixing.choose(workload, kept)[0].backend == "cuda"
+    monkeypatch.setattr(mixing, "measured", lambda workload: (mixing.Mixing("panels"), ""))
+    workload.case = dataclasses.replace(workload.case, tokens=1024)  # the table's nearest is 512
+    assert mixing.choose(workload, None)[0].backend == "panels"
+    workload.missing = "there is no nvcc"  # on a host that has joined the run
+    assert mixing.choose(workload, kept)[0].backend == "panels"
