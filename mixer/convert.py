@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mixer.checkpoints.pretrained import LARGEST_PADDING, check_finite, load_masked_mixer
+from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer
 from mixer.checkpoints.reference_format import (
     ASSUMED,
     HEADS_UNDER,
@@ -28,7 +28,7 @@ from mixer.checkpoints.reference_format import (
 )
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_new, check_writable, whole_directory, whole_file
-from mixer.data.tokenizer import existing_tokenizer, vocabulary_size
+from mixer.data.tokenizer import existing_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 MIXING = ("plain", "softmax")
@@ -57,13 +57,8 @@ def convert(
     tokenizer = None
     if tokenizer_name:
         tokenizer = existing_tokenizer(tokenizer_name)
-        ids, embeddings = vocabulary_size(tokenizer), model.config.vocab_size
-        if not ids <= embeddings <= ids + LARGEST_PADDING:
-            raise UserError(
-                f"tokenizer {tokenizer_name!r} has {ids} ids, the model {embeddings} embeddings; "
-                f"allowed: as many, or up to {LARGEST_PADDING} more in the model: give the "
-                "tokenizer that the model was trained with"
-            )
+        what, remedy = f"tokenizer {tokenizer_name!r}", "give the one it was trained with"
+        check_vocabulary(tokenizer, model.config.vocab_size, what, remedy)
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
     with whole_directory(output) as stage:

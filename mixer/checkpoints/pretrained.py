@@ -143,11 +143,12 @@ def load_checkpoint(directory: Path, device: torch.device, backend: str = ""):
     is no causal language model that transformers knows, and where the tokenizer is another model's.
     """
     check_checkpoint(directory)
-    config = load_config(directory)
+    config = load_model_config(directory)
     if backend and isinstance(config, MaskedMixerConfig):
         config.mixing_backend = backend
     tokenizer = load_fast_tokenizer(directory)
-    check_vocabulary(directory, tokenizer, config.get_text_config().vocab_size)
+    vocab_size, what = config.get_text_config().vocab_size, f"the tokenizer in {directory}"
+    check_vocabulary(tokenizer, vocab_size, what, REMEDIES["tokenizer.json"])
     return load_model(directory, config).to(device).eval(), tokenizer
 
 
@@ -222,7 +223,7 @@ def load_masked_mixer(directory: Path, problem: str) -> PreTrainedModel:
     `check_masked_mixer`.
     """
     check_checkpoint(directory, tokenizer=False)
-    config = load_config(directory)
+    config = load_model_config(directory)
     check_masked_mixer(directory, config, problem)
     return load_model(directory, config)
 
@@ -236,7 +237,7 @@ def check_masked_mixer(directory: Path, config: PreTrainedConfig, problem: str) 
         )
 
 
-def load_config(directory: Path) -> PreTrainedConfig:
+def load_model_config(directory: Path) -> PreTrainedConfig:
     """Raises UserError for a model that AutoModelForCausalLM cannot build, and for sizes below 1,
     which transformers does not refuse.
     """
@@ -296,14 +297,13 @@ def load_fast_tokenizer(directory: Path):
     return tokenizer
 
 
-def check_vocabulary(directory: Path, tokenizer, vocab_size: int) -> None:
-    """A model may have more ids than its tokenizer (padding), never less, nor so many more that it
-    is another model's.
+def check_vocabulary(tokenizer, vocab_size: int, what: str, remedy: str) -> None:
+    """Raises UserError for a tokenizer that cannot be the model's, which may have more ids
+    (padding), never less, nor so many more that it is another model's. what: names the tokenizer.
     """
     ids = vocabulary_size(tokenizer)
     if not ids <= vocab_size <= ids + LARGEST_PADDING:
         raise UserError(
-            f"checkpoint {directory} holds a tokenizer of {ids} ids and a model of {vocab_size}; "
-            f"allowed: as many, or up to {LARGEST_PADDING} more in the model: "
-            f"{REMEDIES['tokenizer.json']}"
+            f"{what} has {ids} ids, the model {vocab_size}; allowed: as many, or up to "
+            f"{LARGEST_PADDING} more in the model: {remedy}"
         )

@@ -331,7 +331,7 @@ def test_one_token_of_leakage_is_found(root):
 
 
 @pytest.mark.parametrize(
-    "ids, sizes", [(290, "290 ids and a model of 300"), (300, "300 ids and a model of 2000")]
+    "ids, sizes", [(290, "290 ids, the model 300"), (300, "300 ids, the model 2000")]
 )
 def test_a_tokenizer_of_another_size_is_refused(root, tmp_path, ids, sizes):
     model, _ = load_checkpoint(root / "masked_mixer", torch.device("cpu"))
@@ -346,7 +346,7 @@ def test_a_tokenizer_of_another_size_is_refused(root, tmp_path, ids, sizes):
         )
         model.resize_token_embeddings(ids - 1)
         model.save_pretrained(tmp_path)
-        sizes = f"{ids} ids and a model of {ids - 1}"
+        sizes = f"{ids} ids, the model {ids - 1}"
     with pytest.raises(
         UserError, match=f"{sizes}; allowed: as many, or up to 1024 more.*copy the tokenizer"
     ):
