@@ -71,7 +71,7 @@ def entrants_of(file: str) -> list[Entrant]:
             )
         kind = entrant("llama" if options.get("model.architecture") == "llama" else "auto")
         own = tuple(f"{key}={json.dumps(value)}" for key, value in options.items())
-        found.append(Entrant(name, (*kind.overrides, *own), is_backend=False))
+        found.append(Entrant(str(name), (*kind.overrides, *own), is_backend=False))
     return found
 
 

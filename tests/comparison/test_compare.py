@@ -14,6 +14,7 @@ from mixer.common.errors import UserError
 from mixer.common.files import run_locked
 from mixer.compare import main
 from mixer.comparison import runs
+from mixer.comparison.entrants import entrants_of
 from mixer.comparison.report import speed_table
 from mixer.comparison.result import Measured, Timing, gap, mixing_share, spread
 from mixer.training.config import load_config
@@ -208,6 +209,13 @@ def test_mistakes_show_before_anything_runs(write_config, tmp_path, backends, me
     with pytest.raises(UserError, match=message):
         main([*options(write_config(), tmp_path / "out"), "--backends", *backends])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_a_file_may_be_named_by_its_size(tmp_path):
+    file = tmp_path / "models.yaml"
+    file.write_text("512: {model.hidden_size: 512}")
+    (who,) = entrants_of(str(file))
+    assert who.folder == who.name == "512"
 
 
 def test_runs_that_a_comparison_did_not_make_are_never_replaced(write_config, tmp_path):
