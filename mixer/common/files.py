@@ -81,16 +81,14 @@ def _all_or_nothing(output: Path, stage: Path) -> Iterator[None]:
     """Makes the directories that `stage` will stand in. If the block fails, deletes `stage` and
     them again; an error of the system becomes a UserError about `output`.
     """
-    missing = [path for path in (stage.parent, *stage.parent.parents) if not path.exists()]
+    missing = _missing(stage.parent)
     try:
         stage.parent.mkdir(parents=True, exist_ok=True)
         _remove(stage)  # which a killed process has left
         yield
     except BaseException as error:
         _remove(stage)
-        for directory in missing:
-            with suppress(OSError):
-                directory.rmdir()
+        _remove_empty(missing)
         system = as_system_error(error)
         if not isinstance(system, OSError):
             raise
@@ -113,6 +111,17 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
+
+
+def _missing(directory: Path) -> list[Path]:
+    """Those of a directory and its parents that do not exist yet, the innermost first."""
+    return [path for path in (directory, *directory.parents) if not path.exists()]
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    for directory in directories:
+        with suppress(OSError):  # something is in it by now
+            directory.rmdir()
 
 
 def _let_others_read(*files: Path) -> None:
@@ -208,8 +217,7 @@ def run_locked(directory: Path) -> Iterator[None]:
     Raises UserError if another process trains the run, such as one that has outlived its launcher,
     and if the directory cannot be written to.
     """
-    held, lock = ExitStack(), directory / ".lock"
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    held, lock, missing = ExitStack(), directory / ".lock", _missing(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         held.enter_context(locked(lock, wait=False))
@@ -229,7 +237,5 @@ def run_locked(directory: Path) -> Iterator[None]:
         except BaseException:
             if missing and os.listdir(directory) == [lock.name]:
                 lock.unlink()
-                for made in missing:
-                    with suppress(OSError):  # something else is in it by now
-                        made.rmdir()
+                _remove_empty(missing)
             raise
