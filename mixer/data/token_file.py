@@ -63,10 +63,12 @@ class TokenFile:
         self.rows_before = None if self.packed else self._count_rows(counts.documents)
         self.samples = (counts.tokens - 1) // context if self.packed else int(self.rows_before[-1])
         if self.samples < 1:
+            share = "larger" if split == "validation" else "smaller"
             raise UserError(
                 f"the {split} split of {directory} has {counts.tokens} tokens, and a context of "
-                f"{context} needs at least {context + 1}; choose a shorter context, more text, or "
-                "another data.validation_fraction"
+                f"{context} needs at least {context + 1}; choose a shorter context, more text, or a "
+                f"{share} data.validation_fraction, and another data.directory for a new text or "
+                "fraction"
             )
 
     @cached_property
