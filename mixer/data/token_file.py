@@ -66,8 +66,8 @@ class TokenFile:
             share = "larger" if split == "validation" else "smaller"
             raise UserError(
                 f"the {split} split of {directory} has {counts.tokens} tokens, and a context of "
-                f"{context} needs at least {context + 1}; choose a shorter context, more text, or a "
-                f"{share} data.validation_fraction, and another data.directory for a new text or "
+                f"{context} needs at least {context + 1}; choose a shorter context, more text, or "
+                f"a {share} data.validation_fraction, and another data.directory for a new text or "
                 "fraction"
             )
 
