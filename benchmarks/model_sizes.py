@@ -11,7 +11,8 @@ benchmarks/plans; where one names a configuration as its `recipe`, the optimizer
 mixing weights are from there. Overrides of the command line go before the options of a model.
 
 Every visible GPU works on models of its own. PATH.json has each run when it ends, and a run that it
-has with the same options is not repeated: the same command goes on where it was interrupted.
+has with the same options is not repeated: the same command goes on where it was interrupted. Runs
+of a model whose options have changed are dropped from it, as they are no comparison.
 With --seconds-in-all the command ends within so long: it begins no run that would take longer, but
 for one of which a minute or more fits, which the next command resumes (from PATH-runs); the exit
 status is 3 where one is left. PATH.md and PATH.png come at the end; model_sizes_report.py makes
@@ -60,6 +61,8 @@ PASSES = 4  # no run reads its text more often: beyond, repeated text is worth l
 STARTING = 60.0  # seconds that a model's first run takes beside training, with compilation
 SAVING = 20.0  # seconds before the end at which a run is stopped, to save and report
 WORTH_A_PART = 60.0  # seconds of training for which a run is begun that cannot end in time
+# The options in which the runs of one model differ.
+OF_A_RUN = ("train.steps", "optim.lr", "optim.warmup_steps")
 
 
 class NoTime(Exception):
@@ -115,11 +118,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plan = read_yaml(options.plan)
     result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
-    result |= {"command": " ".join(["python", *sys.argv]), "plan": plan}
+    models = tuple(models_of(plan, overrides))
+    kept = {name: row for name, row in result["runs"].items() if not has_changed(row, models)}
+    if len(kept) < len(result["runs"]):
+        print(f"dropped: {len(result['runs']) - len(kept)} runs with other options than now")
+    result |= {"command": " ".join(["python", *sys.argv]), "plan": plan, "runs": kept}
     write_text(file, json.dumps(result, indent=1) + "\n")
     began = psutil.Process().create_time()  # imports take seconds, too
     deadline = began + options.seconds_in_all
-    models = tuple(models_of(plan, overrides))
     measured_by = options.commit or commit()
     left, problems = work(Study(plan, models, file, folder, deadline, measured_by))
     print(write_report(file))
@@ -139,6 +145,16 @@ def models_of(plan: dict, overrides: list[str]) -> list[Model]:
         for kind, sizes in plan["kinds"].items()
         for size, own in sizes.items()
     ]
+
+
+def has_changed(row: dict, models: tuple[Model, ...]) -> bool:
+    """Whether a run is of a model of the plan that had other options when it was made."""
+
+    def common(options: dict) -> dict:
+        return {key: value for key, value in options.items() if key not in OF_A_RUN}
+
+    own = [model for model in models if (model.kind, model.size) == (row["kind"], row["size"])]
+    return any(common(model.options) != common(row["settings"]) for model in own)
 
 
 def work(study: Study) -> tuple[list[str], list[str]]:

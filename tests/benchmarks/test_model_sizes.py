@@ -76,6 +76,19 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
     assert output.with_suffix(".png").stat().st_size > 0
 
 
+def test_runs_of_other_options_are_no_part_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from model_sizes import has_changed, models_of
+
+    plan = {"common": {"optim.warmup_steps": 8}, "kinds": {"mixer": {16: {}}, "Llama": {16: {}}}}
+    models = tuple(models_of(plan, ["train.batch_size=4"]))
+    made_by = {"train.steps": 9, "optim.lr": 1e-3, "optim.warmup_steps": 3}
+    row = {"kind": "mixer", "size": "16", "settings": {"train.batch_size": 4} | made_by}
+    assert not has_changed(row, models)
+    assert has_changed(row, tuple(models_of(plan, ["train.batch_size=8"])))
+    assert not has_changed(row | {"size": "32"}, tuple(models_of(plan, ["train.batch_size=8"])))
+
+
 def test_a_measured_loss_stands_before_one_that_is_estimated(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from model_sizes_report import size_rows
