@@ -171,21 +171,18 @@ def work(study: Study) -> tuple[list[str], list[str]]:
             running[worker.submit(*job)] = job, worker
         for ended in wait(running, return_when=FIRST_COMPLETED).done:
             (function, _, about, *_), worker = running.pop(ended)
-            free.append(worker)
-            try:
-                ended.result()
-            except NoTime as error:
+            error = ended.exception()
+            if not isinstance(error, BrokenProcessPool):
+                free.append(worker)
+            if isinstance(error, NoTime):
                 left.append(str(error))
-            except Exception as error:  # the other jobs go on
+            elif error is not None:  # the other jobs go on
                 problems.append(first_line(error))
-                if isinstance(error, BrokenProcessPool):
-                    free.remove(worker)
-            else:
-                if function is train_model:
-                    sizes_left[about.kind] -= 1
-                    if not sizes_left[about.kind]:
-                        longer = study.plan.get("seconds_of_best", [])
-                        waiting += [(train_best, study, about.kind, seconds) for seconds in longer]
+            elif function is train_model:
+                sizes_left[about.kind] -= 1
+                if not sizes_left[about.kind]:
+                    longer = study.plan.get("seconds_of_best", [])
+                    waiting += [(train_best, study, about.kind, seconds) for seconds in longer]
     for worker in free:
         worker.shutdown()
     return left, problems
