@@ -14,13 +14,14 @@ import json
 import re
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from saving import measured_by
+
 from mixer.common.errors import UserError, run_command
-from mixer.common.provenance import commit, hardware
+from mixer.common.files import write_text
 from mixer.data.config import DataConfig
 from mixer.data.corpus import fixed_splits, split_shards, training_documents
 from mixer.data.prepare import SAMPLE_BYTES, prepare
@@ -51,16 +52,12 @@ def main() -> None:
         found = measure(options, folder)
     finally:
         shutil.rmtree(folder)
-    found |= {
-        "cores": cores,
-        "hardware": hardware("cpu") | {"cpu": cpu_name()},
-        "commit": options.commit or commit(),
-        "command": " ".join(sys.argv),
-    }
-    print(json.dumps(found, indent=1))
+    found |= {"cores": cores} | measured_by(options, "cpu")
+    found["hardware"]["cpu"] = cpu_name()
+    text = json.dumps(found, indent=1)
+    print(text)
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        write_text(options.output, text + "\n")
 
 
 def measure(options, folder: Path) -> dict:

@@ -16,50 +16,74 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from saving import measured_by
 
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError, run_command
-from mixer.common.provenance import commit, hardware
+from mixer.common.files import write_text
 from mixer.training import loop
-from mixer.training.config import load_config
+from mixer.training.config import RunConfig, load_config
 from mixer.training.guard import Guard
 
 
 def main() -> None:
+    options, overrides = arguments()
+    # one directory for all processes
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))
+    directory = Path(tempfile.gettempdir()) / f"save_stall-{launch}"
+    run = run_that_saves(options, [f"output_dir={directory}", *overrides])
+    marks, checks, looks = note_times()
+    loop.train(run)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    shutil.rmtree(directory)
+    found = report(marks, options.every)
+    step = found["median_step_seconds"]
+    found["state_check_seconds"] = statistics.median(checks)
+    found["state_check_share_of_a_step"] = statistics.median(checks) / step
+    if looks:
+        seconds = statistics.median(begin.elapsed_time(end) for begin, end in looks) / 1e3
+        found["gradient_check_share_of_a_step"] = seconds / step
+    text = json.dumps(found | measured_by(options), indent=1)
+    print(text)
+    if options.output:
+        write_text(options.output, text + "\n")
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True)
     parser.add_argument("--output", type=Path, help="a JSON file for what is found")
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
-    )
+    parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
-    options, overrides = parser.parse_known_args()
-    # one directory for all processes
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))
-    directory = Path(tempfile.gettempdir()) / f"save_stall-{launch}"
-    settings = [
-        f"checkpoint.save_every={options.every}",
-        "train.eval_every=0",
-        "logging.log_every=1000000",
-    ]
-    run = load_config(options.config, [f"output_dir={directory}", *settings, *overrides])
+    return parser.parse_known_args()
+
+
+def run_that_saves(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
+    """The configuration's run, which saves every --every steps, and does nothing else but train."""
+    settings = [f"checkpoint.save_every={options.every}", "train.eval_every=0"]
+    run = load_config(options.config, [*settings, "logging.log_every=1000000", *overrides])
     if options.every < 5 or run.train.steps <= 2 * options.every:
         raise UserError(
             f"--every {options.every}, train.steps = {run.train.steps}; allowed: 5 or more, and "
             "more than twice that"
         )
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-    marks: list[float] = []
+    return run
+
+
+def note_times() -> tuple[list[float], list[float], list[tuple[torch.cuda.Event, ...]]]:
+    """Has training note, in lists that are empty yet: when each step begins, how long each look at
+    the whole state takes, and events around each look at a gradient.
+    """
+    marks, checks, looks = [], [], []
     real_ask = loop.Stop.ask
 
     def ask(stop) -> None:  # the loop's first act in each step
@@ -69,29 +93,10 @@ def main() -> None:
         real_ask(stop)
 
     loop.Stop.ask = ask
-    checks: list[float] = []
     CheckpointWriter.require_finite = timed(CheckpointWriter.require_finite, checks)
-    looks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     if torch.cuda.is_available():
         Guard.before_step = between_events(Guard.before_step, looks)
-    loop.train(run)
-    if os.environ.get("RANK", "0") == "0":
-        shutil.rmtree(directory)
-        found = report(marks, options.every)
-        step = found["median_step_seconds"]
-        found["state_check_seconds"] = statistics.median(checks)
-        found["state_check_share_of_a_step"] = statistics.median(checks) / step
-        if looks:
-            seconds = statistics.median(begin.elapsed_time(end) for begin, end in looks) / 1e3
-            found["gradient_check_share_of_a_step"] = seconds / step
-        found |= {
-            "hardware": hardware(),
-            "commit": options.commit or commit(),
-            "command": " ".join(sys.argv),
-        }
-        print(json.dumps(found, indent=1))
-        if options.output:
-            options.output.write_text(json.dumps(found, indent=1) + "\n")
+    return marks, checks, looks
 
 
 def timed(function: Callable, seconds: list[float]) -> Callable:
