@@ -38,6 +38,7 @@ from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
 from mixer.common.files import publish
 from mixer.common.json_file import NONE, object_problem, read_json
+from mixer.common.say import Say
 
 FORMAT = 2
 STATE = "trainer_state"
@@ -186,7 +187,7 @@ def changed(checkpoint: Path) -> str | None:
 # --- completing and pruning -------------------------------------------------------------------
 
 
-def complete(partial: Path, final: Path, say=print) -> None:
+def complete(partial: Path, final: Path, say: Say = print) -> None:
     """Turns a directory with all files of a checkpoint into a complete checkpoint, `final`."""
     files = {
         str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
@@ -199,7 +200,7 @@ def complete(partial: Path, final: Path, say=print) -> None:
     publish(partial, final)
 
 
-def prune(directory: Path, keep: int, keep_every: int, say=print) -> None:
+def prune(directory: Path, keep: int, keep_every: int, say: Say = print) -> None:
     """Deletes complete checkpoints, except the newest `keep`, those whose step `keep_every`
     divides, and the best one.
     """
@@ -209,7 +210,9 @@ def prune(directory: Path, keep: int, keep_every: int, say=print) -> None:
             _remove(path, say)
 
 
-def link_best(directory: Path, validation_losses: dict[int, float | None], say=print) -> None:
+def link_best(
+    directory: Path, validation_losses: dict[int, float | None], say: Say = print
+) -> None:
     """Links `best` to the complete checkpoint with the lowest validation loss, if there is one.
 
     validation_losses: by step; None or NaN where the loss was not finite. A file system without
@@ -234,13 +237,13 @@ def link_best(directory: Path, validation_losses: dict[int, float | None], say=p
         )
 
 
-def remove_partial(directory: Path, say=print) -> None:
+def remove_partial(directory: Path, say: Say = print) -> None:
     """Deletes what a killed save or deletion left behind."""
     for path in directory.glob("step-*.partial"):
         _delete(path, say)
 
 
-def _remove(checkpoint: Path, say) -> None:
+def _remove(checkpoint: Path, say: Say) -> None:
     """Deletes a checkpoint. It is renamed first: a killed deletion leaves no half checkpoint."""
     doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -248,7 +251,7 @@ def _remove(checkpoint: Path, say) -> None:
     _delete(doomed, say)
 
 
-def _delete(path: Path, say) -> None:
+def _delete(path: Path, say: Say) -> None:
     """Deletes a directory. A failure, as on NFS while another process reads one of the files, is
     reported and does not end the run.
     """

@@ -21,6 +21,7 @@ from mixer.checkpoints.format import (
     step_of,
 )
 from mixer.common.errors import UserError
+from mixer.common.say import Say
 from mixer.data.manifest import Manifest
 from mixer.distributed.shards import as_held
 from mixer.models.architecture import model_class
@@ -30,7 +31,7 @@ from mixer.models.architecture import model_class
 OPTIMIZER_SETTINGS = {"optim.name": "adamw", "optim.shared_lags": False}
 
 
-def find_resume(directory: Path, resume: str, say=print) -> Path | None:
+def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
     """The checkpoint to continue from, None for a fresh start; see CheckpointConfig.resume.
 
     Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
@@ -86,7 +87,7 @@ def load_trainer(
     data: dict[str, Any],
     optimizer: dict[str, Any],
     allow_other_data: bool,
-    say=print,
+    say: Say = print,
 ) -> dict[str, Any]:
     """The content of trainer.json, if the run can continue from it.
 
@@ -175,7 +176,7 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     return model_class(config).from_pretrained(checkpoint, config=config, dtype=torch.float32)
 
 
-def warn_of_threads(trainer: dict[str, Any], device: torch.device, say=print) -> None:
+def warn_of_threads(trainer: dict[str, Any], device: torch.device, say: Say = print) -> None:
     """Says where a run on a CPU cannot go on bit for bit, as it has another number of threads now:
     they divide sums differently.
     """

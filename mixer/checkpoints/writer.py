@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
@@ -24,6 +24,7 @@ from mixer.checkpoints.finite import not_finite, optimizer_state
 from mixer.checkpoints.snapshot import DeviceCopy, HostCopy, choose_copy, room_for
 from mixer.common.errors import UserError
 from mixer.common.files import as_system_error, flush
+from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
 from mixer.distributed.shards import local_part, whole
 from mixer.models.carried_code import write_code
@@ -46,14 +47,13 @@ class CheckpointWriter:
         config: CheckpointConfig,
         accelerator: Accelerator,
         hosts: Hosts,
-        model,
-        tokenizer,
-        say,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        say: Say,
     ):
         self.directory, self.config = directory, config
         self.accelerator, self.hosts = accelerator, hosts
-        self.model: PreTrainedModel = model
-        self.tokenizer, self.say = tokenizer, say
+        self.model, self.tokenizer, self.say = model, tokenizer, say
         self.main = accelerator.is_main_process
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.copied: HostCopy | DeviceCopy | None = None  # made by the first save
@@ -272,7 +272,10 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _write_model(
-    directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], tokenizer
+    directory: Path,
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Writes what from_pretrained loads. save_pretrained would write the weights as they are now,
     and training has changed them since they were copied.

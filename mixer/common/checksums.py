@@ -6,14 +6,13 @@ directory, for as long as its size and its times of change stay the same.
 
 import hashlib
 import os
-import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 from mixer.common.files import locked
+from mixer.common.say import Say, say_on_stderr
 
 READ_BYTES = 8 << 20
 REPORT_SECONDS = 5.0
@@ -29,11 +28,7 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixer"
 
 
-def print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def sha256(path: Path, say: Callable[[str], None] = print_progress) -> str:
+def sha256(path: Path, say: Say = say_on_stderr) -> str:
     """The file's SHA-256 in hex digits. `say` is told every few seconds how far it is."""
     found, size, done = hashlib.sha256(), os.path.getsize(path), 0
     reported = time.monotonic()
@@ -50,7 +45,7 @@ def sha256(path: Path, say: Callable[[str], None] = print_progress) -> str:
     return found.hexdigest()
 
 
-def has_sha256(path: Path, recorded: str, say: Callable[[str], None] = print_progress) -> bool:
+def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
     """Whether the file's SHA-256 is `recorded`. A file that was found good before is not read.
 
     Of several processes that ask at once one reads the file, and the others wait. Where the cache

@@ -13,15 +13,15 @@ and for both
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mixer.common.checksums import has_sha256, print_progress, sha256
+from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
 from mixer.common.json_file import read_json
+from mixer.common.say import Say, say_on_stderr
 
 FORMAT = 1
 SPLITS = ("train", "validation")
@@ -121,9 +121,7 @@ class Manifest:
                 f"back, or {again}"
             )
 
-    def verify_content(
-        self, directory: str | Path, split: str, say: Callable[[str], None] = print_progress
-    ) -> None:
+    def verify_content(self, directory: str | Path, split: str, say: Say = say_on_stderr) -> None:
         """Raise UserError unless a split's files have their recorded SHA-256, which is compared
         once on each machine. `say` is told how far it is.
         """

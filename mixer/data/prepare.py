@@ -15,13 +15,13 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
 from mixer.common.files import as_system_error, flush_tree, locked, publish, write_text
+from mixer.common.say import Say
 from mixer.data.config import DataConfig, check
 from mixer.data.corpus import Fixed, Plan, fixed_splits, split_shards, training_documents
 from mixer.data.joined import Joined, SplitFiles
@@ -45,7 +45,7 @@ ADDED_LATER = ("validation_path", "validation_split")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def prepare(config: DataConfig, say: Callable[[str], None] = print) -> Manifest:
+def prepare(config: DataConfig, say: Say = print) -> Manifest:
     """Tokenise the corpus of `config` into `config.directory`, unless that was done already, and
     return its manifest.
 
@@ -74,7 +74,7 @@ def prepare(config: DataConfig, say: Callable[[str], None] = print) -> Manifest:
         ) from error
 
 
-def _make(config: DataConfig, directory: Path, say) -> Manifest:
+def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write everything beside `directory`, then give it that name. The lock is held."""
     plan = split_shards(config)
     fixed = fixed_splits(plan, config)
@@ -145,7 +145,7 @@ def _settings(config: DataConfig) -> dict:
     return {name: value for name, value in settings if name not in left_out}
 
 
-def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say) -> None:
+def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say) -> None:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
     tokenizer, joined = _tokenizer(config, plan, fixed, partial, say)
     vocab_size = vocabulary_size(tokenizer)
@@ -177,7 +177,7 @@ def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say) -> 
     write_text(partial / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
 
 
-def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say):
+def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say):
     """The tokenizer, saved in `partial`, and how far the preparation is."""
     file = partial / "shards" / "joined.json"
     if file.is_file():
@@ -199,7 +199,7 @@ def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say)
     return tokenizer, joined
 
 
-def _train(config: DataConfig, plan: Plan, fixed: Fixed, say):
+def _train(config: DataConfig, plan: Plan, fixed: Fixed, say: Say):
     """Train the BPE on the training documents, or their first SAMPLE_BYTES. Returns it and how many
     bytes it saw.
     """

@@ -1,10 +1,10 @@
 """Says how far tokenising is."""
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 
+from mixer.common.say import Say
 from mixer.data.joined import Joined
 from mixer.data.tokenise import news_of
 
@@ -14,7 +14,7 @@ REPORT_SECONDS = 5.0
 class Meter:
     """Says every few seconds how far tokenising is, and at the end what it came to."""
 
-    def __init__(self, joined: Joined, say: Callable[[str], None]):
+    def __init__(self, joined: Joined, say: Say):
         self.joined, self.say = joined, say
         self.began = self.reported = time.perf_counter()
         self.before = news_of(joined.splits.values())  # done by an earlier call

@@ -2,15 +2,14 @@
 
 import os
 import weakref
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from mixer.common.checksums import print_progress
 from mixer.common.errors import UserError
+from mixer.common.say import Say, say_on_stderr
 from mixer.data.manifest import SPLITS, Manifest
 
 DOCUMENTS_AT_ONCE = 4096  # of unpacked data, where rows are found
@@ -38,7 +37,7 @@ class TokenFile:
         directory: str | Path,
         split: str,
         context: int,
-        say: Callable[[str], None] = print_progress,
+        say: Say = say_on_stderr,
     ):
         if split not in SPLITS:
             raise UserError(f"there is no split {split!r}; allowed: {', '.join(SPLITS)}")

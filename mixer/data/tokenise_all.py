@@ -2,10 +2,11 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
+from mixer.common.say import Say
 from mixer.data import sources
 from mixer.data.config import DataConfig
 from mixer.data.corpus import Plan
@@ -23,7 +24,7 @@ def tokenise_all(
     task: TokeniseShard,
     joined: Joined,
     files: dict[str, SplitFiles],
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     """Tokenise the shards that are not joined yet, and append each to the files."""
     workers = min(

@@ -2,20 +2,15 @@
 
 import json
 import math
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from mixer.common.errors import UserError
+from mixer.common.say import Say, say_on_stderr
 
 NAMED = 5  # so many damaged lines are named, the others are counted
 
 
-def say_on_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def read_metrics(path, say: Callable[[str], None] = say_on_stderr) -> list[dict]:
+def read_metrics(path, say: Say = say_on_stderr) -> list[dict]:
     """The lines of a metrics.jsonl, or of the one in a run directory. Damaged lines are left out,
     and `say` names them.
 
@@ -36,7 +31,7 @@ def read_metrics(path, say: Callable[[str], None] = say_on_stderr) -> list[dict]
     return lines
 
 
-def readable_lines(path: Path, say: Callable[[str], None]) -> list[tuple[str, dict]]:
+def readable_lines(path: Path, say: Say) -> list[tuple[str, dict]]:
     """(text, content) of each line that is an object with an integer "step" and numbers.
 
     `say` names the others. A line at the end that a kill cut short, or that is being written, is

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.common.errors import first_line
+from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
@@ -24,7 +25,7 @@ def compile_objective(
     shape: tuple[int, int],
     accelerator: Accelerator,
     hosts: Hosts,
-    say: Callable[[str], None],
+    say: Say,
 ) -> bool:
     """Compiles the objective in place, with a first pass on `shape`, (batch, tokens).
 
@@ -72,7 +73,7 @@ def compile_objective(
 
 
 def optimizer_compiler(
-    model: nn.Module, config: OptimConfig, hosts: Hosts, say: Callable[[str], None]
+    model: nn.Module, config: OptimConfig, hosts: Hosts, say: Say
 ) -> Callable[[Callable], Callable] | None:
     """What makes the optimizer's functions of whole parameters faster; None where compiling them
     fails on any process, which a line says.

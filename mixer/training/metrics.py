@@ -11,6 +11,7 @@ from typing import Any
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.options import option
+from mixer.common.say import Say
 from mixer.reporting.metrics_file import readable_lines
 
 
@@ -35,7 +36,7 @@ class Metrics:
         self.wandb_id = self.wandb.id if self.wandb else wandb_id
         self.validation_losses: dict[int, float] = {}  # by step
 
-    def rewind(self, step: int, again: set[str], say: Callable[[str], None] = print) -> None:
+    def rewind(self, step: int, again: set[str], say: Say = print) -> None:
         """Removes the lines that a killed run wrote after its checkpoint of `step`, so that the
         file has each step once.
 

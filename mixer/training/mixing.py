@@ -6,7 +6,6 @@ because another backend would round differently.
 """
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
+from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
 from mixer.models.masked_mixer.mixing import TriangularConv
 from mixer.ops import BACKENDS, choice, cuda, timings
@@ -62,7 +62,7 @@ def settle_mixing(
     earlier: dict[str, Any] | None,
     accelerator: Accelerator,
     hosts: Hosts,
-    say: Callable[[str], None],
+    say: Say,
 ) -> dict[str, Any] | None:
     """Sets the backend of every triangular convolution of the model, the same on all processes,
     where model.mixing_backend is auto and the device a GPU. Elsewhere nothing is done.

@@ -1,13 +1,12 @@
 """From a model to what is trained: recomputation, compilation, and the engine around them."""
 
-from collections.abc import Callable
-
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PreTrainedModel
 
+from mixer.common.say import Say
 from mixer.distributed.engine import settle_buckets, sum_by_copy_engines, try_copy_engines
 from mixer.distributed.hosts import Hosts
 from mixer.training.automatic import choose, look_around
@@ -22,7 +21,7 @@ def parallelize(
     run: RunConfig,
     accelerator: Accelerator,
     hosts: Hosts,
-    say: Callable[[str], None],
+    say: Say,
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """The model with its loss (see Objective) ready to train on all processes, and its optimizer.
 

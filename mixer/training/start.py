@@ -1,6 +1,5 @@
 """What a run starts with: its data, and the state of its training, new or from a checkpoint."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mixer.checkpoints import restore
 from mixer.checkpoints.format import remove_partial
 from mixer.common.hardware import peak_tflops
+from mixer.common.say import Say
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
@@ -25,8 +25,6 @@ from mixer.training.metrics import Metrics
 from mixer.training.mixing import settle_mixing
 from mixer.training.optim import optimizer_identity
 from mixer.training.parallelize import parallelize
-
-Say = Callable[[str], None]
 
 
 @dataclass

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from mixer.common.hardware import peak_memory_gb, peak_tflops
+from mixer.common.say import Say
 
 
 class Timer:
@@ -78,7 +79,7 @@ class Profiler:
     chrome://tracing or ui.perfetto.dev).
     """
 
-    def __init__(self, directory: Path, first: int, steps: int, say):
+    def __init__(self, directory: Path, first: int, steps: int, say: Say):
         self.path, self.say = directory / f"profile-step-{first}.json", say
         self.first, self.last = first, first + steps - 1
         self.profile, self.due = None, steps > 0
