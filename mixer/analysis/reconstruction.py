@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -89,7 +89,7 @@ def hamming_score(guess: Tensor, tokens: Tensor, inverse: Tensor) -> float:
 
 
 @torch.no_grad()
-def embedding_and_inverse(model) -> tuple[Tensor, Tensor]:
+def embedding_and_inverse(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """The embedding (vocabulary, channels) and its Moore-Penrose pseudo-inverse (channels,
     vocabulary).
     """
@@ -98,7 +98,7 @@ def embedding_and_inverse(model) -> tuple[Tensor, Tensor]:
 
 
 def score_layer(
-    model,
+    model: PreTrainedModel,
     layer: int,
     embedding: Tensor,
     inverse: Tensor,
@@ -125,7 +125,7 @@ def score_layer(
     return rows
 
 
-def random_twin(model, seed: int):
+def random_twin(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     """A model of the same configuration with random weights, in fp32 and eval mode, on the same
     device. Mixing weights are random too, whatever the training began with.
     """

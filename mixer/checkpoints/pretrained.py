@@ -12,6 +12,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from mixer.checkpoints.format import STATE, changed
@@ -135,7 +136,9 @@ def check_weights(file: Path) -> None:
         ) from None
 
 
-def load_checkpoint(directory: Path, device: torch.device, backend: str = ""):
+def load_checkpoint(
+    directory: Path, device: torch.device, backend: str = ""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
     backend: the mixing backend of a masked mixer, other models have none; empty: what the
@@ -279,7 +282,8 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def load_fast_tokenizer(directory: Path):
+def load_fast_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Raises UserError for a tokenizer that cannot be read, or has no fast version."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
@@ -297,7 +301,9 @@ def load_fast_tokenizer(directory: Path):
     return tokenizer
 
 
-def check_vocabulary(tokenizer, vocab_size: int, what: str, remedy: str) -> None:
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: str, remedy: str
+) -> None:
     """Raises UserError for a tokenizer that cannot be the model's, which may have more ids
     (padding), never less, nor so many more that it is another model's. what: names the tokenizer.
     """

@@ -5,6 +5,7 @@ made.
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
+import numpy as np
 import torch
 
 from mixer.common.hardware import peak_tflops
@@ -190,8 +191,6 @@ def start_up(lines: list[dict]) -> float:
 
 def interpolated(values: dict[int, float], at: int) -> float:
     """The value at step `at`, linear between the logged steps and from 0 at step 0."""
-    import numpy as np
-
     return float(np.interp(at, [0, *values], [0.0, *values.values()]))
 
 

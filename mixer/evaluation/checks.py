@@ -2,10 +2,12 @@
 its loss?
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
 from mixer.evaluation.measure import AUTOCAST_TYPES, Plan, Process, measure
@@ -19,7 +21,9 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 
 @torch.no_grad()
-def check_causality(model, tokens: np.ndarray, plan: Plan, process: Process) -> dict:
+def check_causality(
+    model: PreTrainedModel, tokens: np.ndarray, plan: Plan, process: Process
+) -> dict:
     """Changes all tokens from some place on, for several places of one window: no logit before may
     move.
 
@@ -60,7 +64,7 @@ def check_causality(model, tokens: np.ndarray, plan: Plan, process: Process) -> 
     }
 
 
-def window_logits(model, inputs: torch.Tensor, dtype: str) -> torch.Tensor:
+def window_logits(model: PreTrainedModel, inputs: torch.Tensor, dtype: str) -> torch.Tensor:
     """(1, tokens) -> (tokens, vocab) fp32."""
     with torch.autocast(
         inputs.device.type, dtype=AUTOCAST_TYPES[dtype], enabled=AUTOCAST_TYPES[dtype] is not None
@@ -68,7 +72,9 @@ def window_logits(model, inputs: torch.Tensor, dtype: str) -> torch.Tensor:
         return model(input_ids=inputs).logits[0].float()
 
 
-def compare_backends(model, streams, plan: Plan, process: Process) -> list[dict]:
+def compare_backends(
+    model: PreTrainedModel, streams: Sequence[np.ndarray], plan: Plan, process: Process
+) -> list[dict]:
     """The same weights and text through each mixing backend: loss, its difference to the first
     one's, speed, memory.
 
@@ -95,7 +101,7 @@ def compare_backends(model, streams, plan: Plan, process: Process) -> list[dict]
 
 
 @contextmanager
-def mixing_backend(model, backend: str):
+def mixing_backend(model: PreTrainedModel, backend: str) -> Iterator[None]:
     """Runs every triangular convolution of the model by `backend` inside the `with` block."""
     convolutions = [module for module in model.modules() if isinstance(module, TriangularConv)]
     before = [module.backend for module in convolutions]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
 from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, load_checkpoint, weights_sha256
 from mixer.common.errors import UserError
@@ -176,7 +178,7 @@ def data_directory(options: EvalOptions) -> str | None:
     return options.data or read_trainer(Path(options.checkpoint)).get("data_directory")
 
 
-def choose_window(options: EvalOptions, model) -> tuple[int, int]:
+def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
     """(window, stride) in tokens."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     window = options.window or context
@@ -192,7 +194,8 @@ def choose_window(options: EvalOptions, model) -> tuple[int, int]:
     return window, check_stride(window if options.stride is None else options.stride, window)
 
 
-def choose_text(options: EvalOptions, window: int, tokenizer) -> Text:
+def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
+    """The text that the options name, cut to max_tokens; see mixer.evaluation.texts."""
     every_token = options.first_token == "eos"
     rows = (options.text_field, options.max_documents)
     if options.text:
@@ -209,6 +212,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer) -> Text:
 
 
 def check_tokens(text: Text, vocab_size: int) -> None:
+    """Raises UserError for a token that the model does not have."""
     largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
     if largest >= vocab_size:
         raise UserError(
@@ -291,7 +295,10 @@ def loss_by_kind(scores: TokenScores) -> dict:
     }
 
 
-def describe_model(directory: Path, model, tokenizer) -> dict:
+def describe_model(
+    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> dict:
+    """The result's entries about the model, by which reports tell weights and tokenizers apart."""
     serialised = tokenizer.backend_tokenizer.to_str()
     return {
         "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
@@ -306,7 +313,8 @@ def describe_model(directory: Path, model, tokenizer) -> dict:
     }
 
 
-def describe_text(text: Text, tokenizer) -> dict:
+def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
+    """The result's entries about the text."""
     eos, eos_scored = tokenizer.eos_token_id, 0
     if eos is not None:
         eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)

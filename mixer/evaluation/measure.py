@@ -2,9 +2,12 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import peak_memory_gb
@@ -94,7 +97,9 @@ def leave_if_joined(error: BaseException) -> None:
         leave_with_error(error)
 
 
-def measure(model, streams, plan: Plan, process: Process) -> tuple[TokenScores, dict]:
+def measure(
+    model: nn.Module, streams: Sequence[np.ndarray], plan: Plan, process: Process
+) -> tuple[TokenScores, dict]:
     """(scores of all processes together, {"tokens_per_second", "peak_memory_gb", "memory"}).
 
     Throughput counts the scored tokens of all processes; the first batch is computed once before,
@@ -131,7 +136,7 @@ def measure(model, streams, plan: Plan, process: Process) -> tuple[TokenScores, 
 
 
 @torch.no_grad()
-def warm_up(model, streams, plan: Plan, process: Process) -> None:
+def warm_up(model: nn.Module, streams: Sequence[np.ndarray], plan: Plan, process: Process) -> None:
     """The first call builds kernels and fills caches, which is not what throughput means."""
     inputs, targets = next(
         window_batches(streams, plan.window, plan.stride, plan.batch_size, plan.last_window)

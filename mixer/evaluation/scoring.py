@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from mixer.common.errors import UserError
 
@@ -128,7 +129,7 @@ def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def score_batch(
-    model, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """-log p of each target in nats, (batch, tokens) fp64; zero where the target is -100."""
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
@@ -144,15 +145,15 @@ def score_batch(
 
 @torch.no_grad()
 def evaluate_streams(
-    model,
-    streams,
-    context,
-    stride=None,
-    batch_size=16,
-    device="cpu",
-    dtype=None,
-    last_window="short",
-    share=(0, 1),
+    model: nn.Module,
+    streams: Sequence[np.ndarray],
+    context: int,
+    stride: int | None = None,
+    batch_size: int = 16,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    last_window: str = "short",
+    share: tuple[int, int] = (0, 1),
 ) -> TokenScores:
     """Score independent token streams: every token but the first of each exactly once.
 

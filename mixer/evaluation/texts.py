@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
@@ -50,7 +51,7 @@ class Text:
 
 def text_from_files(
     paths: Sequence[str],
-    tokenizer,
+    tokenizer: PreTrainedTokenizerFast,
     text_field: str = "text",
     max_documents: int = 0,
     every_token: bool = False,
@@ -100,7 +101,7 @@ def text_from_hub(
     split: str,
     text_field: str,
     max_documents: int,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerFast,
     every_token: bool = False,
 ) -> Text:
     """A document for each row of a dataset of the hub, read as a stream; `name` may also be a
@@ -121,7 +122,7 @@ def text_from_hub(
     return text.check(1 if every_token else 2)
 
 
-def validation_text(directory: Path, context: int, tokenizer) -> Text:
+def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The validation split of prepared data: packed, one stream with an EOS after each document;
     else one per document.
 
@@ -145,7 +146,9 @@ def validation_text(directory: Path, context: int, tokenizer) -> Text:
     )
 
 
-def decoded_size(streams: Sequence[np.ndarray], tokenizer) -> tuple[int, int]:
+def decoded_size(
+    streams: Sequence[np.ndarray], tokenizer: PreTrainedTokenizerFast
+) -> tuple[int, int]:
     """UTF-8 bytes and words of the decoded streams, each cut at its EOS tokens, which stand for no
     text.
     """
@@ -165,7 +168,7 @@ def decoded_size(streams: Sequence[np.ndarray], tokenizer) -> tuple[int, int]:
     return size, words
 
 
-def limit(text: Text, max_tokens: int, tokenizer) -> Text:
+def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The beginning of the text with at most `max_tokens` targets; its size is that of the decoded
     tokens.
     """
@@ -181,7 +184,7 @@ def limit(text: Text, max_tokens: int, tokenizer) -> Text:
     return Text(f"{text.name} (first {max_tokens} tokens)", kept, size, words, "the decoded tokens")
 
 
-def put_eos_first(text: Text, tokenizer) -> Text:
+def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The same streams with an EOS before each, so that their first token is scored too."""
     if tokenizer.eos_token_id is None:
         raise UserError(

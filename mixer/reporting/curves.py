@@ -3,16 +3,15 @@
 import itertools
 from pathlib import Path
 
+import numpy as np
+
 from mixer.common.errors import UserError
 from mixer.reporting.figure import COLOURS, new_figure, save, short_number, style_steps
 from mixer.reporting.metrics_file import read_metrics, series
 
 
-def plot_training(run_directory, output=None) -> Path:
-    """training.png of a run: training and validation loss, and small panels with learning rate and
-    tokens/s.
-    """
-    run_directory = Path(run_directory)
+def plot_training(run_directory: Path, output: Path) -> Path:
+    """A run's training and validation loss, and small panels with learning rate and tokens/s."""
     lines = read_metrics(run_directory)
     steps, loss = series(lines, "loss")
     if not steps:
@@ -27,10 +26,11 @@ def plot_training(run_directory, output=None) -> Path:
     draw_panel(
         figure.add_subplot(grid[1, 1]), lines, "tokens_per_second", "Training speed (tokens/s)"
     )
-    return save(figure, output or run_directory / "training.png")
+    return save(figure, output)
 
 
-def draw_losses(axes, lines, steps, loss):
+def draw_losses(axes, lines: list[dict], steps: list[int], loss: list[float]) -> None:
+    """Training loss, smoothed where there is much of it, and validation loss."""
     span = len(loss) // 50
     if span > 1:
         axes.plot(steps, loss, color=COLOURS[0], alpha=0.25, linewidth=0.8)
@@ -74,7 +74,7 @@ def draw_losses(axes, lines, steps, loss):
     axes.legend(loc="upper right")
 
 
-def draw_panel(axes, lines, key, title):
+def draw_panel(axes, lines: list[dict], key: str, title: str) -> None:
     from matplotlib.ticker import FuncFormatter
 
     steps, values = series(lines, key)
@@ -92,8 +92,6 @@ def smooth(values: list[float], span: int) -> list[float]:
     """Mean of about `span` values around each one, fewer at the ends but still centred: no lag
     behind a fall.
     """
-    import numpy as np
-
     values = np.asarray(values, dtype=float)
     sums = np.concatenate(([0.0], np.cumsum(values)))
     index = np.arange(len(values))
@@ -101,10 +99,8 @@ def smooth(values: list[float], span: int) -> list[float]:
     return ((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)).tolist()
 
 
-def limit_loss_axis(axes, curves: list[list[float]]):
+def limit_loss_axis(axes, curves: list[list[float]]) -> None:
     """Keep a steep start or a single spike from flattening the rest of the curve."""
-    import numpy as np
-
     values = np.concatenate([np.asarray(curve) for curve in curves if len(curve)])
     values = values[np.isfinite(values)]
     if len(values) > 50:
@@ -112,7 +108,7 @@ def limit_loss_axis(axes, curves: list[list[float]]):
         axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
 
 
-def plot_comparison(runs: dict, output) -> Path:
+def plot_comparison(runs: dict[str, str | Path], output: Path) -> Path:
     """`plot_gaps` of runs: name -> metrics.jsonl or run directory."""
     metrics = {name: series(read_metrics(path), "loss") for name, path in runs.items()}
     return plot_gaps(
@@ -120,7 +116,7 @@ def plot_comparison(runs: dict, output) -> Path:
     )
 
 
-def plot_gaps(curves: dict[str, dict[int, float]], output) -> Path:
+def plot_gaps(curves: dict[str, dict[int, float]], output: Path) -> Path:
     """`curves`: name -> step -> loss. Loss curves; below, the gap to the first run in percent."""
     if len(curves) < 2:
         raise UserError(
@@ -141,7 +137,8 @@ def plot_gaps(curves: dict[str, dict[int, float]], output) -> Path:
     return save(figure, output)
 
 
-def draw_overlay(axes, curves):
+def draw_overlay(axes, curves: dict[str, dict[float, float]]) -> None:
+    """Loss curves beside each other: name -> step or time -> loss."""
     for index, (name, curve) in enumerate(curves.items()):
         # The first run is a wide pale line, so that one lying exactly on it still shows both.
         look = {"linewidth": 4.5, "alpha": 0.4} if index == 0 else {"linewidth": 1.3}
@@ -158,7 +155,10 @@ def draw_overlay(axes, curves):
     axes.legend(loc="upper right")
 
 
-def draw_gaps(axes, curves, first, shared):
+def draw_gaps(
+    axes, curves: dict[str, dict[int, float]], first: str, shared: dict[str, list[int]]
+) -> None:
+    """How far each of the other curves is from the first, at the steps that they share with it."""
     for index, (name, steps) in enumerate(shared.items(), start=1):
         gaps = [
             100 * (curves[name][step] - curves[first][step]) / curves[first][step] for step in steps
@@ -176,11 +176,10 @@ def draw_gaps(axes, curves, first, shared):
     style_steps(axes)
 
 
-def plot_loss_by_position(curves: dict, output) -> Path:
+def plot_loss_by_position(curves: dict[str, list[float | None]], output: Path) -> Path:
     """`curves`: name -> mean nats per position, (context,), None where no target was scored.
     Positions start at 1.
     """
-    import numpy as np
     from matplotlib.ticker import LogLocator
 
     figure = new_figure(figsize=(8, 4.6))
@@ -204,12 +203,10 @@ def plot_loss_by_position(curves: dict, output) -> Path:
     return save(figure, output)
 
 
-def log_means(places, values) -> tuple[list[float], list[float]]:
+def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
     """Centres and means over ranges that widen in proportion to where they are, NaN left out; both
     arrays are (count,).
     """
-    import numpy as np
-
     centres, means = [], []
     for low, high in log_bins(len(values)):
         known = ~np.isnan(values[low:high])

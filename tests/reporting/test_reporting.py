@@ -56,7 +56,7 @@ def curves(axes) -> dict[str, tuple[list, list]]:
 
 def test_a_runs_picture_has_its_losses_its_learning_rate_and_its_speed(tmp_path, drawn):
     run = write_metrics(tmp_path / "demo")
-    assert_png(plot_training(run))
+    assert_png(plot_training(run, run / "training.png"))
     left, rate, speed = drawn[0].axes
     assert curves(left)["training"] == (STEPS, losses(0.0))
     assert curves(left)["validation"] == (STEPS[9::10], [y + 0.1 for y in losses(0.0)[9::10]])
