@@ -30,7 +30,10 @@ def build_accelerator(precision: str) -> Accelerator:
         _check_fsdp(os.environ)
     # Gradients stay in the buckets in which DDP sums them; otherwise each step copies them back.
     in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    # accelerate takes processes of torchrun on a CPU for runs of their own, unless it is told.
+    on_cpu = "RANK" in os.environ and not torch.cuda.is_available()
     accelerator = Accelerator(
+        cpu=on_cpu,
         mixed_precision=precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dynamo_backend="no",

@@ -86,6 +86,13 @@ def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
     assert read_timeless(tmp_path / "runs/told") == read_timeless(finished)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there torchrun's processes are for GPUs")
+def test_torchrun_on_a_cpu_starts_one_run_of_several_processes(write_config, launch):
+    as_torchrun = {"ACCELERATE_USE_CPU": "false"}  # which nobody sets beside accelerate's launcher
+    ranks = launch("--config", write_config(), processes=2, environment=as_torchrun)
+    assert "2 process(es) on cpu" in ranks.succeed()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sharded_run_resumes_exactly_and_its_checkpoint_is_a_plain_model(
     write_config, small_run, launch, tmp_path, tied
