@@ -45,7 +45,8 @@ from recipe import LEFT, recipe, train_here
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError, first_line, run_command
-from mixer.common.files import locked, write_text
+from mixer.common.files import write_text
+from mixer.common.locks import locked
 from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.comparison.result import last_validation

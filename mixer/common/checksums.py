@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from mixer.common.files import locked
+from mixer.common.locks import locked
 from mixer.common.say import Say, say_on_stderr
 
 READ_BYTES = 8 << 20

@@ -1,13 +1,12 @@
 """Writing files and directories so that nothing is ever half there or overwritten by mistake."""
 
-import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mixer.common.errors import UserError
@@ -81,14 +80,14 @@ def _all_or_nothing(output: Path, stage: Path) -> Iterator[None]:
     """Makes the directories that `stage` will stand in. If the block fails, deletes `stage` and
     them again; an error of the system becomes a UserError about `output`.
     """
-    missing = _missing(stage.parent)
+    missing = missing_directories(stage.parent)
     try:
         stage.parent.mkdir(parents=True, exist_ok=True)
         _remove(stage)  # which a killed process has left
         yield
     except BaseException as error:
         _remove(stage)
-        _remove_empty(missing)
+        remove_empty(missing)
         system = as_system_error(error)
         if not isinstance(system, OSError):
             raise
@@ -113,14 +112,15 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _missing(directory: Path) -> list[Path]:
+def missing_directories(directory: Path) -> list[Path]:
     """Those of a directory and its parents that do not exist yet, the innermost first."""
     return [path for path in (directory, *directory.parents) if not path.exists()]
 
 
-def _remove_empty(directories: list[Path]) -> None:
+def remove_empty(directories: list[Path]) -> None:
+    """Removes the directories, in their order, but for those that something is in by now."""
     for directory in directories:
-        with suppress(OSError):  # something is in it by now
+        with suppress(OSError):
             directory.rmdir()
 
 
@@ -195,47 +195,3 @@ def flush_tree(directory: Path) -> None:
     """`flush` for a directory and everything in it."""
     for path in [*directory.rglob("*"), directory]:
         flush(path)
-
-
-@contextmanager
-def locked(file: Path, wait: bool = True) -> Iterator[None]:
-    """Holds an exclusive lock on a file, which is made if needed and never removed (removing it
-    would be a race). The system drops the lock when this process dies.
-
-    Without `wait`, raises BlockingIOError if another process holds the lock.
-    """
-    with open(file, "a") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-
-
-@contextmanager
-def run_locked(directory: Path) -> Iterator[None]:
-    """Makes a run's directory and holds its lock. A run that ends by an error before it has written
-    anything leaves no directory behind.
-
-    Raises UserError if another process trains the run, such as one that has outlived its launcher,
-    and if the directory cannot be written to.
-    """
-    held, lock, missing = ExitStack(), directory / ".lock", _missing(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        held.enter_context(locked(lock, wait=False))
-    except BlockingIOError:
-        raise UserError(
-            f"{directory} is being trained by another process (pgrep -f train shows it); wait for "
-            "it, end it, or choose another name"
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"{directory} cannot be written to: {error}; give access to it, or choose another "
-            "output_dir"
-        ) from None
-    with held:
-        try:
-            yield
-        except BaseException:
-            if missing and os.listdir(directory) == [lock.name]:
-                lock.unlink()
-                _remove_empty(missing)
-            raise

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixer.common.errors import UserError
-from mixer.common.files import run_locked, whole_file, write_text
+from mixer.common.files import whole_file, write_text
+from mixer.common.locks import run_locked
 from mixer.comparison.entrants import Entrant
 from mixer.comparison.result import Timing, losses_of
 from mixer.reporting.metrics_file import read_metrics

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
-from mixer.common.files import as_system_error, flush_tree, locked, publish, write_text
+from mixer.common.files import as_system_error, flush_tree, publish, write_text
+from mixer.common.locks import locked
 from mixer.common.say import Say
 from mixer.data.config import DataConfig, check
 from mixer.data.corpus import Fixed, Plan, fixed_splits, split_shards, training_documents

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from mixer.common.checksums import cache_home
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import locked
+from mixer.common.locks import locked
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError, is_refusal
-from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision
+from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder

@@ -11,7 +11,7 @@ from launching import run_python
 from runs import file_limit, read_losses, state_files
 
 from mixer.common.errors import UserError
-from mixer.common.files import run_locked
+from mixer.common.locks import run_locked
 from mixer.compare import main
 from mixer.comparison import runs
 from mixer.comparison.entrants import entrants_of
