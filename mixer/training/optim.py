@@ -15,9 +15,9 @@ from torch import nn
 from mixer.common.errors import UserError
 from mixer.common.options import option
 from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
 from mixer.optimizers.shared_lags import row_parts
-from mixer.optimizers.together import Together
 from mixer.optimizers.triangular_adamw import TriangularAdamW
 
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
@@ -90,7 +90,7 @@ def build_optimizer(
     config: OptimConfig,
     processes: dist.ProcessGroup | None = None,
     compile: Callable[[Callable], Callable] | None = None,
-) -> Together:
+) -> ChainedOptimizer:
     """The optimizer of a run.
 
     Args:
@@ -99,7 +99,7 @@ def build_optimizer(
         compile: what makes functions of whole parameters faster, such as torch.compile; None where
             there is no compiler, or parameters are going to be sharded.
     """
-    return Together(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
+    return ChainedOptimizer(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
 
 
 def adamw(

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from mixer.optimizers.together import Together
+from mixer.optimizers.chained import ChainedOptimizer
 from mixer.training import loop, objective
 
 
@@ -36,7 +36,7 @@ def plant(what: str, step: int, bad: float, set_attribute=setattr) -> None:
     """Step `step` will leave `bad` in one place of a "weight" or "moment", take it from one place
     of a "gradient" that the guard has seen before, or have it as "loss".
     """
-    real_step, real_nats = Together.step, objective.token_nats
+    real_step, real_nats = ChainedOptimizer.step, objective.token_nats
     steps_done = itertools.count()
     done = next(steps_done)
 
@@ -58,4 +58,4 @@ def plant(what: str, step: int, bad: float, set_attribute=setattr) -> None:
         return real_nats(logits, targets) * (bad if is_bad else 1.0)
 
     set_attribute(objective, "token_nats", planted_nats)
-    set_attribute(Together, "step", planted_step)
+    set_attribute(ChainedOptimizer, "step", planted_step)

@@ -6,10 +6,10 @@ from torch import nn
 
 from mixer.models.masked_mixer.plain import dense
 from mixer.optimizers import muon, shared_lags
+from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
 from mixer.optimizers.newton_schulz import STEPS, A, B, C, iterate, normalized
 from mixer.optimizers.shared_lags import diagonal_sums, row_parts, toeplitz_rows
-from mixer.optimizers.together import Together
 from mixer.optimizers.triangular_adamw import TriangularAdamW
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
@@ -201,7 +201,7 @@ def trained(found_inf: list[float]) -> list[torch.Tensor]:
     settings = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
     triangular = TriangularAdamW([{"params": [mixing], "shared_lags": 1.0}], **settings)
     adamw = torch.optim.AdamW([vectors], fused=True, **settings)
-    optimizer = Together([adamw, triangular, Muon([matrices], lr=0.1, weight_decay=0.1)])
+    optimizer = ChainedOptimizer([adamw, triangular, Muon([matrices], lr=0.1, weight_decay=0.1)])
     gradients = torch.Generator().manual_seed(1)
     for bad in found_inf:
         for parameter in parameters:
@@ -224,7 +224,7 @@ def test_a_skipped_step_changes_nothing():
 
 def test_nan_never_reaches_a_weight_by_an_optimizer_that_cannot_skip():
     parameter = nn.Parameter(torch.ones(3))
-    optimizer = Together([Momentum([parameter], lr=0.1, momentum=0.9)])
+    optimizer = ChainedOptimizer([Momentum([parameter], lr=0.1, momentum=0.9)])
     parameter.grad = torch.full((3,), float("nan"))
     optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()

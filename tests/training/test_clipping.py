@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import small_model, tokens
 
-from mixer.optimizers.together import Together
+from mixer.optimizers.chained import ChainedOptimizer
 from mixer.training.clipping import clip, gradient_norm
 from mixer.training.optim import OptimConfig, build_optimizer
 
@@ -14,7 +14,7 @@ def recipe(model):
 
 
 def unaware(model):
-    return Together([torch.optim.SGD(model.parameters(), lr=0.01)])
+    return ChainedOptimizer([torch.optim.SGD(model.parameters(), lr=0.01)])
 
 
 @pytest.mark.parametrize("limit", (1e-3, 1e3, 0.0))

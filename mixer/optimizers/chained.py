@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Together(torch.optim.Optimizer):
+class ChainedOptimizer(torch.optim.Optimizer):
     """One optimizer of several, each with parameters of its own.
 
     It has the groups of all of them and one state for all, so that accelerate, GradScaler and
