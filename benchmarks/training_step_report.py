@@ -18,7 +18,9 @@ KINDS = {
         r"(?<![a-z_])(product|partial|finish|pack|shift|grad_bias|grad_weight)_kernel"
     ),
     "products of the library": r"gemm|nvjet|cutlass|cublas|xmma|cudnn|conv|splitK|::mm\b|addmm|bmm",
-    "optimizer": r"[aA]dam|triton.*lerp",  # no other compiled part has a lerp
+    # Of what is compiled, the optimizers alone have a lerp, an unbind, sums along diagonals and a
+    # stack of matrices.
+    "optimizer": r"[aA]dam|triton.*(lerp|unbind|arange_le_rsub|to_copy_stack)",
     "clipping": r"multi_tensor|LpNorm|lpnorm|foreach",
     "compiled reductions": r"triton_(red|per)|cpp_fused",
     "compiled pointwise": r"triton_poi|triton_",

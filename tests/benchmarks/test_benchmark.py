@@ -367,6 +367,27 @@ def test_a_training_step_is_timed_and_profiled(tmp_path):
     assert "| eager: ours, eager |" in text and "## Where the time goes, 2 x 48 tokens" in text
 
 
+# As torch 2.11 names the kernels of shared lags and of Muon on a GPU, and those of a model.
+OPTIMIZERS_KERNELS = """
+triton_red_fused_arange_le_rsub_scalar_tensor_slice_sum_unsqueeze_view_where_0
+triton_poi_fused_add_arange_clamp_copy__div_ge_gt_index_lerp_mul_pow_scalar_tensor_select_sqrt_sub_unbind_unsqueeze_where_7
+triton_per_fused_div_gt_lerp_pow_sum_where_1
+triton_poi_fused__to_copy_stack_3
+triton_poi_fused__to_copy_add_copy__mul_sub_unbind_0
+"""
+MODELS_KERNEL = (
+    "triton_red_fused__log_softmax__to_copy_arange_clone_eq_expand_nll_loss_forward_"
+    "scalar_tensor_slice_tril_view_where_0"
+)
+
+
+def test_a_profile_counts_the_compiled_kernels_of_optimizers_as_theirs(benchmark):
+    from training_step_report import kind
+
+    assert {kind(name) for name in OPTIMIZERS_KERNELS.split()} == {"optimizer"}
+    assert kind(MODELS_KERNEL) == "compiled reductions"
+
+
 def test_the_gaps_between_finished_runs_are_those_of_every_pair(tmp_path):
     losses = {"one": [4.0, 2.0], "two": [4.0, 2.1], "three": [4.4, 2.0]}
     measured = {"hardware": {"device": "a machine", "torch": "2.0"}, "commit": "abc"}
