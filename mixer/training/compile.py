@@ -49,14 +49,13 @@ def compile_objective(
     began = time.perf_counter()
     for module, name in parts:
         setattr(module, name, compiled(getattr(module, name), graphs))
-    failure = ""
-    try:
+
+    def try_it() -> None:
         for _ in range(2 if graphs else 1):  # the second pass records the graphs
             _first_pass(objective, shape, accelerator)
-    except Exception as error:  # if it is not the compiler's, the run will meet it again
-        failure = first_line(error)
-    failures = [text for text in hosts.gather(failure) if text]
-    if not failures:
+
+    failure = _failure(try_it, hosts)
+    if not failure:
         replayed = f", {_graphs_said()}" if graphs else ""
         say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s{replayed}")
         return True
@@ -65,7 +64,7 @@ def compile_objective(
     if each_pass:
         each_pass.remove()
     say(
-        f"{_asked(how, graphs)} failed, the run goes on without: {failures[0]}. Nothing else "
+        f"{_asked(how, graphs)} failed, the run goes on without: {failure}. Nothing else "
         "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a "
         "CPU, Triton and a C compiler on a GPU"
     )
@@ -85,18 +84,27 @@ def optimizer_compiler(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer(model, config, compile=compile)  # of this process alone
     optimizer.found_inf = torch.ones((), device=parameters[0].device)
-    failure = ""
-    try:
+
+    def try_it() -> None:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+
+    failure = _failure(try_it, hosts)
+    optimizer.zero_grad(set_to_none=True)
+    if failure:
+        say(f"compiling the optimizer failed, the run goes on without: {failure}")
+    return None if failure else compile
+
+
+def _failure(attempt: Callable[[], None], hosts: Hosts) -> str:
+    """Makes an attempt on all processes; returns what failed on one of them, empty if nothing."""
+    failure = ""
+    try:
+        attempt()
     except Exception as error:  # if it is not the compiler's, the run will meet it again
         failure = first_line(error)
-    optimizer.zero_grad(set_to_none=True)
-    failures = [text for text in hosts.gather(failure) if text]
-    if failures:
-        say(f"compiling the optimizer failed, the run goes on without: {failures[0]}")
-    return None if failures else compile
+    return next((text for text in hosts.gather(failure) if text), "")
 
 
 def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:
