@@ -1,6 +1,7 @@
 """Imports inside the package point down, and no modules import each other in a circle."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
@@ -60,6 +61,13 @@ def test_no_folder_imports_from_a_higher_one():
             target = (other.split(".") + [""])[1]
             allowed = target == folder or rank.get(target, len(ORDER)) < rank[folder]
             assert allowed or (folder, target) in EXCEPTIONS, f"{module} imports {other}"
+
+
+def test_the_readmes_table_is_in_this_order():
+    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)/` \|", readme, re.MULTILINE)
+    ranks = [place for folder in rows for place, row in enumerate(ORDER) if folder in row]
+    assert len(ranks) == len(rows) == sum(map(len, ORDER)) and ranks == sorted(ranks, reverse=True)
 
 
 def test_no_modules_import_each_other_in_a_circle():
