@@ -19,7 +19,7 @@ COPIES_FROM = (9, 0)  # the oldest whose copy engines were measured against NCCL
 
 
 @dataclass(frozen=True)
-class Here:
+class Environment:
     """What the choice depends on: devices and processes."""
 
     device: str  # cuda or cpu
@@ -45,16 +45,16 @@ class Chosen:
         return f"auto: {', '.join(self.said)}" if self.said else ""
 
 
-def look_around(accelerator: Accelerator, hosts: Hosts) -> Here:
+def find_environment(accelerator: Accelerator, hosts: Hosts) -> Environment:
     """All processes must call this together; all get the same answer."""
     device, processes = accelerator.device, hosts.processes
     if device.type != "cuda":
         sharded = accelerator.distributed_type == DistributedType.FSDP
-        return Here(device.type, is_sharded=sharded, processes=processes)
+        return Environment(device.type, is_sharded=sharded, processes=processes)
     capabilities = hosts.gather(torch.cuda.get_device_capability(device))
     triton = all(hosts.gather(importlib.util.find_spec("triton") is not None))
     names = set(hosts.gather(socket.gethostname()))
-    return Here(
+    return Environment(
         device="cuda",
         capability=min(capabilities),
         has_triton=triton,
@@ -65,22 +65,22 @@ def look_around(accelerator: Accelerator, hosts: Hosts) -> Here:
     )
 
 
-def choose(train: TrainConfig, here: Here) -> Chosen:
+def choose(train: TrainConfig, environment: Environment) -> Chosen:
     """The settings as they are given, and for auto what can run here.
 
     Raises UserError for CUDA graphs that were asked for and cannot be had.
     """
-    compile, no_compile = _compile(train, here)
-    graphs, no_graphs = _graphs(train, here, compile)
-    copies, no_copies = _copies(train, here, graphs)
+    compile, no_compile = _compile(train, environment)
+    graphs, no_graphs = _graphs(train, environment, compile)
+    copies, no_copies = _copies(train, environment, graphs)
     chosen = Chosen(compile, graphs, "copy_engines" if copies else "nccl")
-    if here.device != "cuda":
+    if environment.device != "cuda":
         return chosen  # auto is for GPUs: nothing is missing
     if train.compile == "auto":
         chosen.said.append(_said("train.compile", compile, no_compile))
     if train.cuda_graphs == "auto":
         chosen.said.append(_said("train.cuda_graphs", str(graphs).lower(), no_graphs))
-    if train.all_reduce == "auto" and here.processes > 1 and not here.is_sharded:
+    if train.all_reduce == "auto" and environment.processes > 1 and not environment.is_sharded:
         chosen.said.append(_said("train.all_reduce", chosen.all_reduce, no_copies))
     return chosen
 
@@ -89,25 +89,25 @@ def _said(name: str, value: str, reason: str) -> str:
     return f"{name}={value} ({reason})" if reason else f"{name}={value}"
 
 
-def _compile(train: TrainConfig, here: Here) -> tuple[str, str]:
+def _compile(train: TrainConfig, environment: Environment) -> tuple[str, str]:
     """(train.compile, why auto is "no")."""
     if train.compile != "auto":
         return train.compile, ""
-    if here.device != "cuda":
+    if environment.device != "cuda":
         return "no", "it pays on GPUs"
-    if here.capability < COMPILES_FROM:
+    if environment.capability < COMPILES_FROM:
         return "no", "Triton needs compute capability 7.0"
-    if not here.has_triton:
+    if not environment.has_triton:
         return "no", "Triton is not installed"
     return "blocks", ""
 
 
-def _graphs(train: TrainConfig, here: Here, compile: str) -> tuple[bool, str]:
+def _graphs(train: TrainConfig, environment: Environment, compile: str) -> tuple[bool, str]:
     """(train.cuda_graphs, why auto is false)."""
     reason = ""
-    if here.device != "cuda":
+    if environment.device != "cuda":
         reason = "they are for GPUs"
-    elif here.is_sharded:
+    elif environment.is_sharded:
         reason = "FSDP moves the weights"
     elif compile == "no":
         reason = "they are made of what is compiled"
@@ -116,18 +116,18 @@ def _graphs(train: TrainConfig, here: Here, compile: str) -> tuple[bool, str]:
     elif train.recompute == "block":
         reason = "blocks that are computed again cannot be recorded"
     if train.cuda_graphs == "true":
-        _require_graphs(here, reason)
+        _require_graphs(environment, reason)
     if train.cuda_graphs != "auto":
         return train.cuda_graphs == "true", ""
     return not reason, reason
 
 
-def _require_graphs(here: Here, reason: str) -> None:
+def _require_graphs(environment: Environment, reason: str) -> None:
     where = ""
-    if here.is_sharded:
+    if environment.is_sharded:
         where = "with FSDP, whose weights move"
-    elif here.device != "cuda":
-        where = f"on a {here.device.upper()}"
+    elif environment.device != "cuda":
+        where = f"on a {environment.device.upper()}"
     elif reason:
         where = f"here: {reason}"
     if where:
@@ -137,17 +137,17 @@ def _require_graphs(here: Here, reason: str) -> None:
         )
 
 
-def _copies(train: TrainConfig, here: Here, graphs: bool) -> tuple[bool, str]:
+def _copies(train: TrainConfig, environment: Environment, graphs: bool) -> tuple[bool, str]:
     """(whether copy engines sum gradients, why auto takes NCCL)."""
     if train.all_reduce != "auto":
         return train.all_reduce == "copy_engines", ""
-    if here.device != "cuda" or here.processes == 1 or here.is_sharded:
+    if environment.device != "cuda" or environment.processes == 1 or environment.is_sharded:
         return False, "for DDP on several GPUs"
-    if here.hosts > 1:
-        return False, f"copies do not reach over {here.hosts} hosts"
-    if not here.peers:
+    if environment.hosts > 1:
+        return False, f"copies do not reach over {environment.hosts} hosts"
+    if not environment.peers:
         return False, "these GPUs cannot write to each other's memory"
-    if here.capability < COPIES_FROM:
+    if environment.capability < COPIES_FROM:
         return False, "copy_engines is measured on Hopper alone"
     if not graphs:
         return False, "without CUDA graphs copies cost more than they save"

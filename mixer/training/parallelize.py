@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from mixer.common.say import Say
 from mixer.distributed.engine import settle_buckets, sum_by_copy_engines, try_copy_engines
 from mixer.distributed.hosts import Hosts
-from mixer.training.automatic import choose, look_around
+from mixer.training.automatic import choose, find_environment
 from mixer.training.compile import compile_objective, optimizer_compiler
 from mixer.training.config import RunConfig
 from mixer.training.objective import Objective
@@ -32,7 +32,7 @@ def parallelize(
     shape = (train.batch_size, run.model.max_position_embeddings)
     set_recompute(model, train.recompute)
     objective = Objective(model).to(accelerator.device).train()
-    chosen = choose(train, look_around(accelerator, hosts))
+    chosen = choose(train, find_environment(accelerator, hosts))
     if chosen.line:
         say(chosen.line)
 

@@ -3,11 +3,11 @@
 import pytest
 
 from mixer.common.errors import UserError
-from mixer.training.automatic import Here, choose
+from mixer.training.automatic import Environment, choose
 from mixer.training.config import TrainConfig, load_config
 
-H200 = Here("cuda", (9, 0), has_triton=True)
-TWO = Here("cuda", (9, 0), has_triton=True, processes=2, peers=True)
+H200 = Environment("cuda", (9, 0), has_triton=True)
+TWO = Environment("cuda", (9, 0), has_triton=True, processes=2, peers=True)
 ALL = "auto: train.compile=blocks, train.cuda_graphs=true"
 OVERWRITES = "each backward pass would overwrite the gradients of the one before"
 MADE = "they are made of what is compiled"
@@ -16,38 +16,38 @@ NO_GRAPHS = "without CUDA graphs copies cost more than they save"
 CASES = {
     "one GPU": ({}, H200, ALL),
     "two GPUs": ({}, TWO, f"{ALL}, train.all_reduce=copy_engines"),
-    "V100": ({}, Here("cuda", (7, 0), has_triton=True), ALL),
+    "V100": ({}, Environment("cuda", (7, 0), has_triton=True), ALL),
     "four V100s": (
         {},
-        Here("cuda", (7, 0), has_triton=True, processes=4, peers=True),
+        Environment("cuda", (7, 0), has_triton=True, processes=4, peers=True),
         f"{ALL}, train.all_reduce=nccl (copy_engines is measured on Hopper alone)",
     ),
     "P100": (
         {},
-        Here("cuda", (6, 0), has_triton=True),
+        Environment("cuda", (6, 0), has_triton=True),
         "auto: train.compile=no (Triton needs compute capability 7.0), "
         f"train.cuda_graphs=false ({MADE})",
     ),
     "no Triton": (
         {},
-        Here("cuda", (9, 0)),
+        Environment("cuda", (9, 0)),
         f"auto: train.compile=no (Triton is not installed), train.cuda_graphs=false ({MADE})",
     ),
-    "CPU": ({}, Here("cpu", processes=2), ""),
-    "compiled on a CPU": ({"compile": "blocks"}, Here("cpu"), ""),
+    "CPU": ({}, Environment("cpu", processes=2), ""),
+    "compiled on a CPU": ({"compile": "blocks"}, Environment("cpu"), ""),
     "FSDP": (
         {},
-        Here("cuda", (9, 0), has_triton=True, is_sharded=True, processes=2, peers=True),
+        Environment("cuda", (9, 0), has_triton=True, is_sharded=True, processes=2, peers=True),
         "auto: train.compile=blocks, train.cuda_graphs=false (FSDP moves the weights)",
     ),
     "two hosts": (
         {},
-        Here("cuda", (9, 0), has_triton=True, processes=16, hosts=2),
+        Environment("cuda", (9, 0), has_triton=True, processes=16, hosts=2),
         f"{ALL}, train.all_reduce=nccl (copies do not reach over 2 hosts)",
     ),
     "GPUs apart": (
         {},
-        Here("cuda", (9, 0), has_triton=True, processes=2),
+        Environment("cuda", (9, 0), has_triton=True, processes=2),
         f"{ALL}, train.all_reduce=nccl (these GPUs cannot write to each other's memory)",
     ),
     "accumulation": (
@@ -71,8 +71,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_auto_takes_what_can_run_and_says_what_cannot(name):
-    settings, here, said = CASES[name]
-    chosen = choose(TrainConfig(**settings), here)
+    settings, environment, said = CASES[name]
+    chosen = choose(TrainConfig(**settings), environment)
     assert chosen.line == said
     # What is done is what is said, and what was given stays.
     given = {key: value for key, value in settings.items() if hasattr(chosen, key)}
@@ -81,16 +81,16 @@ def test_auto_takes_what_can_run_and_says_what_cannot(name):
     for key in ("compile", "cuda_graphs", "all_reduce"):
         if f"train.{key}=" in said:
             assert f"train.{key}={str(getattr(chosen, key)).lower()}" in said
-    if here.device == "cpu":
+    if environment.device == "cpu":
         compiled = settings.get("compile", "no")
         assert (chosen.compile, chosen.cuda_graphs, chosen.all_reduce) == (compiled, False, "nccl")
 
 
 @pytest.mark.parametrize("name", ["P100", "no Triton", "CPU", "FSDP", "recompute"])
 def test_graphs_that_were_asked_for_and_cannot_be_are_refused(name):
-    settings, here, _ = CASES[name]
+    settings, environment, _ = CASES[name]
     with pytest.raises(UserError, match=r"train.cuda_graphs = true .*; set train.cuda_graphs=auto"):
-        choose(TrainConfig(**settings, cuda_graphs="true"), here)
+        choose(TrainConfig(**settings, cuda_graphs="true"), environment)
 
 
 def test_true_and_false_are_choices_in_yaml_and_on_the_command_line(tmp_path):
