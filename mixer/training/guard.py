@@ -39,23 +39,24 @@ class Guard:
         stop_at_first: bool,
         device: torch.device,
     ):
-        self.optimizer, self.scaled, self.stop_at_first = optimizer, scaled, stop_at_first
+        self.optimizer, self.scaled = optimizer, scaled
+        self.stop_at_first = stop_at_first and not scaled  # fp16 overflows now and then
         # skipped steps in a row, up to now
-        self.row = torch.zeros((), dtype=torch.int64, device=device)
+        self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._forget()
 
     def before_step(self, gradient_norm: Tensor, step: int) -> None:
         """To be called with the gradient's norm before the optimizer's step number `step`."""
         bad = ~torch.isfinite(gradient_norm)
-        if self.stop_at_first and not self.scaled:
+        if self.stop_at_first:
             bad = bad | (self.first > 0)
         if not self.scaled:
             self.optimizer.found_inf = bad.float()
         self.steps += bad
         self.first = torch.where(bad & (self.first == 0), step, self.first)
         self.last = torch.where(bad, step, self.last)
-        self.row = torch.where(bad, self.row + 1, 0)
-        self.longest = torch.maximum(self.longest, self.row)
+        self.in_a_row = torch.where(bad, self.in_a_row + 1, 0)
+        self.longest = torch.maximum(self.longest, self.in_a_row)
 
     def look(self) -> Skipped:
         """What happened since the last look. Waits for the device."""
@@ -63,44 +64,43 @@ class Guard:
         self._forget()
         return found
 
+    def require_finite(
+        self,
+        found: Skipped,
+        limit: int,
+        trace: Callable[[int], str],
+        last_good: Callable[[], str],
+    ) -> None:
+        """Raises UserError where the skipped steps of a `look` must end the run: the first one with
+        stop_at_first, else `limit` of them in a row.
+
+        trace: says where the bad numbers of a step are. last_good: a sentence that names the
+        checkpoint to go on from.
+        """
+        if not found.steps:
+            return
+        if self.stop_at_first:
+            raise UserError(
+                f"the gradient of step {found.first} is not finite: {trace(found.first)}. "
+                f"The step did not change the weights. {last_good()}. "
+                "Lower optim.lr or raise optim.warmup_steps and run the same command again, "
+                "or set train.non_finite=skip to skip such steps"
+            )
+        if found.in_a_row >= limit:
+            advice = (
+                "Set train.mixed_precision=bf16 (or no), which has no such limit"
+                if self.scaled
+                else "Lower optim.lr or raise optim.warmup_steps"
+            )
+            raise UserError(
+                f"{found.in_a_row} steps in a row were skipped, up to step {found.last}, because "
+                f"their gradients were not finite ({trace(found.last)}); allowed: fewer than "
+                f"train.max_skipped_steps = {limit}. {last_good()}. {advice}"
+            )
+
     def _forget(self) -> None:
         self.steps, self.first, self.last, self.longest = (
-            torch.zeros_like(self.row) for _ in range(4)
-        )
-
-
-def require_finite(
-    found: Skipped,
-    limit: int,
-    stop_at_first: bool,
-    scaled: bool,
-    trace: Callable[[int], str],
-    last_good: Callable[[], str],
-) -> None:
-    """Raises UserError where skipped steps must end the run.
-
-    trace: says where the bad numbers of a step are. last_good: a sentence that names the checkpoint
-    to go on from.
-    """
-    if not found.steps:
-        return
-    if stop_at_first and not scaled:
-        raise UserError(
-            f"the gradient of step {found.first} is not finite: {trace(found.first)}. "
-            f"The step did not change the weights. {last_good()}. "
-            "Lower optim.lr or raise optim.warmup_steps and run the same command again, "
-            "or set train.non_finite=skip to skip such steps"
-        )
-    if found.in_a_row >= limit:
-        advice = (
-            "Set train.mixed_precision=bf16 (or no), which has no such limit"
-            if scaled
-            else "Lower optim.lr or raise optim.warmup_steps"
-        )
-        raise UserError(
-            f"{found.in_a_row} steps in a row were skipped, up to step {found.last}, because their "
-            f"gradients were not finite ({trace(found.last)}); allowed: fewer than "
-            f"train.max_skipped_steps = {limit}. {last_good()}. {advice}"
+            torch.zeros_like(self.in_a_row) for _ in range(4)
         )
 
 

@@ -24,7 +24,7 @@ from mixer.distributed.stop import Stop
 from mixer.training.clipping import clip, gradient_norm
 from mixer.training.config import RunConfig
 from mixer.training.console import Console
-from mixer.training.guard import Guard, require_finite, where_not_finite
+from mixer.training.guard import Guard, where_not_finite
 from mixer.training.memory import step_too_large
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
@@ -105,9 +105,8 @@ class Trainer:
         self.writer = CheckpointWriter(
             run.directory, run.checkpoint, accelerator, hosts, self.model, self.data.tokenizer, say
         )
-        self.stop_at_first = train.non_finite == "stop"
-        scaled = self.scaler is not None
-        self.guard = Guard(self.optimizer.optimizer, scaled, self.stop_at_first, self.device)
+        scaled, stop_at_first = self.scaler is not None, train.non_finite == "stop"
+        self.guard = Guard(self.optimizer.optimizer, scaled, stop_at_first, self.device)
         profile_steps = run.logging.profile_steps if is_main else 0
         self.profiler = Profiler(run.directory, run.logging.profile_step, profile_steps, say)
         self.timer, self.stop = Timer(), Stop(hosts)
@@ -213,9 +212,8 @@ class Trainer:
         progress.tokens, self.uncounted = progress.tokens + int(self.uncounted), 0
         found = self.guard.look()
         progress.skipped_steps += found.steps
-        limit, scaled = self.run.train.max_skipped_steps, self.scaler is not None
-        last_good = self.writer.last_good
-        require_finite(found, limit, self.stop_at_first, scaled, self.trace, last_good)
+        limit = self.run.train.max_skipped_steps
+        self.guard.require_finite(found, limit, self.trace, self.writer.last_good)
 
     def trace(self, step: int) -> str:
         """Where the numbers that are not finite come from, by repeating a step."""

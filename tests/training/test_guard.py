@@ -11,7 +11,7 @@ from runs import RECIPE, assert_same, read_lines
 
 from mixer.checkpoints.format import damage
 from mixer.common.errors import UserError
-from mixer.training.guard import Guard, Skipped, require_finite
+from mixer.training.guard import Guard, Skipped
 from mixer.training.optim import OptimConfig, build_optimizer
 
 LONG = {"steps": 200, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
@@ -216,6 +216,4 @@ def test_after_the_first_bad_step_nothing_changes_until_it_is_looked_at(config):
     assert all(changed(first, state) == set() for state in later)
     found = trained.guard.look()
     with pytest.raises(UserError, match="the gradient of step 2 is not finite: traced 2"):
-        require_finite(
-            found, 50, True, scaled=False, trace=lambda step: f"traced {step}", last_good=str
-        )
+        trained.guard.require_finite(found, 50, lambda step: f"traced {step}", last_good=str)
