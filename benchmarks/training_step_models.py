@@ -119,7 +119,9 @@ class Step:
         faster = partial(compiled, graphs=False) if is_compiled else None
         config = OptimConfig(lr=1e-4, **form.optim)
         self.optimizer = build_optimizer(model, config, compile=faster)
-        self.guard = Guard(self.optimizer, False, True, torch.device(device))
+        self.guard = Guard(
+            self.optimizer, scaled=False, stop_at_first=True, device=torch.device(device)
+        )
         memory.share(self.module, self.optimizer)
         if form.graphs and device != "cuda":
             raise ValueError(f"CUDA graphs on a {device}")
