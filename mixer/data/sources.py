@@ -201,8 +201,8 @@ def _read_text(file: Path) -> str:
 
 
 def _field_texts(shard: Shard, rows: Iterator[dict]) -> Iterator[str]:
-    """The text field of each row; "" where a row has none. Raises UserError if no row has the
-    field, for a field that is not text, and for whatever goes wrong in reading.
+    """The text field of each row; "" where a row has none. Raises UserError if no row of a file's
+    first shard has the field, for a field that is not text, and for whatever goes wrong in reading.
     """
     name, fields, found = shard.config.text_field, (), False
     number = 0
@@ -229,7 +229,7 @@ def _field_texts(shard: Shard, rows: Iterator[dict]) -> Iterator[str]:
             "(eval.py: --text or --hub, --subset, --split), and that the files are whole (or the "
             "network reachable)"
         ) from error
-    if fields and not found:
+    if fields and not found and not shard.start:
         raise UserError(
             f"{_what(shard)}: {_place(shard, 1)} has no field {name!r}; its fields: "
             f"{', '.join(sorted(fields))}. Give one of them as data.text_field "

@@ -146,6 +146,18 @@ def test_a_validation_text_and_a_limit_of_documents_are_cut_alike(tmp_path, toke
         assert counts == real[name] if name in real else sum(counts) == 23
 
 
+def test_rows_without_the_field_are_no_error_wherever_the_source_is_cut(tmp_path, monkeypatch):
+    file, wrong = tmp_path / "rows.jsonl", tmp_path / "wrong.jsonl"
+    rows = [{"text": f"document {n}"} if n < 5 else {"title": "of no text"} for n in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wrong.write_text("".join(json.dumps(row) + "\n" for row in rows[5:]))
+    monkeypatch.setattr(sources, "SHARD_BYTES", 100)
+    texts = documents(DataConfig(source="jsonl", path=str(file)))
+    assert list(texts) == [f"document {n}" for n in range(5)]
+    with pytest.raises(UserError, match="line 1 of .*wrong.jsonl has no field 'text'"):
+        list(documents(DataConfig(source="jsonl", path=str(wrong))))
+
+
 def test_tokens_are_those_of_the_tokenizer_itself(tokenizer, monkeypatch):
     """The words kept never change a token: white space, contractions and scripts of all kinds."""
     from mixer.data import tokenizer as module
