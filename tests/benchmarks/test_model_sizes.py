@@ -11,7 +11,11 @@ import yaml
 from launching import run_python, start_python
 from runs import read_lines
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "model_sizes.py"
+from mixer.common.yaml_file import read_yaml
+from mixer.training.config import load_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "model_sizes.py"
 
 
 def write_plan(file: Path, small_run: dict) -> Path:
@@ -74,6 +78,18 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
         "diverged" in text and "| flat mixer 16 | 0.4 |" in text and "flat mixer: loss = " in text
     )
     assert output.with_suffix(".png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("plan", sorted((ROOT / "benchmarks/plans").glob("model_sizes*.yaml")))
+def test_every_model_of_the_plans_can_be_trained(plan, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from model_sizes import models_of
+
+    models = models_of(read_yaml(plan), [])
+    assert len({model.name for model in models}) == len(models)
+    for model in models:
+        load_config(None, [f"{key}={json.dumps(value)}" for key, value in model.options.items()])
 
 
 def test_runs_of_other_options_are_no_part_of_the_results(monkeypatch):
