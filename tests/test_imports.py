@@ -70,6 +70,14 @@ def test_the_readmes_table_is_in_this_order():
     assert len(ranks) == len(rows) == sum(map(len, ORDER)) and ranks == sorted(ranks, reverse=True)
 
 
+def test_each_folder_says_what_its_files_are():
+    for init in PACKAGE.rglob("__init__.py"):
+        if init.parent not in (PACKAGE, PACKAGE / "ops"):  # docs/add_a_kernel.md lists those of ops
+            said = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+            files = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
+            assert files <= set(re.findall(r"\w+", said)), init
+
+
 def test_no_modules_import_each_other_in_a_circle():
     graph = {module: set(imported(module, whole=False)) - {"mixer"} for module in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle

@@ -1,0 +1,14 @@
+"""What all parts use:
+
+errors       UserError, and how a command ends with one
+options      a setting with its meaning and allowed values
+say          how functions tell people something
+files        outputs that appear whole or not at all
+locks        between processes
+checksums    SHA-256 of files
+json_file    reads JSON, and names what is wrong in it
+yaml_file    likewise YAML
+hardware     peak throughput, memory used, precisions
+memory       errors for want of memory
+provenance   where a measurement comes from
+"""

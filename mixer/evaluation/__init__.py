@@ -1,0 +1,10 @@
+"""Perplexity of checkpoints on a text:
+
+evaluate      from options to results
+texts         what is scored
+scoring       the score of each token, window by window
+measure       the score of a text by all processes, with speed and memory
+checks        whether the model is causal, and backends agree
+report        the table and its notes
+model_card    for a checkpoint that is given away
+"""

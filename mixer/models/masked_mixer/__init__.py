@@ -1,0 +1,12 @@
+"""The masked mixer, a model of transformers:
+
+configuration  its options
+modeling       the model: embedding, blocks, head, loss
+mixing         token mixing and its variants
+plain          the triangular convolution in plain PyTorch
+linear, gelu   two layers in forms that compile better
+flops          counts operations
+generation     what generate() needs
+cache, memory  the inputs of earlier tokens, kept while a text is generated
+captured_step  a decoding step as a CUDA graph
+"""
