@@ -77,8 +77,9 @@ def main() -> None:
         result["runs"][name] = {"settings": settings} | measured_by | run(name, settings)
         print(f"{name}: {row(name, result)}", flush=True)
         write_text(file, json.dumps(result, indent=1) + "\n")
-    report(result, output)
-    print(table(result))
+    if result["runs"]:
+        report(result, output)
+        print(table(result))
     if left:
         print(f"left for lack of time: {', '.join(left)}")
         sys.exit(LEFT)
