@@ -244,6 +244,8 @@ def train_model(study: Study, model: Model) -> None:
 def train_best(study: Study, kind: str, seconds: float) -> None:
     """The size of a kind that was the best after the plan's `seconds`, for longer."""
     best = best_size(study.runs(), kind, study.plan["seconds"])
+    if best is None:
+        raise UserError(f"no size of {kind} has a loss after {study.plan['seconds']:g} s")
     model = next(
         model for model in study.models if (model.kind, model.size) == (kind, best["size"])
     )

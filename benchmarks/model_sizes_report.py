@@ -128,7 +128,7 @@ def report(result: dict, picture: str) -> str:
     parts += ["## Losses", table(loss_rows(runs))]
     parts += ["## Which size for how long", table(size_rows(runs)), how_sized(result)]
     parts += ["## Where each is better", table(where_rows(runs)), how_split()]
-    parts += ["## Speeds and learning rates", table(rate_rows(runs)), notes(result)]
+    parts += ["## Speeds and learning rates", table(rate_rows(result)), notes(result)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -227,9 +227,13 @@ def how_split() -> str:
     )
 
 
-def rate_rows(runs: dict) -> list[dict]:
+def sweep_budget(result: dict) -> float:
+    return result["plan"]["sweep_share"] * result["plan"]["seconds"]
+
+
+def rate_rows(result: dict) -> list[dict]:
     """Validation losses of the sweeps, a column for each rate; the best is bold."""
-    swept = [row for row in runs.values() if row["budget"] and "loss" not in row]
+    swept = [row for row in result["runs"].values() if 0 < row["budget"] <= sweep_budget(result)]
     rates = sorted({row["lr"] for row in swept})
     rows = []
     for name in dict.fromkeys((row["kind"], row["size"]) for row in swept):
@@ -257,7 +261,7 @@ def notes(result: dict) -> str:
     rows = finished(runs)
     settings = rows[0]["settings"]
     context = settings["model.max_position_embeddings"]
-    lines = [edge_note(runs), short_note(runs)]
+    lines = [diverged_note(result), edge_note(runs), short_note(runs)]
     lines += [
         f"{rows[0]['tokens_a_step']:,} tokens a step in samples of {context}, a text of "
         f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens, optimizer "
@@ -275,6 +279,16 @@ def notes(result: dict) -> str:
         "options of each run are in the JSON file."
     )
     return "\n".join(f"- {line}" for line in lines if line)
+
+
+def diverged_note(result: dict) -> str:
+    """Which runs that follow a sweep have no loss."""
+    named = [
+        f"{row['kind']} {row['size']} ({row['budget']:g} s, lr {row['lr']:g})"
+        for row in result["runs"].values()
+        if row["budget"] > sweep_budget(result) and "failure" in row
+    ]
+    return f"Diverged at the best rate of the sweep: {', '.join(named)}." if named else ""
 
 
 def edge_note(runs: dict) -> str:

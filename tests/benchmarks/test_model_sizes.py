@@ -120,6 +120,19 @@ def test_a_measured_loss_stands_before_one_that_is_estimated(monkeypatch):
     assert rows["30"] == "1: about 4.472"  # half way: the root of 5 x 4
 
 
+def test_a_long_run_that_diverges_is_named_and_leaves_the_sweep_as_it_was(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from model_sizes_report import diverged_note, rate_rows
+
+    row = {"kind": "mixer", "size": "16", "parameters": 1, "tokens_per_second": 1, "steps": 1}
+    runs = [row | {"budget": 15, "lr": lr, "validation_loss": 5 - lr} for lr in (1, 2)]
+    runs += [row | {"budget": 60, "lr": 2, "failure": "not finite"}]
+    result = {"plan": {"seconds": 60, "sweep_share": 0.25}, "runs": dict(enumerate(runs))}
+    (shown,) = rate_rows(result)
+    assert shown["lr 1"] == "4.0000" and shown["lr 2"] == "**3.0000**"
+    assert diverged_note(result).endswith(": mixer 16 (60 s, lr 2).")
+
+
 def lines_of(file: Path) -> list[dict]:
     try:
         return read_lines(file.parent)
