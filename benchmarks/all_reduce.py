@@ -97,8 +97,7 @@ def table(result: dict) -> str:
         ratio = row["packed_ms"] / row["whole_ms"]
         lines.append(
             f"| {row['context']} | {row['parameters']:,} | {row['dead_share']:.1%} | "
-            f"{row['whole_ms']:.2f} "
-            f"| {row['packed_ms']:.2f} | {ratio:.2f} |"
+            f"{row['whole_ms']:.2f} | {row['packed_ms']:.2f} | {ratio:.2f} |"
         )
     where = f"{result['processes']} processes, {result['backend']}; {origin(result)}"
     return "\n".join(lines) + f"\n\nMedians of {ROUNDS}; {where}.\n"

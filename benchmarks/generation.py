@@ -74,8 +74,7 @@ def arguments() -> argparse.Namespace:
     if options.new < 4 or options.prompt + options.new > options.context:
         raise UserError(
             f"--prompt {options.prompt} and --new {options.new} do not fit --context "
-            f"{options.context}; "
-            "give at least 4 new tokens, and together at most the context"
+            f"{options.context}; give at least 4 new tokens, and together at most the context"
         )
     return options
 
@@ -385,10 +384,9 @@ def introduction(result: dict) -> str:
     sizes = result["settings"]
     return (
         f"Hidden {sizes['hidden']}, {sizes['layers']} layers, vocabulary {sizes['vocabulary']}, "
-        f"context {sizes['context']}, "
-        f"{sizes['dtype']}, random weights; prompts of {sizes['prompt']} tokens. Mixer: "
-        f"{result['parameters'] / 1e6:.1f}M "
-        f"parameters; Llama: {result['llama_parameters'] / 1e6:.1f}M."
+        f"context {sizes['context']}, {sizes['dtype']}, random weights; prompts of "
+        f"{sizes['prompt']} tokens. Mixer: {result['parameters'] / 1e6:.1f}M parameters; Llama: "
+        f"{result['llama_parameters'] / 1e6:.1f}M."
     )
 
 

@@ -267,14 +267,11 @@ def introduction(result: dict) -> str:
     size = f"{result['ceiling_size']:,}"
     return (
         f"{case['channels']} channels, batch x tokens {case['batch'] * case['tokens']:,}; "
-        "milliseconds, medians of "
-        f"{result['rounds']} interleaved rounds, GPU time alone. Useful operations are those on "
-        "and below the diagonal. The "
-        f"ceiling is the faster of two dense products of {size} cubed by the same kernels with the "
-        "triangle taken out. cuBLAS "
+        f"milliseconds, medians of {result['rounds']} interleaved rounds, GPU time alone. Useful "
+        "operations are those on and below the diagonal. The ceiling is the faster of two dense "
+        f"products of {size} cubed by the same kernels with the triangle taken out. cuBLAS "
         "multiplies the whole square, with the GPU's own instructions. Results were first checked "
-        "against fp64; what failed "
-        "has no time."
+        "against fp64; what failed has no time."
     )
 
 

@@ -81,14 +81,12 @@ def introduction(result: dict) -> str:
     how = "wall time of a CPU" if result["hardware"].get("device") == "cpu" else rotation
     return (
         f"Ours is backend `{result['ours']}`. Medians of {result['rounds']} interleaved rounds, in "
-        f"milliseconds; {how}. "
-        "The speed-up is over the best alternative of any column. Useful operations are those on "
-        "and below the diagonal. "
-        f"Ceiling: the library's dense product of {size} ({ceilings}). Floor: the slower of memory "
-        "(every byte once, at the "
+        f"milliseconds; {how}. The speed-up is over the best alternative of any column. Useful "
+        "operations are those on and below the diagonal. Ceiling: the library's dense product of "
+        f"{size} ({ceilings}). Floor: the slower of memory (every byte once, at the "
         f"{result['copy_tb_s']:.3g} TB/s of a copy) and arithmetic (in steps of 64 rows, at the "
-        "ceiling). Results were first "
-        "checked against fp64; what failed has no time and no speed-up."
+        "ceiling). Results were first checked against fp64; what failed has no time and no "
+        "speed-up."
     )
 
 

@@ -91,16 +91,12 @@ def introduction(result: dict) -> str:
     size = f"{result['ceiling_size']}^3"
     return (
         "Forward, backward, clipping and the optimizer (AdamW unless said) on random tokens, bf16 "
-        "autocast, "
-        f"{result['batch_tokens']:,} tokens a step, "
-        f"vocabulary {result['vocabulary']:,}, hidden size {result['hidden']:,}, "
-        f"{result['layers']} layers; medians of "
+        f"autocast, {result['batch_tokens']:,} tokens a step, vocabulary {result['vocabulary']:,}, "
+        f"hidden size {result['hidden']:,}, {result['layers']} layers; medians of "
         f"{result['rounds']} interleaved rounds. Ratios are of tokens a second. The limit is the "
-        "clean model with token mixing "
-        "removed, compiled. Useful operations are the products that the model is defined by, of a "
-        "triangle those on and below "
-        f"the diagonal; their share is of the library's bf16 product of {size}, "
-        f"{result['ceiling_tflops']:.4g} TFLOP/s."
+        "clean model with token mixing removed, compiled. Useful operations are the products that "
+        "the model is defined by, of a triangle those on and below the diagonal; their share is of "
+        f"the library's bf16 product of {size}, {result['ceiling_tflops']:.4g} TFLOP/s."
     )
 
 
