@@ -44,7 +44,7 @@ from model_sizes_report import best_size, write_report
 from recipe import LEFT, recipe, train_here
 from transformers import PreTrainedModel
 
-from mixer.common.errors import UserError, first_line, run_command
+from mixer.common.errors import NotFinite, UserError, first_line, run_command
 from mixer.common.files import write_text
 from mixer.common.locks import locked
 from mixer.common.provenance import commit, hardware
@@ -287,9 +287,7 @@ def train_for(study: Study, model: Model, budget: float, rate: float, steps: int
     measured |= {"settings": settings, "hardware": hardware(), "commit": study.commit}
     try:
         measured |= train(study, config, is_long)
-    except UserError as error:  # a run that diverges is a result, too
-        if "finite" not in str(error):
-            raise
+    except NotFinite as error:  # a run that diverges is a result, too
         measured["failure"] = first_line(error)
     shutil.rmtree(config.directory)
     measured["wall_seconds"] = time.time() - began

@@ -28,7 +28,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel
 
-from mixer.common.errors import UserError, run_command
+from mixer.common.errors import NotFinite, run_command
 from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import parse_yaml, read_yaml
@@ -117,9 +117,7 @@ def run(name: str, settings: dict) -> dict:
         config = load_config(None, given)
         try:
             train_here(config)
-        except UserError as error:  # a run that diverges is a result, too
-            if "finite" not in str(error):
-                raise
+        except NotFinite as error:  # a run that diverges is a result, too
             return {"failure": str(error)}
         lines = read_metrics(config.directory)
         shutil.rmtree(config.directory)

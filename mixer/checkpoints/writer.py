@@ -22,7 +22,7 @@ from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
 from mixer.checkpoints.finite import not_finite, optimizer_state
 from mixer.checkpoints.snapshot import DeviceCopy, HostCopy, choose_copy, room_for
-from mixer.common.errors import UserError
+from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
 from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
@@ -70,7 +70,7 @@ class CheckpointWriter:
 
         trainer: the content of trainer.json without its format, see format.py.
 
-        Raises UserError, and writes nothing, if the state is not finite (`require_finite`).
+        Raises NotFinite, and writes nothing, if the state is not finite (`require_finite`).
         """
         self.wait()  # until the last checkpoint is written, as its buffers are used again
         self.require_finite(optimizer, trainer["step"])
@@ -81,7 +81,7 @@ class CheckpointWriter:
             self._submit(self._write, model, state, random, trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Raises UserError if a weight, or a number in the optimizer's state, is NaN or infinity on
+        """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
         any process. All processes must call this together, after step `step`.
         """
         held = {name: local_part(weight) for name, weight in self.model.named_parameters()}
@@ -93,7 +93,7 @@ class CheckpointWriter:
             return
         names = reports[rank]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise UserError(
+        raise NotFinite(
             f"after step {step} the weights or the optimizer's state are not finite (on process "
             f"{rank}: {names[0]}{more}), so no checkpoint of it is written. {self.last_good()}. "
             "Lower optim.lr or raise optim.warmup_steps and run the same command again"

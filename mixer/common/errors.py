@@ -17,6 +17,12 @@ class UserError(Exception):
     """
 
 
+class NotFinite(UserError):
+    """Numbers of a run are NaN or infinite: its training has diverged. The message says so in the
+    words "not finite".
+    """
+
+
 # What a system refuses for reasons outside of the program: no space, no access, a broken disk, or a
 # path that cannot be.
 SYSTEM_REFUSALS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from mixer.common.errors import UserError
+from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import check_writable
 from mixer.common.provenance import commit
 from mixer.comparison.entrants import Entrant, entrant, entrants_of, without_mixing
@@ -169,9 +169,7 @@ def tune(
         try:
             lines = runs.train(who, short, f"{who.folder}-lr-{rate:g}", *changes)
             losses[rate] = last_validation(lines)["validation_loss"]
-        except UserError as error:
-            if "finite" not in str(error):
-                raise
+        except NotFinite:
             losses[rate] = None
     if not any(loss is not None for loss in losses.values()):
         raise UserError(f"{who.name} diverges at all of --rates {rates}; give lower ones")

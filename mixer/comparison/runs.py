@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixer.common.errors import UserError
+from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import whole_file, write_text
 from mixer.common.locks import run_locked
 from mixer.comparison.entrants import Entrant
@@ -79,27 +79,33 @@ class Runs:
         return self.output / LOGS / f"{run.name}.txt"
 
     def _run(self, who: Entrant, *overrides: str) -> Path:
-        """Trains, unless an earlier comparison that was cut short has done so already."""
+        """Trains, unless an earlier comparison that was cut short has done so already. Raises
+        NotFinite for a run that diverges.
+        """
         run = self.config(who, *overrides)
-        if is_complete(run):
-            return run.directory
+        log = self._log(run)
+        if not is_of(run) or not (reached_end(run) or has_diverged(log)):
+            self._train(who, run, log, overrides)
+        if not reached_end(run):
+            raise NotFinite(f"the run {run.name} has diverged; {output_of(log)}")
+        return run.directory
+
+    def _train(self, who: Entrant, run: RunConfig, log: Path, overrides: tuple[str, ...]) -> None:
         if run.directory.exists():
             with run_locked(run.directory):  # a run may outlive a comparison that was killed
                 shutil.rmtree(run.directory, ignore_errors=True)
-        log = self._log(run)
         write_text(log, "")  # fails with a clear error where there is no space
         command = [sys.executable, *self._launcher(), "-m", who.module]
         command += ["--config", self.config_file, *self._settings(who, overrides)]
         with open(log, "w") as file:
             status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-        if status:
+        if status and not has_diverged(log):
             raise UserError(f"the run {run.name} ended with status {status}; {output_of(log)}")
-        if not reached_end(run):  # a signal stops a run with status 0
+        if not status and not reached_end(run):  # a signal stops a run with status 0
             raise UserError(
                 f"the run {run.name} was stopped before its last step "
                 f"(--resume does it again); {output_of(log)}"
             )
-        return run.directory
 
     def _launcher(self) -> list[str]:
         if self.processes == 1:
@@ -113,15 +119,25 @@ def output_of(log: Path) -> str:
     return f"all of its output is in {log}, the end of it:\n{last}"
 
 
-def is_complete(run: RunConfig) -> bool:
-    """Whether the run's directory holds a run of these very settings, up to its last step."""
+def has_diverged(log: Path) -> bool:
+    """Whether a run has ended as its numbers were not finite, by what it printed. torchrun prints
+    more after that.
+    """
+    return log.exists() and "not finite" in log.read_text(errors="replace")
+
+
+def is_of(run: RunConfig) -> bool:
+    """Whether the run's directory holds a run of these very settings."""
     try:
-        return load_config(str(run.directory / "config.yaml"), []) == run and reached_end(run)
-    except UserError:  # nothing yet, or files that a kill cut short
+        return load_config(str(run.directory / "config.yaml"), []) == run
+    except UserError:  # nothing yet, or a file that a kill cut short
         return False
 
 
 def reached_end(run: RunConfig) -> bool:
     """Whether the last line of metrics is that of the evaluation after the last step."""
-    last = read_metrics(run.directory)[-1]
+    try:
+        last = read_metrics(run.directory)[-1]
+    except UserError:  # not a line yet
+        return False
     return last["step"] == run.train.steps and "validation_loss" in last

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mixer.common.errors import UserError
+from mixer.common.errors import NotFinite
 from mixer.distributed.hosts import Hosts
 from mixer.distributed.shards import local_part
 
@@ -71,7 +71,7 @@ class Guard:
         trace: Callable[[int], str],
         last_good: Callable[[], str],
     ) -> None:
-        """Raises UserError where the skipped steps of a `look` must end the run: the first one with
+        """Raises NotFinite where the skipped steps of a `look` must end the run: the first one with
         stop_at_first, else `limit` of them in a row.
 
         trace: says where the bad numbers of a step are. last_good: a sentence that names the
@@ -80,7 +80,7 @@ class Guard:
         if not found.steps:
             return
         if self.stop_at_first:
-            raise UserError(
+            raise NotFinite(
                 f"the gradient of step {found.first} is not finite: {trace(found.first)}. "
                 f"The step did not change the weights. {last_good()}. "
                 "Lower optim.lr or raise optim.warmup_steps and run the same command again, "
@@ -92,7 +92,7 @@ class Guard:
                 if self.scaled
                 else "Lower optim.lr or raise optim.warmup_steps"
             )
-            raise UserError(
+            raise NotFinite(
                 f"{found.in_a_row} steps in a row were skipped, up to step {found.last}, because "
                 f"their gradients were not finite ({trace(found.last)}); allowed: fewer than "
                 f"train.max_skipped_steps = {limit}. {last_good()}. {advice}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.writer import CheckpointWriter
-from mixer.common.errors import UserError, is_refusal
+from mixer.common.errors import NotFinite, UserError, is_refusal
 from mixer.common.hardware import check_precision
 from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
@@ -257,7 +257,7 @@ class Trainer:
         )
         if step == train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
-            raise UserError(
+            raise NotFinite(
                 f"after the last step the validation loss is not finite: {loss} "
                 f"({self.progress.skipped_steps} steps were skipped). Lower optim.lr or raise "
                 "optim.warmup_steps, and give the run another name"

@@ -133,9 +133,10 @@ def test_each_model_trains_with_several_seeds_at_the_best_of_the_same_rates(
     assert "wide: the best rate" not in text  # it is not the last on its side
     assert (output / "budgets.png").stat().st_size > 0
 
-    written = (output / "runs/wide/metrics.jsonl").stat().st_mtime_ns
+    runs = [output / "runs" / name / "metrics.jsonl" for name in ("wide", "wide-lr-1e+30")]
+    written = [run.stat().st_mtime_ns for run in runs]
     main([*command, "train.max_grad_norm=0", "--resume"])
-    assert (output / "runs/wide/metrics.jsonl").stat().st_mtime_ns == written
+    assert [run.stat().st_mtime_ns for run in runs] == written, "a run that had ended is repeated"
 
 
 def last_validation(run: Path) -> float:
@@ -246,6 +247,12 @@ def test_a_run_that_outlives_a_killed_comparison_is_not_begun_beside_itself(writ
         with pytest.raises(UserError, match="dense-timing-1 is being trained by another process"):
             main(command)
         assert run.exists() and log.read_text() == "of the run that goes on"
+
+
+def test_divergence_is_found_above_what_torchrun_prints_after_it(tmp_path):
+    log = tmp_path / "run.txt"
+    log.write_text("error: the gradient of step 2 is not finite\n" + 30 * "of torchrun\n")
+    assert runs.has_diverged(log)
 
 
 def test_a_run_that_fails_ends_the_comparison_with_its_own_words(
