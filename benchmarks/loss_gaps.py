@@ -13,8 +13,7 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
-from recipe import measured_on
-from saving import file_of, save
+from saving import file_of, origins, save
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.json_file import read_json
@@ -38,7 +37,7 @@ def main() -> None:
             "recipe.py's command again for the others"
         )
     runs = [SimpleNamespace(name=name, lines=lines_of(row)) for name, row in rows.items()]
-    result = {"measured": measured_on(measured)}
+    result = {"measured": f"Measured on {origins(measured)}."}
     result["runs"] = {name: ends_of(row) for name, row in rows.items()}
     result["gaps"] = [gap(first, second) for first, second in itertools.combinations(runs, 2)]
     save(result, table(result), options.output)

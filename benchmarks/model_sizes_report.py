@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from saving import origins
 
 from mixer.common.errors import run_command
 from mixer.common.files import write_text
@@ -271,12 +272,8 @@ def notes(result: dict) -> str:
         "Training time is the steps by the median time of a step, without start-up, compilation, "
         "evaluation and saving.",
     ]
-    devices = ", ".join(dict.fromkeys(row["hardware"]["device"] for row in rows))
-    torches = ", ".join(dict.fromkeys(row["hardware"]["torch"] for row in rows))
-    commits = ", ".join(dict.fromkeys(row["commit"][:10] for row in rows))
     lines.append(
-        f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`. The "
-        "options of each run are in the JSON file."
+        f"Measured on {origins(result, rows)}. The options of each run are in the JSON file."
     )
     return "\n".join(f"- {line}" for line in lines if line)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
+from saving import origins
 from transformers import PreTrainedModel
 
 from mixer.common.errors import NotFinite, run_command
@@ -201,18 +202,8 @@ def table(result: dict) -> str:
         + "\n\nThe time is training alone, without start-up, evaluation and saving. A run's "
         "schedule ends at its last step. The rise is how far the logged training loss climbs after "
         "the warm-up above its lowest value before. Losses are in nats per token.\n\n"
-        f"{measured_on(result)} The options of each run are in the JSON file.\n"
+        f"Measured on {origins(result)}. The options of each run are in the JSON file.\n"
     )
-
-
-def measured_on(result: dict) -> str:
-    """A sentence with hardware, commits and command."""
-    # Files of older plans say once for all runs where they were measured.
-    by = [result | one for one in result["runs"].values()]
-    devices = ", ".join(dict.fromkeys(one["hardware"]["device"] for one in by))
-    torches = ", ".join(dict.fromkeys(one["hardware"]["torch"] for one in by))
-    commits = ", ".join(dict.fromkeys(one["commit"][:10] for one in by))
-    return f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`."
 
 
 def plot(result: dict, output: Path) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from mixer.common.files import write_text
-from mixer.common.provenance import commit, hardware
+from mixer.common.provenance import commit, hardware, in_words
 
 
 def add_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -25,8 +25,17 @@ def measured_by(options: argparse.Namespace, device: str = "cuda") -> dict:
 
 def origin(result: dict) -> str:
     """What `measured_by` has found, in words."""
-    device = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
-    return f"{device}; commit {result['commit'][:10]}; `{result['command']}`"
+    return f"{in_words(result['hardware'])}; commit {result['commit'][:10]}; `{result['command']}`"
+
+
+def origins(result: dict, runs: list[dict] | None = None) -> str:
+    """`origin` of results whose runs (all, or these) were measured at different times."""
+    # Files of older plans say once for all runs where they were measured.
+    by = [result | run for run in runs or result["runs"].values()]
+    devices = ", ".join(dict.fromkeys(run["hardware"]["device"] for run in by))
+    torches = ", ".join(dict.fromkeys(run["hardware"]["torch"] for run in by))
+    commits = ", ".join(dict.fromkeys(run["commit"][:10] for run in by))
+    return f"{devices}, torch {torches}; commit {commits}; `{result['command']}`"
 
 
 def file_of(output: str, suffix: str) -> Path:

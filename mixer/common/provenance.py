@@ -25,6 +25,11 @@ def hardware(device: str = "cuda") -> dict:
     }
 
 
+def in_words(hardware: dict) -> str:
+    """What `hardware` has found, for reports."""
+    return ", ".join(f"{key} {value}" for key, value in hardware.items())
+
+
 def commit() -> str:
     """The hash of the checkout's commit, or "unknown" if this code is not in its own checkout.
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from mixer.common.files import whole_directory
+from mixer.common.provenance import in_words
 from mixer.comparison.result import (
     LARGEST_GAP,
     LARGEST_GAP_AT_END,
@@ -136,7 +137,6 @@ def edge_notes(result: dict) -> list[str]:
 def notes(result: dict) -> str:
     """What the numbers are, and whether the backends agree."""
     repeats = len(next(iter(result["models"].values()))["tokens_per_second"]["all"])
-    hardware = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
     lines = [verdict(gap) for gap in result["gaps"]]
     if result["seconds"]:
         lines.append(
@@ -163,7 +163,7 @@ def notes(result: dict) -> str:
         ),
         f"{batches(result)} tokens a step, precision "
         f"{result['settings']['train']['mixed_precision']}, {seeds_of(result)}, "
-        f"{result['processes']} process(es). Measured on {hardware}; "
+        f"{result['processes']} process(es). Measured on {in_words(result['hardware'])}; "
         f"commit {result['commit'][:10]}: `{result['command']}`",
     ]
     return "\n".join(f"- {line}" for line in lines)
