@@ -98,6 +98,7 @@ class Trainer:
         self.share = Share(
             train.batch_size, train.gradient_accumulation_steps, hosts.processes, hosts.rank
         )
+        # Of all processes; as many are targets, where rows are not padded.
         self.step_tokens = self.share.step_samples * run.model.max_position_embeddings
         order = SampleOrder(len(self.data.training), run.seed)
         pin = self.device.type == "cuda"
@@ -226,6 +227,7 @@ class Trainer:
         return where_not_finite(self.model, both_passes, repeated, own_gradients, self.hosts)
 
     def log(self, step: Step) -> None:
+        """Writes and shows a line of metrics."""
         self.settle()
         progress, scaler = self.progress, self.scaler
         loss = float(self.accelerator.reduce(step.nats, "sum") / step.targets)
@@ -241,6 +243,7 @@ class Trainer:
         self.console.line(line)
 
     def save(self) -> None:
+        """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
         trainer = asdict(self.progress) | self.state.identity
         trainer["data_directory"] = self.run.data.directory
         trainer["threads"] = torch.get_num_threads()
@@ -250,6 +253,7 @@ class Trainer:
         self.writer.save(self.optimizer.optimizer, trainer)
 
     def evaluate(self) -> None:
+        """Writes and shows the loss on the validation split, and links the best checkpoint."""
         train, step = self.run.train, self.progress.step
         samples, size = train.eval_samples, train.batch_size
         loss, bits = validation_loss(
