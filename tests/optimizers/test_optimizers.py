@@ -58,6 +58,7 @@ def twins(shapes=SHAPES) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return tuple([nn.Parameter(value.clone()) for value in values] for _ in range(2))
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize(("products", "allowed"), (("as torch's, bf16", 0.04), ("fp64", 1e-3)))
 def test_muon_is_torchs_step_by_step(products, allowed, monkeypatch):
     """torch does the products in bf16, which costs 1% of an update; with exact ones we are
