@@ -29,7 +29,7 @@ from unittest import mock
 
 import timing
 import torch
-from recipe import recipe, run
+from recipe import given_options, recipe, run
 from saving import add_options, measured_by, origin, save
 from torch import nn
 from training_step import measure_size
@@ -37,7 +37,7 @@ from training_step_models import FORMS, Size
 from training_step_report import kinds, markdown
 
 from mixer.common.errors import UserError, run_command
-from mixer.common.yaml_file import parse_yaml, read_yaml
+from mixer.common.yaml_file import read_yaml
 from mixer.training import start
 
 try:
@@ -168,8 +168,7 @@ def trained(options: argparse.Namespace, overrides: list[str], name: str | None)
     if name is None:
         return {}
     settings = read_yaml(PLAN)["common"] | recipe({"recipe": str(RECIPE)})
-    given = dict(text.split("=", 1) for text in overrides)
-    settings |= {key: parse_yaml(value) for key, value in given.items()}
+    settings |= given_options(overrides)
     settings["train.steps"] = options.steps
     runs = {"settings": settings}
     for form in (BF16, name):

@@ -41,14 +41,14 @@ import numpy as np
 import psutil
 import torch
 from model_sizes_report import best_size, write_report
-from recipe import LEFT, recipe, train_here
+from recipe import LEFT, given_options, recipe, train_here
 from transformers import PreTrainedModel
 
 from mixer.common.errors import NotFinite, UserError, first_line, run_command
 from mixer.common.files import write_text
 from mixer.common.locks import locked
 from mixer.common.provenance import commit, hardware
-from mixer.common.yaml_file import parse_yaml, read_yaml
+from mixer.common.yaml_file import read_yaml
 from mixer.comparison.result import last_validation
 from mixer.data.manifest import Manifest
 from mixer.data.token_file import TokenFile
@@ -116,10 +116,10 @@ def main() -> None:
     output = Path(options.output)
     file = output.with_name(output.name + ".json")
     folder = output.with_name(output.name + "-runs")
-    folder.mkdir(parents=True, exist_ok=True)
     plan = read_yaml(options.plan)
-    result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
     models = tuple(models_of(plan, overrides))
+    folder.mkdir(parents=True, exist_ok=True)
+    result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
     kept = {name: row for name, row in result["runs"].items() if not has_changed(row, models)}
     if len(kept) < len(result["runs"]):
         print(f"dropped: {len(result['runs']) - len(kept)} runs with other options than now")
@@ -138,9 +138,7 @@ def main() -> None:
 
 
 def models_of(plan: dict, overrides: list[str]) -> list[Model]:
-    given = dict(text.split("=", 1) for text in overrides)
-    common = recipe(plan) | plan["common"]
-    common |= {key: parse_yaml(value) for key, value in given.items()}
+    common = recipe(plan) | plan["common"] | given_options(overrides)
     return [
         Model(kind, str(size), common | own)
         for kind, sizes in plan["kinds"].items()

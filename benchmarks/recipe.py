@@ -29,7 +29,7 @@ from accelerate.state import AcceleratorState
 from saving import origins
 from transformers import PreTrainedModel
 
-from mixer.common.errors import NotFinite, run_command
+from mixer.common.errors import NotFinite, UserError, run_command
 from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import parse_yaml, read_yaml
@@ -61,8 +61,10 @@ def main() -> None:
     result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
     result |= {"reference": plan.get("reference")}
     deadline = time.perf_counter() + options.seconds
-    given = dict(text.split("=", 1) for text in overrides)
-    given = {key: parse_yaml(value) for key, value in given.items()}
+    given = given_options(overrides)
+    unknown = [name for name in options.only if name not in plan["runs"]]
+    if unknown:
+        raise UserError(f"--only {', '.join(unknown)}; allowed: {', '.join(plan['runs'])}")
     left = []
     for name, changes in plan["runs"].items():
         settings = plan["common"] | recipe(changes) | given | changes
@@ -98,6 +100,15 @@ def expected_seconds(settings: dict, result: dict) -> float:
     rows = [one for one in result["runs"].values() if "steps" in one]
     step = max((one["training_seconds"] / one["steps"] for one in rows), default=0.0)
     return STARTING + step * settings["train.steps"]
+
+
+def given_options(overrides: list[str]) -> dict:
+    """The options that the command line gives, by section.key."""
+    wrong = [text for text in overrides if "=" not in text]
+    if wrong:
+        raise UserError(f"{' '.join(wrong)}: write overrides as section.key=value")
+    given = dict(text.split("=", 1) for text in overrides)
+    return {key: parse_yaml(value) for key, value in given.items()}
 
 
 def recipe(changes: dict) -> dict:

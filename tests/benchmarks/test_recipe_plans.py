@@ -23,11 +23,12 @@ def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(s
     own = {"recipe": str(ROOT / "configs/recipe.yaml"), "optim.warmup_steps": 3}
     plan = {"reference": "paper", "common": common, "runs": {"paper": {}, "recipe": own}}
     file, output = tmp_path / "plan.yaml", tmp_path / "results"
+    printed = tmp_path / "printed"
 
     def train(*options) -> tuple[int, dict]:
         file.write_text(yaml.safe_dump(plan, sort_keys=False))
         given = [SCRIPT, file, "--output", output, "--commit", "abc", *options]
-        done = run_python(*given, output=tmp_path / "printed")
+        done = run_python(*given, output=printed)
         made = output.with_suffix(".json")
         return done.returncode, json.loads(made.read_text())["runs"] if made.exists() else {}
 
@@ -43,6 +44,9 @@ def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(s
     assert losses[1] != dict(first["paper"]["loss"])[1], "another initial model has another loss"
     assert output.with_suffix(".png").stat().st_size > 0
 
+    for mistake in (["--only", "papre"], ["train.steps"]):
+        status, kept = train(*mistake)
+        assert status == 2 and kept == third and "Traceback" not in printed.read_text()
     status, kept = train("data.path=none.txt", "data.source=text")
     assert status == 2 and kept == third, "an error that is no divergence is no result"
     own["train.steps"] = 6
