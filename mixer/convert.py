@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer
 from mixer.checkpoints.reference_format import (
@@ -61,6 +62,7 @@ def convert(
         check_vocabulary(tokenizer, model.config.vocab_size, what, remedy)
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
+    disable_progress_bar()  # of transformers: writing takes no time
     with whole_directory(output) as stage:
         model.save_pretrained(stage)
         if tokenizer is not None:

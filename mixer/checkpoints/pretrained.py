@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.format import STATE, changed
 from mixer.common.checksums import sha256
@@ -124,8 +126,6 @@ def check_weights(file: Path) -> None:
     """safetensors compares the file's length with its header's, so this finds a shard cut short
     without reading it.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, "pt"):
             pass
@@ -159,8 +159,6 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The directory's model in fp32, on the CPU; raises UserError where its weights cannot be read
     or are not all there.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
