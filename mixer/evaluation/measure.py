@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import nn
 
 from mixer.common.errors import UserError
@@ -73,8 +74,6 @@ def join_processes(device: torch.device) -> Process:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Process(device)
-    from accelerate import PartialState
-
     state = PartialState(cpu=device.type == "cpu")
     return Process(state.device, state.process_index, state.num_processes)
 
