@@ -22,14 +22,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple, logging
 
 # Imports are relative because these files are copied beside every saved model, and transformers
-# loads them from there.
+# loads them from there. Before 5.13 it finds only what this file itself imports.
 from .cache import MixingCache, Places
+from .captured_step import CapturedStep  # noqa: F401
 from .configuration import MaskedMixerConfig
 from .flops import count_flops
 from .gelu import gelu
 from .generation import Generation
 from .linear import Linear
+from .memory import MixingMemory  # noqa: F401
 from .mixing import Memory, TriangularConv, mixing_class
+from .plain import BACKENDS  # noqa: F401
 
 logger = logging.get_logger(__name__)
 # With label smoothing, transformers' Trainer shifts the labels by one token only for the models in
