@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple, logging
 
 # Imports are relative because these files are copied beside every saved model, and transformers
-# loads them from there. Before 5.13 it finds only what this file itself imports.
+# loads them from there. Up to 5.9 it finds only what this file itself imports.
 from .cache import MixingCache, Places
 from .captured_step import CapturedStep  # noqa: F401
 from .configuration import MaskedMixerConfig
