@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mixer.common.errors import UserError
+from mixer.common.options import is_plain_text
 
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
@@ -145,6 +146,11 @@ def check_writable(directory: Path) -> None:
     """Raises UserError if results cannot be written to `directory`. Call it before hours of work;
     it creates nothing.
     """
+    if not is_plain_text(str(directory)):
+        raise UserError(
+            f"results cannot go to {str(directory)!r}: not every library can write to a name that "
+            "is no UTF-8 text; choose another --output"
+        )
     places = (directory.absolute(), *directory.absolute().parents)
     existing = next(path for path in places if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

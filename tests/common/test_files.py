@@ -1,6 +1,12 @@
 """Files appear whole or not at all, where their path leads."""
 
-from mixer.common.files import write_text
+import os
+from pathlib import Path
+
+import pytest
+
+from mixer.common.errors import UserError
+from mixer.common.files import check_writable, write_text
 
 
 def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
@@ -11,3 +17,9 @@ def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
     write_text(link, "new")
     assert link.is_symlink() and scratch.read_text() == "new"
     assert {path.name for path in tmp_path.rglob("*")} == {"scratch", "metrics.jsonl"}
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_any_work(tmp_path):
+    """tokenizers cannot write there, and would say so after the model is written."""
+    with pytest.raises(UserError, match=r"\\udc80.*no UTF-8 text; choose another --output"):
+        check_writable(tmp_path / Path(os.fsdecode(b"out\x80")) / "model")
