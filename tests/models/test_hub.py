@@ -64,6 +64,13 @@ model.save_pretrained("{again}")
 """
 
 
+def test_modeling_itself_imports_every_other_file_of_the_saved_code():
+    """transformers up to 5.9 copies no file of a local model but these, and then cannot load it."""
+    code = next(path for path in CODE if path.name == "modeling.py").read_text()
+    imported = set(re.findall(r"^from \.(\w+) import", code, re.MULTILINE))
+    assert imported == {path.stem for path in CODE} - {"modeling"}
+
+
 @pytest.mark.parametrize(
     ("hidden", "mixing"),
     [(True, "projected-expansion"), (False, "gate-heads")],
