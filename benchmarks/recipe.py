@@ -11,7 +11,8 @@ benchmarks/plans.
 Writes PATH.json after each run, and PATH.md and PATH.png at the end. A run that PATH.json has
 with the same options is not repeated, so an interrupted plan goes on where it was. With --seconds
 no run is begun that would end too late by the speed of those that PATH.json has; the exit status is
-3 where one is left.
+3 where one is left. With --shared other work runs on the same GPU: the report has the losses of such
+runs and not their times.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, help="path of the results without ending")
     parser.add_argument("--only", nargs="+", default=[], help="names of runs; default: all")
     parser.add_argument("--seconds", type=float, default=math.inf, help="how long all may take")
+    parser.add_argument("--shared", action="store_true", help="the GPU has other work, too")
     parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
     options, overrides = parser.parse_known_args()
     plan = read_yaml(options.plan)
@@ -77,7 +79,8 @@ def main() -> None:
             continue
         measured_by = {"hardware": hardware(), "commit": options.commit or commit()}
         result |= {"command": " ".join(["python", *sys.argv])} | measured_by
-        result["runs"][name] = {"settings": settings} | measured_by | run(name, settings)
+        about = {"settings": settings, "shared_gpu": options.shared} | measured_by
+        result["runs"][name] = about | run(name, settings)
         print(f"{name}: {row(name, result)}", flush=True)
         write_text(file, json.dumps(result, indent=1) + "\n")
     if result["runs"]:
@@ -184,11 +187,12 @@ def row(name: str, result: dict) -> dict[str, str]:
     if "failure" in measured:
         return {"run": name, "validation loss": f"failed: {measured['failure'].splitlines()[0]}"}
     validation = final_loss(measured)
+    timed = not measured.get("shared_gpu")
     found = {
         "run": name,
         "steps": f"{measured['steps']:,}",
-        "thousand tokens/s": f"{measured['tokens_per_second'] / 1e3:,.0f}",
-        "training, s": f"{measured['training_seconds']:.1f}",
+        "thousand tokens/s": f"{measured['tokens_per_second'] / 1e3:,.0f}" if timed else "",
+        "training, s": f"{measured['training_seconds']:.1f}" if timed else "",
         "validation loss": f"{validation:.4f}",
         "largest rise of the loss": f"{measured['largest_rise']:.1%}",
         "largest gradient norm": f"{max(norm for _, norm in measured['grad_norm'] if norm):.1f}",
@@ -196,14 +200,15 @@ def row(name: str, result: dict) -> dict[str, str]:
     }
     if "validation" in reference:
         found["loss to the reference's"] = f"{validation - final_loss(reference):+.4f}"
+        timed = timed and not reference.get("shared_gpu")
         share = measured["training_seconds"] / reference["training_seconds"]
-        found["of its time"] = f"{share:.3f}"
+        found["of its time"] = f"{share:.3f}" if timed else ""
     return found
 
 
 def table(result: dict) -> str:
     rows = [row(name, result) for name in result["runs"]]
-    columns = list(dict.fromkeys(key for found in rows for key in found))
+    columns = list(dict.fromkeys(key for found in rows for key in found if found[key]))
     lines = ["| " + " | ".join(columns) + " |"]
     lines.append("|---|" + "---:|" * (len(columns) - 1))
     lines += ["| " + " | ".join(found.get(key, "") for key in columns) + " |" for found in rows]
@@ -212,15 +217,24 @@ def table(result: dict) -> str:
         + "\n".join(lines)
         + "\n\nThe time is training alone, without start-up, evaluation and saving. A run's "
         "schedule ends at its last step. The rise is how far the logged training loss climbs after "
-        "the warm-up above its lowest value before. Losses are in nats per token.\n\n"
+        "the warm-up above its lowest value before. Losses are in nats per token."
+        + (" Runs without a time shared their GPU with other work." if shared(result) else "")
+        + "\n\n"
         f"Measured on {origins(result)}. The options of each run are in the JSON file.\n"
     )
 
 
+def shared(result: dict) -> bool:
+    """Whether some run was not alone on its GPU."""
+    return any(one.get("shared_gpu") for one in result["runs"].values())
+
+
 def plot(result: dict, output: Path) -> None:
-    """The losses of few runs as curves; of more, which would cover each other, where they end."""
+    """The losses of few runs as curves over time; where they end of more, which would cover each
+    other, and of those whose times mean nothing.
+    """
     shown = {name: one for name, one in result["runs"].items() if "loss" in one}
-    if len(shown) > MOST_CURVES:
+    if len(shown) > MOST_CURVES or shared(result):
         save(plot_ends(shown, result["reference"]), output)
     elif shown:
         save(plot_curves(shown), output)
