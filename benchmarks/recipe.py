@@ -11,8 +11,8 @@ benchmarks/plans.
 Writes PATH.json after each run, and PATH.md and PATH.png at the end. A run that PATH.json has
 with the same options is not repeated, so an interrupted plan goes on where it was. With --seconds
 no run is begun that would end too late by the speed of those that PATH.json has; the exit status is
-3 where one is left. With --shared other work runs on the same GPU: the report has the losses of such
-runs and not their times.
+3 where one is left. With --shared other work runs on the same GPU: of such runs the report has the
+losses and not the times.
 """
 
 import argparse
