@@ -39,6 +39,7 @@ from mixer.reporting.figure import COLOURS, new_figure, save
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train
+from mixer.training.optim import OptimConfig, lags_lr
 
 STARTING = 45.0  # seconds that a run takes beside training, with compilation
 LEFT = 3  # exit status of a command that must be given again to do all
@@ -69,8 +70,7 @@ def main() -> None:
         raise UserError(f"--only {', '.join(unknown)}; allowed: {', '.join(plan['runs'])}")
     left = []
     for name, changes in plan["runs"].items():
-        settings = plan["common"] | recipe(changes) | given | changes
-        settings.pop("recipe", None)
+        settings = settings_of(plan["common"] | recipe(changes) | given | changes)
         known = result["runs"].get(name, {})
         if known.get("settings") == settings or (options.only and name not in options.only):
             continue
@@ -121,6 +121,15 @@ def recipe(changes: dict) -> dict:
     file = read_yaml(changes["recipe"])
     options = {f"optim.{name}": value for name, value in file["optim"].items()}
     return options | {"model.mixing_init": file["model"].get("mixing_init", "reference")}
+
+
+def settings_of(options: dict) -> dict:
+    """The settings of a run: the lags' rate is a number, also where it goes by the context."""
+    settings = {key: value for key, value in options.items() if key != "recipe"}
+    if settings.get("optim.shared_lags") and "optim.shared_lags_lr" not in settings:
+        context = settings["model.max_position_embeddings"]
+        settings["optim.shared_lags_lr"] = lags_lr(OptimConfig(shared_lags=True), context)
+    return settings
 
 
 def run(name: str, settings: dict) -> dict:

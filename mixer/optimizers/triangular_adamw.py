@@ -92,7 +92,7 @@ class TriangularAdamW(torch.optim.Optimizer):
         zero = torch.zeros((), device=weights[0].device)
         skip = zero if skip is None else skip.to(zero)
         scale = zero + 1 if scale is None else scale.to(zero)
-        torch._foreach_add_(steps, 1 - skip)
+        torch._foreach_add_(steps, [1 - skip] * len(steps))  # of one tensor it waits for the GPU
 
         step, (beta1, beta2) = torch.stack(steps).double(), group["betas"]
         rate = group["lr"] / (1 - beta1**step)

@@ -22,6 +22,11 @@ from mixer.optimizers.triangular_adamw import TriangularAdamW
 
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 
+# The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
+# places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
+# jump (measured at 512, 2048 and 8192 tokens: docs/training.md).
+LAGS_LR, LONG_LAGS_LR, LONG = 3.0, 1.0, 2048
+
 
 @dataclass
 class OptimConfig:
@@ -46,7 +51,12 @@ class OptimConfig:
     shared_lags: bool = option(
         False, "mixing weights also learn as their lags: one number for each distance of tokens"
     )
-    shared_lags_lr: float = option(1.0, "the lags' learning rate as a multiple of lr", above=0)
+    shared_lags_lr: float | None = option(
+        None,
+        "the lags' learning rate as a multiple of lr; "
+        f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} where the context is above {LONG} tokens",
+        above=0,
+    )
     matrices_lr: float = option(1.0, "that of linear layers' matrices, likewise", above=0)
     vectors_lr: float = option(1.0, "that of biases and norms, likewise", above=0)
 
@@ -113,7 +123,7 @@ def adamw(
     The triangles of mixing weights are updated alone where weights learn as their lags, and where
     it saves memory traffic: compiled, and of large weights.
     """
-    lags = config.shared_lags_lr if config.shared_lags else 0.0
+    lags = lags_lr(config, kinds.mixing[0].shape[-1]) if kinds.mixing else 0.0
     decay = config.weight_decay
     groups = [
         {"params": kinds.matrices, "weight_decay": decay, "lr_factor": config.matrices_lr},
@@ -130,6 +140,15 @@ def adamw(
     if triangular:
         parts.append(TriangularAdamW(mixing, **settings, compile=compile or as_it_is))
     return parts
+
+
+def lags_lr(config: OptimConfig, context: int) -> float:
+    """The lags' learning rate as a multiple of lr; 0 where lags are not shared."""
+    if not config.shared_lags:
+        return 0.0
+    if config.shared_lags_lr is not None:
+        return config.shared_lags_lr
+    return LAGS_LR if context <= LONG else LONG_LAGS_LR
 
 
 def muon(

@@ -61,10 +61,9 @@ def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(s
 def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    from recipe import recipe
+    from recipe import recipe, settings_of
 
     content = read_yaml(plan)
     for changes in content["runs"].values():
-        settings = content["common"] | recipe(changes) | changes
-        settings.pop("recipe", None)
+        settings = settings_of(content["common"] | recipe(changes) | changes)
         load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])

@@ -10,6 +10,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # How results are named, and what makes their report of them.
 REPORTS = {
     "generation": "generation",
+    "optimizer_step": "training_step_report",
     "portable_kernels": "portable_kernels",
     "recipe": "recipe",
     "token_mixing": "token_mixing_report",

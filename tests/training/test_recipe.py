@@ -9,11 +9,12 @@ import torch
 from runs import RECIPE, assert_same, read_losses
 from safetensors.torch import load_file
 
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.comparison.entrants import entrant
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.optim import OPTIMIZERS
+from mixer.training.optim import OPTIMIZERS, OptimConfig, build_optimizer
 
 LLAMA = "model.architecture=llama"
 
@@ -59,6 +60,18 @@ def test_shared_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the
 
 
 ENTRANTS = ("auto", "llama", "llama:64x2")
+
+
+@pytest.mark.parametrize(
+    "context, given, wanted", [(512, None, 3), (2048, None, 3), (2049, None, 1), (2049, 0.5, 0.5)]
+)
+def test_the_rate_of_shared_lags_goes_by_the_context_unless_it_is_given(context, given, wanted):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    with torch.device("meta"):
+        model = MaskedMixerForCausalLM(MaskedMixerConfig(max_position_embeddings=context, **sizes))
+    config = OptimConfig(shared_lags=True, shared_lags_lr=given)
+    groups = build_optimizer(model, config).param_groups
+    assert [group["shared_lags"] for group in groups if "shared_lags" in group] == [wanted]
 
 
 def test_an_unknown_optimizer_is_refused_with_the_nearest_one():
