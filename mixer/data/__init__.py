@@ -2,6 +2,7 @@
 
 config        the settings
 sources       where documents come from, cut into shards
+readers       the texts of a shard
 corpus        the documents of all shards, and the split of each
 tokenizer     trained on them, or an existing one
 workers       processes that do jobs, and give the results in order

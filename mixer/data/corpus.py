@@ -16,7 +16,8 @@ from mixer.data.config import (
     check,
     validation_source,
 )
-from mixer.data.sources import Shard, local_files, shard_texts, shards, text_hash
+from mixer.data.readers import shard_texts
+from mixer.data.sources import Shard, local_files, shards, text_hash
 
 Plan = list[tuple[str, Shard]]  # see split_shards
 Fixed = dict[int, str]  # the split by the hash of a text, see fixed_splits
