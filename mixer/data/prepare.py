@@ -2,7 +2,7 @@
 
 Worker processes tokenise the shards of the source, each into a directory of its own
 (tokenise_all.py). This process appends finished shards to the token files, in their order, so the
-files do not depend on the number of workers (joined.py).
+files do not depend on the number of workers (append.py).
 
 A directory of prepared data gets its name only when it is complete: everything is written beside
 it, flushed to the disk, then renamed. A process that is killed leaves nothing that could be taken
@@ -23,10 +23,11 @@ from mixer.common.errors import UserError
 from mixer.common.files import as_system_error, flush_tree, publish, write_text
 from mixer.common.locks import locked
 from mixer.common.say import Say
+from mixer.data.append import SplitFiles
 from mixer.data.config import DataConfig, check
 from mixer.data.corpus import Fixed, Plan, fixed_splits, split_shards, training_documents
-from mixer.data.joined import Joined, SplitFiles
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
+from mixer.data.progress import PROGRESS_FILE, Progress
 from mixer.data.tokenise import TokeniseShard
 from mixer.data.tokenise_all import tokenise_all
 from mixer.data.tokenizer import (
@@ -148,7 +149,7 @@ def _settings(config: DataConfig) -> dict:
 
 def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say) -> None:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
-    tokenizer, joined = _tokenizer(config, plan, fixed, partial, say)
+    tokenizer, progress = _tokenizer(config, plan, fixed, partial, say)
     vocab_size = vocabulary_size(tokenizer)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
@@ -160,17 +161,18 @@ def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say
         config.validation_fraction,
         fixed,
     )
-    files = {name: SplitFiles(partial, name, dtype, joined.splits[name]) for name in SPLITS}
-    tokenise_all(config, plan, task, joined, files, say)
+    files = {name: SplitFiles(partial, name, dtype, progress.splits[name]) for name in SPLITS}
+    tokenise_all(config, plan, task, progress, files, say)
     splits = {
-        name: SplitManifest(**asdict(joined.splits[name]), **files[name].close()) for name in SPLITS
+        name: SplitManifest(**asdict(progress.splits[name]), **files[name].close())
+        for name in SPLITS
     }
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,
         "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": sha256(partial / "tokenizer" / "tokenizer.json"),
-        "tokenizer_bytes": joined.tokenizer_bytes,
+        "tokenizer_bytes": progress.tokenizer_bytes,
         "settings": _settings(config),
         "splits": splits,
     }
@@ -180,11 +182,11 @@ def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say
 
 def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say):
     """The tokenizer, saved in `partial`, and how far the preparation is."""
-    file = partial / "shards" / "joined.json"
+    file = partial / "shards" / PROGRESS_FILE
     if file.is_file():
-        joined = Joined.load(file)
-        say(f"going on from {joined.shards} of {len(plan)} shards")
-        return load_tokenizer(partial), joined  # config.tokenizer may be another one by now
+        progress = Progress.load(file)
+        say(f"going on from {progress.shards} of {len(plan)} shards")
+        return load_tokenizer(partial), progress  # config.tokenizer may be another one by now
     tokenizer_bytes = 0
     if config.tokenizer == "train":
         # The trainer has threads of its own. Their number is read once, at first use.
@@ -194,10 +196,10 @@ def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say:
     else:
         tokenizer = existing_tokenizer(config.tokenizer)
     tokenizer.save_pretrained(str(partial / "tokenizer"))
-    joined = Joined(tokenizer_bytes)
+    progress = Progress(tokenizer_bytes)
     file.parent.mkdir(exist_ok=True)
-    joined.save(file)
-    return tokenizer, joined
+    progress.save(file)
+    return tokenizer, progress
 
 
 def _train(config: DataConfig, plan: Plan, fixed: Fixed, say: Say):

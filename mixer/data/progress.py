@@ -1,34 +1,63 @@
-"""Says how far tokenising is."""
+"""How far tokenising is: saved, so that it can go on after a kill, and said."""
 
+import json
+import os
 import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from mixer.common.say import Say
-from mixer.data.joined import Joined
-from mixer.data.tokenise import news_of
+from mixer.data.manifest import SPLITS
+from mixer.data.tokenise import Counts, totals
 
+PROGRESS_FILE = "joined.json"  # as in preparations that an earlier version began
 REPORT_SECONDS = 5.0
+
+
+@dataclass
+class Progress:
+    """How far a preparation is: `shards` of them are in the token files, which hold `splits`."""
+
+    tokenizer_bytes: int
+    shards: int = 0
+    splits: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in SPLITS})
+
+    @property
+    def documents(self) -> int:
+        return sum(counts.documents for counts in self.splits.values())
+
+    @classmethod
+    def load(cls, file: Path) -> "Progress":
+        values = json.loads(file.read_text())
+        return cls(**values | {"splits": {k: Counts(**v) for k, v in values["splits"].items()}})
+
+    def save(self, file: Path) -> None:
+        """In one step, but not flushed to the disk, which would take longer than the work."""
+        stage = file.with_name(file.name + ".partial")
+        stage.write_text(json.dumps(asdict(self)))
+        os.replace(stage, file)
 
 
 class Meter:
     """Says every few seconds how far tokenising is, and at the end what it came to."""
 
-    def __init__(self, joined: Joined, say: Say):
-        self.joined, self.say = joined, say
+    def __init__(self, progress: Progress, say: Say):
+        self.progress, self.say = progress, say
         self.began = self.reported = time.perf_counter()
-        self.before = news_of(joined.splits.values())  # done by an earlier call
-        self.heard = self.before
+        self.before = totals(progress.splits.values())  # done by an earlier call
+        self.done = self.before
 
-    def hear(self, news: tuple[int, int, int]) -> None:
-        """Takes news of a shard (see `TokeniseShard`)."""
-        self.heard = tuple(np.add(self.heard, news).tolist())
+    def update(self, more: tuple[int, int, int]) -> None:
+        """Adds what a worker has done since its last update (see `TokeniseShard`)."""
+        self.done = tuple(np.add(self.done, more).tolist())
         if time.perf_counter() - self.reported > REPORT_SECONDS:
             self.reported = time.perf_counter()
-            self._report(self.heard)
+            self._report(self.done)
 
     def finish(self) -> None:
-        self._report(news_of(self.joined.splits.values()))
+        self._report(totals(self.progress.splits.values()))
 
     def _report(self, done: tuple[int, int, int]) -> None:
         documents, size, tokens = done

@@ -19,7 +19,7 @@ from mixer.data.manifest import SPLITS
 from mixer.data.sources import Shard
 from mixer.data.tokenizer import pieces, token_encoder
 
-NEWS_SECONDS = 0.5
+UPDATE_SECONDS = 0.5
 
 
 @dataclass
@@ -69,29 +69,29 @@ class TokeniseShard:
     def encode(self) -> Callable[[str], bytes]:
         return token_encoder(self.specification, np.dtype(self.dtype).newbyteorder("<"))
 
-    def __call__(self, job: Job, tell: Callable) -> dict[str, Counts]:
-        """The counts of each split. `tell` gets (documents, bytes, tokens), those since the last
-        time.
+    def __call__(self, job: Job, send_update: Callable) -> dict[str, Counts]:
+        """The counts of each split. `send_update` gets (documents, bytes, tokens), those since the
+        last time.
         """
         final = self.place(job)
         if final.is_dir():  # finished before a kill
             values = json.loads((final / "counts.json").read_text())
             counts = {name: Counts(**value) for name, value in values.items()}
-            tell(news_of(counts.values()))
+            send_update(totals(counts.values()))
             return counts
         partial = final.with_name(final.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         writers = {name: _ShardWriter(partial, name, self) for name in SPLITS}
         counts = {name: writer.counts for name, writer in writers.items()}
-        told, told_at = (0, 0, 0), time.perf_counter()
+        sent, sent_at = (0, 0, 0), time.perf_counter()
         for split, text in self._documents(job):
             writers[split].add(text)
-            if time.perf_counter() - told_at > NEWS_SECONDS:
-                now = news_of(counts.values())
-                tell(tuple(np.subtract(now, told).tolist()))
-                told, told_at = now, time.perf_counter()
-        tell(tuple(np.subtract(news_of(counts.values()), told).tolist()))
+            if time.perf_counter() - sent_at > UPDATE_SECONDS:
+                now = totals(counts.values())
+                send_update(tuple(np.subtract(now, sent).tolist()))
+                sent, sent_at = now, time.perf_counter()
+        send_update(tuple(np.subtract(totals(counts.values()), sent).tolist()))
         for writer in writers.values():
             writer.close()
         values = {name: asdict(count) for name, count in counts.items()}
@@ -105,7 +105,7 @@ class TokeniseShard:
             yield job.split or split_of(text, self.validation_fraction, self.fixed), text
 
 
-def news_of(counts: Iterable[Counts]) -> tuple[int, int, int]:
+def totals(counts: Iterable[Counts]) -> tuple[int, int, int]:
     """Documents, bytes and tokens in all."""
     sums = sum(counts, Counts())
     return sums.documents, sums.bytes, sums.tokens

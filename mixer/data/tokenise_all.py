@@ -1,4 +1,4 @@
-"""Tokenises the shards of a source in worker processes, and joins them in their order."""
+"""Tokenises the shards of a source in worker processes, and appends their tokens in order."""
 
 import math
 import shutil
@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from mixer.common.say import Say
 from mixer.data import sources
+from mixer.data.append import SplitFiles, append_shard
 from mixer.data.config import DataConfig
 from mixer.data.corpus import Plan
-from mixer.data.joined import Joined, SplitFiles, join
-from mixer.data.progress import Meter
+from mixer.data.progress import Meter, Progress
 from mixer.data.tokenise import Counts, Job, TokeniseShard
 from mixer.data.workers import available_cores, results
 
@@ -22,20 +22,20 @@ def tokenise_all(
     config: DataConfig,
     plan: Plan,
     task: TokeniseShard,
-    joined: Joined,
+    progress: Progress,
     files: dict[str, SplitFiles],
     say: Say,
 ) -> None:
-    """Tokenise the shards that are not joined yet, and append each to the files."""
+    """Tokenise the shards that are not in the files yet, and append each."""
     workers = min(
-        config.workers or available_cores(), _useful_workers(config, plan[joined.shards :])
+        config.workers or available_cores(), _useful_workers(config, plan[progress.shards :])
     )
-    jobs = _jobs(config, plan, joined)
-    meter = Meter(joined, say)
-    with closing(results(task, jobs, workers, meter.hear)) as finished:  # ends the workers
+    jobs = _jobs(config, plan, progress)
+    meter = Meter(progress, say)
+    with closing(results(task, jobs, workers, meter.update)) as finished:  # ends the workers
         for job, counts in finished:
-            counts = _within_limit(job, counts, joined, task)
-            join(job, task.place(job), counts, joined, files)
+            counts = _within_limit(job, counts, progress, task)
+            append_shard(job, task.place(job), counts, progress, files)
     meter.finish()
 
 
@@ -48,25 +48,25 @@ def _useful_workers(config: DataConfig, plan: Plan) -> int:
     return useful
 
 
-def _jobs(config: DataConfig, plan: Plan, joined: Joined) -> Iterator[Job]:
-    """The shards that are not joined yet, but those after the last document that is wanted."""
+def _jobs(config: DataConfig, plan: Plan, progress: Progress) -> Iterator[Job]:
+    """The shards that are not in the files yet, up to the last document that is wanted."""
     most = config.max_documents or None
-    for number in range(joined.shards, len(plan)):
+    for number in range(progress.shards, len(plan)):
         split, shard = plan[number]
         if split == "validation":
             yield Job(number, split, shard, None)
-        elif not most or joined.documents < most:
+        elif not most or progress.documents < most:
             yield Job(number, split, shard, most)
 
 
 def _within_limit(
-    job: Job, counts: dict[str, Counts], joined: Joined, task: TokeniseShard
+    job: Job, counts: dict[str, Counts], progress: Progress, task: TokeniseShard
 ) -> dict[str, Counts]:
     """The counts of a shard, tokenised again if it holds more documents than are left."""
     if job.limit is None:
         return counts
-    left = max(job.limit - joined.documents, 0)
+    left = max(job.limit - progress.documents, 0)
     if sum(count.documents for count in counts.values()) <= left:
         return counts
     shutil.rmtree(task.place(job))
-    return task(replace(job, limit=left), lambda news: None)
+    return task(replace(job, limit=left), lambda update: None)

@@ -31,7 +31,7 @@ from mixer.data.workers import serve
 serve(int(sys.argv[1]))
 """
 
-Task = Callable[..., object]  # called with a job, and with a function that takes its news
+Task = Callable[..., object]  # called with a job, and with a function that takes its updates
 
 
 def available_cores() -> int:
@@ -41,26 +41,26 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def results(task: Task, jobs: Iterable, workers: int, hear: Callable) -> Iterator:
-    """(job, `task(job, tell)`) of each job, in the order of the jobs, computed by `workers`
+def results(task: Task, jobs: Iterable, workers: int, on_update: Callable) -> Iterator:
+    """(job, `task(job, send_update)`) of each job, in the order of the jobs, computed by `workers`
     processes. One worker is this process itself.
 
-    What a task tells goes to `hear` at once, in any order. Task, jobs, news and results are
+    A task's updates go to `on_update` at once, in any order. Task, jobs, updates and results are
     pickled; the task is a picklable object of this package. An exception in a task is raised here.
     Raises UserError if a worker is killed. The workers end when the generator does.
     """
     if workers == 1:
-        yield from ((job, task(job, hear)) for job in jobs)
+        yield from ((job, task(job, on_update)) for job in jobs)
         return
     processes = [_Worker(task) for _ in range(workers)]
     try:
-        yield from _in_order(processes, jobs, hear)
+        yield from _in_order(processes, jobs, on_update)
     finally:
         for process in processes:
             process.kill()
 
 
-def _in_order(workers: list["_Worker"], jobs: Iterable, hear: Callable) -> Iterator:
+def _in_order(workers: list["_Worker"], jobs: Iterable, on_update: Callable) -> Iterator:
     jobs, more = enumerate(jobs), True
     idle, busy, done, given, taken = list(workers), {}, {}, 0, 0
     while more or busy or done:
@@ -75,8 +75,8 @@ def _in_order(workers: list["_Worker"], jobs: Iterable, hear: Callable) -> Itera
             kind, value = worker.receive()
             if kind == "error":
                 raise value
-            if kind == "news":
-                hear(value)
+            if kind == "update":
+                on_update(value)
                 continue
             done[number] = job, value
             idle.append(worker)
@@ -145,7 +145,7 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_take_jobs, args=(connection, jobs), daemon=True).start()
     while True:
         try:
-            answer = "result", task(jobs.get(), lambda news: connection.send(("news", news)))
+            answer = "result", task(jobs.get(), lambda update: connection.send(("update", update)))
         except BaseException as error:
             if not isinstance(error, UserError | OSError):  # a mistake of ours
                 error.add_note(f"In a worker process:\n{traceback.format_exc()}")

@@ -207,7 +207,7 @@ def test_a_full_disk_in_a_worker_is_a_readable_error(tmp_path, tokenizer, monkey
 
 
 class FullDisk(preparation.TokeniseShard):
-    def __call__(self, job, tell):
+    def __call__(self, job, send_update):
         raise OSError(28, "No space left on device")
 
 
@@ -221,7 +221,7 @@ class Kill:
     """A task that kills its process. Workers do not know this module: it is pickled as a call."""
 
     def __reduce__(self):
-        return eval, ("lambda job, tell: __import__('os').kill(__import__('os').getpid(), 9)",)
+        return eval, ("lambda job, update: __import__('os').kill(__import__('os').getpid(), 9)",)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -274,9 +274,9 @@ def test_it_goes_on_with_the_tokenizer_that_it_began_with(tmp_path, tokenizer, m
     config.directory = str(tmp_path / "undisturbed")
     prepare(config, quiet)
     config.directory = str(tmp_path / "prepared")
-    joins = iter([tokenise_all.join] * 3)
+    appends = iter([tokenise_all.append_shard] * 3)
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(tokenise_all, "join", lambda *arguments: next(joins)(*arguments))
+        patch.setattr(tokenise_all, "append_shard", lambda *parts: next(appends)(*parts))
         prepare(config, quiet)
     shutil.rmtree(folder)
     train_tokenizer(made_texts(50, seed=1), 390).save_pretrained(str(folder))
@@ -301,7 +301,7 @@ def _progress(folder: Path) -> tuple[int, int]:
     files = list(folder.glob("killed.partial-*/shards/joined.json"))
     if not files:
         return 0, 0
-    joined = json.loads(files[0].read_text())["shards"]
+    appended = json.loads(files[0].read_text())["shards"]
     names = [shard.name for shard in files[0].parent.glob("0*")]
-    whole = [name for name in names if name.isdigit() and int(name) >= joined]
-    return joined + len(whole), sum(name.endswith(".partial") for name in names)
+    whole = [name for name in names if name.isdigit() and int(name) >= appended]
+    return appended + len(whole), sum(name.endswith(".partial") for name in names)

@@ -1,47 +1,21 @@
 """The token files of data that is being prepared: finished shards are appended to them in order.
 
-What `joined.json` says is in them: a process that is killed may leave more, which is cut off.
+They hold what the saved `Progress` says: a process that is killed may leave more, which is cut off.
 """
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.data.manifest import SPLITS
+from mixer.data.progress import PROGRESS_FILE, Progress
 from mixer.data.tokenise import Counts, Job
 
 BLOCK = 1 << 24  # bytes copied at once
-
-
-@dataclass
-class Joined:
-    """How far a preparation is: `shards` of them are in the token files, which hold `splits`."""
-
-    tokenizer_bytes: int
-    shards: int = 0
-    splits: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in SPLITS})
-
-    @property
-    def documents(self) -> int:
-        return sum(counts.documents for counts in self.splits.values())
-
-    @classmethod
-    def load(cls, file: Path) -> "Joined":
-        values = json.loads(file.read_text())
-        return cls(**values | {"splits": {k: Counts(**v) for k, v in values["splits"].items()}})
-
-    def save(self, file: Path) -> None:
-        """In one step, but not flushed to the disk, which would take longer than the work."""
-        stage = file.with_name(file.name + ".partial")
-        stage.write_text(json.dumps(asdict(self)))
-        os.replace(stage, file)
 
 
 class SplitFiles:
@@ -89,17 +63,21 @@ class SplitFiles:
         return {name: known.hexdigest() for name, known in zip(names, self.hashes, strict=True)}
 
 
-def join(
-    job: Job, shard: Path, counts: dict[str, Counts], joined: Joined, files: dict[str, SplitFiles]
+def append_shard(
+    job: Job,
+    shard: Path,
+    counts: dict[str, Counts],
+    progress: Progress,
+    files: dict[str, SplitFiles],
 ) -> None:
-    """Append a finished shard to the files. Killed before `joined` is saved, it is appended again:
-    the files are cut to what `joined` says when they are opened.
+    """Append a finished shard to the files. After a kill before `progress` is saved, it is appended
+    again: the files are cut to what `progress` says when they are opened.
     """
     for name, split in files.items():
-        split.append(shard, joined.splits[name])
-        joined.splits[name] += counts[name]
-    joined.shards = job.number + 1
-    joined.save(shard.parent / "joined.json")
+        split.append(shard, progress.splits[name])
+        progress.splits[name] += counts[name]
+    progress.shards = job.number + 1
+    progress.save(shard.parent / PROGRESS_FILE)
     shutil.rmtree(shard)
 
 
