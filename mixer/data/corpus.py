@@ -17,13 +17,13 @@ from mixer.data.config import (
     validation_source,
 )
 from mixer.data.readers import shard_texts
-from mixer.data.sources import Shard, local_files, shards, text_hash
+from mixer.data.sources import Shard, local_files, source_shards, text_hash
 
-Plan = list[tuple[str, Shard]]  # see split_shards
-Fixed = dict[int, str]  # the split by the hash of a text, see fixed_splits
+SplitShards = list[tuple[str, Shard]]  # see split_shards
+FixedSplits = dict[int, str]  # the split by the hash of a text, see fixed_splits
 
 
-def split_shards(config: DataConfig) -> Plan:
+def split_shards(config: DataConfig) -> SplitShards:
     """(split, shard) of all shards of the corpus, in the order of the documents. The split is ""
     where each document has its own (`split_of`).
 
@@ -32,29 +32,32 @@ def split_shards(config: DataConfig) -> Plan:
     check(config)
     held_out = validation_source(config)
     if held_out is None:
-        return [("", shard) for shard in shards(config, CORPUS_OPTIONS)]
+        return [("", shard) for shard in source_shards(config, CORPUS_OPTIONS)]
     # Errors in the validation text are found now, not after hours with the training text.
     next(documents(held_out, VALIDATION_OPTIONS))
     _refuse_common_files(config, held_out)
-    training = [("train", shard) for shard in shards(config, CORPUS_OPTIONS)]
-    return training + [("validation", shard) for shard in shards(held_out, VALIDATION_OPTIONS)]
+    training = [("train", shard) for shard in source_shards(config, CORPUS_OPTIONS)]
+    validation = [("validation", shard) for shard in source_shards(held_out, VALIDATION_OPTIONS)]
+    return training + validation
 
 
-def training_documents(plan: Plan, config: DataConfig, fixed: Fixed) -> Iterator[str]:
-    """The documents of the training split of a plan (`split_shards`), in order."""
-    for split, text in _with_split(plan, config):
+def training_documents(
+    shards: SplitShards, config: DataConfig, fixed: FixedSplits
+) -> Iterator[str]:
+    """The documents of the training split, in order."""
+    for split, text in _with_split(shards, config):
         if (split or split_of(text, config.validation_fraction, fixed)) == "train":
             yield text
 
 
-def fixed_splits(plan: Plan, config: DataConfig) -> Fixed:
+def fixed_splits(shards: SplitShards, config: DataConfig) -> FixedSplits:
     """Two documents that `split_of` does not split by hash, so that neither split is empty: the
     first is for training, the next that is no copy of it for validation. Where the validation text
     is one of its own there are none.
 
     Raises UserError for a corpus without a document for each split.
     """
-    texts = _with_split(plan, config)
+    texts = _with_split(shards, config)
     split, first = next(texts, (None, None))
     if first is None:
         raise no_documents(config)
@@ -71,10 +74,14 @@ def fixed_splits(plan: Plan, config: DataConfig) -> Fixed:
     return {text_hash(first): "train", text_hash(other): "validation"}
 
 
-def _with_split(plan: Plan, config: DataConfig) -> Iterator[tuple[str, str]]:
+def _with_split(shards: SplitShards, config: DataConfig) -> Iterator[tuple[str, str]]:
     """(split of its shard, document) of all documents but those of a validation text of its own."""
-    shards = ((split, shard) for split, shard in plan if split != "validation")
-    texts = ((split, text) for split, shard in shards for text in shard_documents(shard))
+    texts = (
+        (split, text)
+        for split, shard in shards
+        if split != "validation"
+        for text in shard_documents(shard)
+    )
     return itertools.islice(texts, config.max_documents or None)
 
 
@@ -109,7 +116,7 @@ def documents(
     """
     check(config)
     read = shard_texts if blank else shard_documents
-    texts = (text for shard in shards(config, options) for text in read(shard) if text)
+    texts = (text for shard in source_shards(config, options) for text in read(shard) if text)
     found = 0
     for text in itertools.islice(texts, config.max_documents or None):
         found += 1
@@ -126,7 +133,7 @@ def no_documents(config: DataConfig) -> UserError:
     )
 
 
-def split_of(text: str, validation_fraction: float, fixed: Fixed) -> str:
+def split_of(text: str, validation_fraction: float, fixed: FixedSplits) -> str:
     """The split of a document, where a share of the documents is held out: "train" or "validation".
 
     It follows a hash of the text, so a document keeps its split when the corpus grows or is

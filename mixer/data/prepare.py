@@ -25,7 +25,13 @@ from mixer.common.locks import locked
 from mixer.common.say import Say
 from mixer.data.append import SplitFiles
 from mixer.data.config import DataConfig, check
-from mixer.data.corpus import Fixed, Plan, fixed_splits, split_shards, training_documents
+from mixer.data.corpus import (
+    FixedSplits,
+    SplitShards,
+    fixed_splits,
+    split_shards,
+    training_documents,
+)
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
 from mixer.data.progress import PROGRESS_FILE, Progress
 from mixer.data.tokenise import TokeniseShard
@@ -44,6 +50,7 @@ NOT_COMPARED = ("directory", "workers")  # settings that do not change what is w
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
 ADDED_LATER = ("validation_path", "validation_split")
+IDENTITY_FILE = "plan.json"  # as in preparations that an earlier version began
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -78,19 +85,19 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 
 def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write everything beside `directory`, then give it that name. The lock is held."""
-    plan = split_shards(config)
-    fixed = fixed_splits(plan, config)
+    shards = split_shards(config)
+    fixed = fixed_splits(shards, config)
     # The host is in the name because locks do not reach across machines on every shared file
     # system. On this host nobody else writes such a directory, since we hold the lock.
     partial = directory.with_name(f"{directory.name}.partial-{socket.gethostname()}")
-    identity = _identity(config, plan)
-    known = partial / "plan.json"
+    identity = _identity(config, shards)
+    known = partial / IDENTITY_FILE
     if not known.is_file() or known.read_text() != identity:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write_text(known, identity)
     if not (partial / "manifest.json").is_file():
-        _write(config, plan, fixed, partial, say)
+        _write(config, shards, fixed, partial, say)
     try:
         _publish(partial, directory)
     except FileExistsError:  # another machine was first
@@ -101,13 +108,13 @@ def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     return Manifest.load(directory)
 
 
-def _identity(config: DataConfig, plan: Plan) -> str:
+def _identity(config: DataConfig, shards: SplitShards) -> str:
     """What an interrupted preparation must have in common with this one to be continued."""
-    shards = repr([(split, shard.identity) for split, shard in plan])
+    identities = repr([(split, shard.identity) for split, shard in shards])
     # Nothing is flushed to the disk before the end, so after a crash of the machine the parts that
     # are there may not be whole.
     boot = BOOT.read_text().strip() if BOOT.is_file() else ""
-    known = {"shards": hashlib.sha256(shards.encode()).hexdigest(), "boot": boot}
+    known = {"shards": hashlib.sha256(identities.encode()).hexdigest(), "boot": boot}
     return json.dumps(_settings(config) | known)
 
 
@@ -147,9 +154,11 @@ def _settings(config: DataConfig) -> dict:
     return {name: value for name, value in settings if name not in left_out}
 
 
-def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say) -> None:
+def _write(
+    config: DataConfig, shards: SplitShards, fixed: FixedSplits, partial: Path, say: Say
+) -> None:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
-    tokenizer, progress = _tokenizer(config, plan, fixed, partial, say)
+    tokenizer, progress = _tokenizer(config, shards, fixed, partial, say)
     vocab_size = vocabulary_size(tokenizer)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
@@ -162,7 +171,7 @@ def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say
         fixed,
     )
     files = {name: SplitFiles(partial, name, dtype, progress.splits[name]) for name in SPLITS}
-    tokenise_all(config, plan, task, progress, files, say)
+    tokenise_all(config, shards, task, progress, files, say)
     splits = {
         name: SplitManifest(**asdict(progress.splits[name]), **files[name].close())
         for name in SPLITS
@@ -180,19 +189,21 @@ def _write(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say
     write_text(partial / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
 
 
-def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say: Say):
+def _tokenizer(
+    config: DataConfig, shards: SplitShards, fixed: FixedSplits, partial: Path, say: Say
+):
     """The tokenizer, saved in `partial`, and how far the preparation is."""
     file = partial / "shards" / PROGRESS_FILE
     if file.is_file():
         progress = Progress.load(file)
-        say(f"going on from {progress.shards} of {len(plan)} shards")
+        say(f"going on from {progress.shards} of {len(shards)} shards")
         return load_tokenizer(partial), progress  # config.tokenizer may be another one by now
     tokenizer_bytes = 0
     if config.tokenizer == "train":
         # The trainer has threads of its own. Their number is read once, at first use.
         if config.workers:
             os.environ["RAYON_NUM_THREADS"] = str(config.workers)
-        tokenizer, tokenizer_bytes = _train(config, plan, fixed, say)
+        tokenizer, tokenizer_bytes = _train(config, shards, fixed, say)
     else:
         tokenizer = existing_tokenizer(config.tokenizer)
     tokenizer.save_pretrained(str(partial / "tokenizer"))
@@ -202,7 +213,7 @@ def _tokenizer(config: DataConfig, plan: Plan, fixed: Fixed, partial: Path, say:
     return tokenizer, progress
 
 
-def _train(config: DataConfig, plan: Plan, fixed: Fixed, say: Say):
+def _train(config: DataConfig, shards: SplitShards, fixed: FixedSplits, say: Say):
     """Train the BPE on the training documents, or their first SAMPLE_BYTES. Returns it and how many
     bytes it saw.
     """
@@ -210,7 +221,7 @@ def _train(config: DataConfig, plan: Plan, fixed: Fixed, say: Say):
 
     def sample():
         nonlocal seen, truncated
-        for text in training_documents(plan, config, fixed):
+        for text in training_documents(shards, config, fixed):
             if seen >= SAMPLE_BYTES:
                 truncated = True
                 return
@@ -232,7 +243,7 @@ def _publish(partial: Path, directory: Path) -> None:
     """Give `partial` its name. Raises FileExistsError if the name is taken."""
     shutil.rmtree(partial / "shards", ignore_errors=True)
     flush_tree(partial)
-    (partial / "plan.json").unlink()  # last: without it, a killed process has to start again
+    (partial / IDENTITY_FILE).unlink()  # last: without it, a killed process has to start again
     try:
         publish(partial, directory)
     except OSError as error:

@@ -51,7 +51,7 @@ class Shard:
         return files, self.start, self.stop, self.revision
 
 
-def shards(config: DataConfig, options: tuple[str, ...]) -> list[Shard]:
+def source_shards(config: DataConfig, options: tuple[str, ...]) -> list[Shard]:
     """The shards of the source, in order. Raises UserError if it cannot be found or opened."""
     if config.source == "hub":
         return _hub_shards(config, options)

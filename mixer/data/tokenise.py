@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mixer.data.corpus import Fixed, shard_documents, split_of
+from mixer.data.corpus import FixedSplits, shard_documents, split_of
 from mixer.data.manifest import SPLITS
 from mixer.data.sources import Shard
 from mixer.data.tokenizer import pieces, token_encoder
@@ -60,7 +60,7 @@ class TokeniseShard:
     dtype: str
     eos: int
     validation_fraction: float
-    fixed: Fixed
+    fixed: FixedSplits
 
     def place(self, job: Job) -> Path:
         return self.directory / f"{job.number:06d}"

@@ -10,7 +10,7 @@ from mixer.common.say import Say
 from mixer.data import sources
 from mixer.data.append import SplitFiles, append_shard
 from mixer.data.config import DataConfig
-from mixer.data.corpus import Plan
+from mixer.data.corpus import SplitShards
 from mixer.data.progress import Meter, Progress
 from mixer.data.tokenise import Counts, Job, TokeniseShard
 from mixer.data.workers import available_cores, results
@@ -20,7 +20,7 @@ DOCUMENTS_A_WORKER = 1000  # of data.max_documents: fewer are done before a work
 
 def tokenise_all(
     config: DataConfig,
-    plan: Plan,
+    shards: SplitShards,
     task: TokeniseShard,
     progress: Progress,
     files: dict[str, SplitFiles],
@@ -28,9 +28,9 @@ def tokenise_all(
 ) -> None:
     """Tokenise the shards that are not in the files yet, and append each."""
     workers = min(
-        config.workers or available_cores(), _useful_workers(config, plan[progress.shards :])
+        config.workers or available_cores(), _useful_workers(config, shards[progress.shards :])
     )
-    jobs = _jobs(config, plan, progress)
+    jobs = _jobs(config, shards, progress)
     meter = Meter(progress, say)
     with closing(results(task, jobs, workers, meter.update)) as finished:  # ends the workers
         for job, counts in finished:
@@ -39,20 +39,20 @@ def tokenise_all(
     meter.finish()
 
 
-def _useful_workers(config: DataConfig, plan: Plan) -> int:
+def _useful_workers(config: DataConfig, shards: SplitShards) -> int:
     """How many workers have something to do; small corpora need no other process."""
-    size = sum(shard.bytes or sources.SHARD_BYTES for _, shard in plan)
-    useful = max(1, min(len(plan), math.ceil(size / sources.SHARD_BYTES)))
+    size = sum(shard.bytes or sources.SHARD_BYTES for _, shard in shards)
+    useful = max(1, min(len(shards), math.ceil(size / sources.SHARD_BYTES)))
     if config.max_documents:
         useful = min(useful, math.ceil(config.max_documents / DOCUMENTS_A_WORKER))
     return useful
 
 
-def _jobs(config: DataConfig, plan: Plan, progress: Progress) -> Iterator[Job]:
+def _jobs(config: DataConfig, shards: SplitShards, progress: Progress) -> Iterator[Job]:
     """The shards that are not in the files yet, up to the last document that is wanted."""
     most = config.max_documents or None
-    for number in range(progress.shards, len(plan)):
-        split, shard = plan[number]
+    for number in range(progress.shards, len(shards)):
+        split, shard = shards[number]
         if split == "validation":
             yield Job(number, split, shard, None)
         elif not most or progress.documents < most:
