@@ -148,7 +148,7 @@ class Step:
             loss = self.module(*self.inputs)
         loss.backward()
         if self.ours:
-            norm = gradient_norm(self.module.parameters())
+            norm = gradient_norm(self.optimizer)
             clip(self.optimizer, norm, 1.0)
             self.guard.before_step(norm, 1)
         else:

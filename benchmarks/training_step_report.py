@@ -20,7 +20,9 @@ KINDS = {
     "products of the library": r"gemm|nvjet|cutlass|cublas|xmma|cudnn|conv|splitK|::mm\b|addmm|bmm",
     # Of what is compiled, the optimizers alone have a lerp, an unbind, sums along diagonals and a
     # stack of matrices.
-    "optimizer": r"[aA]dam|triton.*(lerp|unbind|arange_le_rsub|to_copy_stack)",
+    "optimizer": (
+        r"[aA]dam|triton.*(lerp|unbind|arange_(constant_pad_nd_)?le_(pow_)?rsub|to_copy_stack)"
+    ),
     "clipping": r"multi_tensor|LpNorm|lpnorm|foreach",
     "compiled reductions": r"triton_(red|per)|cpp_fused",
     "compiled pointwise": r"triton_poi|triton_",

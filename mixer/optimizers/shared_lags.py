@@ -17,6 +17,8 @@ from torch import Tensor
 # The rows of a large matrix are worked on in parts of at least so many rows, at most so many parts.
 # A part has only the columns up to its last row, so that little of the upper triangle is read.
 ROWS, PARTS = 512, 8
+# The rows of a part are summed in so many groups, each by threads of its own.
+GROUPS = 8
 
 
 def row_parts(context: int) -> list[tuple[int, int]]:
@@ -26,16 +28,17 @@ def row_parts(context: int) -> list[tuple[int, int]]:
     return list(zip(ends[:-1], ends[1:], strict=True))
 
 
-def diagonal_sums(matrix: Tensor) -> Tensor:
-    """Sums along the diagonals on and below the main one: (..., context, context) -> (...,
-    context).
+def diagonal_sums(matrix: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Sums along the diagonals on and below the main one, (..., context, context) -> (...,
+    context), and tensors whose numbers add up to the sum of the squares there.
 
-    Entry l of the result is the sum over i of matrix[..., i, i - l].
+    Entry l of the sums is the sum over i of matrix[..., i, i - l].
     """
     context = matrix.shape[-1]
     flat = matrix.flatten(-2)
     place = torch.arange(context, device=matrix.device)
-    total = F.pad(matrix[..., 0, :1], (0, context - 1))  # row 0 has the diagonal of lag 0 alone
+    corner = matrix[..., 0, :1]  # row 0 has the diagonal of lag 0 alone
+    total, squares = F.pad(corner, (0, context - 1)), [corner.square()]
     for first, end in row_parts(context):
         first = max(first, 1)
         # A step of context + 1 numbers goes down a diagonal. So in rows of that many numbers each
@@ -45,9 +48,21 @@ def diagonal_sums(matrix: Tensor) -> Tensor:
         skewed = flat[..., begin : begin + (end - first) * (context + 1)]
         skewed = skewed.unflatten(-1, (end - first, context + 1))[..., 1 : end + 1]
         lag = end - 1 - place[:end]
-        sums = torch.where(lag <= place[first:end, None], skewed, 0).sum(-2).flip(-1)
-        total = total + F.pad(sums, (0, context - end))
-    return total
+        live = torch.where(lag <= place[first:end, None], skewed, 0)
+        for sums in column_sums(live).unbind(-2):
+            total = total + F.pad(sums.flip(-1), (0, context - end))
+        squares.append(column_sums(live.square()))
+    return total, squares
+
+
+def column_sums(matrix: Tensor) -> Tensor:
+    """Sums of the columns by groups of rows: (..., rows, columns) -> (..., GROUPS, columns).
+
+    A sum over all rows at once would be compiled into two kernels, of which the second is tiny.
+    """
+    if missing := -matrix.shape[-2] % GROUPS:
+        matrix = F.pad(matrix, (0, 0, 0, missing))
+    return matrix.unflatten(-2, (GROUPS, -1)).sum(-2)
 
 
 def toeplitz_rows(lags: Tensor, rows: int, columns: int) -> Tensor:
@@ -59,8 +74,17 @@ def toeplitz_rows(lags: Tensor, rows: int, columns: int) -> Tensor:
     return torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0)
 
 
+def gradient_sums(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What one reading of the gradients of mixing weights, (heads, taps, context, context) each,
+    gives: their sums along the diagonals, (heads, taps, context) each, and tensors whose numbers
+    add up to the sum of all squares.
+    """
+    found = [diagonal_sums(gradient) for gradient in gradients]
+    return [sums for sums, _ in found], [part for _, parts in found for part in parts]
+
+
 def lag_changes(
-    gradients: list[Tensor],
+    sums: list[Tensor],
     first_moments: list[Tensor],
     second_moments: list[Tensor],
     numbers: Tensor,
@@ -71,18 +95,18 @@ def lag_changes(
     the weights along their diagonals, (heads, taps, context) each.
 
     Args:
-        gradients: of the weights, (heads, taps, context, context) each.
-        first_moments, second_moments: of the lags' gradients, (heads, taps, context) each; updated.
+        sums: of the weights' gradients along the diagonals, (heads, taps, context) each.
+        first_moments, second_moments: of the lags' gradients, likewise; updated.
         numbers: as those of `update_rows` (triangular_adamw.py), with the lags' learning rate.
     """
     beta1, beta2 = betas
     changes = []
-    tensors = zip(gradients, first_moments, second_moments, strict=True)
+    tensors = zip(sums, first_moments, second_moments, strict=True)
     for place, (gradient, first, second) in enumerate(tensors):
         rate, root, _, skip, scale = numbers[place].unbind()
-        sums, skipped = diagonal_sums(gradient) / scale, skip > 0
-        first.copy_(torch.where(skipped, first, torch.lerp(first, sums, 1 - beta1)))
-        second.copy_(torch.where(skipped, second, beta2 * second + (1 - beta2) * sums.square()))
+        gradient, skipped = gradient / scale, skip > 0
+        first.copy_(torch.where(skipped, first, torch.lerp(first, gradient, 1 - beta1)))
+        second.copy_(torch.where(skipped, second, beta2 * second + (1 - beta2) * gradient.square()))
         change = -rate * first / (second.sqrt() / root + eps)
         changes.append(torch.where(skipped, 0, change))
     return changes

@@ -6,17 +6,38 @@ the weight once more. Here a part of the rows at a time is updated, up to its la
 8192 rows, 0.56 of the square.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mixer.optimizers.shared_lags import lag_changes, row_parts, toeplitz_rows
+from mixer.optimizers.shared_lags import gradient_sums, lag_changes, row_parts, toeplitz_rows
 
 # Parts of matrices that the compiled functions are made for: it bounds the time to compile them.
 MATRICES = 32
 
 MOMENTS, LAG_MOMENTS = ("exp_avg", "exp_avg_sq"), ("lag_exp_avg", "lag_exp_avg_sq")
+
+
+@dataclass
+class Known:
+    """The sums along the diagonals of some gradients, as they were when they were read."""
+
+    gradients: list[Tensor]
+    versions: list[int]
+    sums: list[Tensor]
+
+    def is_of(self, gradients: list[Tensor]) -> bool:
+        same = len(gradients) == len(self.gradients) and all(
+            one is other for one, other in zip(gradients, self.gradients, strict=True)
+        )
+        return same and versions(gradients) == self.versions
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    """Numbers that grow with each change in place."""
+    return [tensor._version for tensor in tensors]
 
 
 class TriangularAdamW(torch.optim.Optimizer):
@@ -50,16 +71,37 @@ class TriangularAdamW(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "shared_lags": 0.0}
         super().__init__(params, defaults)
-        self.lag_changes, self.update_rows = compile(lag_changes), compile(update_rows)
+        self.gradient_sums, self.lag_changes = compile(gradient_sums), compile(lag_changes)
+        self.update_rows = compile(update_rows)
+        self.known: list[Known] = []
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """The norm of all gradients, from the triangles alone. The sums along diagonals, which come
+        from the same reading of memory, are kept for the next step.
+        """
+        self.known, squares = [], []
+        for weights, _, _ in self._chunks():
+            gradients = [weight.grad for weight in weights]
+            sums, found = self.gradient_sums(gradients)
+            self.known.append(Known(gradients, versions(gradients), sums))
+            squares += found
+        return torch.nn.utils.get_total_norm(squares, norm_type=1).sqrt()
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
+        for weights, parts, group in self._chunks():
+            self._update(weights, parts, group)
+        self.known = []
+
+    def _chunks(self) -> Iterator[tuple[list[nn.Parameter], list[tuple[int, int]], dict]]:
+        """Weights that are worked on together, the parts of their rows, and their group."""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             parts = row_parts(weights[0].shape[-1]) if weights else []
             size = max(1, MATRICES // max(1, len(parts)))
             for start in range(0, len(weights), size):
-                self._update(weights[start : start + size], parts, group)
+                yield weights[start : start + size], parts, group
 
     def _update(
         self, weights: list[nn.Parameter], parts: list[tuple[int, int]], group: dict
@@ -72,7 +114,7 @@ class TriangularAdamW(torch.optim.Optimizer):
         if group["shared_lags"]:
             lag_moments = [[state[key] for state in states] for key in LAG_MOMENTS]
             settings = (lag_numbers, group["betas"], group["eps"])
-            changes = self.lag_changes(gradients, *lag_moments, *settings)
+            changes = self.lag_changes(self._sums(gradients), *lag_moments, *settings)
         for first, end in parts:
             # The compiler would write the whole matrix for a change of its part, so it gets parts.
             rows = [
@@ -80,6 +122,13 @@ class TriangularAdamW(torch.optim.Optimizer):
                 for tensors in (weights, gradients, *moments)
             ]
             self.update_rows(*rows, changes, numbers, group["betas"], group["eps"])
+
+    def _sums(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Along the diagonals: what `gradient_norm` found, if the gradients have not changed."""
+        for known in self.known:
+            if known.is_of(gradients):
+                return known.sums
+        return self.gradient_sums(gradients)[0]
 
     def _numbers(self, weights: list[nn.Parameter], group: dict) -> tuple[Tensor, Tensor]:
         """The `numbers` of `update_rows` and of `lag_changes`, (weights, 5) each; counts the step.

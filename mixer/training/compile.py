@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mixer.common.errors import first_line
 from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
+from mixer.training.clipping import gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
 
@@ -88,6 +89,7 @@ def optimizer_compiler(
     def try_it() -> None:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
+        gradient_norm(optimizer)
         optimizer.step()
 
     failure = _failure(try_it, hosts)

@@ -158,7 +158,7 @@ class Trainer:
             with nullcontext() if is_last else accelerator.no_sync(self.parallel):
                 nats += self.backward(batch, step_targets)
         accelerator.unscale_gradients()  # of fp16's loss scale
-        norm = gradient_norm(self.parallel.parameters())
+        norm = gradient_norm(self.optimizer.optimizer)
         clip(self.optimizer.optimizer, norm, run.train.max_grad_norm)
         self.guard.before_step(norm, progress.step + 1)
         self.writer.before_update()

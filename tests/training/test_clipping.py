@@ -28,7 +28,7 @@ def test_a_clipped_step_is_that_of_gradients_that_torch_clips(build, limit):
             optimizer.zero_grad()
             (model(tokens()).logits - step).square().mean().backward()
         theirs = torch.nn.utils.clip_grad_norm_(models[1].parameters(), limit or torch.inf)
-        norm = gradient_norm(models[0].parameters())
+        norm = gradient_norm(optimizers[0])
         clip(optimizers[0], norm, limit)
         torch.testing.assert_close(norm, theirs)
         assert 1e-3 < norm < 1e3
@@ -36,6 +36,26 @@ def test_a_clipped_step_is_that_of_gradients_that_torch_clips(build, limit):
             optimizer.step()
     for one, two in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def changed_in_place(gradient):
+    gradient.mul_(-2)
+    return gradient
+
+
+@pytest.mark.parametrize("change", (changed_in_place, lambda gradient: -2 * gradient))
+def test_gradients_that_change_after_their_norm_was_found_are_read_again(change):
+    models = [small_model() for _ in range(2)]
+    for model, asks in zip(models, (True, False), strict=True):
+        optimizer = recipe(model)
+        model(tokens()).logits.square().mean().backward()
+        if asks:
+            gradient_norm(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = change(parameter.grad)
+        optimizer.step()
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_fp16s_loss_scale_leaves_the_clipping_as_it_is():
@@ -49,10 +69,10 @@ def test_fp16s_loss_scale_leaves_the_clipping_as_it_is():
             loss = (model(tokens()).logits - step).square().mean()
             (scaler.scale(loss) if model is models[0] else loss).backward()
         scaler.unscale_(optimizers[0])
-        clip(optimizers[0], gradient_norm(models[0].parameters()), 1e-3)
+        clip(optimizers[0], gradient_norm(optimizers[0]), 1e-3)
         scaler.step(optimizers[0])
         scaler.update()
-        clip(optimizers[1], gradient_norm(models[1].parameters()), 1e-3)
+        clip(optimizers[1], gradient_norm(optimizers[1]), 1e-3)
         optimizers[1].step()
     for one, two in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)

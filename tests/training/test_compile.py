@@ -15,6 +15,7 @@ from toolchain import needs_gxx
 from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
 from mixer.optimizers import shared_lags
+from mixer.training.clipping import gradient_norm
 from mixer.training.compile import compiled, compiled_parts
 from mixer.training.config import load_config
 from mixer.training.console import Console
@@ -130,11 +131,13 @@ def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(backend, 
             set_learning_rate(optimizer, 0.02 / (step + 1))
             optimizer.zero_grad()
             (model(tokens()).logits - step).square().mean().backward()
+            gradient_norm(optimizer)
             optimizer.step()
     for eager, faster in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(faster, eager, rtol=1e-4, atol=1e-5)
-    # Two functions of Muon for each of three shapes of matrices; the lags, and two parts of rows.
-    assert counts["unique_graphs"] == 9
+    # Two functions of Muon for each of three shapes of matrices; two of the lags, and two parts of
+    # rows.
+    assert counts["unique_graphs"] == 10
 
 
 def fails_for(name: str):
@@ -149,7 +152,7 @@ def fails_for(name: str):
     return compile
 
 
-@pytest.mark.parametrize("name", ["directions", "lag_changes", "update_rows"])
+@pytest.mark.parametrize("name", ["directions", "gradient_sums", "lag_changes", "update_rows"])
 def test_where_compiling_the_optimizer_fails_a_run_goes_on_without(
     name, write_config, tmp_path, capsys, monkeypatch
 ):
