@@ -32,14 +32,13 @@ from token_mixing_variants import VARIANTS, Data
 from token_mixing_work import OPERATIONS, Shape, useful_flops
 
 from mixer.common.errors import UserError, run_command
-from mixer.ops import build, choice, cuda
+from mixer.ops import choice, cuda
 
 ROOT = Path(__file__).parent.parent
 TOKENS = (1024, 2048, 4096, 8192)
 TIMED = ("forward", "grad_input", "grad_weight")
 # of each set of kernels, by compute capability
 DTYPES = {80: ("bfloat16", "float16"), 70: ("float16",)}
-PTX_FILES = ("pack", "volta_forward", "volta_grad_input", "volta_grad_weight")
 DENSE_PTX_FILES = ("volta_forward", "volta_grad_input")
 # ptx_library and nvrtc, which the tests of these kernels use as well
 sys.path.append(str(ROOT / "tests/helpers"))
@@ -94,11 +93,11 @@ def arguments() -> argparse.Namespace:
 
 
 def write_ptx(directory: Path) -> None:
-    """PTX of Volta's kernels in `directory`/triangle, of their dense form in `directory`/dense."""
+    """PTX of all kernels in `directory`/triangle, of dense forms of them in `directory`/dense."""
     import nvrtc
 
     dense = write_sources(directory / "sources")
-    nvrtc.write_ptx([build.SOURCES / f"{name}.cu" for name in PTX_FILES], directory / "triangle")
+    nvrtc.write_ptx(nvrtc.sources(), directory / "triangle")
     nvrtc.write_ptx([dense / f"{name}.cu" for name in DENSE_PTX_FILES], directory / "dense")
 
 

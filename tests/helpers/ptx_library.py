@@ -3,6 +3,7 @@
     python tests/helpers/nvrtc.py build/ptx  # needs the CUDA 12 wheels, but no GPU
     MIXER_TEST_PTX=build/ptx pytest tests/ops/test_ops_cuda.py  # on a newer GPU
 
+DIRECTORY/triangle of `benchmarks/portable_kernels.py --write-ptx DIRECTORY` serves, too.
 The driver compiles the PTX for the GPU at hand, so the tests check what CUDA 12 made of the source.
 The real library still chooses the kernels and the size of the workspace; the number of blocks of
 each kernel is repeated here.
