@@ -147,11 +147,12 @@ def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int)
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
     begins = f"resuming {state.resumed}" if state.resumed else "a fresh start"
     step, steps = state.progress.step, run.train.steps
+    passes = steps * batch / samples
     if step >= steps:
         begins += f", which has {step} steps: train.steps = {steps} leaves none to train"
     return (
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
         f"{accelerator.num_processes} process(es){engine} on {name}\n"
-        f"{samples:,} samples of {run.model.max_position_embeddings} tokens, {batch} a step; "
-        f"{begins}"
+        f"{samples:,} samples of {run.model.max_position_embeddings} tokens, {batch} a step, "
+        f"{passes:.1f} passes in all; {begins}"
     )

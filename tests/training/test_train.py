@@ -112,10 +112,14 @@ def test_the_backends_train_alike_and_the_loss_falls(write_config, launch, tmp_p
     assert dense[40] < dense[1] - 0.5
 
 
-def test_a_run_leaves_its_configuration_metrics_and_checkpoints(write_config, launch, tmp_path):
-    launch(
+def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
+    write_config, launch, small_run, tmp_path
+):
+    output = launch(
         "--config", write_config(), "train.mixed_precision=bf16", "optim.schedule=linear"
     ).succeed()
+    samples = len(TokenFile(small_run["data"]["directory"], "train", 32))
+    assert f"8 a step, {12 * 8 / samples:.1f} passes in all; a fresh start" in output
     directory = tmp_path / "runs/small"
     lines = read_lines(directory)
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 6, 12]
