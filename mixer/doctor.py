@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from mixer.common.errors import run_command
-from mixer.ops import build
+from mixer.ops import toolchain
 from mixer.ops.diagnosis import Facts, Gpu, Problem, Version, judge
 from mixer.ops.machine import gather
 
@@ -29,7 +29,7 @@ def lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "torch", f"{facts.torch}, {cuda_version(facts.torch_cuda)}, for {arches}"
     yield "NCCL", facts.nccl or "none"
     nvcc = facts.nvcc
-    yield "nvcc", f"{build.dotted(nvcc.version)} ({nvcc.path})" if nvcc else "none"
+    yield "nvcc", f"{toolchain.dotted(nvcc.version)} ({nvcc.path})" if nvcc else "none"
     yield "ninja", facts.ninja or "none"
     yield "host compiler", facts.host_compiler or "none"
     cache = facts.cache
@@ -41,12 +41,12 @@ def gpu_line(gpu: Gpu) -> str:
     memory = f"{gpu.memory[0]} of {gpu.memory[1]} GiB free" if gpu.memory else "memory unknown"
     state = f"{'built' if gpu.library else 'not built'}, {'load' if gpu.loads else 'not loaded'}"
     state += ", do not run" if gpu.reason else ", run"
-    capability = build.dotted(gpu.capability)
+    capability = toolchain.dotted(gpu.capability)
     return f"{gpu.name}, compute capability {capability}, {memory}; kernels {state}"
 
 
 def cuda_version(pair: Version | None) -> str:
-    return f"CUDA {build.dotted(pair)}" if pair else "no CUDA"
+    return f"CUDA {toolchain.dotted(pair)}" if pair else "no CUDA"
 
 
 def page(facts: Facts, problems: list[Problem]) -> str:

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from mixer.common.errors import UserError
 from mixer.ops import cuda, timings
-
-# mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
-# module already imported.
+from mixer.ops.toolchain import BuildError
 
 logger = logging.getLogger("mixer.ops")
 
@@ -89,11 +87,9 @@ def unavailable_reason(x: Tensor | None = None) -> str | None:
 @functools.cache
 def device_reason(index: int) -> str | None:
     """Why the kernels cannot run on a device: the build's error, or that of the first launch."""
-    from mixer.ops import build
-
     try:
         library = cuda.kernels(index)
-    except build.BuildError as error:
+    except BuildError as error:
         return str(error)
     status = library.mixer_probe(index)
     if status == 0:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops.panels import packed_columns
+from mixer.ops.toolchain import BuildError
 
 # mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
 # module already imported.
@@ -353,19 +354,17 @@ def build_name(index: int) -> str:
 @functools.cache
 def load(path: str) -> ctypes.CDLL:
     """Loads a library and declares its functions. Raises BuildError if it is not one of ours."""
-    from mixer.ops import build
-
     try:
         library = ctypes.CDLL(path)
         declare(library)
         version, size = library.mixer_abi_version(), library.mixer_params_size()
     except (OSError, AttributeError) as error:
-        raise build.BuildError(
+        raise BuildError(
             f"cannot load the CUDA kernels ({error}). "
             f"Build them anew: `rm -r {os.path.dirname(path)}`, then run again."
         ) from error
     if (version, size) != (ABI_VERSION, ctypes.sizeof(Params)):
-        raise build.BuildError(
+        raise BuildError(
             f"{path} has interface {version} of {size} bytes; this code calls {ABI_VERSION} of "
             f"{ctypes.sizeof(Params)} bytes: csrc/params.h and mixer/ops/cuda.py must change "
             "together."

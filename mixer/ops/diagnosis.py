@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mixer.ops import build
+from mixer.ops import toolchain
 
 Version = tuple[int, int]
 
@@ -73,7 +73,7 @@ class Facts:
     torch_arches: list[str]
     torch_devices: int
     nccl: str | None
-    nvcc: build.Compiler | None
+    nvcc: toolchain.Compiler | None
     nvcc_error: str | None
     toolkits: dict[str, str]  # other CUDA toolkits: version to path
     ninja: str | None
@@ -173,7 +173,7 @@ def torch_problems(facts: Facts) -> Iterator[Problem]:
         return
     if older(facts.driver_cuda, facts.torch_cuda):
         what = (
-            f"the driver supports CUDA {build.dotted(facts.driver_cuda)}; torch {facts.torch} "
+            f"the driver supports CUDA {toolchain.dotted(facts.driver_cuda)}; torch {facts.torch} "
             f"needs {facts.torch_cuda[0]}.x"
         )
         means = (
@@ -254,14 +254,14 @@ def tool_problems(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def nvcc_problems(facts: Facts, nvcc: build.Compiler) -> Iterator[Problem]:
+def nvcc_problems(facts: Facts, nvcc: toolchain.Compiler) -> Iterator[Problem]:
     failing = not facts.gpus or any(gpu.reason for gpu in facts.gpus)
-    version = build.dotted(nvcc.version)
+    version = toolchain.dotted(nvcc.version)
     for gpu in facts.gpus:
-        old = gpu.capability < divmod(build.OLDEST, 10)
+        old = gpu.capability < divmod(toolchain.OLDEST, 10)
         try:
-            build.architecture_flags(nvcc, gpu.capability)
-        except build.BuildError as error:
+            toolchain.architecture_flags(nvcc, gpu.capability)
+        except toolchain.BuildError as error:
             what = (
                 f"{'the kernels are not' if old else f'nvcc {version} does not compile'} for "
                 f"{gpu.name}"
@@ -281,7 +281,7 @@ def nvcc_problems(facts: Facts, nvcc: build.Compiler) -> Iterator[Problem]:
     if older(facts.driver_cuda, nvcc.version):
         what = (
             f"nvcc {version} is newer than the driver, which supports CUDA "
-            f"{build.dotted(facts.driver_cuda)}"
+            f"{toolchain.dotted(facts.driver_cuda)}"
         )
         yield Problem(
             "nvcc-driver",
@@ -291,7 +291,7 @@ def nvcc_problems(facts: Facts, nvcc: build.Compiler) -> Iterator[Problem]:
             failing,
         )
     elif facts.torch_cuda and facts.torch_cuda[0] != nvcc.version[0]:
-        what = f"nvcc is of CUDA {version}, torch of CUDA {build.dotted(facts.torch_cuda)}"
+        what = f"nvcc is of CUDA {version}, torch of CUDA {toolchain.dotted(facts.torch_cuda)}"
         means = (
             "our kernels bring their own CUDA runtime, so both work as long as the driver serves "
             "the newer one"

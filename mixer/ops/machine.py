@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from mixer.ops import build, choice, cuda
+from mixer.ops import build, choice, cuda, toolchain
 from mixer.ops.diagnosis import Cache, Facts, Gpu, Version
 
 
@@ -89,14 +89,14 @@ def torch_facts() -> dict:
 def tool_facts() -> dict:
     nvcc = nvcc_error = ninja = None
     try:
-        nvcc = build.find_compiler()
-    except build.BuildError as error:
+        nvcc = toolchain.find_compiler()
+    except toolchain.BuildError as error:
         nvcc_error = str(error)
     try:
-        command = build.find_ninja()
+        command = toolchain.find_ninja()
         if version := output(*command, "--version"):
             ninja = f"{version} ({' '.join(command)})"
-    except build.BuildError:
+    except toolchain.BuildError:
         pass
     named = re.search(
         r"(?:-ccbin|--compiler-bindir)[= ](\S+)", os.environ.get("NVCC_PREPEND_FLAGS", "")
@@ -123,7 +123,7 @@ def cache_facts() -> Cache:
     try:
         path = build.cache_path()
         build.cache_directory()
-    except build.BuildError as problem:
+    except toolchain.BuildError as problem:
         error = str(problem)
     try:
         status = os.stat(path or "")
@@ -192,7 +192,7 @@ def built_library(capability: Version) -> str | None:
     try:
         found = build.prebuilt(capability, build.SOURCES)
         return str(found) if found else None
-    except build.BuildError:
+    except toolchain.BuildError:
         return None
 
 

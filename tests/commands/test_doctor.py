@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from mixer import doctor
-from mixer.ops import build, diagnosis, machine
+from mixer.ops import build, diagnosis, machine, toolchain
 
 ROOT = Path(doctor.__file__).parents[1]
-NVCC_13 = build.Compiler(Path("/cuda/bin/nvcc"), (13, 0), (75, 80, 90, 100))
-NVCC_12 = build.Compiler(Path("/cuda/bin/nvcc"), (12, 9), (50, 70, 75, 80, 90, 100))
+NVCC_13 = toolchain.Compiler(Path("/cuda/bin/nvcc"), (13, 0), (75, 80, 90, 100))
+NVCC_12 = toolchain.Compiler(Path("/cuda/bin/nvcc"), (12, 9), (50, 70, 75, 80, 90, 100))
 H200 = diagnosis.Gpu("NVIDIA H200", (9, 0), (138.0, 139.8), "/cache/lib.so", True, None)
 V100 = diagnosis.Gpu("Tesla V100", (7, 0), (31.0, 31.7), "/cache/lib.so", True, None)
 UNBUILT = dataclasses.replace(H200, library=None, loads=False, reason="no; `build it`")
@@ -250,8 +250,8 @@ def cache(tmp_path, monkeypatch):
 
 def test_missing_tools_are_facts(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([]))
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain, "nvcc_candidates", lambda: iter([]))
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     facts = machine.tool_facts()
     assert (facts["nvcc"], facts["ninja"], facts["host_compiler"]) == (None, None, None)
     assert "there is none" in facts["nvcc_error"]
@@ -262,7 +262,7 @@ def test_broken_tools_are_facts(tmp_path, monkeypatch):
     for name in ("nvcc", "g++", "nvidia-smi"):
         script(tmp_path / name, "echo nonsense; exit 3")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([tmp_path / "nvcc"]))
+    monkeypatch.setattr(toolchain, "nvcc_candidates", lambda: iter([tmp_path / "nvcc"]))
     facts = machine.tool_facts()
     assert facts["nvcc"] is None and "does not run" in facts["nvcc_error"]
     assert facts["host_compiler"] is None
@@ -366,7 +366,7 @@ def test_doctor_does_not_wait_for_another_builder(one_gpu, cache, monkeypatch):
 
 def test_failed_build_is_a_fact(one_gpu, cache, monkeypatch):
     def fail(index):
-        raise build.BuildError("nvcc could not; `do this`")
+        raise toolchain.BuildError("nvcc could not; `do this`")
 
     monkeypatch.setattr(machine.cuda, "kernels", fail)
     gpu = machine.torch_gpu(0, CACHE)

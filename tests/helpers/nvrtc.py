@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mixer.common.errors import UserError, run_command
-from mixer.ops import build
+from mixer.ops import build, toolchain
 
 INSTALL = 'pip install -e ".[sm70]"'
 HOST_ONLY = {"api.cu", "schedule.cu", "tensor_supports.cu"}  # hold no kernel
@@ -135,7 +135,7 @@ def write_ptx(paths: list[Path], directory: Path) -> None:
     for path in paths:
         ptx, _ = compile_source(path, "compute_70")
         (directory / path.with_suffix(".ptx").name).write_bytes(ptx.rstrip(b"\0"))
-    print(f"PTX for compute_70 by NVRTC {build.dotted(version())}: {directory}")
+    print(f"PTX for compute_70 by NVRTC {toolchain.dotted(version())}: {directory}")
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 import pytest
 
 from mixer.common.errors import UserError
-from mixer.ops import build
+from mixer.ops import toolchain
 
 
 def has_nvcc() -> bool:
     try:
-        return build.find_compiler() is not None
+        return toolchain.find_compiler() is not None
     except UserError:
         return False
 

@@ -18,7 +18,7 @@ from launching import start_python
 from toolchain import needs_nvcc
 
 from mixer.common.errors import UserError
-from mixer.ops import build, choice, cuda
+from mixer.ops import build, choice, cuda, toolchain
 
 ROOT = Path(build.__file__).parents[2]
 TINY = (
@@ -83,8 +83,8 @@ def test_kernels_compile_for_hopper_without_spills():
 @pytest.mark.parametrize("source", ("ampere_grad_input", "ampere_grad_weight"))
 def test_tensor_core_kernels_compile_for_8_0_without_spills(source, tmp_path):
     """A product and the weight gradient; `make soak` compiles the whole library."""
-    compiler = build.find_compiler()
-    flags = [*build.COMPILE_FLAGS, *build.architecture_flags(compiler, (8, 0))]
+    compiler = toolchain.find_compiler()
+    flags = [*build.COMPILE_FLAGS, *toolchain.architecture_flags(compiler, (8, 0))]
     unit = [str(build.SOURCES / f"{source}.cu"), "-c", "-o", str(tmp_path / "unit.o")]
     done = subprocess.run(
         [str(compiler.path), *flags, *unit], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -99,8 +99,8 @@ def test_tensor_core_kernels_compile_for_8_0_without_spills(source, tmp_path):
 @pytest.mark.parametrize("architecture", ((8, 0), (7, 5)), ids=("8.0", "7.5"))
 def test_kernels_compile_for_older_gpus_without_spills(architecture, tmp_path):
     """8.6 and 8.9 get the same PTX as 8.0, and as many registers."""
-    compiler = build.find_compiler()
-    flags = [*build.COMPILE_FLAGS, *build.architecture_flags(compiler, architecture)]
+    compiler = toolchain.find_compiler()
+    flags = [*build.COMPILE_FLAGS, *toolchain.architecture_flags(compiler, architecture)]
     build.build(tmp_path / "library", build.SOURCES, compiler, flags)
     log = (tmp_path / "library" / build.LOG).read_text()
     assert f"for 'sm_{architecture[0]}{architecture[1]}'" in log
@@ -190,7 +190,7 @@ def test_compiler_error_is_quoted_and_its_log_kept(tmp_path, cache):
             path.unlink()
     with open(sources / "pack.cu", "a") as file:
         file.write("\nint broken() { return undeclared_thing; }\n")
-    with pytest.raises(build.BuildError, match="undeclared_thing") as failure:
+    with pytest.raises(toolchain.BuildError, match="undeclared_thing") as failure:
         build.library((8, 0), sources)
     log = str(failure.value).partition("The whole log: ")[2].splitlines()[0]
     assert "undeclared_thing" in Path(log).read_text()
@@ -199,9 +199,9 @@ def test_compiler_error_is_quoted_and_its_log_kept(tmp_path, cache):
 
 @needs_nvcc
 def test_gpu_newer_than_nvcc_gets_ptx():
-    compiler = build.find_compiler()
+    compiler = toolchain.find_compiler()
     newest = compiler.architectures[-1]
-    assert build.architecture_flags(compiler, (99, 0)) == [
+    assert toolchain.architecture_flags(compiler, (99, 0)) == [
         f"-gencode=arch=compute_{newest},code=compute_{newest}"
     ]
 
@@ -209,7 +209,7 @@ def test_gpu_newer_than_nvcc_gets_ptx():
 @needs_nvcc
 def test_library_found_without_nvcc(tiny, monkeypatch):
     path = build.library((8, 0), tiny)
-    monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([]))
+    monkeypatch.setattr(toolchain, "nvcc_candidates", lambda: iter([]))
     assert build.library((8, 0), tiny) == path
 
 
@@ -284,29 +284,29 @@ def test_structure_and_c_struct_agree(tmp_path):
 
 
 def test_missing_nvcc_says_how_to_install_it(tiny, monkeypatch):
-    monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([Path("/nonexistent/nvcc")]))
+    monkeypatch.setattr(toolchain, "nvcc_candidates", lambda: iter([Path("/nonexistent/nvcc")]))
     with pytest.raises(UserError, match="pip install nvidia-cuda-nvcc"):
         build.library((9, 0), tiny)
 
 
 def test_missing_ninja_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="pip install ninja"):
-        build.find_ninja()
+        toolchain.find_ninja()
 
 
 def test_cuda_home_comes_before_path(tmp_path, monkeypatch):
     home = fake_nvcc(tmp_path / "cuda", version="12.4", architectures="50 70 90")
     monkeypatch.setenv("CUDA_HOME", str(home))
-    compiler = build.find_compiler()
-    assert compiler == build.Compiler(home / "bin" / "nvcc", (12, 4), (50, 70, 90))
-    assert build.architecture_flags(compiler, (7, 0)) == ["-gencode=arch=compute_70,code=sm_70"]
-    assert build.architecture_flags(compiler, (9, 0)) == [
+    compiler = toolchain.find_compiler()
+    assert compiler == toolchain.Compiler(home / "bin" / "nvcc", (12, 4), (50, 70, 90))
+    assert toolchain.architecture_flags(compiler, (7, 0)) == ["-gencode=arch=compute_70,code=sm_70"]
+    assert toolchain.architecture_flags(compiler, (9, 0)) == [
         "-DMIXER_HOPPER",
         "-gencode=arch=compute_90a,code=sm_90a",
     ]
-    assert build.architecture_flags(compiler, (8, 6)) == [
+    assert toolchain.architecture_flags(compiler, (8, 6)) == [
         "-gencode=arch=compute_70,code=compute_70"
     ]
 
@@ -319,12 +319,12 @@ def test_nvcc_of_a_wheel_is_found(folder, tmp_path, monkeypatch):
     home = fake_nvcc(tmp_path / folder)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(
-        build.importlib.util, "find_spec", lambda name: wheels if name == "nvidia" else None
+        toolchain.importlib.util, "find_spec", lambda name: wheels if name == "nvidia" else None
     )
-    assert build.find_compiler().path == home / "bin" / "nvcc"
+    assert toolchain.find_compiler().path == home / "bin" / "nvcc"
 
 
 def test_volta_under_cuda_13_names_cuda_12(tmp_path, monkeypatch):
@@ -397,11 +397,11 @@ def test_library_left_by_others_is_not_loaded(with_nvcc, tiny, tmp_path, monkeyp
     """It may lie there since the cache was open to all; the cache itself is closed by now."""
     monkeypatch.setenv("MIXER_CACHE", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / "cuda")))
-    compiler = build.find_compiler()
-    flags = [*build.COMPILE_FLAGS, *build.architecture_flags(compiler, (8, 0))]
+    compiler = toolchain.find_compiler()
+    flags = [*build.COMPILE_FLAGS, *toolchain.architecture_flags(compiler, (8, 0))]
     planted = build.cache_directory() / build.build_name((8, 0), tiny, compiler, flags)
     if not with_nvcc:
-        monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([]))
+        monkeypatch.setattr(toolchain, "nvcc_candidates", lambda: iter([]))
     planted.mkdir()
     (planted / build.LIBRARY).write_bytes(b"")
     planted.chmod(0o777)

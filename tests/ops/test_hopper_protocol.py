@@ -18,7 +18,7 @@ import pytest
 from hopper_emulator import sources
 
 from mixer.common.errors import UserError
-from mixer.ops import build
+from mixer.ops import build, toolchain
 
 EMULATOR = Path(sources.__file__).parent
 FLAGS = ["-std=c++17", "-O3", "-w", "-Xcompiler=-Wno-psabi"]
@@ -38,7 +38,7 @@ def why_not() -> str | None:
     if shutil.which("g++") is None:
         return "no g++ here: the emulator cannot be compiled"
     try:
-        build.find_compiler()
+        toolchain.find_compiler()
     except UserError:
         return "no nvcc here: the kernels' headers are missing"
     return None
@@ -121,7 +121,7 @@ MUTATIONS = [
 def command(*arguments) -> None:
     """Runs nvcc, which for C++ is g++ with CUDA's headers."""
     result = subprocess.run(
-        [str(build.find_compiler().path), *map(str, arguments)],
+        [str(toolchain.find_compiler().path), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

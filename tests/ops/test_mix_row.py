@@ -13,11 +13,11 @@ from mix_row_cases import TYPES, case, exact
 from models import generate, lively_model, padded
 from toolchain import needs_nvcc
 
-from mixer.ops import build, choice, cuda, mix_row, row_operator
+from mixer.ops import build, choice, cuda, mix_row, row_operator, toolchain
 
 HERE = Path(__file__).parent
 # so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
-PROCESSORS = {"": 4, build.HOPPER_FLAG: 20}
+PROCESSORS = {"": 4, toolchain.HOPPER_FLAG: 20}
 # (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, rows that start
 # off 16 bytes, part of a block
 SHAPES = [(1, 1, 64), (3, 2, 20), (2, 3, 5), (20, 1, 136)]
@@ -48,7 +48,7 @@ EMULATED = [  # (CUDA's words, the emulator's, how often)
 ]
 
 
-@pytest.fixture(scope="module", params=["", build.HOPPER_FLAG], ids=["", "hopper"])
+@pytest.fixture(scope="module", params=["", toolchain.HOPPER_FLAG], ids=["", "hopper"])
 def library(request, tmp_path_factory) -> ctypes.CDLL:
     """The kernel's source, with words that the emulator knows, compiled for the CPU."""
     directory = tmp_path_factory.mktemp("emulator")
@@ -58,7 +58,7 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
         assert count == times, f"the emulator knows the kernel no longer: {words}"
     assert not re.search(r"<<<|__shared__ |\basm\b", text)
     (directory / "mix_row.inc").write_text(text)
-    nvcc = str(build.find_compiler().path)  # it knows where its headers are
+    nvcc = str(toolchain.find_compiler().path)  # it knows where its headers are
     flags = [
         "-shared",
         "-Xcompiler=-fPIC,-fno-strict-aliasing",

@@ -8,7 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from mixer.ops import build
+from mixer.ops import toolchain
 
 HERE = Path(__file__).parent
 LAUNCH = r"(\w+(?:<[^;{}]*?>)?)\s*<<<([^;]*?), (\w+), 0, [^;]*?>>>\(([^;]*?)\);"
@@ -48,7 +48,7 @@ def emulated(sources: Path, kernels: list[str], replacements: list[tuple[str, st
 def compiled(name: str, text: str, directory: Path, *more_flags: str) -> Path:
     """The program of NAME.cpp with these kernels."""
     (directory / "kernels.inc").write_text(text)
-    nvcc = str(build.find_compiler().path)  # it knows where its headers are
+    nvcc = str(toolchain.find_compiler().path)  # it knows where its headers are
     flags = [
         "-std=c++17",
         "-O2",
