@@ -138,12 +138,16 @@ def main() -> None:
 
 
 def models_of(plan: dict, overrides: list[str]) -> list[Model]:
+    """The first size of every kind, then the second ones, and so on: what is interrupted has
+    something to compare.
+    """
     common = recipe(plan) | plan["common"] | given_options(overrides)
-    return [
-        Model(kind, str(size), common | own)
+    found = [
+        (place, Model(kind, str(size), common | own))
         for kind, sizes in plan["kinds"].items()
-        for size, own in sizes.items()
+        for place, (size, own) in enumerate(sizes.items())
     ]
+    return [model for _, model in sorted(found, key=lambda item: item[0])]
 
 
 def has_changed(row: dict, models: tuple[Model, ...]) -> bool:

@@ -154,5 +154,5 @@ def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int)
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
         f"{accelerator.num_processes} process(es){engine} on {name}\n"
         f"{samples:,} samples of {run.model.max_position_embeddings} tokens, {batch} a step, "
-        f"{passes:.1f} passes in all; {begins}"
+        f"{passes:.2f} passes in all; {begins}"
     )

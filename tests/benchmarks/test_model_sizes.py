@@ -150,3 +150,13 @@ def wait_for_group(group: int, patience: float = 30) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("workers outlive the command")
+
+
+def test_the_first_size_of_every_kind_comes_before_the_second_of_any(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from model_sizes import models_of
+
+    models = models_of(read_yaml(ROOT / "benchmarks/plans/model_sizes.yaml"), [])
+    assert [model.kind for model in models] == 3 * ["flat mixer", "Llama", "gated mixer"]
+    assert [model.size for model in models] == 3 * ["512"] + 3 * ["1024"] + 3 * ["256"]

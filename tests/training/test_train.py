@@ -119,7 +119,7 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
         "--config", write_config(), "train.mixed_precision=bf16", "optim.schedule=linear"
     ).succeed()
     samples = len(TokenFile(small_run["data"]["directory"], "train", 32))
-    assert f"8 a step, {12 * 8 / samples:.1f} passes in all; a fresh start" in output
+    assert f"8 a step, {12 * 8 / samples:.2f} passes in all; a fresh start" in output
     directory = tmp_path / "runs/small"
     lines = read_lines(directory)
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 6, 12]
