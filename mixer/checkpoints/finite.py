@@ -23,7 +23,7 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
     absolute value of all of them is NaN or infinity where one of them is.
     """
     floating = {
-        name: tensor.detach()
+        name: tensor
         for name, tensor in tensors.items()
         if tensor.is_floating_point() and tensor.numel()
     }

@@ -41,7 +41,7 @@ def room_for(tensors: list[Tensor]) -> int:
 
 
 def _padded(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
+    return -(-tensor.nbytes // ALIGNED) * ALIGNED
 
 
 class DeviceCopy:
@@ -54,6 +54,7 @@ class DeviceCopy:
     def __init__(self, device: torch.device, room: int):
         self.device, self.room = device, room
         self.memory = torch.empty(room, dtype=torch.uint8, device=device)
+        self.views: dict[int, Tensor] = {}  # of memory, by first byte: making them takes time
         self.on_host: dict[str, Tensor] = {}
         self.stage: Tensor | None = None  # made by the writing thread
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -65,14 +66,11 @@ class DeviceCopy:
         self.places, self.queued, self.queued_bytes = [], [], 0
 
     def copy(self, name: str, tensor: Tensor) -> None:
-        tensor = tensor.detach()
-        size = tensor.numel() * tensor.element_size()
-        place = self.memory[self.end : self.end + size].view(tensor.dtype).view(tensor.shape)
-        self.end += _padded(tensor)
+        place = self._next_place(tensor)
         self.copies[name] = place
         self.places.append(place)
         self.queued.append(tensor)
-        self.queued_bytes += size
+        self.queued_bytes += tensor.nbytes
         if self.queued_bytes > QUEUED_BYTES:
             self._copy_queued()
 
@@ -94,6 +92,16 @@ class DeviceCopy:
             self.stream.wait_event(self.taken)
             return {name: self._fetched(name, copy) for name, copy in self.copies.items()}
 
+    def _next_place(self, tensor: Tensor) -> Tensor:
+        """Where the next tensor goes, which is of this shape and type."""
+        start, self.end = self.end, self.end + _padded(tensor)
+        view = self.views.get(start)
+        if view is None or view.shape != tensor.shape or view.dtype != tensor.dtype:
+            view = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self.views[start] = view
+        return view
+
+    @torch.no_grad()
     def _copy_queued(self) -> None:
         if self.queued:
             torch._foreach_copy_(self.places, self.queued)

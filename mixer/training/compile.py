@@ -30,7 +30,8 @@ def compile_objective(
 ) -> bool:
     """Compiles the objective in place, with a first pass on `shape`, (batch, tokens).
 
-    how: "no" (nothing is done), "blocks" (each block and the loss) or "model" (all at once).
+    how: "no" (nothing is done), "blocks" (each block, the output layer and the loss) or "model"
+    (all at once).
     graphs: replay each compiled part's forward and backward pass as a CUDA graph. A backward pass
     then writes its gradients over those of the one before. mixer.training.automatic says where
     graphs can be used.
@@ -110,12 +111,17 @@ def _failure(attempt: Callable[[], None], hosts: Hosts) -> str:
 
 
 def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:
-    """The methods to compile, as (module, name of the method)."""
+    """The methods to compile, as (module, name of the method).
+
+    The output layer has nothing to fuse. But between two CUDA graphs its output, the logits, would
+    be copied to the place where the loss expects them.
+    """
     is_block = GradientCheckpointingLayer
     blocks = [(part, "forward") for part in objective.modules() if isinstance(part, is_block)]
+    head = (objective.get_output_embeddings(), "forward")
     parts = {
         "no": [],
-        "blocks": [*blocks, (objective, "score")],
+        "blocks": [*blocks, head, (objective, "score")],
         "model": [(objective, "forward")],
     }
     return parts[how]

@@ -59,8 +59,8 @@ class TrainConfig:
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "torch.compile of nothing, of each block and the loss, or of the whole model at once; "
-        "auto: blocks on GPUs, where Triton can",
+        "torch.compile of nothing, of each block, the output layer and the loss, or of the "
+        "whole model; auto: blocks on GPUs, where Triton can",
         choices=("auto", "no", "blocks", "model"),
     )
     cuda_graphs: str = option(
