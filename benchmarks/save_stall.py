@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from saving import measured_by
 
-from mixer.checkpoints.writer import CheckpointWriter
+from mixer.checkpoints import writer
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.training import loop
@@ -93,7 +93,7 @@ def note_times() -> tuple[list[float], list[float], list[tuple[torch.cuda.Event,
         real_ask(stop)
 
     loop.Stop.ask = ask
-    CheckpointWriter.require_finite = timed(CheckpointWriter.require_finite, checks)
+    writer.not_finite = timed(writer.not_finite, checks)
     if torch.cuda.is_available():
         Guard.before_step = between_events(Guard.before_step, looks)
     return marks, checks, looks
@@ -104,8 +104,9 @@ def timed(function: Callable, seconds: list[float]) -> Callable:
 
     def call(*arguments):
         began = time.perf_counter()
-        function(*arguments)
+        found = function(*arguments)
         seconds.append(time.perf_counter() - began)
+        return found
 
     return call
 

@@ -73,8 +73,9 @@ class CheckpointWriter:
         Raises NotFinite, and writes nothing, if the state is not finite (`require_finite`).
         """
         self.wait()  # until the last checkpoint is written, as its buffers are used again
-        self.require_finite(optimizer, trainer["step"])
-        model, state = self._copy(optimizer)
+        weights, state = self._held(optimizer)
+        self._require_finite(weights | state, trainer["step"])
+        model, state = self._copy(weights, state)
         random = self.hosts.gather(_random_state(self.accelerator.device))
         trainer = {"format": format.FORMAT} | trainer
         if self.main or self.sharded:
@@ -84,10 +85,13 @@ class CheckpointWriter:
         """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
         any process. All processes must call this together, after step `step`.
         """
-        held = {name: local_part(weight) for name, weight in self.model.named_parameters()}
-        for name, _, value in optimizer_state(self.model, optimizer):
-            held[name] = local_part(value)
-        reports = self.hosts.gather(not_finite(held))
+        weights, state = self._held(optimizer)
+        self._require_finite(weights | state, step)
+
+    def _require_finite(self, held: dict[str, Tensor], step: int) -> None:
+        reports = self.hosts.gather(
+            not_finite({name: local_part(tensor) for name, tensor in held.items()})
+        )
         rank = next((rank for rank, names in enumerate(reports) if names), None)
         if rank is None:
             return
@@ -162,17 +166,20 @@ class CheckpointWriter:
             return "No checkpoint of the run is complete"
         return f"The run can go on from {good[-1]}, its last good checkpoint"
 
-    def _copy(self, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[str]]:
-        """Copies the weights, and the optimizer's state; returns the names of both."""
-        weights = dict(self.model.named_parameters()) if self.main or self.sharded else {}
-        state = self._held(optimizer)
+    def _copy(
+        self, weights: dict[str, Tensor], state: dict[str, Tensor]
+    ) -> tuple[list[str], list[str]]:
+        """Copies what this process writes; returns the names of its weights and of its state."""
+        if not (self.main or self.sharded):
+            weights, state = {}, {}
+        state = {name: value for name, value in state.items() if value.numel()}
         needed = room_for([*(weights.values() if self.main else ()), *state.values()])
         if self.copied is None or self.copied.room < needed:
             self.copied = None  # gives its memory back
             self.copied = choose_copy(self.accelerator.device, needed)
         self.copied.begin()
-        for name, parameter in weights.items():  # a tied weight comes once
-            full = whole(parameter)  # one at a time: sharded, the model need not fit on one device
+        for name, weight in weights.items():  # a tied weight comes once
+            full = whole(weight)  # one at a time: sharded, the model need not fit on one device
             if self.main:
                 self.copied.copy(name, full)
         for name, value in state.items():
@@ -180,22 +187,21 @@ class CheckpointWriter:
         self.copied.finish()
         return list(weights) if self.main else [], list(state)
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The optimizer's state as PARAMETER/KEY, whichever keys it has; sharded, this process's
-        shards.
+    def _held(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The weights, and the optimizer's state as PARAMETER/KEY, whichever keys it has; of
+        sharded state this process's shards.
         """
-        if not (self.main or self.sharded):
-            return {}
-        held = {}
+        state = {}
         for name, parameter, value in optimizer_state(self.model, optimizer):
             if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
                 raise UserError(
                     f"the optimizer's state {name} is not sharded like its parameter, so it cannot "
                     "be saved under FSDP; train without FSDP"
                 )
-            if local_part(value).numel():
-                held[name] = local_part(value)
-        return held
+            state[name] = local_part(value)
+        return dict(self.model.named_parameters()), state
 
     def _write(
         self, model: list[str], state: list[str], random: list[dict], trainer: dict[str, Any]

@@ -119,3 +119,12 @@ def test_what_is_not_finite_is_named_and_large_numbers_are_finite():
     held["half"] = held["half"].clone().fill_(math.nan)
     held["brain"] = torch.tensor([1.0, -math.inf], dtype=torch.bfloat16)
     assert not_finite(held) == ["half", "brain"]
+
+
+def test_the_look_for_what_is_not_finite_changes_no_bit():
+    least = torch.finfo(torch.float32).tiny / 8  # a subnormal number
+    numbers = torch.tensor([0.0, -0.0, least, -1 / 3, torch.finfo(torch.float32).max])
+    held = {"row": numbers.clone(), "column": numbers.clone().view(5, 1).expand(5, 3).clone().t()}
+    assert not_finite(held) == []
+    assert torch.equal(held["row"].view(torch.int32), numbers.view(torch.int32))
+    assert torch.equal(held["column"][1].clone().view(torch.int32), numbers.view(torch.int32))
