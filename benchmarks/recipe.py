@@ -10,9 +10,9 @@ benchmarks/plans.
 
 Writes PATH.json after each run, and PATH.md and PATH.png at the end. A run that PATH.json has
 with the same options is not repeated, so an interrupted plan goes on where it was. With --seconds
-no run is begun that would end too late by the speed of those that PATH.json has; the exit status is
-3 where one is left. With --shared other work runs on the same GPU: of such runs the report has the
-losses and not the times.
+no run is begun that would end too late by the speed of those that PATH.json has. SIGTERM or SIGINT
+ends the command, without the run that it stops. The exit status is 3 where a run is left. With
+--shared other work runs on the same GPU: of such runs the report has the losses and not the times.
 """
 
 import argparse
@@ -46,6 +46,10 @@ LEFT = 3  # exit status of a command that must be given again to do all
 MOST_CURVES = 4  # that one picture shows
 
 
+class Stopped(Exception):
+    """A signal has ended a run before its last step."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -69,25 +73,31 @@ def main() -> None:
     if unknown:
         raise UserError(f"--only {', '.join(unknown)}; allowed: {', '.join(plan['runs'])}")
     left = []
+    stopped = False
     for name, changes in plan["runs"].items():
         settings = settings_of(plan["common"] | recipe(changes) | given | changes)
         known = result["runs"].get(name, {})
         if known.get("settings") == settings or (options.only and name not in options.only):
             continue
-        if time.perf_counter() + expected_seconds(settings, result) > deadline:
+        if stopped or time.perf_counter() + expected_seconds(settings, result) > deadline:
             left.append(name)
             continue
         measured_by = {"hardware": hardware(), "commit": options.commit or commit()}
         result |= {"command": " ".join(["python", *sys.argv])} | measured_by
         about = {"settings": settings, "shared_gpu": options.shared} | measured_by
-        result["runs"][name] = about | run(name, settings)
+        try:
+            result["runs"][name] = about | run(name, settings)
+        except Stopped:
+            stopped = True
+            left.append(name)
+            continue
         print(f"{name}: {row(name, result)}", flush=True)
         write_text(file, json.dumps(result, indent=1) + "\n")
     if result["runs"]:
         report(result, output)
         print(table(result))
     if left:
-        print(f"left for lack of time: {', '.join(left)}")
+        print(f"left {'after a signal' if stopped else 'for lack of time'}: {', '.join(left)}")
         sys.exit(LEFT)
 
 
@@ -133,7 +143,10 @@ def settings_of(options: dict) -> dict:
 
 
 def run(name: str, settings: dict) -> dict:
-    """Trains in this process, in a directory that is thrown away; returns what the metrics say."""
+    """Trains in this process, in a directory that is thrown away; returns what the metrics say.
+
+    Raises Stopped for a run that a signal has ended early.
+    """
     with tempfile.TemporaryDirectory() as directory:
         given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         given += [f"name={name}", f"output_dir={directory}"]
@@ -145,6 +158,8 @@ def run(name: str, settings: dict) -> dict:
             return {"failure": str(error)}
         lines = read_metrics(config.directory)
         shutil.rmtree(config.directory)
+    if lines[-1]["step"] < config.train.steps:
+        raise Stopped
     losses = {line["step"]: line for line in lines if line.get("loss") is not None}
     times = training_times(lines)
     last = max(losses)

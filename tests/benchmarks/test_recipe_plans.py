@@ -1,11 +1,14 @@
 """A plan of runs: each trains once, by the trainer, as the plan says."""
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import yaml
-from launching import run_python
+from launching import run_python, start_python
 
 from mixer.common.yaml_file import read_yaml
 from mixer.training.config import load_config
@@ -55,6 +58,30 @@ def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(s
     assert "not finite" in fourth.pop("diverged")["failure"]
     assert "failed: after the last step" in output.with_suffix(".md").read_text()
     assert status == 0 and fourth["paper"] == first["paper"] and fourth["recipe"]["steps"] == 6
+
+
+def test_a_signal_ends_the_command_and_the_run_that_it_stops_is_no_result(small_run, tmp_path):
+    common = {
+        f"{section}.{key}": value
+        for section in ("model", "data", "train", "optim")
+        for key, value in small_run[section].items()
+    }
+    long = {"train.steps": 100_000, "train.eval_every": 0}
+    plan = {"common": common | {"logging.log_every": 1}, "runs": {"first": {}, "long": long}}
+    plan["runs"]["next"] = {}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    output, printed = tmp_path / "results", tmp_path / "printed"
+    given = (SCRIPT, tmp_path / "plan.yaml", "--output", output, "--commit", "abc")
+    command = start_python(*given, output=printed)
+    while not (printed.exists() and "/100000: loss" in printed.read_text()):
+        assert command.is_alive(), printed.read_text()
+        time.sleep(0.05)
+    os.kill(command.pid, signal.SIGTERM)
+    command.join(60)
+    assert command.exitcode == 3
+    assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == ["first"]
+    assert "| first |" in output.with_suffix(".md").read_text()
+    assert "left after a signal: long, next" in printed.read_text()
 
 
 @pytest.mark.parametrize("plan", sorted((ROOT / "benchmarks/plans").glob("recipe_*.yaml")))
