@@ -41,7 +41,7 @@ import numpy as np
 import psutil
 import torch
 from model_sizes_report import best_size, write_report
-from recipe import LEFT, given_options, recipe, train_here
+from recipe import LEFT, given_options, recipe, require_same_text, text_sha256, train_here
 from transformers import PreTrainedModel
 
 from mixer.common.errors import NotFinite, UserError, first_line, run_command
@@ -100,6 +100,7 @@ class Study:
     def add(self, name: str, row: dict) -> None:
         with locked(self.folder / "results.lock"):  # other workers add theirs
             result = json.loads(self.file.read_text())
+            require_same_text(row, result["runs"], self.file)
             result["runs"][name] = row
             write_text(self.file, json.dumps(result, indent=1) + "\n")
 
@@ -336,6 +337,7 @@ def train(study: Study, config: RunConfig, is_long: bool) -> dict:
         "tokens_per_second": tokens_a_step / each,
         "training_seconds": last["step"] * each,
         "training_tokens": text.tokens,
+        "text_sha256": text_sha256(config),
         "passes": last["tokens"] / text.tokens,
         "peak_memory_gb": last["peak_memory_gb"],
         "validation_loss": last_validation(lines)["validation_loss"],

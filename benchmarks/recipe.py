@@ -35,6 +35,7 @@ from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.comparison.result import training_times
+from mixer.data.manifest import Manifest
 from mixer.reporting.figure import COLOURS, new_figure, save
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
@@ -86,11 +87,13 @@ def main() -> None:
         result |= {"command": " ".join(["python", *sys.argv])} | measured_by
         about = {"settings": settings, "shared_gpu": options.shared} | measured_by
         try:
-            result["runs"][name] = about | run(name, settings)
+            measured = about | run(name, settings)
         except Stopped:
             stopped = True
             left.append(name)
             continue
+        require_same_text(measured, result["runs"], file)
+        result["runs"][name] = measured
         print(f"{name}: {row(name, result)}", flush=True)
         write_text(file, json.dumps(result, indent=1) + "\n")
     if result["runs"]:
@@ -167,6 +170,7 @@ def run(name: str, settings: dict) -> dict:
     return {
         "steps": last,
         "tokens": losses[last]["tokens"],
+        "text_sha256": text_sha256(config),
         "tokens_per_second": sum(line["tokens_per_second"] for line in timed) / len(timed),
         "training_seconds": times[last],
         "peak_memory_gb": losses[last]["peak_memory_gb"],
@@ -194,6 +198,27 @@ def train_here(config: RunConfig) -> PreTrainedModel:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def text_sha256(config: RunConfig) -> list[str]:
+    """Of the tokens that a run trains on, and of those that it is validated on."""
+    return [split.tokens_sha256 for split in Manifest.load(config.data.directory).splits.values()]
+
+
+def require_same_text(measured: dict, runs: dict[str, dict], file: Path) -> None:
+    """Raises UserError if runs of `file` with the same options for data had another text."""
+
+    def data(one: dict) -> dict:
+        return {key: value for key, value in one["settings"].items() if key.startswith("data.")}
+
+    text = measured.get("text_sha256")
+    for name, other in runs.items():
+        if text and other.get("text_sha256", text) != text and data(other) == data(measured):
+            raise UserError(
+                f"the text has changed: {file} has a run {name!r} with the same options for data, "
+                "and other tokens. Runs are compared on one text alone: give that text, or another "
+                "--output"
+            )
 
 
 def largest_rise(losses: list[float]) -> float:

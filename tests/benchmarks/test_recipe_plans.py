@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -82,6 +83,36 @@ def test_a_signal_ends_the_command_and_the_run_that_it_stops_is_no_result(small_
     assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == ["first"]
     assert "| first |" in output.with_suffix(".md").read_text()
     assert "left after a signal: long, next" in printed.read_text()
+
+
+def test_runs_on_another_text_under_the_same_name_are_refused(small_run, tmp_path):
+    text = tmp_path / "text"
+    common = {
+        f"{section}.{key}": value
+        for section in ("model", "train", "optim")
+        for key, value in small_run[section].items()
+    }
+    common |= {"data.source": "text", "data.path": str(text), "data.vocab_size": 300}
+    common |= {"data.validation_fraction": 0.5}
+    plan = {"common": common, "runs": {"first": {}, "second": {"seed": 1}}}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    output, printed = tmp_path / "results", tmp_path / "printed"
+
+    def train(word: str, *options) -> int:
+        text.mkdir(exist_ok=True)
+        for number in range(8):
+            (text / f"{number}.txt").write_text(f"{word} {number} " * 400)
+        prepared = f"data.directory={tmp_path / 'data'}"
+        given = (SCRIPT, tmp_path / "plan.yaml", "--output", output, "--commit", "abc", prepared)
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        return run_python(*given, *options, output=printed).returncode
+
+    assert train("one", "--only", "first") == 0
+    assert train("two", "--only", "second") == 2
+    assert "the text has changed" in printed.read_text()
+    assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == ["first"]
+    assert train("one") == 0
+    assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == ["first", "second"]
 
 
 @pytest.mark.parametrize("plan", sorted((ROOT / "benchmarks/plans").glob("recipe_*.yaml")))
