@@ -49,7 +49,7 @@ def short_gelu(x: Tensor) -> Tensor:
 
 def bell_and_tail(x: Tensor) -> tuple[Tensor, Tensor]:
     """exp(-x^2 / 2) and Phi(-|x|), of x in fp32, in as few operations as possible: a power of two
-    is one, an exponential six, and the formula's factor 1/2 is in its coefficients.
+    is one, an exponential nine, and the formula's factor 1/2 is in its coefficients.
     """
     bell = torch.exp2(x * x * (-0.5 / math.log(2)))
     denominator = 1 + P / math.sqrt(2) * x.abs()
