@@ -1,19 +1,10 @@
 """Finds weights and optimizer state that are not finite, so that no checkpoint ever holds them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-
-
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """The optimizer's state as (PARAMETER/KEY, parameter, value), whichever keys it has."""
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"{name}/{key}", parameter, value
+from torch import Tensor
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
-from mixer.checkpoints.finite import not_finite, optimizer_state
+from mixer.checkpoints.finite import not_finite
 from mixer.checkpoints.snapshot import DeviceCopy, HostCopy, choose_copy, room_for
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
@@ -193,15 +193,16 @@ class CheckpointWriter:
         """The weights, and the optimizer's state as PARAMETER/KEY, whichever keys it has; of
         sharded state this process's shards.
         """
-        state = {}
-        for name, parameter, value in optimizer_state(self.model, optimizer):
-            if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
-                raise UserError(
-                    f"the optimizer's state {name} is not sharded like its parameter, so it cannot "
-                    "be saved under FSDP; train without FSDP"
-                )
-            state[name] = local_part(value)
-        return dict(self.model.named_parameters()), state
+        weights, state = dict(self.model.named_parameters()), {}
+        for name, weight in weights.items():
+            for key, value in optimizer.state.get(weight, {}).items():
+                if isinstance(weight, DTensor) and value.ndim and not isinstance(value, DTensor):
+                    raise UserError(
+                        f"the optimizer's state {name}/{key} is not sharded like its parameter, so "
+                        "it cannot be saved under FSDP; train without FSDP"
+                    )
+                state[f"{name}/{key}"] = local_part(value)
+        return weights, state
 
     def _write(
         self, model: list[str], state: list[str], random: list[dict], trainer: dict[str, Any]
