@@ -6,9 +6,9 @@
         data.validation_path=OTHER_TEXTS data.directory=data/books
 
 Times a whole training step of the flat mixer with the recipe's optimizer on random tokens, one GPU:
-forward, backward, clipping, Muon and AdamW, each block and the loss compiled. The linear layers
-inside the blocks are converted; embedding, output layer and token mixing stay as they are. With
---steps the trainer itself then trains configs/recipe.yaml (otherwise as
+forward, backward, clipping, Muon and AdamW, each block, the output layer and the loss compiled. The
+linear layers inside the blocks are converted; embedding, output layer and token mixing stay as they
+are. With --steps the trainer itself then trains configs/recipe.yaml (otherwise as
 benchmarks/plans/recipe_512.yaml) in bf16 and in the form that is the fastest at the first --hidden,
 unless no form is fast enough to be kept. Writes PATH.json and PATH.md.
 

@@ -31,7 +31,7 @@ def _by_device_and_type(tensors: dict[str, Tensor]) -> Iterable[list[Tensor]]:
 
 @torch.no_grad()
 def _some_not_finite(tensors: list[Tensor]) -> bool:
-    """Whether one of them does. All are on one device and of one type.
+    """Whether one of these tensors, which are on one device and of one type, holds NaN or infinity.
 
     fp32 is looked at by the few kernels with which GradScaler looks at gradients, and which would
     divide them by a scale: by 1 they stay what they are, to the bit. A norm or maximum of each
