@@ -44,6 +44,10 @@ def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGNED) * ALIGNED
 
 
+def _fits(buffer: Tensor | None, tensor: Tensor) -> bool:
+    return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+
+
 class DeviceCopy:
     """Copies on the device, which takes milliseconds; `fetch` brings them to the host on a stream
     of its own, beside the next steps. Training waits for neither.
@@ -96,7 +100,7 @@ class DeviceCopy:
         """Where the next tensor goes, which is of this shape and type."""
         start, self.end = self.end, self.end + _padded(tensor)
         view = self.views.get(start)
-        if view is None or view.shape != tensor.shape or view.dtype != tensor.dtype:
+        if not _fits(view, tensor):
             view = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             self.views[start] = view
         return view
@@ -114,7 +118,7 @@ class DeviceCopy:
         if self.stage is None:
             pinned = self.stream is not None
             self.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        if name not in self.on_host or self.on_host[name].shape != copy.shape:
+        if not _fits(self.on_host.get(name), copy):
             self.on_host[name] = torch.empty(copy.shape, dtype=copy.dtype)
         target, source = (_bytes(tensor) for tensor in (self.on_host[name], copy))
         for start in range(0, source.numel(), STAGE_BYTES):
@@ -154,7 +158,7 @@ class HostCopy:
         self.names: list[str] = []
 
     def copy(self, name: str, tensor: Tensor) -> None:
-        if name not in self.buffers:
+        if not _fits(self.buffers.get(name), tensor):
             pinned = self.stream is not None
             self.buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         self.names.append(name)

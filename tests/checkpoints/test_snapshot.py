@@ -117,3 +117,24 @@ def test_a_snapshot_has_the_state_of_its_step_whichever_stream_is_ahead(
         wanted = {name: torch.full_like(tensor, number) for name, tensor in tensors.items()}
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_a_snapshot_of_other_tensors_has_nothing_of_those_before(training_stream, kind):
+    numbers = torch.arange(12)
+    states = [
+        {"weight": numbers.float(), "step": numbers[:1].half()},
+        {"step": numbers[:1].bfloat16(), "weight": numbers.view(3, 4).float().t()},
+        {"weight": numbers.double(), "moment": numbers[:7].float(), "step": numbers[0].half()},
+    ]
+    room = max(snapshot.room_for(list(state.values())) for state in states)
+    taken = snapshot.DeviceCopy(GPU, room) if kind == "device" else snapshot.HostCopy(GPU)
+    for state in [*states, *reversed(states)]:
+        taken.begin()
+        for name, tensor in state.items():
+            taken.copy(name, tensor)
+        taken.finish()
+        found = taken.fetch()
+        assert found.keys() == state.keys()
+        for name, tensor in state.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
