@@ -291,7 +291,7 @@ def train_for(study: Study, model: Model, budget: float, rate: float, steps: int
     try:
         measured |= train(study, config, is_long)
     except NotFinite as error:  # a run that diverges is a result, too
-        measured["failure"] = first_line(error)
+        measured |= {"failure": first_line(error), "text_sha256": text_sha256(config)}
     shutil.rmtree(config.directory)
     measured["wall_seconds"] = time.time() - began
     beside[model.name] = measured["wall_seconds"] - measured.get("training_seconds", 0)

@@ -36,6 +36,7 @@ from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.comparison.result import training_times
 from mixer.data.manifest import Manifest
+from mixer.distributed.stop import Stop
 from mixer.reporting.figure import COLOURS, new_figure, save
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
@@ -73,14 +74,13 @@ def main() -> None:
     unknown = [name for name in options.only if name not in plan["runs"]]
     if unknown:
         raise UserError(f"--only {', '.join(unknown)}; allowed: {', '.join(plan['runs'])}")
-    left = []
-    stopped = False
+    left, signals = [], note_signals()
     for name, changes in plan["runs"].items():
         settings = settings_of(plan["common"] | recipe(changes) | given | changes)
         known = result["runs"].get(name, {})
         if known.get("settings") == settings or (options.only and name not in options.only):
             continue
-        if stopped or time.perf_counter() + expected_seconds(settings, result) > deadline:
+        if signals or time.perf_counter() + expected_seconds(settings, result) > deadline:
             left.append(name)
             continue
         measured_by = {"hardware": hardware(), "commit": options.commit or commit()}
@@ -89,7 +89,6 @@ def main() -> None:
         try:
             measured = about | run(name, settings)
         except Stopped:
-            stopped = True
             left.append(name)
             continue
         require_same_text(measured, result["runs"], file)
@@ -100,8 +99,23 @@ def main() -> None:
         report(result, output)
         print(table(result))
     if left:
-        print(f"left {'after a signal' if stopped else 'for lack of time'}: {', '.join(left)}")
+        print(f"left {'after a signal' if signals else 'for lack of time'}: {', '.join(left)}")
         sys.exit(LEFT)
+
+
+def note_signals() -> list[int]:
+    """Has training note the signals that it answers, in a list that is empty yet: one that comes
+    after a run's last step ends the command, and not the run.
+    """
+    noted, close = [], Stop.close
+
+    def note_and_close(stop: Stop) -> None:
+        if stop.number:
+            noted.append(stop.number)
+        close(stop)
+
+    Stop.close = note_and_close
+    return noted
 
 
 def report(result: dict, output: Path) -> None:
@@ -158,7 +172,7 @@ def run(name: str, settings: dict) -> dict:
         try:
             train_here(config)
         except NotFinite as error:  # a run that diverges is a result, too
-            return {"failure": str(error)}
+            return {"failure": str(error), "text_sha256": text_sha256(config)}
         lines = read_metrics(config.directory)
         shutil.rmtree(config.directory)
     if lines[-1]["step"] < config.train.steps:

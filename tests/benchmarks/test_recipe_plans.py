@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "recipe.py"
 
 
+def options(run: dict, *sections: str) -> dict:
+    return {f"{part}.{key}": value for part in sections for key, value in run[part].items()}
+
+
 def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(small_run, tmp_path):
-    common = {
-        f"{section}.{key}": value
-        for section in ("model", "data", "train", "optim", "logging")
-        for key, value in small_run[section].items()
-    }
+    common = options(small_run, "model", "data", "train", "optim", "logging")
     own = {"recipe": str(ROOT / "configs/recipe.yaml"), "optim.warmup_steps": 3}
     plan = {"reference": "paper", "common": common, "runs": {"paper": {}, "recipe": own}}
     file, output = tmp_path / "plan.yaml", tmp_path / "results"
@@ -62,11 +62,7 @@ def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(s
 
 
 def test_a_signal_ends_the_command_and_the_run_that_it_stops_is_no_result(small_run, tmp_path):
-    common = {
-        f"{section}.{key}": value
-        for section in ("model", "data", "train", "optim")
-        for key, value in small_run[section].items()
-    }
+    common = options(small_run, "model", "data", "train", "optim")
     long = {"train.steps": 100_000, "train.eval_every": 0}
     plan = {"common": common | {"logging.log_every": 1}, "runs": {"first": {}, "long": long}}
     plan["runs"]["next"] = {}
@@ -85,16 +81,42 @@ def test_a_signal_ends_the_command_and_the_run_that_it_stops_is_no_result(small_
     assert "left after a signal: long, next" in printed.read_text()
 
 
+SIGNAL_IN_THE_LAST_EVALUATION = f"""
+import runpy, signal, sys
+from mixer.training.loop import Trainer
+
+evaluate = Trainer.evaluate
+
+def interrupted(trainer):
+    evaluate(trainer)
+    if trainer.progress.step == trainer.run.train.steps:
+        signal.raise_signal(signal.SIGTERM)
+
+Trainer.evaluate = interrupted
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+def test_a_signal_after_the_last_step_ends_the_command_and_the_run_is_a_result(small_run, tmp_path):
+    common = options(small_run, "model", "data", "train", "optim")
+    plan = {"common": common, "runs": {"first": {}, "next": {"seed": 1}, "last": {"seed": 2}}}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    script, output = tmp_path / "interrupted.py", tmp_path / "results"
+    script.write_text(SIGNAL_IN_THE_LAST_EVALUATION)
+    given = (script, tmp_path / "plan.yaml", "--output", output, "--commit", "abc")
+    done = run_python(*given, output=tmp_path / "printed")
+    assert done.returncode == 3 and "left after a signal: next, last" in done.stdout
+    assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == ["first"]
+
+
 def test_runs_on_another_text_under_the_same_name_are_refused(small_run, tmp_path):
     text = tmp_path / "text"
-    common = {
-        f"{section}.{key}": value
-        for section in ("model", "train", "optim")
-        for key, value in small_run[section].items()
-    }
+    common = options(small_run, "model", "train", "optim")
     common |= {"data.source": "text", "data.path": str(text), "data.vocab_size": 300}
     common |= {"data.validation_fraction": 0.5}
-    plan = {"common": common, "runs": {"first": {}, "second": {"seed": 1}}}
+    diverges = {"optim.lr": 1e18, "train.non_finite": "skip"}
+    plan = {"common": common, "runs": {"first": {}, "second": {"seed": 1}, "diverges": diverges}}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
     output, printed = tmp_path / "results", tmp_path / "printed"
 
@@ -108,11 +130,13 @@ def test_runs_on_another_text_under_the_same_name_are_refused(small_run, tmp_pat
         return run_python(*given, *options, output=printed).returncode
 
     assert train("one", "--only", "first") == 0
-    assert train("two", "--only", "second") == 2
-    assert "the text has changed" in printed.read_text()
-    assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == ["first"]
+    for name in ("second", "diverges"):
+        assert train("two", "--only", name) == 2
+        assert "the text has changed" in printed.read_text()
+        assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == ["first"]
+        printed.unlink()
     assert train("one") == 0
-    assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == ["first", "second"]
+    assert list(json.loads(output.with_suffix(".json").read_text())["runs"]) == list(plan["runs"])
 
 
 @pytest.mark.parametrize("plan", sorted((ROOT / "benchmarks/plans").glob("recipe_*.yaml")))
