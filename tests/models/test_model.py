@@ -41,10 +41,10 @@ def test_heads_without_projections_mix_their_own_channels(taps):
 def test_gated_mixing_is_its_formula(heads, taps):
     model = small_model(num_mixer_heads=heads, mixer_gate=True, mixer_kernel_size=taps)
     mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 3, 12, 16)
-    gate, out = mixing.gate_proj, mixing.out_proj
-    logits = x @ gate.weight.T + gate.bias
-    gated = mixed_by_heads(mixing.conv, x) * logits * torch.sigmoid(logits)
-    expected = residual + gated @ out.weight.T + out.bias
+    projected = x @ mixing.in_proj.weight.T + mixing.in_proj.bias
+    query, key, value = projected.unflatten(-1, (3, 16)).unbind(-2)
+    gated = query * mixed_by_heads(mixing.conv, key * value)
+    expected = residual + gated @ mixing.out_proj.weight.T + mixing.out_proj.bias
     torch.testing.assert_close(mixing(x, residual), expected)
 
 
@@ -164,8 +164,8 @@ def test_operations_counted_by_hand():
     assert heads["useful"] == 3 * (linear + 2 * 2 * 2 * 16 * 16 + mixing)
     bare = small_model(num_mixer_heads=2, mixer_projections=False).flops_per_token()
     assert bare["useful"] == 3 * (linear + mixing)
-    # gate_proj and out_proj besides, as many as in- and out-projection
-    assert small_model(mixer_gate=True).flops_per_token()["useful"] == heads["useful"]
+    gated = small_model(mixer_gate=True).flops_per_token()  # an in-projection of three parts
+    assert gated["useful"] == 3 * (linear + 2 * 2 * 4 * 16 * 16 + mixing)
     # The kernels multiply tiles of 64 rows up to the diagonal: 129 rows are three of them.
     products = 64 * 64 + 64 * 128 + 1 * 129
     tiled = small_model(mixing_backend="cuda", max_position_embeddings=129).flops_per_token()

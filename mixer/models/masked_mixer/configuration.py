@@ -59,7 +59,7 @@ class MixerOptions:
     mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", at_least=1)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
     mixer_gate: bool = option(
-        False, "gated mixing, out_proj(mix(x) * silu(gate_proj(x))), without in-projection"
+        False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
     )
     mixing_init: str = option(
         "reference",

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
@@ -239,22 +238,24 @@ class ProjectedExpanded(TokenMixing):
 
 
 class Gated(TokenMixing):
-    """out_proj(mix(x) * silu(gate_proj(x))): each token decides, channel by channel, what it takes
-    of the mixed ones.
+    """out_proj(query * mix(key * value)), each of the three a projection of x: a token decides,
+    channel by channel, what it offers to others and what it takes of them.
 
-    The gate is that of gated MLPs (arXiv 2002.05202) beside a mixing of tokens (arXiv 2105.08050).
-    There is no in-projection: heads, if there are several, mix their channels of x itself.
+    As in Hyena with two gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052), with a
+    triangular convolution in place of a long one. in_proj holds the projections: queries, keys,
+    values, each laid out head after head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
+        self.in_proj = Linear(config.hidden_size, 3 * config.hidden_size)
         self.conv = TriangularConv(config)
-        self.gate_proj = Linear(config.hidden_size, config.hidden_size)
         self.out_proj = Linear(config.hidden_size, config.hidden_size)
 
     def mix(self, x, residual, memories, positions):
-        mixed = self.conv(x, None, memories[0], positions)
-        return residual + self.out_proj(mixed * F.silu(self.gate_proj(x)))
+        query, key, value = self.in_proj(x).chunk(3, dim=-1)
+        mixed = self.conv(key * value, None, memories[0], positions)
+        return residual + self.out_proj(query * mixed)
 
 
 def has_projections(config: MaskedMixerConfig) -> bool:
