@@ -42,8 +42,9 @@ def short_gelu(x: Tensor) -> Tensor:
         slope = torch.where(at < 0, tail, 1 - tail) + at * bell / math.sqrt(2 * math.pi)
         # The added term is zero, and gives y the derivative that we want: autograd's own would
         # compute the polynomial again. An autograd.Function could do the same, but inside of one
-        # the compiler of torch 2.11 ignores activation checkpointing.
-        y = y + slope * (wide - at)
+        # the compiler of torch 2.11 ignores activation checkpointing. Of wide - at the compiler of
+        # torch 2.13 makes tests for NaN and infinity, which this sum is spared.
+        y = y + slope * (wide + -at)
     return y.to(x.dtype)
 
 
