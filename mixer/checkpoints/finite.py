@@ -35,7 +35,7 @@ def _some_not_finite(tensors: list[Tensor]) -> bool:
 
     fp32 is looked at by the few kernels with which GradScaler looks at gradients, and which would
     divide them by a scale: by 1 they stay what they are, to the bit. A norm or maximum of each
-    tensor, and then of all, takes a third of a short step.
+    tensor, and then of all, takes a sixth to a third of a short step.
     """
     if tensors[0].dtype != torch.float32:  # rare, and not all versions of those kernels take bf16
         return not all(tensor.isfinite().all() for tensor in tensors)
