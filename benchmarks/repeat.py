@@ -49,6 +49,7 @@ class Running:
 
 def main() -> None:
     options = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it runs ends, too
     benchmarks = chosen(options.plan, options.names)
     if options.list:
         for one in benchmarks:

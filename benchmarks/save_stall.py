@@ -6,9 +6,8 @@ saves every so often.
 
 Prints, and writes with hardware and commit, the median step, and the steps that save and those
 after them as multiples of it. Also what looking for NaN and infinity costs, as shares of the median
-step: the look at weights and optimizer state before each save (`state_check`, on training as a
-whole that divided by the steps between saves), and the look at each step's gradient
-(`gradient_check`, on a GPU).
+step: the look at weights and optimizer state before each save (`state_check`, timed after the run,
+by itself), and the look at each step's gradient (`gradient_check`, on a GPU).
 """
 
 import argparse
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 from saving import measured_by
 
-from mixer.checkpoints import writer
+from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.training import loop
@@ -38,15 +37,15 @@ def main() -> None:
     launch = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))
     directory = Path(tempfile.gettempdir()) / f"save_stall-{launch}"
     run = run_that_saves(options, [f"output_dir={directory}", *overrides])
-    marks, checks, looks = note_times()
+    marks, state_looks, looks = note_times()
     loop.train(run)
     if os.environ.get("RANK", "0") != "0":
         return
     shutil.rmtree(directory)
     found = report(marks, options.every)
     step = found["median_step_seconds"]
-    found["state_check_seconds"] = statistics.median(checks)
-    found["state_check_share_of_a_step"] = statistics.median(checks) / step
+    found["state_check_seconds"] = seconds_of(state_looks[-1])
+    found["state_check_share_of_a_step"] = found["state_check_seconds"] / step
     if looks:
         seconds = statistics.median(begin.elapsed_time(end) for begin, end in looks) / 1e3
         found["gradient_check_share_of_a_step"] = seconds / step
@@ -79,11 +78,11 @@ def run_that_saves(options: argparse.Namespace, overrides: list[str]) -> RunConf
     return run
 
 
-def note_times() -> tuple[list[float], list[float], list[tuple[torch.cuda.Event, ...]]]:
-    """Has training note, in lists that are empty yet: when each step begins, how long each look at
-    the whole state takes, and events around each look at a gradient.
+def note_times() -> tuple[list[float], list[Callable], list[tuple[torch.cuda.Event, ...]]]:
+    """Has training note, in lists that are empty yet: when each step begins, the look at the whole
+    state of each save, to be repeated, and events around each look at a gradient.
     """
-    marks, checks, looks = [], [], []
+    marks, state_looks, looks = [], [], []
     real_ask = loop.Stop.ask
 
     def ask(stop) -> None:  # the loop's first act in each step
@@ -93,22 +92,26 @@ def note_times() -> tuple[list[float], list[float], list[tuple[torch.cuda.Event,
         real_ask(stop)
 
     loop.Stop.ask = ask
-    writer.not_finite = timed(writer.not_finite, checks)
+    real_save = CheckpointWriter.save
+
+    def save(writer, optimizer, trainer) -> None:
+        real_save(writer, optimizer, trainer)
+        state_looks.append(lambda: writer.require_finite(optimizer, trainer["step"]))
+
+    CheckpointWriter.save = save
     if torch.cuda.is_available():
         Guard.before_step = between_events(Guard.before_step, looks)
-    return marks, checks, looks
+    return marks, state_looks, looks
 
 
-def timed(function: Callable, seconds: list[float]) -> Callable:
-    """The function, which waits for the device itself; each call's time is added to `seconds`."""
-
-    def call(*arguments):
+def seconds_of(function: Callable, times: int = 10) -> float:
+    """The median time of a function that waits for the device itself."""
+    seconds = []
+    for _ in range(times):
         began = time.perf_counter()
-        found = function(*arguments)
+        function()
         seconds.append(time.perf_counter() - began)
-        return found
-
-    return call
+    return statistics.median(seconds)
 
 
 def between_events(function: Callable, pairs: list) -> Callable:

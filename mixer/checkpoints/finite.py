@@ -7,19 +7,26 @@ import torch
 from torch import Tensor
 
 
-def not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """The names of the tensors that hold NaN or infinity. Waits for the device.
+class Look:
+    """A look at tensors for NaN and infinity. It is queued on the device when it is made; only
+    `not_finite` waits. Until then the tensors must not change.
 
     If all are finite, which is nearly always, this costs one pass over their memory.
     """
-    floating = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and tensor.numel()
-    }
-    if not any(map(_some_not_finite, _by_device_and_type(floating))):
-        return []
-    return [name for name, tensor in floating.items() if not tensor.isfinite().all()]
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.floating = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point() and tensor.numel()
+        }
+        self.found = [_some_not_finite(group) for group in _by_device_and_type(self.floating)]
+
+    def not_finite(self) -> list[str]:
+        """The names of the tensors that hold NaN or infinity."""
+        if not any(self.found):
+            return []
+        return [name for name, tensor in self.floating.items() if not tensor.isfinite().all()]
 
 
 def _by_device_and_type(tensors: dict[str, Tensor]) -> Iterable[list[Tensor]]:
@@ -30,15 +37,16 @@ def _by_device_and_type(tensors: dict[str, Tensor]) -> Iterable[list[Tensor]]:
 
 
 @torch.no_grad()
-def _some_not_finite(tensors: list[Tensor]) -> bool:
-    """Whether one of these tensors, which are on one device and of one type, holds NaN or infinity.
+def _some_not_finite(tensors: list[Tensor]) -> Tensor:
+    """Whether one of these tensors, which are on one device and of one type, holds NaN or infinity:
+    a single number on that device, not zero if so.
 
     fp32 is looked at by the few kernels with which GradScaler looks at gradients, and which would
     divide them by a scale: by 1 they stay what they are, to the bit. A norm or maximum of each
     tensor, and then of all, takes a sixth to a third of a short step.
     """
     if tensors[0].dtype != torch.float32:  # rare, and not all versions of those kernels take bf16
-        return not all(tensor.isfinite().all() for tensor in tensors)
+        return torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
     found = torch.zeros(1, device=tensors[0].device)
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.ones_like(found))
-    return bool(found)
+    return found

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
-from mixer.checkpoints.finite import not_finite
+from mixer.checkpoints.finite import Look
 from mixer.checkpoints.snapshot import DeviceCopy, HostCopy, choose_copy, room_for
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
@@ -31,6 +32,15 @@ from mixer.models.carried_code import write_code
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
+
+
+@dataclass
+class Prepared:
+    """The state as it is after a step, on its way."""
+
+    look: Look  # for NaN and infinity
+    weights: list[str]  # names of what is copied
+    state: list[str]
 
 
 class CheckpointWriter:
@@ -57,6 +67,7 @@ class CheckpointWriter:
         self.main = accelerator.is_main_process
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.copied: HostCopy | DeviceCopy | None = None  # made by the first save
+        self.prepared: Prepared | None = None  # of the save that comes next
         on_gpu = accelerator.device.type == "cuda"
         gpu = torch.cuda.current_device() if on_gpu else None
         self.thread = ThreadPoolExecutor(
@@ -65,6 +76,17 @@ class CheckpointWriter:
         self.jobs: list[Future] = []
         self.abandoned = threading.Event()
 
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Queues what the next `save` needs of a GPU, which may still be at work on the step: what
+        this takes here costs no time then. `save` must follow before the next step.
+
+        Does nothing where a `save` would wait: for the last checkpoint, whose buffers are used
+        again, or for other processes.
+        """
+        self.check()
+        if not (self.jobs or self.sharded):
+            self.prepared = self._prepare(optimizer)
+
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
         """Starts to write the checkpoint of the step trainer["step"].
 
@@ -72,26 +94,27 @@ class CheckpointWriter:
 
         Raises NotFinite, and writes nothing, if the state is not finite (`require_finite`).
         """
-        self.wait()  # until the last checkpoint is written, as its buffers are used again
-        weights, state = self._held(optimizer)
-        self._require_finite(weights | state, trainer["step"])
-        model, state = self._copy(weights, state)
+        self.wait()  # until the last checkpoint is written
+        prepared, self.prepared = self.prepared or self._prepare(optimizer), None
+        self._require_finite(prepared.look, trainer["step"])
         random = self.hosts.gather(_random_state(self.accelerator.device))
         trainer = {"format": format.FORMAT} | trainer
         if self.main or self.sharded:
-            self._submit(self._write, model, state, random, trainer)
+            self._submit(self._write, prepared.weights, prepared.state, random, trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
         any process. All processes must call this together, after step `step`.
         """
         weights, state = self._held(optimizer)
-        self._require_finite(weights | state, step)
+        self._require_finite(_look(weights | state), step)
 
-    def _require_finite(self, held: dict[str, Tensor], step: int) -> None:
-        reports = self.hosts.gather(
-            not_finite({name: local_part(tensor) for name, tensor in held.items()})
-        )
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> Prepared:
+        weights, state = self._held(optimizer)
+        return Prepared(_look(weights | state), *self._copy(weights, state))
+
+    def _require_finite(self, look: Look, step: int) -> None:
+        reports = self.hosts.gather(look.not_finite())
         rank = next((rank for rank, names in enumerate(reports) if names), None)
         if rank is None:
             return
@@ -260,6 +283,10 @@ class CheckpointWriter:
                     "for all hosts"
                 )
             time.sleep(0.01)
+
+
+def _look(held: dict[str, Tensor]) -> Look:
+    return Look({name: local_part(tensor) for name, tensor in held.items()})
 
 
 def _after_training(device: int | None) -> None:

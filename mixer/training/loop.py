@@ -183,16 +183,18 @@ class Trainer:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
         run, progress, writer = self.run, self.progress, self.writer
         done = progress.step == run.train.steps
-        if progress.step % run.logging.log_every == 0 or done:
-            self.log(step)
-        stopping = self.stop.agreed()
-        saving, evaluating = save_due(run, progress.step), evaluation_due(run, progress.step)
-        if stopping or saving or evaluating:
-            self.settle()  # outside of the pause: steps still queued on a GPU are training time
+        stopping, evaluating = self.stop.agreed(), evaluation_due(run, progress.step)
         # A stop during a slow save waits for that one alone, as time may be short.
         busy = stopping and not done and writer.is_busy()
+        saving = (stopping or save_due(run, progress.step)) and not busy
+        if saving:
+            writer.prepare(self.optimizer.optimizer)  # before anything that waits for the step
+        if progress.step % run.logging.log_every == 0 or done:
+            self.log(step)
+        if stopping or saving or evaluating:
+            self.settle()  # outside of the pause: steps still queued on a GPU are training time
         with self.timer.paused():
-            if (stopping or saving) and not busy:
+            if saving:
                 self.save()  # before the evaluation, whose failure must not cost the checkpoint
             elif done:  # also a run that saves nothing must not end well with NaN
                 writer.require_finite(self.optimizer.optimizer, progress.step)

@@ -2,6 +2,9 @@
 and evaluated.
 """
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -12,10 +15,27 @@ def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
 
     logits: (batch, tokens, vocab); targets: (batch, tokens) int64. Returns (batch, tokens).
     """
+    if torch.compiler.is_compiling() and logits.is_cuda:
+        return short_token_nats(logits, targets)
     flat = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
     )
     return flat.view_as(targets)
+
+
+def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """`token_nats` in fewer operations, only for compiled code, where they become few kernels.
+
+    A power of two is one instruction of a GPU, an exponential nine. And the largest logit of a row
+    is found before the sum begins: the compiler's softmax goes on with both at once, by two
+    exponentials for each logit.
+    """
+    wide = logits.float()
+    largest = wide.detach().amax(-1, keepdim=True)
+    sums = torch.exp2((wide - largest) * (1 / math.log(2))).sum(-1)
+    classes = torch.arange(wide.shape[-1], device=wide.device)
+    chosen = torch.where(classes == targets[..., None], wide, 0).sum(-1)
+    return torch.where(targets == -100, 0, sums.log() + largest[..., 0] - chosen)
 
 
 class Objective(nn.Module):

@@ -16,7 +16,7 @@ from mixer.common.say import Say
 
 
 class Timer:
-    """Wall time between two lines of metrics, without saving and evaluation."""
+    """Wall time between two lines of metrics, without evaluation and the writing of checkpoints."""
 
     def __init__(self):
         self._begin()

@@ -1,11 +1,13 @@
 """benchmarks/repeat.py runs each command once, within the time, and says what failed."""
 
 import re
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
-from launching import run_python
+from launching import run_python, start_python
 
 from mixer.common.yaml_file import read_yaml
 from mixer.data.config import DataConfig, check
@@ -50,6 +52,33 @@ def test_what_has_ended_well_is_not_run_again_and_what_has_not_is(repeat, tmp_pa
 
     done, counts = repeat("last")
     assert done.returncode == 2 and "allowed: first, broken, long" in done.stdout
+
+
+def test_what_it_runs_ends_with_it(tmp_path):
+    pid = tmp_path / "pid"
+    plan = {
+        "long": {
+            "command": f"echo $$ > {pid}.new && mv {pid}.new {pid}; sleep 100; :",
+            "seconds": 1,
+        }
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    given = ["--plan", tmp_path / "plan.yaml", "--output", tmp_path / "results"]
+    process = start_python(SCRIPT, *given, output=tmp_path / "printed")
+    wait_until(pid.exists)
+    shell = psutil.Process(int(pid.read_text()))
+    sleeping = shell.children()
+    process.terminate()
+    process.join(20)
+    wait_until(lambda: not any(one.is_running() for one in (shell, *sleeping)))
+    assert process.exitcode == 143
+
+
+def wait_until(condition, patience: float = 60) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_every_command_names_files_and_options_that_exist():

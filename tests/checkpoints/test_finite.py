@@ -12,7 +12,7 @@ from bad_numbers import plant, scaled_in_fp32
 from runs import RECIPE, read_lines
 from safetensors.torch import load_file
 
-from mixer.checkpoints.finite import not_finite
+from mixer.checkpoints.finite import Look
 from mixer.checkpoints.format import damage
 from mixer.common.errors import UserError
 from mixer.training import loop
@@ -94,7 +94,7 @@ def test_a_number_that_is_not_finite_is_in_no_checkpoint_and_ends_the_run_or_is_
     for name in good:
         assert damage(run / name) is None
         for file in (run / name).rglob("*.safetensors"):
-            assert not_finite(load_file(file)) == [], file
+            assert Look(load_file(file)).not_finite() == [], file
     if not counted:
         here = f"The run can go on from {run / good[-1]}" if good else "No checkpoint of the run is"
         assert here in ranks.output
@@ -115,16 +115,16 @@ def test_what_is_not_finite_is_named_and_large_numbers_are_finite():
         "steps": torch.tensor(7),
         "empty shard": torch.empty(0),
     }
-    assert not_finite(held) == []
+    assert Look(held).not_finite() == []
     held["half"] = held["half"].clone().fill_(math.nan)
     held["brain"] = torch.tensor([1.0, -math.inf], dtype=torch.bfloat16)
-    assert not_finite(held) == ["half", "brain"]
+    assert Look(held).not_finite() == ["half", "brain"]
 
 
 def test_the_look_for_what_is_not_finite_changes_no_bit():
     least = torch.finfo(torch.float32).tiny / 8  # a subnormal number
     numbers = torch.tensor([0.0, -0.0, least, -1 / 3, torch.finfo(torch.float32).max])
     held = {"row": numbers.clone(), "column": numbers.clone().view(5, 1).expand(5, 3).clone().t()}
-    assert not_finite(held) == []
+    assert Look(held).not_finite() == []
     assert torch.equal(held["row"].view(torch.int32), numbers.view(torch.int32))
     assert torch.equal(held["column"][1].clone().view(torch.int32), numbers.view(torch.int32))

@@ -8,6 +8,7 @@ import random
 import shutil
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from mixer.common.errors import UserError
 from mixer.data.manifest import Manifest
 from mixer.distributed.hosts import Hosts
 from mixer.training.config import load_config
+from mixer.training.guard import Guard
 from mixer.training.loop import train
 
 KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "3"))
@@ -539,3 +541,33 @@ def test_whatever_state_an_optimizer_has_comes_back(tmp_path):
 class NoTokenizer:
     def save_pretrained(self, directory):
         pass
+
+
+def test_the_state_is_copied_before_the_run_waits_for_its_step_unless_a_save_is_still_written(
+    write_config, monkeypatch
+):
+    """Copies queued behind a step that a GPU still computes cost no time."""
+    events, write_on = [], threading.Event()
+    real_copy, real_look, real_write = CheckpointWriter._copy, Guard.look, CheckpointWriter._write
+
+    def copy(*arguments):
+        events.append("copy")
+        return real_copy(*arguments)
+
+    def look(guard):
+        events.append("wait")
+        if events.count("wait") == 4:  # the second save's
+            write_on.set()
+        return real_look(guard)
+
+    def write(*arguments):
+        assert write_on.wait(60)
+        real_write(*arguments)
+
+    monkeypatch.setattr(CheckpointWriter, "_copy", copy)
+    monkeypatch.setattr(CheckpointWriter, "_write", write)
+    monkeypatch.setattr(Guard, "look", look)
+    settings = ("train.steps=4", "train.eval_every=0", "checkpoint.save_every=2")
+    train(load_config(str(write_config()), [*settings, "logging.log_every=2"]))
+    # each time for the metrics, and for the save
+    assert events == ["copy", "wait", "wait", "wait", "wait", "copy"]

@@ -11,6 +11,7 @@ from models import small_model, tokens
 from runs import assert_same, read_lines, read_losses
 from safetensors.torch import load_file
 from toolchain import needs_gxx
+from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.models.masked_mixer import modeling
@@ -21,9 +22,11 @@ from mixer.training.compile import compiled, compiled_parts
 from mixer.training.config import load_config
 from mixer.training.console import Console
 from mixer.training.loop import train
-from mixer.training.objective import Objective
+from mixer.training.objective import Objective, short_token_nats, token_nats
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
 from mixer.training.parallelize import set_recompute
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # Eight samples a step on two processes, in micro-batches; an evaluation whose last batches are
 # smaller, or empty on a process.
@@ -282,3 +285,37 @@ def test_recomputing_changes_no_gradient(what):
     assert all(
         torch.equal(gradient, gradients["none"][name]) for name, gradient in gradients[what].items()
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_that_is_compiled_for_a_gpu_is_the_cross_entropy(device, dtype):
+    logits = 20 * torch.randn(3, 17, 1000, generator=torch.Generator().manual_seed(0))
+    logits[0] += 1000  # a sum of exponentials as they are would be infinite
+    logits = logits.to(device, dtype).requires_grad_()
+    targets = torch.randint(1000, (3, 17), device=device)
+    targets[1, 5:], targets[2] = -100, logits[2].argmin(-1)
+    weights = torch.rand(3, 17, device=device)
+    exact = cross_entropy(
+        logits.double().flatten(0, 1), targets.flatten(), reduction="none"
+    ).view_as(targets)
+    (wanted,) = torch.autograd.grad((exact * weights).sum(), logits)
+    loss = compiled(token_nats, graphs=False) if device == "cuda" else short_token_nats
+    found = loss(logits, targets)
+    (gradient,) = torch.autograd.grad((found * weights).sum(), logits)
+    assert found.dtype == torch.float32 and (found[1, 5:] == 0).all()
+    # fp32's last bit of a logit of 1000, and of the sum of 1000 exponentials
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-4)
+    assert gradient.dtype == dtype
+    one_rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
+    torch.testing.assert_close(gradient, wanted, rtol=one_rounding, atol=1e-6)
+
+
+def test_a_logit_that_is_not_finite_makes_the_compiled_loss_not_finite():
+    logits = torch.zeros(3, 1, 5)
+    logits[0, 0, 1], logits[1, 0, 1] = float("nan"), float("inf")
+    assert short_token_nats(logits, torch.zeros(3, 1, dtype=torch.int64)).isfinite().tolist() == [
+        [False],
+        [False],
+        [True],
+    ]

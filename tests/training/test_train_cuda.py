@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import FSDP, RECIPE, assert_same, read_lines, read_losses
 
-from mixer.checkpoints.finite import not_finite
+from mixer.checkpoints.finite import Look
 
 GPUS = torch.cuda.device_count()
 ON_GPU = {"ACCELERATE_USE_CPU": "false"}
@@ -131,12 +131,12 @@ def test_checkpoints_are_the_same_with_and_without_room_on_the_device(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_number_that_is_not_finite_is_found_wherever_it_is_on_the_device(dtype):
     held = {str(size): torch.ones(size, dtype=dtype, device="cuda") for size in (1, 7, 1_000_003)}
-    assert not_finite(held) == []
+    assert Look(held).not_finite() == []
     for name, tensor in held.items():
         for place in (0, len(tensor) // 2, -1):
             for bad in (math.nan, -math.inf):
                 tensor[place] = bad
-                assert not_finite(held) == [name]
+                assert Look(held).not_finite() == [name]
                 tensor[place] = 1
 
 
