@@ -60,8 +60,10 @@ class DeviceCopy:
         self.memory = torch.empty(room, dtype=torch.uint8, device=device)
         self.views: dict[int, Tensor] = {}  # of memory, by first byte: making them takes time
         self.on_host: dict[str, Tensor] = {}
-        self.stage: Tensor | None = None  # made by the writing thread
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        pinned = device.type == "cuda"
+        # Here, behind a step of the GPU: pinning beside training holds up what it launches.
+        self.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self.stream = torch.cuda.Stream(device) if pinned else None
         self.taken = None
         self.begin()
 
@@ -115,9 +117,6 @@ class DeviceCopy:
         """A copy of a snapshot's tensor on the host, through pinned memory: pinning as much as the
         state would take seconds.
         """
-        if self.stage is None:
-            pinned = self.stream is not None
-            self.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
         if not _fits(self.on_host.get(name), copy):
             self.on_host[name] = torch.empty(copy.shape, dtype=copy.dtype)
         target, source = (_bytes(tensor) for tensor in (self.on_host[name], copy))
