@@ -35,7 +35,8 @@ def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     sums = torch.exp2((wide - largest) * (1 / math.log(2))).sum(-1)
     classes = torch.arange(wide.shape[-1], device=wide.device)
     chosen = torch.where(classes == targets[..., None], wide, 0).sum(-1)
-    return torch.where(targets == -100, 0, sums.log() + largest[..., 0] - chosen)
+    # in brackets: the difference of two large logits is exact, or nearly so
+    return torch.where(targets == -100, 0, sums.log() + (largest[..., 0] - chosen))
 
 
 class Objective(nn.Module):
