@@ -61,8 +61,9 @@ class DeviceCopy:
         self.views: dict[int, Tensor] = {}  # of memory, by first byte: making them takes time
         self.on_host: dict[str, Tensor] = {}
         pinned = device.type == "cuda"
-        # Here, behind a step of the GPU: pinning beside training holds up what it launches.
-        self.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        # Here, not by the writing thread: pinning beside training holds up what it launches.
+        staged = min(room, STAGE_BYTES)  # none where another process does the copying
+        self.stage = torch.empty(staged, dtype=torch.uint8, pin_memory=pinned)
         self.stream = torch.cuda.Stream(device) if pinned else None
         self.taken = None
         self.begin()

@@ -81,10 +81,12 @@ class CheckpointWriter:
         this takes here costs no time then. `save` must follow before the next step.
 
         Does nothing where a `save` would wait: for the last checkpoint, whose buffers are used
-        again, or for other processes.
+        again, or for other processes. Nor where this would take long, and count as training: for
+        copies to the host's memory, and for the first ones, which make their memory.
         """
         self.check()
-        if not (self.jobs or self.sharded):
+        on_device = isinstance(self.copied, DeviceCopy)
+        if on_device and not (self.jobs or self.sharded):
             self.prepared = self._prepare(optimizer)
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:

@@ -138,3 +138,8 @@ def test_a_snapshot_of_other_tensors_has_nothing_of_those_before(training_stream
         assert found.keys() == state.keys()
         for name, tensor in state.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_a_process_that_copies_nothing_holds_no_memory(training_stream):
+    taken = snapshot.DeviceCopy(GPU, room=0)
+    assert taken.memory.nbytes == taken.stage.nbytes == 0
