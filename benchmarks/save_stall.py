@@ -5,9 +5,10 @@ saves every so often.
     torchrun --standalone --nproc_per_node 2 benchmarks/save_stall.py --config ...
 
 Prints, and writes with hardware and commit, the median step, and the steps that save and those
-after them as multiples of it. Also what looking for NaN and infinity costs, as shares of the median
-step: the look at weights and optimizer state before each save (`state_check`, timed after the run,
-by itself), and the look at each step's gradient (`gradient_check`, on a GPU).
+after them as multiples of it, the first save apart. Also what looking for NaN and infinity costs,
+as shares of the median step: the look at weights and optimizer state before each save
+(`state_check`, timed after the run, by itself), and the look at each step's gradient
+(`gradient_check`, on a GPU).
 """
 
 import argparse
@@ -129,11 +130,12 @@ def between_events(function: Callable, pairs: list) -> Callable:
 
 def report(marks: list[float], every: int) -> dict:
     """Step n (from 1) runs from mark n - 1 to mark n, with the save that follows it."""
-    # the first interval warms up
+    # the first interval warms up, and the first save makes memory for the others
     seconds = {n: marks[n] - marks[n - 1] for n in range(every + 1, len(marks))}
     places = {n: n % every for n in seconds}
     quiet = statistics.median(s for n, s in seconds.items() if places[n] > every // 2)
-    found = {"median_step_seconds": quiet}
+    first = (marks[every] - marks[every - 1]) / quiet
+    found = {"median_step_seconds": quiet, "first_save": first}
     for name, place in (("saving", 0), ("first_after", 1), ("second_after", 2)):
         ratios = [s / quiet for n, s in seconds.items() if places[n] == place]
         found[f"{name}_median"], found[f"{name}_worst"] = statistics.median(ratios), max(ratios)
