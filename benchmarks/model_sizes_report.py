@@ -270,7 +270,8 @@ def notes(result: dict) -> str:
         f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. Each "
         "run's learning rate ends its schedule at the last step, so only ends are compared.",
         "Training time is the steps by the median time of a step, without start-up, compilation, "
-        "evaluation and saving.",
+        "evaluation and saving. Those of sweeps, which may share their GPU, are by the speed that "
+        "was measured before.",
     ]
     lines.append(
         f"Measured on {origins(result, rows)}. The options of each run are in the JSON file."

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def write_plan(file: Path, small_run: dict) -> Path:
 
 def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_run, tmp_path):
     plan, output = write_plan(tmp_path / "plan.yaml", small_run), tmp_path / "sizes"
-    command = [SCRIPT, plan, "--output", output, "--commit", "abc123"]
+    command = [SCRIPT, plan, "--output", output, "--commit", "abc123", "--sweeps-at-once", 2]
     first = start_python(*command, output=tmp_path / "printed-1")
     folder = Path(f"{output}-runs")
     long_metrics = "flat-mixer-16-3-s-*/metrics.jsonl"
@@ -67,7 +68,12 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
         swept = {lr: runs[f"{kind} 16, 0.2 s, lr {lr:g}"] for lr in (3e-3, 6e-3)}
         best = min(swept, key=lambda rate: swept[rate]["validation_loss"])
         assert final["lr"] == long["lr"] == best
-        for row, measured, seconds in ((final, swept[best], 0.4), (long, final, 3)):
+        speed = runs[f"{kind} 16, speed"]
+        for row in swept.values():  # they share their GPU
+            assert row["tokens_per_second"] == speed["tokens_per_second"]
+            tokens = row["training_seconds"] * row["tokens_per_second"]
+            assert tokens == pytest.approx(row["tokens"])
+        for row, measured, seconds in ((final, speed, 0.4), (long, final, 3)):
             tokens = min(seconds * measured["tokens_per_second"], 4 * row["training_tokens"])
             assert row["tokens"] == pytest.approx(tokens, abs=256)
             mean = sum(row["loss_by_position"]) / 32
@@ -160,3 +166,18 @@ def test_the_first_size_of_every_kind_comes_before_the_second_of_any(monkeypatch
     models = models_of(read_yaml(ROOT / "benchmarks/plans/model_sizes.yaml"), [])
     assert [model.kind for model in models] == 3 * ["flat mixer", "Llama", "gated mixer"]
     assert [model.size for model in models] == 3 * ["512"] + 3 * ["1024"] + 3 * ["256"]
+
+
+def test_a_worker_that_was_killed_takes_its_job_alone_with_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from model_sizes import run_jobs, start_workers
+
+    ((one, other),) = start_workers(2)
+    kill = (os.kill, one.submit(os.getpid).result(), signal.SIGKILL)
+    ended = run_jobs([kill, (abs, -1), (int, "x")], [one, other])
+    assert isinstance(ended[0], BrokenProcessPool) and isinstance(ended[2], ValueError)
+    assert ended[1] is None
+    assert run_jobs([(abs, -1), (abs, -2)], [one, other]) == [None, None]
+    (ended,) = run_jobs([(abs, -1)], [one])
+    assert isinstance(ended, BrokenProcessPool), "a job that no worker took passes for done"
+    other.shutdown()
