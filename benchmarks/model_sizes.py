@@ -3,16 +3,16 @@
     python benchmarks/model_sizes.py PLAN.yaml --output PATH [--seconds-in-all N] \\
         [section.key=value ...]
 
-Each model of the plan trains for a few steps, which measures its speed. Then each trains at each of
-`rates`, for `sweep_share` of the steps that it does in `seconds`, then at the best of them for
-`seconds`, and then the best size of each kind for each of `seconds_of_best`. After these longer
-runs the validation loss is also measured by position and by kind of token. Plans are in
+Each model of the plan trains for a few steps, which measures its speed; at each of `rates`, for
+`sweep_share` of the steps that it does in `seconds`; and at the best of them for `seconds`. When
+all sizes of a kind have done so, the best one trains for each of `seconds_of_best`. After these
+longer runs the validation loss is also measured by position and by kind of token. Plans are in
 benchmarks/plans; where one names a configuration as its `recipe`, the optimizer and the initial
 mixing weights are from there. Overrides of the command line go before the options of a model.
 
-Every visible GPU works on models of its own. With --sweeps-at-once N each GPU sweeps N models at a
-time: one trains while another starts. No other runs share a GPU, and a sweep's times are those of
-the model's speed, measured alone. PATH.json has each run when it ends, and a run that it
+Every visible GPU works on models of its own. With --at-once N it has N processes, which take turns:
+one trains while the others start and compile. What those do on the GPU meanwhile is short, and
+times are medians. PATH.json has each run when it ends, and a run that it
 has with the same options is not repeated: the same command goes on where it was interrupted. Runs
 of a model whose options have changed are dropped from it, as they are no comparison.
 With --seconds-in-all the command ends within so long: it begins no run that would take longer, but
@@ -34,7 +34,7 @@ import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -59,6 +59,7 @@ from mixer.evaluation.measure import AUTOCAST_TYPES
 from mixer.evaluation.scoring import evaluate_streams
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
+from mixer.training.loop import Step, Trainer
 
 PASSES = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 STARTING = 60.0  # seconds that a model's first run takes beside training, with compilation
@@ -94,7 +95,7 @@ class Study:
     file: Path  # PATH.json
     folder: Path  # PATH-runs, with what runs print, and the checkpoints of interrupted ones
     deadline: float  # in seconds of time.time()
-    sweeps_at_once: int  # on one GPU
+    at_once: int  # processes of a GPU
     commit: str
 
     def runs(self) -> dict[str, dict]:
@@ -115,11 +116,11 @@ def main() -> None:
     parser.add_argument("plan", help="YAML file, see benchmarks/plans")
     parser.add_argument("--output", required=True, help="path of the results without ending")
     parser.add_argument("--seconds-in-all", type=float, default=math.inf, help="see above")
-    parser.add_argument("--sweeps-at-once", type=int, default=1, help="see above")
+    parser.add_argument("--at-once", type=int, default=1, help="processes of a GPU, see above")
     parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
     options, overrides = parser.parse_known_args()
-    if options.sweeps_at_once < 1:
-        parser.error(f"--sweeps-at-once {options.sweeps_at_once}; allowed: 1 or more")
+    if options.at_once < 1:
+        parser.error(f"--at-once {options.at_once}; allowed: 1 or more")
     output = Path(options.output)
     file = output.with_name(output.name + ".json")
     folder = output.with_name(output.name + "-runs")
@@ -135,8 +136,8 @@ def main() -> None:
     began = psutil.Process().create_time()  # imports take seconds, too
     deadline = began + options.seconds_in_all
     measured_by = options.commit or commit()
-    at_once = options.sweeps_at_once
-    left, problems = work(Study(plan, models, file, folder, deadline, at_once, measured_by))
+    study = Study(plan, models, file, folder, deadline, options.at_once, measured_by)
+    left, problems = work(study)
     print(write_report(file))
     if problems:
         raise UserError("\n".join(problems))
@@ -169,73 +170,72 @@ def has_changed(row: dict, models: tuple[Model, ...]) -> bool:
 
 
 def work(study: Study) -> tuple[list[str], list[str]]:
-    """Does what the plan asks for, step by step; returns what is left for lack of time, and what
-    went wrong. A model that is left or goes wrong in one step is not in the next.
+    """Does what the plan asks for, a job for each worker at a time; returns what is left for lack
+    of time, and what went wrong.
     """
-    workers = start_workers(study.sweeps_at_once)
-    alone = [of_gpu[0] for of_gpu in workers]
-    shared = [worker for of_gpu in zip(*workers, strict=True) for worker in of_gpu]
-    models, errors = list(study.models), []
-    for step, its_workers in ((measure_speed, alone), (sweep, shared), (train_model, alone)):
-        ended = run_jobs([(step, study, model) for model in models], its_workers)
-        errors += ended
-        models = [model for model, error in zip(models, ended, strict=True) if error is None]
-    jobs = [
-        (train_best, study, kind, seconds)
-        for kind, sizes in study.plan["kinds"].items()
-        if len(sizes) == sum(model.kind == kind for model in models)
-        for seconds in study.plan.get("seconds_of_best", [])
-    ]
-    errors += run_jobs(jobs, alone)
-    for worker in shared:
+    free, left, problems = workers(study), [], []
+    sizes_left = {kind: len(sizes) for kind, sizes in study.plan["kinds"].items()}
+    waiting = deque((train_model, study, model) for model in study.models)
+    running: dict[Future, tuple[tuple, ProcessPoolExecutor]] = {}
+    while running or (waiting and free):
+        while waiting and free:
+            job, worker = waiting.popleft(), free.pop(0)
+            running[worker.submit(*job)] = job, worker
+        for ended in wait(running, return_when=FIRST_COMPLETED).done:
+            (function, _, about, *_), worker = running.pop(ended)
+            error = ended.exception()
+            if not isinstance(error, BrokenProcessPool):
+                free.append(worker)
+            if isinstance(error, NoTime):
+                left.append(str(error))
+            elif error is not None:  # the other jobs go on
+                problems.append(first_line(error))
+            elif function is train_model:
+                sizes_left[about.kind] -= 1
+                if not sizes_left[about.kind]:
+                    longer = study.plan.get("seconds_of_best", [])
+                    waiting += [(train_best, study, about.kind, seconds) for seconds in longer]
+    for worker in free:
         worker.shutdown()
-    left = [str(error) for error in errors if isinstance(error, NoTime)]
-    problems = [first_line(e) for e in errors if e is not None and not isinstance(e, NoTime)]
     return left, problems
 
 
-def run_jobs(jobs: list[tuple], workers: list[ProcessPoolExecutor]) -> list[BaseException | None]:
-    """Runs (function, *arguments) on the workers, one job at a time on each; returns each job's
-    error. The other jobs go on after one.
-    """
-    errors: list[BaseException | None] = [BrokenProcessPool("no worker is left")] * len(jobs)
-    free, waiting = list(workers), deque(enumerate(jobs))
-    running: dict[Future, tuple[int, ProcessPoolExecutor]] = {}
-    while running or (waiting and free):
-        while waiting and free:
-            (place, job), worker = waiting[0], free.pop(0)
-            with suppress(BrokenProcessPool):  # one that ended in an earlier step
-                running[worker.submit(*job)] = place, worker
-                waiting.popleft()
-        for ended in wait(running, return_when=FIRST_COMPLETED).done:
-            place, worker = running.pop(ended)
-            errors[place] = ended.exception()
-            if not isinstance(errors[place], BrokenProcessPool):
-                free.append(worker)
-    return errors
-
-
-def start_workers(each: int) -> list[list[ProcessPoolExecutor]]:
-    """For each visible GPU so many processes that see it alone; as if it had one without a GPU."""
+def workers(study: Study) -> list[ProcessPoolExecutor]:
+    """Processes for each visible GPU, which see that one alone; as if it had one without a GPU."""
     gpus = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     # A fork has imported everything already, but CUDA does not survive one.
     context = multiprocessing.get_context("spawn" if gpus else "fork")
     found = []
-    for gpu in visible[:gpus] or [""]:
+    for gpu in (visible[:gpus] or [""]) * study.at_once:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        found.append(
-            [ProcessPoolExecutor(1, context, start_worker, (os.getpid(),)) for _ in range(each)]
-        )
-        for worker in found[-1]:
-            worker.submit(os.getpid)  # starts the process
+        about = (os.getpid(), study.folder / f"gpu-{gpu}.lock")
+        found.append(ProcessPoolExecutor(1, context, start_worker, about))
+        found[-1].submit(os.getpid)  # starts the process
     return found
 
 
-def start_worker(parent: int) -> None:
-    """Gives this process an end with its parent."""
+def start_worker(parent: int, lock: Path) -> None:
+    """Gives this process an end with its parent, and its runs turns on their GPU."""
     signal.signal(signal.SIGTERM, stop_start)
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    take_turns(lock)
+
+
+turn = ExitStack()  # holds the GPU's lock from a run's first step on, until `train` is done with it
+
+
+def take_turns(lock: Path) -> None:
+    """Has the runs of this process wait for the lock before their first step."""
+    step = Trainer.step
+
+    def step_in_turn(trainer: Trainer) -> Step:
+        if not getattr(trainer, "has_turn", False):
+            turn.enter_context(locked(lock))
+            trainer.has_turn = True
+        return step(trainer)
+
+    Trainer.step = step_in_turn
 
 
 def stop_start(*_) -> None:
@@ -254,28 +254,20 @@ def end_with(parent: int) -> None:
 training = threading.Lock()  # held during each run of this process
 
 
-def measure_speed(study: Study, model: Model) -> dict:
-    """The row of a short run, whose loss means nothing."""
-    steps = 4 * load(study, model.options, "speed").logging.log_every
-    return train_for(study, model, 0, study.plan["rates"][0], steps)
-
-
-def sweep(study: Study, model: Model) -> dict[float, dict]:
-    """For each rate the row of a run, as long by the model's speed."""
-    plan, speed = study.plan, measure_speed(study, model)
+def train_model(study: Study, model: Model) -> None:
+    """The speed of a model, its runs at all rates, and its run at the best of them."""
+    plan = study.plan
+    short = 4 * load(study, model.options, "speed").logging.log_every
+    speed = train_for(study, model, 0, plan["rates"][0], short)
     steps = max(1, round(plan["sweep_share"] * steps_in(plan["seconds"], speed)))
     budget = plan["sweep_share"] * plan["seconds"]
-    return {rate: train_for(study, model, budget, rate, steps, speed) for rate in plan["rates"]}
-
-
-def train_model(study: Study, model: Model) -> None:
-    """The run of a model at the best of its rates."""
-    good = {rate: row for rate, row in sweep(study, model).items() if "failure" not in row}
+    swept = {rate: train_for(study, model, budget, rate, steps) for rate in plan["rates"]}
+    good = {rate: row for rate, row in swept.items() if "failure" not in row}
     if not good:
         raise UserError(f"{model.name} diverges at all rates; give lower ones")
     rate = min(good, key=lambda rate: good[rate]["validation_loss"])
-    seconds = study.plan["seconds"]
-    train_for(study, model, seconds, rate, steps_in(seconds, measure_speed(study, model)))
+    steps = steps_in(plan["seconds"], good[rate])
+    train_for(study, model, plan["seconds"], rate, steps)
 
 
 def train_best(study: Study, kind: str, seconds: float) -> None:
@@ -302,14 +294,11 @@ def load(study: Study, settings: dict, name: str) -> RunConfig:
     return load_config(None, [*given, "checkpoint.save_every=0", "checkpoint.save_last=false"])
 
 
-def train_for(
-    study: Study, model: Model, budget: float, rate: float, steps: int, speed: dict | None = None
-) -> dict:
+def train_for(study: Study, model: Model, budget: float, rate: float, steps: int) -> dict:
     """A run's row of the results, by training unless it is there.
 
     budget: the seconds of training that the steps are meant to take; 0 for the run that measures
-    the speed. speed: the row whose speed gives the time of a run that may share its GPU; None: it
-    has measured its own. Raises NoTime where the run is left to the next command, whole or in part.
+    the speed. Raises NoTime where the run is left to the next command, whole or in part.
     """
     name = f"{model.name}, {budget:g} s, lr {rate:g}" if budget else f"{model.name}, speed"
     # A warm-up of more than a third of a short run would be most of what a sweep compares.
@@ -325,16 +314,16 @@ def train_for(
     is_long = budget >= study.plan["seconds"]
     measured = {"kind": model.kind, "size": model.size, "budget": budget, "lr": rate}
     measured |= {"settings": settings, "hardware": hardware(), "commit": study.commit}
+    measured |= {"at_once": study.at_once}
     try:
         measured |= train(study, config, is_long)
     except NotFinite as error:  # a run that diverges is a result, too
         measured |= {"failure": first_line(error), "text_sha256": text_sha256(config)}
+    finally:
+        turn.close()
     shutil.rmtree(config.directory)
     measured["wall_seconds"] = time.time() - began
     beside[model.name] = measured["wall_seconds"] - measured.get("training_seconds", 0)
-    if speed and "steps" in measured:
-        measured["tokens_per_second"] = speed["tokens_per_second"]
-        measured["training_seconds"] = measured["tokens"] / speed["tokens_per_second"]
     study.add(name, measured)
     loss = f"{measured['validation_loss']:.4f}" if "validation_loss" in measured else "diverged"
     print(f"{name}: loss {loss}, {measured['wall_seconds']:.0f} s with start", flush=True)

@@ -270,9 +270,14 @@ def notes(result: dict) -> str:
         f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. Each "
         "run's learning rate ends its schedule at the last step, so only ends are compared.",
         "Training time is the steps by the median time of a step, without start-up, compilation, "
-        "evaluation and saving. Those of sweeps, which may share their GPU, are by the speed that "
-        "was measured before.",
+        "evaluation and saving.",
     ]
+    at_once = max(row.get("at_once", 1) for row in rows)
+    if at_once > 1:
+        lines.append(
+            f"Up to {at_once} processes took turns on the GPU: one trained while others started, "
+            "whose short work on the GPU a median leaves out."
+        )
     lines.append(
         f"Measured on {origins(result, rows)}. The options of each run are in the JSON file."
     )
