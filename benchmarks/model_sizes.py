@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -311,12 +312,11 @@ def train_for(study: Study, model: Model, budget: float, rate: float, steps: int
     config = load(study, settings, name.replace(", ", "-").replace(" ", "-"))
     began = time.time()
     check_time(study, model, budget, name)
-    is_long = budget >= study.plan["seconds"]
     measured = {"kind": model.kind, "size": model.size, "budget": budget, "lr": rate}
     measured |= {"settings": settings, "hardware": hardware(), "commit": study.commit}
     measured |= {"at_once": study.at_once}
     try:
-        measured |= train(study, config, is_long)
+        measured |= train(study, config, budget)
     except NotFinite as error:  # a run that diverges is a result, too
         measured |= {"failure": first_line(error), "text_sha256": text_sha256(config)}
     finally:
@@ -341,7 +341,7 @@ def check_time(study: Study, model: Model, budget: float, name: str) -> None:
         raise NoTime(name)
 
 
-def train(study: Study, config: RunConfig, is_long: bool) -> dict:
+def train(study: Study, config: RunConfig, budget: float) -> dict:
     """What a run measures. It is stopped at the end of the command's time, and then saved."""
     saved = config.directory / "config.yaml"
     if saved.exists() and load_config(str(saved), []) != config:  # of other options
@@ -355,7 +355,8 @@ def train(study: Study, config: RunConfig, is_long: bool) -> dict:
         raise NoTime(f"{config.name}, stopped at step {lines[-1]['step']} of {config.train.steps}")
     last = [line for line in lines if "loss" in line][-1]
     text = Manifest.load(config.data.directory).splits["train"]
-    each = seconds_a_step(lines)
+    # Few windows measure a speed, and starts of other processes may slow all of them but one.
+    each = seconds_a_step(lines, median if budget else min)
     tokens_a_step = last["tokens"] // last["step"]
     found = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -372,7 +373,7 @@ def train(study: Study, config: RunConfig, is_long: bool) -> dict:
         "validation_loss": last_validation(lines)["validation_loss"],
         "bits_per_byte": last_validation(lines)["validation_bits_per_byte"],
     }
-    if is_long:
+    if budget >= study.plan["seconds"]:
         found |= where(model, config)
         found["loss"] = [[line["step"], line["loss"]] for line in lines if "loss" in line]
     return found
@@ -391,17 +392,15 @@ def stopped_at(moment: float):
         timer.cancel()
 
 
-def seconds_a_step(lines: list[dict]) -> float:
-    """The median of the logged windows, so that what each start adds to its first one, and what a
-    save adds to the last, does not count.
-    """
+def seconds_a_step(lines: list[dict], typical: Callable[[list[float]], float]) -> float:
+    """What is typical of the logged windows but the first, to which each start adds something."""
     windows = [line for line in lines if "loss" in line]
     before = [0, *(line["step"] for line in windows)]
     each = [
         line["seconds"] / (line["step"] - first)
         for line, first in zip(windows, before, strict=False)
     ]
-    return median(each[1:] or each)
+    return typical(each[1:] or each)
 
 
 def where(model: PreTrainedModel, config: RunConfig) -> dict:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from model_sizes_report import BEYOND, best_size, ends_of, fit, kinds_of, sizes_of
+from model_sizes_report import best_size, ends_of, fit, kinds_of, sizes_of
 
 from mixer.reporting.figure import COLOURS, new_figure, save
 
@@ -46,16 +46,14 @@ def draw_times(axes, runs: dict) -> None:
         if found is None:
             labels[kind] = (lowest[-1].loss, colour)
         else:
-            first, last = lowest[0].seconds, lowest[-1].seconds
-            for begin, end, style in ((first, last, "-"), (last, BEYOND * last, ":")):
-                span = np.geomspace(begin, end)
-                axes.plot(span, found.at(span), style, color=colour, linewidth=1.8)
-            labels[kind + f"  $t^{{{found.power:.3f}}}$"] = (found.at(BEYOND * last), colour)
+            span = np.geomspace(lowest[0].seconds, lowest[-1].seconds)
+            axes.plot(span, found.at(span), color=colour, linewidth=1.8)
+            labels[kind + f"  $t^{{{found.power:.3f}}}$"] = (found.at(span[-1]), colour)
     axes.set(xscale="log", yscale="log", xlabel="training time on one GPU", title="Loss by time")
     axes.set_ylabel("validation loss (nats per token)")
     axes.set_ylim(top=top)  # sizes far above the lowest run off the picture; the tables have them
     times = [end.seconds for end in all_ends]
-    axes.set_xticks([b for b in BUDGETS if min(times) * 0.8 <= b <= BEYOND * max(times)])
+    axes.set_xticks([b for b in BUDGETS if min(times) * 0.8 <= b <= 1.2 * max(times)])
     axes.xaxis.set_major_formatter(FuncFormatter(time_text))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(MaxNLocator(7))

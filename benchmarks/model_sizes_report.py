@@ -17,7 +17,6 @@ from mixer.common.files import write_text
 from mixer.reporting.tables import table
 
 EDGES = (0, 8, 64, 256, 512, 2048, 8192)  # of the positions whose losses are shown together
-BEYOND = 3  # no line is drawn, and no loss estimated, for more than so many times the longest run
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ def ends_of(runs: dict, kind: str, size: str | None = None) -> list[End]:
 
 
 def fit(ends: list[End]) -> Fit | None:
-    """None for fewer than two points."""
-    if len(ends) < 2:
+    """None for fewer than three points: two are on a line, whatever they are."""
+    if len(ends) < 3:
         return None
     seconds = np.log([end.seconds for end in ends])
     losses = np.log([end.loss for end in ends])
@@ -94,17 +93,14 @@ def fit(ends: list[End]) -> Fit | None:
 
 
 def loss_at(ends: list[End], seconds: float) -> float | None:
-    """The loss of one size after a time: on the lines between its ends, in logarithms, or on the
-    last of them continued up to BEYOND times the longest run; None outside.
+    """The loss of one size after a time, on the lines between its ends, in logarithms; None where a
+    line would have to be continued, which is too low: curves flatten.
     """
     times, losses = np.log([e.seconds for e in ends]), np.log([e.loss for e in ends])
     at = math.log(seconds)
-    if at < times[0] - 0.1 or at > times[-1] + math.log(BEYOND) + 0.1:
+    if at < times[0] - 0.1 or at > times[-1] + 0.1:
         return None
-    if at <= times[-1]:
-        return float(np.exp(np.interp(at, times, losses)))
-    slope = (losses[-1] - losses[-2]) / (times[-1] - times[-2]) if len(ends) > 1 else math.nan
-    return float(np.exp(losses[-1] + slope * (at - times[-1])))
+    return float(np.exp(np.interp(at, times, losses)))
 
 
 def write_report(file: Path) -> str:
@@ -140,6 +136,9 @@ def longer(runs: dict) -> list[dict]:
 
 
 def loss_rows(runs: dict) -> list[dict]:
+    lowest: dict[float, float] = {}
+    for row in longer(runs):  # the best of a time first
+        lowest.setdefault(row["budget"], row["validation_loss"])
     return [
         {
             "model": f"{row['kind']} {row['size']}",
@@ -150,6 +149,7 @@ def loss_rows(runs: dict) -> list[dict]:
             "passes over the text": f"{row['passes']:.2f}",
             "memory, GB": f"{row['peak_memory_gb']:.1f}",
             "validation loss": f"{row['validation_loss']:.4f}",
+            "of the lowest": f"{row['validation_loss'] / lowest[row['budget']]:.3f}",
             "bits per byte": f"{row['bits_per_byte']:.4f}",
         }
         for row in longer(runs)
@@ -186,13 +186,12 @@ def size_rows(runs: dict) -> list[dict]:
         for kind in kinds_of(runs):
             ends = {size: ends_of(runs, kind, size) for size in sizes_of(runs, kind)}
             losses = {size: loss_at(of_size, seconds) for size, of_size in ends.items()}
-            losses = {size: loss for size, loss in losses.items() if loss and not math.isnan(loss)}
+            losses = {size: loss for size, loss in losses.items() if loss}
             measured = {
                 size: loss
                 for size, loss in losses.items()
                 if any(abs(end.seconds / seconds - 1) < 0.1 for end in ends[size])
             }
-            # A line continued beyond a size's own runs is too low, as the curve flattens.
             best = min(measured or losses, key=losses.get, default=None)
             sign = "" if measured else "about "
             row[kind] = f"{best}: {sign}{losses[best]:.3f}" if best else ""
@@ -204,9 +203,9 @@ def how_sized(result: dict) -> str:
     """What the table of sizes and the lines of the picture are."""
     lines = [
         "Each cell: the size with the lowest validation loss, and that loss. Where no size was "
-        "measured so long, it is an estimate (about), on the line through the two nearest ends of "
-        "that size's own runs, loss against time in logarithms; a size counts up to "
-        f"{BEYOND} times its longest run."
+        "measured so long, it is an estimate (about), on the line between the two nearest ends of "
+        "that size's own runs, loss against time in logarithms. A size counts up to its longest "
+        "run."
     ]
     for kind in kinds_of(result["runs"]):
         found = fit(ends_of(result["runs"], kind))

@@ -129,6 +129,7 @@ def test_a_measured_loss_stands_before_one_that_is_estimated(monkeypatch):
     runs += [row("2", 15, 6.0), row("2", 60, 4.1)]
     rows = {row["s"]: row["mixer"] for row in size_rows(dict(enumerate(runs)))}
     assert rows["60"] == "1: 4.000" and rows["120"] == "1: 3.900"  # continued, 2 would be at 3.39
+    assert "240" not in rows
     assert rows["30"] == "1: about 4.472"  # half way: the root of 5 x 4
 
 
