@@ -51,7 +51,7 @@ class TriangularAdamW(torch.optim.Optimizer):
     model's norm would count the gradient of a, too, and so clip more.
 
     Args:
-        params: groups of mixing weights (heads, taps, context, context), of one shape and not
+        params: groups of mixing weights (heads, taps, context, context), of one context and not
             sharded, whose gradients are zero above the diagonal.
         compile: what makes elementwise functions faster, such as torch.compile.
 

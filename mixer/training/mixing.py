@@ -81,7 +81,8 @@ def settle_mixing(
     chosen = None
     if accelerator.is_main_process:
         missing = next((reason for reason in reasons if reason), None)
-        workload = workload_of(convolutions[0], run, accelerator.device, missing)
+        largest = max(convolutions, key=lambda part: part.channels)
+        workload = workload_of(largest, run, accelerator.device, missing)
         chosen, why = choose(workload, earlier)
         by_rule = chosen.backend == "auto"
         say(f"token mixing: auto {'goes by rule' if by_rule else f'takes {chosen.backend}'}, {why}")

@@ -48,6 +48,31 @@ def test_gated_mixing_is_its_formula(heads, taps):
     torch.testing.assert_close(mixing(x, residual), expected)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_keyed_mixing_is_its_formula(heads):
+    model = small_model(num_mixer_heads=heads, mixer_keys=3)
+    mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 2, 12, 16)
+    projected = x @ mixing.in_proj.weight.T + mixing.in_proj.bias
+    query, key = projected[..., : 6 * heads].unflatten(-1, (2, heads, 3)).unbind(-3)
+    value = projected[..., 6 * heads :].unflatten(-1, (heads, -1))
+    # As attention whose weights are mixing weights times products of queries and keys.
+    weights = mixing.conv.weight[:, 0].tril()  # (heads, tokens, tokens)
+    scores = torch.einsum("bthk,bshk->bhts", query, key) * weights
+    found = torch.einsum("bhts,bshc->bthc", scores, value)
+    found += query.sum(-1, keepdim=True) * mixing.conv.bias.T[..., None]
+    expected = residual + found.flatten(-2) @ mixing.out_proj.weight.T + mixing.out_proj.bias
+    torch.testing.assert_close(mixing(x, residual), expected)
+
+
+def test_keyed_mixing_in_every_second_block_leaves_the_others_to_flat_or_gated_mixing():
+    model = small_model(num_hidden_layers=5, num_mixer_heads=4, mixer_keys=2, mixer_keys_every=2)
+    names = [type(layer.mixing).__name__ for layer in model.model.layers]
+    assert names == ["Flat", "Keyed", "Flat", "Keyed", "Flat"]
+    gated = small_model(mixer_gate=True, mixer_keys=2, mixer_keys_every=2)
+    assert [type(layer.mixing).__name__ for layer in gated.model.layers] == ["Gated", "Keyed"]
+    assert [layer.mixing.conv.heads for layer in model.model.layers] == [1, 4, 1, 4, 1]
+
+
 def mixed_by_heads(conv, x):
     """x (batch, 12, channels), each head's channels mixed by an nn.Conv1d with a masked weight."""
     mixed, taps = [], conv.weight.shape[1]
@@ -166,6 +191,9 @@ def test_operations_counted_by_hand():
     assert bare["useful"] == 3 * (linear + mixing)
     gated = small_model(mixer_gate=True).flops_per_token()  # an in-projection of three parts
     assert gated["useful"] == 3 * (linear + 2 * 2 * 4 * 16 * 16 + mixing)
+    # Two queries and keys of each head, and as many times the channels to mix, in one block of two.
+    keyed = small_model(num_mixer_heads=4, mixer_keys=2, mixer_keys_every=2).flops_per_token()
+    assert keyed["useful"] == 3 * (linear + 2 * 16 * (16 + 16 + 16) + 1.5 * mixing)
     # The kernels multiply tiles of 64 rows up to the diagonal: 129 rows are three of them.
     products = 64 * 64 + 64 * 128 + 1 * 129
     tiled = small_model(mixing_backend="cuda", max_position_embeddings=129).flops_per_token()
@@ -186,6 +214,11 @@ def test_a_profile_shows_the_time_in_token_mixing():
         ({"hidden_size": 0}, "hidden_size is 0; allowed: an integer, 1 or more"),
         ({"mixer_gate": True, "mixer_expansion": True}, "mixer_gate and mixer_expansion are both"),
         ({"mixer_gate": True, "mixer_projections": False}, "leave out mixer_projections"),
+        ({"mixer_keys": 2, "mixer_gate": True}, "or mixer_keys_every of 2 or more"),
+        ({"mixer_keys": 2, "mixer_expansion": True}, "mixer_keys is 2 and mixer_expansion true"),
+        ({"mixer_keys": 2, "mixer_projections": False}, "leave out mixer_projections"),
+        ({"mixer_keys_every": 2}, "allowed: 1 to 2 with mixer_keys of 1 or more"),
+        ({"mixer_keys": 2, "mixer_keys_every": 3}, "allowed: 1 to 2 with"),
     ],
 )
 def test_bad_shapes_are_refused(change, words):

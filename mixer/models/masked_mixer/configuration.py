@@ -61,6 +61,18 @@ class MixerOptions:
     mixer_gate: bool = option(
         False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
     )
+    mixer_keys: int = option(
+        0,
+        "keyed mixing: each head mixes its values once for each of so many keys, and its queries "
+        "sum them up; 0 for none",
+        at_least=0,
+    )
+    mixer_keys_every: int = option(
+        1,
+        "with mixer_keys: which blocks have keyed mixing, 1 for all, 4 for every fourth; the "
+        "others have gated mixing with mixer_gate, else flat mixing with one head",
+        at_least=1,
+    )
     mixing_init: str = option(
         "reference",
         "initial mixing weights: reference (random, as nn.Conv1d's), zero (a block starts as its "
@@ -149,6 +161,27 @@ def shape_problems(options: MixerOptions) -> list[str]:
         problems.append(
             "mixer_gate is true and mixer_projections false, but the gate has linear layers of its "
             "own, which cannot be left out; leave out mixer_projections"
+        )
+    if options.mixer_keys and options.mixer_expansion:
+        problems.append(
+            f"mixer_keys is {options.mixer_keys} and mixer_expansion true; allowed: one of them"
+        )
+    if options.mixer_keys and options.mixer_gate and options.mixer_keys_every == 1:
+        problems.append(
+            f"mixer_keys is {options.mixer_keys} and mixer_gate true, but keyed mixing in every "
+            "block leaves none to gated mixing; allowed: one of them, or mixer_keys_every of 2 or "
+            "more"
+        )
+    if options.mixer_keys and not options.mixer_projections:
+        problems.append(
+            f"mixer_keys is {options.mixer_keys} and mixer_projections false, but queries, keys "
+            "and values are projections; leave out mixer_projections"
+        )
+    keys, every, blocks = options.mixer_keys, options.mixer_keys_every, options.num_hidden_layers
+    if every > (blocks if keys else 1):
+        problems.append(
+            f"mixer_keys_every is {every} with mixer_keys {keys} and {blocks} blocks; allowed: 1 "
+            f"to {blocks} with mixer_keys of 1 or more"
         )
     return problems
 

@@ -49,13 +49,17 @@ class TriangularConv(nn.Module):
     """One triangular convolution: a mixing weight, a bias, and the backend that computes it.
 
     The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
-    context). `mixer.ops.triangular_conv` defines the result.
+    context). `mixer.ops.triangular_conv` defines the result. It has the configuration's heads and
+    channels unless others are given.
     """
 
-    def __init__(self, config: MaskedMixerConfig):
+    def __init__(
+        self, config: MaskedMixerConfig, heads: int | None = None, channels: int | None = None
+    ):
         super().__init__()
-        self.heads, self.taps = config.num_mixer_heads, config.mixer_kernel_size
-        self.context, self.channels = config.max_position_embeddings, config.hidden_size
+        self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
+        self.context = config.max_position_embeddings
+        self.channels = channels or config.hidden_size
         self.weight = nn.Parameter(torch.empty(self.heads, self.taps, self.context, self.context))
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
         self.backend, self.initial = config.mixing_backend, config.mixing_init
@@ -176,12 +180,13 @@ class TokenMixing(nn.Module):
 
 class Flat(TokenMixing):
     """One triangular convolution: with one head the paper's flat mixer; with several heads, each
-    mixes its own channels, and nothing but the MLP connects the heads.
+    mixes its own channels, and nothing but the MLP connects the heads. Between blocks of keyed
+    mixing it has one head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.conv = TriangularConv(config)
+        self.conv = TriangularConv(config, heads=1 if config.mixer_keys else None)
 
     def mix(self, x, residual, memories, positions):
         return self.conv(x, residual, memories[0], positions)
@@ -258,6 +263,37 @@ class Gated(TokenMixing):
         return residual + self.out_proj(query * mixed)
 
 
+class Keyed(TokenMixing):
+    """out_proj(sum over k of query_k * mix(key_k * value)) in each head, where queries, keys and
+    values are projections of x, and a head has one number for each of its queries and keys, so
+    that a token finds what earlier ones have stored under a key like its own.
+
+    This is linear attention (arXiv 2006.16236) without a normalizer, whose sum over earlier tokens
+    is a triangular convolution; H3 (arXiv 2212.14052, section 3) has a state space there. in_proj
+    holds the projections: queries and keys, head after head, then values.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.heads, self.keys = config.num_mixer_heads, config.mixer_keys
+        hidden = config.hidden_size
+        self.parts = [self.heads * self.keys, self.heads * self.keys, hidden]
+        self.in_proj = Linear(hidden, sum(self.parts))
+        self.conv = TriangularConv(config, channels=self.keys * hidden)
+        self.out_proj = Linear(hidden, hidden)
+
+    def mix(self, x, residual, memories, positions):
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1))  # (batch, tokens, heads, keys or channels)
+            for part in self.in_proj(x).split(self.parts, dim=-1)
+        )
+        stored = (key.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-3)
+        mixed = self.conv(stored, None, memories[0], positions)
+        mixed = mixed.unflatten(-1, (self.heads, self.keys, -1))
+        found = (query.unsqueeze(-1) * mixed).sum(-2)  # (batch, tokens, heads, channels)
+        return residual + self.out_proj(found.flatten(-2))
+
+
 def has_projections(config: MaskedMixerConfig) -> bool:
     """Whether mixing stands between an in-projection and an out-projection; never for one head."""
     return config.num_mixer_heads > 1 and config.mixer_projections
@@ -266,6 +302,7 @@ def has_projections(config: MaskedMixerConfig) -> bool:
 # Which configurations have which variant: the first line whose condition holds decides.
 Condition = Callable[[MaskedMixerConfig], bool]
 VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
+    (lambda config: config.mixer_keys > 0, Keyed),
     (lambda config: config.mixer_gate, Gated),
     (lambda config: has_projections(config) and config.mixer_expansion, ProjectedExpanded),
     (lambda config: has_projections(config), Projected),
@@ -274,6 +311,9 @@ VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
 ]
 
 
-def mixing_class(config: MaskedMixerConfig) -> type[TokenMixing]:
-    """The variant of token mixing that a configuration asks for."""
-    return next(variant for condition, variant in VARIANTS if condition(config))
+def mixing_class(config: MaskedMixerConfig, block: int) -> type[TokenMixing]:
+    """The variant of token mixing that a configuration asks for in a block."""
+    chosen = next(variant for condition, variant in VARIANTS if condition(config))
+    if chosen is Keyed and (block + 1) % config.mixer_keys_every:
+        return Gated if config.mixer_gate else Flat
+    return chosen

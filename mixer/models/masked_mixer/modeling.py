@@ -64,10 +64,10 @@ class MLP(nn.Module):
 class Block(GradientCheckpointingLayer):
     """Token mixing and an MLP, each after a LayerNorm and added to the residual stream."""
 
-    def __init__(self, config: MaskedMixerConfig):
+    def __init__(self, config: MaskedMixerConfig, number: int):
         super().__init__()
         self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mixing = mixing_class(config)(config)
+        self.mixing = mixing_class(config, number)(config)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
 
@@ -116,7 +116,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        numbers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(Block(config, number) for number in numbers)
         for number, layer in enumerate(self.layers):
             for module in layer.modules():
                 if isinstance(module, TriangularConv):
