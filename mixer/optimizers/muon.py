@@ -7,7 +7,7 @@ both.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from mixer.optimizers.newton_schulz import iterate, normalized
 
 # Matrices are stacked to be multiplied together, up to so many elements: it bounds the memory.
 LARGEST_STACK = 1 << 26
+# Matrices that the compiled functions are made for: it bounds the time to compile them, which grows
+# by more than the number.
+MATRICES = 16
 # Newer versions of torch have another name for it, and print a warning at the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -83,13 +86,17 @@ class Muon(torch.optim.Optimizer):
         device = parameters[0].device
         skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
         scale = torch.ones((), device=device) if scale is None else scale.to(device)
-        stacked = self.directions(gradients, momenta, settings["momentum"], skip, scale)
-        updates = self._orthogonalize(stacked)
+        stacks = [
+            self.directions(*some, settings["momentum"], skip, scale)
+            for some in in_parts(gradients, momenta)
+        ]
+        updates = self._orthogonalize(torch.cat(stacks) if len(stacks) > 1 else stacks[0])
         rows, columns = parameters[0].shape
         # A tensor: a compiled function would be compiled anew for another number.
         rate = torch.full((), settings["lr"], device=device) * (1 - skip)
         size = 0.2 * math.sqrt(max(rows, columns))
-        self.apply(parameters, updates, rate, settings["weight_decay"], size)
+        for some in in_parts(parameters, updates):
+            self.apply(*some, rate, settings["weight_decay"], size)
 
     def _orthogonalize(self, stacked: Tensor) -> Tensor:
         """`iterate`, each process for its share of the matrices."""
@@ -105,6 +112,12 @@ class Muon(torch.optim.Optimizer):
         every = stacked.new_empty(share * processes, *stacked.shape[1:])
         all_gather(every, own, group=self.group)
         return every[: len(stacked)]
+
+
+def in_parts(*sequences: list[Tensor] | Tensor) -> Iterator[list[list[Tensor] | Tensor]]:
+    """Sequences of the same length in parts of MATRICES entries."""
+    for start in range(0, len(sequences[0]), MATRICES):
+        yield [sequence[start : start + MATRICES] for sequence in sequences]
 
 
 def directions(

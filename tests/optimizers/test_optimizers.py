@@ -100,6 +100,25 @@ def test_muon_works_on_matrices_of_a_shape_together_as_far_as_memory_allows(monk
         torch.testing.assert_close(a, b)
 
 
+def test_muons_elementwise_parts_never_get_more_matrices_than_is_quick_to_compile(monkeypatch):
+    torch.manual_seed(0)
+    most = muon.MATRICES
+    parts, whole = twins([(16, 48)] * (2 * most + 3))
+    gradients, sizes = torch.randn(len(whole), 16, 48), []
+
+    def noted(function):
+        return lambda tensors, *rest: sizes.append(len(tensors)) or function(tensors, *rest)
+
+    for parameters, limit in ((parts, most), (whole, len(whole))):
+        monkeypatch.setattr(muon, "MATRICES", limit)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        Muon(parameters, lr=0.01, compile=noted).step()
+    assert sizes == 2 * [most, most, 3] + 2 * [len(whole)]
+    for a, b in zip(parts, whole, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def toeplitz(lags: torch.Tensor) -> torch.Tensor:
     """(..., context) -> (..., context, context)."""
     shape = (*lags.shape, lags.shape[-1])
