@@ -23,7 +23,6 @@ MIXINGS = {
     "gate-heads": {"mixer_gate": True, "num_mixer_heads": 4},
     "keys": {"mixer_keys": 3, "num_mixer_heads": 2, "mixer_kernel_size": 3},
     "keys-flat": {"mixer_keys": 2, "mixer_keys_every": 2, "num_mixer_heads": 4},
-    "keys-gate": {"mixer_keys": 2, "mixer_keys_every": 2, "mixer_gate": True},
 }
 LENGTHS = (4, 1, 6, 3)
 SETTINGS = {
