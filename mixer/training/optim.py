@@ -57,6 +57,9 @@ class OptimConfig:
         f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} where the context is above {LONG} tokens",
         above=0,
     )
+    mixing_lr: float = option(
+        1.0, "that of mixing weights, each by itself (their lags have their own), likewise", above=0
+    )
     matrices_lr: float = option(1.0, "that of linear layers' matrices, likewise", above=0)
     vectors_lr: float = option(1.0, "that of biases and norms, likewise", above=0)
 
@@ -130,7 +133,8 @@ def adamw(
         {"params": kinds.embeddings, "weight_decay": decay},
         {"params": kinds.vectors, "weight_decay": 0.0, "lr_factor": config.vectors_lr},
     ]
-    mixing = [{"params": kinds.mixing, "weight_decay": decay, "shared_lags": lags}]
+    own = {"lr_factor": config.mixing_lr, "shared_lags": lags / config.mixing_lr}
+    mixing = [{"params": kinds.mixing, "weight_decay": decay} | own]
     saves = compile is not None and any(len(row_parts(w.shape[-1])) > 1 for w in kinds.mixing)
     triangular = kinds.mixing and (config.shared_lags or saves)
     groups = [group for group in groups + mixing * (not triangular) if group["params"]]

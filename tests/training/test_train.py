@@ -165,7 +165,8 @@ def test_weight_decay_is_for_matrices_alone():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_kind_of_parameter_has_the_rate_that_is_given_for_it(name):
     model = small_model(num_mixer_heads=2)
-    optimizer = build_optimizer(model, OptimConfig(name=name, matrices_lr=2.0, vectors_lr=3.0))
+    given = {"matrices_lr": 2.0, "vectors_lr": 3.0, "mixing_lr": 0.5, "shared_lags_lr": 4.0}
+    optimizer = build_optimizer(model, OptimConfig(name=name, shared_lags=True, **given))
     set_learning_rate(optimizer, 0.1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rates = {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -173,7 +174,11 @@ def test_each_kind_of_parameter_has_the_rate_that_is_given_for_it(name):
     for name, rate in rates.items():
         of_matrix = name.endswith(("_proj.weight",))
         vector = name.endswith("bias") or "norm" in name
-        assert rate == pytest.approx(0.2 if of_matrix else 0.3 if vector else 0.1), name
+        mixing = name.endswith("conv.weight")
+        expected = 0.2 if of_matrix else 0.3 if vector else 0.05 if mixing else 0.1
+        assert rate == pytest.approx(expected), name
+    lags = [group for group in optimizer.param_groups if "shared_lags" in group]
+    assert [group["lr"] * group["shared_lags"] for group in lags] == [pytest.approx(0.4)]
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_floor():
