@@ -51,7 +51,8 @@ def find_compiler() -> Compiler:
     """The first nvcc that runs. Raises BuildError when there is none."""
     for path in nvcc_candidates():
         if os.access(path, os.X_OK):
-            return inspect_compiler(path)
+            # nvcc looks for its headers beside the path that it is called by, be that a link.
+            return inspect_compiler(path.resolve())
     raise BuildError(
         "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $CUDA_PATH, $PATH or the "
         "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc nvidia-cuda-runtime "

@@ -327,6 +327,15 @@ def test_nvcc_of_a_wheel_is_found(folder, tmp_path, monkeypatch):
     assert toolchain.find_compiler().path == home / "bin" / "nvcc"
 
 
+def test_nvcc_behind_a_link_is_called_where_its_toolkit_is(tmp_path, monkeypatch):
+    """Called by a link, such as one in /usr/local/bin, it does not find its own headers."""
+    home = fake_nvcc(tmp_path / "cuda-13.0")
+    (tmp_path / "local" / "bin").mkdir(parents=True)
+    (tmp_path / "local" / "bin" / "nvcc").symlink_to(home / "bin" / "nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "local"))
+    assert toolchain.find_compiler().path == home / "bin" / "nvcc"
+
+
 def test_volta_under_cuda_13_names_cuda_12(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / "cuda")))
     with pytest.raises(
