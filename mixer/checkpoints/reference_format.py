@@ -84,8 +84,8 @@ def to_reference(
         )
     if config.mixer_gate:
         absent.append("gated mixing (mixer_gate: true)")
-    if config.mixer_keys:
-        absent.append(f"keyed mixing (mixer_keys: {config.mixer_keys})")
+    if config.mixer_key_size:
+        absent.append(f"keyed mixing (mixer_key_size: {config.mixer_key_size})")
     if config.num_mixer_heads > 1 and not config.mixer_projections:
         absent.append("heads without projections (mixer_projections: false)")
     if absent:

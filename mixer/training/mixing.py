@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from mixer.common.errors import UserError
 from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
-from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.models.masked_mixer.mixing import KeyedConv, TriangularConv
 from mixer.ops import BACKENDS, choice, cuda, timings
 from mixer.ops.measure import time_backends
 from mixer.ops.timings import Case
@@ -72,7 +72,11 @@ def settle_mixing(
     times that `python -m mixer.ops.tune` measured for this very case; else by measuring. Returns
     what trainer.json is to keep.
     """
-    convolutions = [part for part in model.modules() if isinstance(part, TriangularConv)]
+    convolutions = [
+        part
+        for part in model.modules()
+        if isinstance(part, TriangularConv) and not isinstance(part, KeyedConv)
+    ]
     is_asked = run.model.mixing_backend == "auto" and bool(convolutions)
     if not is_asked or not chooses_on(accelerator.device):
         return None
@@ -81,8 +85,7 @@ def settle_mixing(
     chosen = None
     if accelerator.is_main_process:
         missing = next((reason for reason in reasons if reason), None)
-        largest = max(convolutions, key=lambda part: part.channels)
-        workload = workload_of(largest, run, accelerator.device, missing)
+        workload = workload_of(convolutions[0], run, accelerator.device, missing)
         chosen, why = choose(workload, earlier)
         by_rule = chosen.backend == "auto"
         say(f"token mixing: auto {'goes by rule' if by_rule else f'takes {chosen.backend}'}, {why}")

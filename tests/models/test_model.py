@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.models.masked_mixer.mixing import LAGS
+from mixer.models.masked_mixer.mixing import LAGS, SPANS
 
 TIED_WITH_NORM = {"tie_word_embeddings": True, "final_norm": True}
 
@@ -49,26 +49,28 @@ def test_gated_mixing_is_its_formula(heads, taps):
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_keyed_mixing_is_its_formula(heads):
-    model = small_model(num_mixer_heads=heads, mixer_keys=3)
-    mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 2, 12, 16)
+@pytest.mark.parametrize("length", [12, 150])  # of one panel and of more
+def test_keyed_mixing_is_its_formula(heads, length):
+    model = small_model(num_mixer_heads=heads, mixer_key_size=3, max_position_embeddings=length)
+    mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 2, length, 16)
     projected = x @ mixing.in_proj.weight.T + mixing.in_proj.bias
     query, key = projected[..., : 6 * heads].unflatten(-1, (2, heads, 3)).unbind(-3)
     value = projected[..., 6 * heads :].unflatten(-1, (heads, -1))
-    # As attention whose weights are mixing weights times products of queries and keys.
+    # As attention with mixing weights and a square in place of the softmax.
     weights = mixing.conv.weight[:, 0].tril()  # (heads, tokens, tokens)
-    scores = torch.einsum("bthk,bshk->bhts", query, key) * weights
-    found = torch.einsum("bhts,bshc->bthc", scores, value)
-    found += query.sum(-1, keepdim=True) * mixing.conv.bias.T[..., None]
+    scores = torch.einsum("bthk,bshk->bhts", query, key) ** 2 / 3 * weights
+    found = torch.einsum("bhts,bshc->bthc", scores, value) + mixing.conv.bias.T[..., None]
     expected = residual + found.flatten(-2) @ mixing.out_proj.weight.T + mixing.out_proj.bias
     torch.testing.assert_close(mixing(x, residual), expected)
 
 
 def test_keyed_mixing_in_every_second_block_leaves_the_others_to_flat_or_gated_mixing():
-    model = small_model(num_hidden_layers=5, num_mixer_heads=4, mixer_keys=2, mixer_keys_every=2)
+    model = small_model(
+        num_hidden_layers=5, num_mixer_heads=4, mixer_key_size=2, mixer_keyed_every=2
+    )
     names = [type(layer.mixing).__name__ for layer in model.model.layers]
     assert names == ["Flat", "Keyed", "Flat", "Keyed", "Flat"]
-    gated = small_model(mixer_gate=True, mixer_keys=2, mixer_keys_every=2)
+    gated = small_model(mixer_gate=True, mixer_key_size=2, mixer_keyed_every=2)
     assert [type(layer.mixing).__name__ for layer in gated.model.layers] == ["Gated", "Keyed"]
     assert [layer.mixing.conv.heads for layer in model.model.layers] == [1, 4, 1, 4, 1]
 
@@ -99,8 +101,10 @@ def test_weights_start_as_pytorchs_own_layers_do():
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(1.0, rel=0.1)
 
 
-@pytest.mark.parametrize("mixing", MIXINGS)
-@pytest.mark.parametrize("taps", [1, 3])
+@pytest.mark.parametrize(
+    ("mixing", "taps"),
+    [(m, taps) for m in MIXINGS for taps in (1, 3) if taps == 1 or not m.startswith("keyed")],
+)
 @pytest.mark.parametrize("others", [{}, TIED_WITH_NORM], ids=["", "tied-norm"])
 def test_every_variant_is_causal_agrees_on_backends_and_survives_saving(
     mixing, taps, others, tmp_path
@@ -191,9 +195,9 @@ def test_operations_counted_by_hand():
     assert bare["useful"] == 3 * (linear + mixing)
     gated = small_model(mixer_gate=True).flops_per_token()  # an in-projection of three parts
     assert gated["useful"] == 3 * (linear + 2 * 2 * 4 * 16 * 16 + mixing)
-    # Two queries and keys of each head, and as many times the channels to mix, in one block of two.
-    keyed = small_model(num_mixer_heads=4, mixer_keys=2, mixer_keys_every=2).flops_per_token()
-    assert keyed["useful"] == 3 * (linear + 2 * 16 * (16 + 16 + 16) + 1.5 * mixing)
+    # In one block of two, queries and keys of half as many numbers as channels.
+    keyed = small_model(num_mixer_heads=4, mixer_key_size=2, mixer_keyed_every=2).flops_per_token()
+    assert keyed["useful"] == 3 * (linear + 2 * 16 * (16 + 16 + 16) + 1.25 * mixing)
     # The kernels multiply tiles of 64 rows up to the diagonal: 129 rows are three of them.
     products = 64 * 64 + 64 * 128 + 1 * 129
     tiled = small_model(mixing_backend="cuda", max_position_embeddings=129).flops_per_token()
@@ -214,11 +218,12 @@ def test_a_profile_shows_the_time_in_token_mixing():
         ({"hidden_size": 0}, "hidden_size is 0; allowed: an integer, 1 or more"),
         ({"mixer_gate": True, "mixer_expansion": True}, "mixer_gate and mixer_expansion are both"),
         ({"mixer_gate": True, "mixer_projections": False}, "leave out mixer_projections"),
-        ({"mixer_keys": 2, "mixer_gate": True}, "or mixer_keys_every of 2 or more"),
-        ({"mixer_keys": 2, "mixer_expansion": True}, "mixer_keys is 2 and mixer_expansion true"),
-        ({"mixer_keys": 2, "mixer_projections": False}, "leave out mixer_projections"),
-        ({"mixer_keys_every": 2}, "allowed: 1 to 2 with mixer_keys of 1 or more"),
-        ({"mixer_keys": 2, "mixer_keys_every": 3}, "allowed: 1 to 2 with"),
+        ({"mixer_key_size": 2, "mixer_gate": True}, "or mixer_keyed_every of 2 or more"),
+        ({"mixer_key_size": 2, "mixer_expansion": True}, "is 2 and mixer_expansion true"),
+        ({"mixer_key_size": 2, "mixer_projections": False}, "leave out mixer_projections"),
+        ({"mixer_key_size": 2, "mixer_kernel_size": 3}, "keyed mixing: a mixer_kernel_size of 1"),
+        ({"mixer_keyed_every": 2}, "allowed: 1 to 2 with mixer_key_size of 1 or more"),
+        ({"mixer_key_size": 2, "mixer_keyed_every": 3}, "allowed: 1 to 2 with"),
     ],
 )
 def test_bad_shapes_are_refused(change, words):
@@ -257,3 +262,16 @@ def test_heads_that_start_as_shifts_pass_on_earlier_tokens():
             largest = weight[lag:].abs().argmax(-1)
             assert torch.equal(largest, torch.arange(12 - lag)), (block, head)
             assert (weight.triu(1) == 0).all() and weight.abs().median() < 0.3 / 12**0.5
+
+
+def test_keyed_mixing_starts_with_weights_that_fall_slowly():
+    """By exp(-lag / SPANS[block + head]), of length 1 for the last token, plus noise."""
+    model = small_model(
+        num_mixer_heads=4, mixer_key_size=2, mixing_init="shift", max_position_embeddings=512
+    )
+    for block, layer in enumerate(model.model.layers):
+        for head, weight in enumerate(layer.mixing.conv.mixing_weight()[:, 0]):
+            falling = (-torch.arange(512) / SPANS[(block + head) % 4]).exp().flip(0)
+            noise = weight[-1] - falling / falling.norm()
+            assert noise.abs().max() < 0.3 / 512**0.5 and noise.std() > 0.1 / 512**0.5
+            assert (weight.triu(1) == 0).all() and weight[3, 0] > 0

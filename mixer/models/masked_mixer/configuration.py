@@ -61,23 +61,23 @@ class MixerOptions:
     mixer_gate: bool = option(
         False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
     )
-    mixer_keys: int = option(
+    mixer_key_size: int = option(
         0,
-        "keyed mixing: each head mixes its values once for each of so many keys, and its queries "
-        "sum them up; 0 for none",
+        "keyed mixing: mixing weights are scaled by squared products of queries and keys, which "
+        "have so many numbers in each head; 0 for none",
         at_least=0,
     )
-    mixer_keys_every: int = option(
+    mixer_keyed_every: int = option(
         1,
-        "with mixer_keys: which blocks have keyed mixing, 1 for all, 4 for every fourth; the "
+        "with mixer_key_size: which blocks have keyed mixing, 1 for all, 4 for every fourth; the "
         "others have gated mixing with mixer_gate, else flat mixing with one head",
         at_least=1,
     )
     mixing_init: str = option(
         "reference",
         "initial mixing weights: reference (random, as nn.Conv1d's), zero (a block starts as its "
-        "MLP alone), or shift (each head starts by passing on the token some places back; for "
-        "several heads)",
+        "MLP alone), or shift (each head starts by passing on the token some places back, and in "
+        "keyed mixing by weights that fall slowly with the distance; for several heads)",
         choices=("reference", "zero", "shift"),
     )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
@@ -162,26 +162,32 @@ def shape_problems(options: MixerOptions) -> list[str]:
             "mixer_gate is true and mixer_projections false, but the gate has linear layers of its "
             "own, which cannot be left out; leave out mixer_projections"
         )
-    if options.mixer_keys and options.mixer_expansion:
+    size, every, blocks = (
+        options.mixer_key_size,
+        options.mixer_keyed_every,
+        options.num_hidden_layers,
+    )
+    if size and options.mixer_expansion:
+        problems.append(f"mixer_key_size is {size} and mixer_expansion true; allowed: one of them")
+    if size and options.mixer_gate and every == 1:
         problems.append(
-            f"mixer_keys is {options.mixer_keys} and mixer_expansion true; allowed: one of them"
+            f"mixer_key_size is {size} and mixer_gate true, but keyed mixing in every block leaves "
+            "none to gated mixing; allowed: one of them, or mixer_keyed_every of 2 or more"
         )
-    if options.mixer_keys and options.mixer_gate and options.mixer_keys_every == 1:
+    if size and not options.mixer_projections:
         problems.append(
-            f"mixer_keys is {options.mixer_keys} and mixer_gate true, but keyed mixing in every "
-            "block leaves none to gated mixing; allowed: one of them, or mixer_keys_every of 2 or "
-            "more"
+            f"mixer_key_size is {size} and mixer_projections false, but queries, keys and values "
+            "are projections; leave out mixer_projections"
         )
-    if options.mixer_keys and not options.mixer_projections:
+    if size and options.mixer_kernel_size > 1:
         problems.append(
-            f"mixer_keys is {options.mixer_keys} and mixer_projections false, but queries, keys "
-            "and values are projections; leave out mixer_projections"
+            f"mixer_key_size is {size} and mixer_kernel_size {options.mixer_kernel_size}; allowed "
+            "with keyed mixing: a mixer_kernel_size of 1"
         )
-    keys, every, blocks = options.mixer_keys, options.mixer_keys_every, options.num_hidden_layers
-    if every > (blocks if keys else 1):
+    if every > (blocks if size else 1):
         problems.append(
-            f"mixer_keys_every is {every} with mixer_keys {keys} and {blocks} blocks; allowed: 1 "
-            f"to {blocks} with mixer_keys of 1 or more"
+            f"mixer_keyed_every is {every} with mixer_key_size {size} and {blocks} blocks; "
+            f"allowed: 1 to {blocks} with mixer_key_size of 1 or more"
         )
     return problems
 

@@ -22,7 +22,7 @@ from .flops import Flops
 from .gelu import gelu
 from .linear import Linear
 from .memory import MixingMemory
-from .plain import dense, mix_row, mix_rows, products_per_triangle
+from .plain import dense, keyed, keyed_rows, mix_row, mix_rows, products_per_triangle, write_rows
 
 try:
     from mixer.ops import mix_row, triangular_conv  # with the kernels, where they can run
@@ -43,6 +43,8 @@ Memory = MixingMemory | Tensor | None
 # another place in this list on. Every fourth of them looks at the token before.
 LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
 SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
+# And over how many tokens the weights of keyed mixing fall to 1/e, block after block likewise.
+SPANS = (64, 256, math.inf, 256)
 
 
 class TriangularConv(nn.Module):
@@ -50,16 +52,13 @@ class TriangularConv(nn.Module):
 
     The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
     context). `mixer.ops.triangular_conv` defines the result. It has the configuration's heads and
-    channels unless others are given.
+    channels; `heads` gives it another number of heads.
     """
 
-    def __init__(
-        self, config: MaskedMixerConfig, heads: int | None = None, channels: int | None = None
-    ):
+    def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
         super().__init__()
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
-        self.context = config.max_position_embeddings
-        self.channels = channels or config.hidden_size
+        self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.weight = nn.Parameter(torch.empty(self.heads, self.taps, self.context, self.context))
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
         self.backend, self.initial = config.mixing_backend, config.mixing_init
@@ -145,6 +144,61 @@ class TriangularConv(nn.Module):
         return Flops(useful, executed, token_mixing=useful)
 
 
+class KeyedConv(TriangularConv):
+    """A triangular convolution whose weights are scaled by what the tokens are: y[i] = bias[i] +
+    sum over j <= i of weight[i, j] * (query[i] . key[j])^2 / n * value[j] in each head.
+
+    The square lets a token that fits well stand out among many that fit a little, as the
+    exponential does in attention. Nothing is normalized: weight[i, j] says how much counts.
+    Polynomial attention (arXiv 2310.01655) has no such weight, retention (arXiv 2307.08621) one of
+    lags alone and no square. It is computed in plain PyTorch, whatever the backend.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__(config)
+        self.key_size = config.mixer_key_size  # n
+
+    @torch.no_grad()
+    def _add_shifts(self) -> None:
+        """In place of shifts weights that fall with the distance, so that a token finds what stands
+        far back: exp(-lag / SPANS[block + head]), of length 1.
+        """
+        self.weight.mul_(SHIFT_NOISE)
+        lags = torch.arange(self.context, device=self.weight.device)
+        for head in range(self.heads):
+            falling = (-lags / SPANS[(self.block + head) % len(SPANS)]).exp()
+            lag = (lags[:, None] - lags).clamp(min=0)
+            self.weight[head, 0].add_((falling / falling.norm())[lag].tril())
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, memory: Memory, positions: Tensor | None
+    ) -> Tensor:
+        """query and key are (batch, tokens, heads * key_size), value and the result (batch, tokens,
+        channels); memory and positions are those of TriangularConv.
+        """
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value)
+        )  # (batch, heads, tokens, key_size or channels of a head)
+        weight = self.mixing_weight()
+        first = memory is None
+        if isinstance(memory, Tensor):  # one new token of each text
+            write_rows(memory, torch.cat([key, value], -1), positions)
+            past = memory
+        elif memory is not None:
+            first = memory.get_seq_length() == 0
+            past, _ = memory.update(torch.cat([key, value], -1), positions=positions)
+        if first:
+            return keyed(query, key, value, weight, self.bias)
+        return keyed_rows(query, past, weight, self.bias, positions)
+
+    def flops(self, tokens: int) -> Flops:
+        """Of one sequence: a product of query and key, and one of their square and the value."""
+        each = 2 * (self.heads * self.key_size + self.channels)  # for one pair of tokens
+        useful = each * tokens * (tokens + 1) // 2
+        executed = each * products_per_triangle(tokens, "panels")
+        return Flops(useful, executed, token_mixing=useful)
+
+
 class TokenMixing(nn.Module):
     """residual + mix(x): what a block calls to mix its tokens. A variant of it defines `mix`.
 
@@ -186,7 +240,7 @@ class Flat(TokenMixing):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.conv = TriangularConv(config, heads=1 if config.mixer_keys else None)
+        self.conv = TriangularConv(config, heads=1 if config.mixer_key_size else None)
 
     def mix(self, x, residual, memories, positions):
         return self.conv(x, residual, memories[0], positions)
@@ -264,34 +318,23 @@ class Gated(TokenMixing):
 
 
 class Keyed(TokenMixing):
-    """out_proj(sum over k of query_k * mix(key_k * value)) in each head, where queries, keys and
-    values are projections of x, and a head has one number for each of its queries and keys, so
-    that a token finds what earlier ones have stored under a key like its own.
+    """out_proj(mixed values), where a KeyedConv mixes them by queries and keys, all three
+    projections of x: so a token finds earlier ones by what they are, and not by distance alone.
 
-    This is linear attention (arXiv 2006.16236) without a normalizer, whose sum over earlier tokens
-    is a triangular convolution; H3 (arXiv 2212.14052, section 3) has a state space there. in_proj
-    holds the projections: queries and keys, head after head, then values.
+    in_proj holds the projections: queries, keys, values, each laid out head after head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.heads, self.keys = config.num_mixer_heads, config.mixer_keys
-        hidden = config.hidden_size
-        self.parts = [self.heads * self.keys, self.heads * self.keys, hidden]
-        self.in_proj = Linear(hidden, sum(self.parts))
-        self.conv = TriangularConv(config, channels=self.keys * hidden)
-        self.out_proj = Linear(hidden, hidden)
+        keys = config.num_mixer_heads * config.mixer_key_size
+        self.parts = [keys, keys, config.hidden_size]
+        self.in_proj = Linear(config.hidden_size, sum(self.parts))
+        self.conv = KeyedConv(config)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size)
 
     def mix(self, x, residual, memories, positions):
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1))  # (batch, tokens, heads, keys or channels)
-            for part in self.in_proj(x).split(self.parts, dim=-1)
-        )
-        stored = (key.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-3)
-        mixed = self.conv(stored, None, memories[0], positions)
-        mixed = mixed.unflatten(-1, (self.heads, self.keys, -1))
-        found = (query.unsqueeze(-1) * mixed).sum(-2)  # (batch, tokens, heads, channels)
-        return residual + self.out_proj(found.flatten(-2))
+        query, key, value = self.in_proj(x).split(self.parts, dim=-1)
+        return residual + self.out_proj(self.conv(query, key, value, memories[0], positions))
 
 
 def has_projections(config: MaskedMixerConfig) -> bool:
@@ -302,7 +345,7 @@ def has_projections(config: MaskedMixerConfig) -> bool:
 # Which configurations have which variant: the first line whose condition holds decides.
 Condition = Callable[[MaskedMixerConfig], bool]
 VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
-    (lambda config: config.mixer_keys > 0, Keyed),
+    (lambda config: config.mixer_key_size > 0, Keyed),
     (lambda config: config.mixer_gate, Gated),
     (lambda config: has_projections(config) and config.mixer_expansion, ProjectedExpanded),
     (lambda config: has_projections(config), Projected),
@@ -314,6 +357,6 @@ VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
 def mixing_class(config: MaskedMixerConfig, block: int) -> type[TokenMixing]:
     """The variant of token mixing that a configuration asks for in a block."""
     chosen = next(variant for condition, variant in VARIANTS if condition(config))
-    if chosen is Keyed and (block + 1) % config.mixer_keys_every:
+    if chosen is Keyed and (block + 1) % config.mixer_keyed_every:
         return Gated if config.mixer_gate else Flat
     return chosen

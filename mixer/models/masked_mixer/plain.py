@@ -1,5 +1,5 @@
-"""The triangular convolution in plain PyTorch: the masked-weight matmul, single rows of it, and how
-many products each backend computes.
+"""The triangular convolution in plain PyTorch: the masked-weight matmul, single rows of it, how
+many products each backend computes, and keyed mixing.
 
 This file is copied beside every saved model, so it imports nothing from the rest of the package.
 
@@ -81,20 +81,76 @@ def mix_rows(memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) ->
     Returns:
         (batch, new tokens, channels), in memory's dtype.
     """
-    heads, taps = weight.shape[:2]
-    length, new = memory.shape[2], positions.shape[1]
-    rows = weight[..., :length][:, :, positions]  # (heads, taps, batch or 1, new, length)
-    # (batch or 1, new, length)
-    later = torch.arange(length, device=memory.device) > positions[..., None]
-    rows = rows.masked_fill(later, 0).to(memory.dtype).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    taps, new = weight.shape[1], positions.shape[1]
+    rows = rows_at(positions, weight, memory)
     # One product for all taps, so that the memory is read once.
-    products = (rows @ memory).unflatten(2, (taps, new))
+    products = (rows.flatten(2, 3) @ memory).unflatten(2, (taps, new))
     # A shift over the channels may come before or after the mixing of tokens. Shifting the few
     # results is cheaper than shifting all inputs.
     y = bias[:, positions].transpose(0, 1)[..., None]  # (batch or 1, heads, new, 1)
     y = y.to(products.dtype)
     for tap in range(taps):
         y = y + shift_channels(products[:, :, tap], tap_shift(tap, taps))
+    return y.transpose(1, 2).flatten(2)
+
+
+def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
+    """The weight's rows at positions (batch or 1, new), for all tokens of a memory (batch, heads,
+    length, ...) and in its dtype: (batch or 1, heads, taps, new, length), zero for later tokens.
+    """
+    length = memory.shape[2]
+    rows = weight[..., :length][:, :, positions]  # (heads, taps, batch or 1, new, length)
+    # (batch or 1, new, length)
+    later = torch.arange(length, device=memory.device) > positions[..., None]
+    return rows.masked_fill(later, 0).to(memory.dtype).permute(2, 0, 1, 3, 4)
+
+
+def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Keyed mixing of whole texts: y[i] = bias[i] + sum over j <= i of weight[i, j] * (query[i] .
+    key[j])^2 / n * value[j] in each head, where n is the size of a key.
+
+    Panels of rows are computed one by one, as attention would be without a kernel of its own: each
+    has the products of its queries with the keys up to its last row in memory.
+
+    Args:
+        query, key: (batch, heads, tokens, size of a key).
+        value: (batch, heads, tokens, channels of a head).
+        weight: (heads, 1, context, context); bias: (heads, context).
+
+    Returns:
+        (batch, tokens, channels).
+    """
+    tokens, found = query.shape[2], []
+    query = query * query.shape[-1] ** -0.5
+    for start, end in panel_bounds(tokens):
+        # (batch, heads, rows, end)
+        scores = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
+        rows = weight[:, 0, start:end, :end].tril(start)
+        found.append((scores * scores * rows.to(scores.dtype)) @ value[:, :, :end])
+    y = torch.cat(found, 2)
+    y = y + bias[:, :tokens, None].to(y.dtype)
+    return y.transpose(1, 2).flatten(2)
+
+
+def keyed_rows(
+    query: Tensor, memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor
+) -> Tensor:
+    """Keyed mixing of a few new tokens, as `keyed`, given the keys and values of all tokens so far.
+
+    Args:
+        query: (batch, heads, new tokens, size of a key).
+        memory: (batch, heads, length, size of a key + channels of a head), keys and values of
+            positions 0 to length - 1, those of the new tokens included.
+        weight, bias, positions: as in `mix_rows`.
+
+    Returns:
+        (batch, new tokens, channels).
+    """
+    size = query.shape[-1]
+    key, value = memory[..., :size], memory[..., size:]
+    scores = (query * size**-0.5) @ key.transpose(-1, -2)  # (batch, heads, new, length)
+    y = (scores * scores * rows_at(positions, weight, memory)[:, :, 0]) @ value
+    y = y + bias[:, positions].transpose(0, 1)[..., None].to(y.dtype)
     return y.transpose(1, 2).flatten(2)
 
 
