@@ -5,10 +5,11 @@
 
 Each model of the plan trains for a few steps, which measures its speed; at each of `rates`, for
 `sweep_share` of the steps that it does in `seconds`; and at the best of them for `seconds`. When
-all sizes of a kind have done so, the best one trains for each of `seconds_of_best`. After these
-longer runs the validation loss is also measured by position and by kind of token. Plans are in
-benchmarks/plans; where one names a configuration as its `recipe`, the optimizer and the initial
-mixing weights are from there. Overrides of the command line go before the options of a model.
+all sizes of a kind have done so, the best one trains for each of `seconds_of_best`, again at the
+next lower rate where its loss jumps. After these longer runs the validation loss is also measured
+by position and by kind of token. Plans are in benchmarks/plans; where one names a configuration as
+its `recipe`, the optimizer and the initial mixing weights are from there. Overrides of the command
+line go before the options of a model.
 
 Every visible GPU works on models of its own. With --at-once N it has N processes, which take turns:
 one trains while the others start and compile. What those do on the GPU meanwhile is short, and
@@ -43,7 +44,7 @@ from statistics import median
 import numpy as np
 import psutil
 import torch
-from model_sizes_report import best_size, write_report
+from model_sizes_report import best_size, has_jumped, write_report
 from recipe import LEFT, given_options, recipe, require_same_text, text_sha256, train_here
 from transformers import PreTrainedModel
 
@@ -272,14 +273,19 @@ def train_model(study: Study, model: Model) -> None:
 
 
 def train_best(study: Study, kind: str, seconds: float) -> None:
-    """The size of a kind that was the best after the plan's `seconds`, for longer."""
+    """The size of a kind that was the best after the plan's `seconds`, for longer. What a rate is
+    too high for may show only then: where the loss jumps, the next lower rate has its turn.
+    """
     best = best_size(study.runs(), kind, study.plan["seconds"])
     if best is None:
         raise UserError(f"no size of {kind} has a loss after {study.plan['seconds']:g} s")
     model = next(
         model for model in study.models if (model.kind, model.size) == (kind, best["size"])
     )
-    train_for(study, model, seconds, best["lr"], steps_in(seconds, best))
+    for rate in sorted((rate for rate in study.plan["rates"] if rate <= best["lr"]), reverse=True):
+        row = train_for(study, model, seconds, rate, steps_in(seconds, best))
+        if "failure" not in row and not has_jumped(study.runs(), row):
+            return
 
 
 def steps_in(seconds: float, measured: dict) -> int:

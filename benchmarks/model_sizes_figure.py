@@ -62,7 +62,7 @@ def draw_times(axes, runs: dict) -> None:
     for size, marker in markers.items():
         style = {"color": "#555555", "markerfacecolor": "white", "linestyle": ""}
         axes.plot([], [], marker=marker, label=size, **style)
-    axes.legend(loc="lower left", title="size (filled: lowest of its kind)", ncols=len(markers))
+    axes.legend(loc="lower left", title="size (filled:\nlowest of its kind)")
     name_lines(axes, labels)
 
 

@@ -16,6 +16,7 @@ from mixer.common.errors import run_command
 from mixer.common.files import write_text
 from mixer.reporting.tables import table
 
+JUMP = 1.02  # of a longer run's loss to a shorter one's: beyond chance, the loss has jumped
 EDGES = (0, 8, 64, 256, 512, 2048, 8192)  # of the positions whose losses are shown together
 
 
@@ -57,6 +58,17 @@ def finished(runs: dict, kind: str | None = None) -> list[dict]:
     ]
 
 
+def has_jumped(runs: dict, row: dict) -> bool:
+    """Whether a run ended above a shorter one of the same model: its loss has jumped on the way and
+    not come back, so it says nothing of what that time is worth.
+    """
+    return any(
+        row["validation_loss"] > JUMP * other["validation_loss"]
+        for other in finished(runs, row["kind"])
+        if other["size"] == row["size"] and other["budget"] < row["budget"]
+    )
+
+
 def kinds_of(runs: dict) -> list[str]:
     return list(dict.fromkeys(row["kind"] for row in finished(runs)))
 
@@ -72,7 +84,9 @@ def ends_of(runs: dict, kind: str, size: str | None = None) -> list[End]:
     lowest: dict[float, dict] = {}
     for row in finished(runs, kind):
         best = lowest.get(row["budget"], row)
-        if size in (None, row["size"]) and row["validation_loss"] <= best["validation_loss"]:
+        if size not in (None, row["size"]) or has_jumped(runs, row):
+            continue
+        if row["validation_loss"] <= best["validation_loss"]:
             lowest[row["budget"]] = row
     ends = [End(r["training_seconds"], r["validation_loss"], r["size"]) for r in lowest.values()]
     return sorted(ends, key=lambda end: end.seconds)
@@ -261,7 +275,7 @@ def notes(result: dict) -> str:
     rows = finished(runs)
     settings = rows[0]["settings"]
     context = settings["model.max_position_embeddings"]
-    lines = [diverged_note(result), edge_note(runs), short_note(runs)]
+    lines = [diverged_note(result), jumped_note(runs), edge_note(runs), short_note(runs)]
     lines += [
         f"{rows[0]['tokens_a_step']:,} tokens a step in samples of {context}, a text of "
         f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens, optimizer "
@@ -291,6 +305,20 @@ def diverged_note(result: dict) -> str:
         if row["budget"] > sweep_budget(result) and "failure" in row
     ]
     return f"Diverged at the best rate of the sweep: {', '.join(named)}." if named else ""
+
+
+def jumped_note(runs: dict) -> str:
+    named = [
+        f"{row['kind']} {row['size']} ({row['budget']:g} s, lr {row['lr']:g})"
+        for row in longer(runs)
+        if has_jumped(runs, row)
+    ]
+    if not named:
+        return ""
+    return (
+        f"Ended above a shorter run of the same model, as the loss jumped at this rate: "
+        f"{', '.join(named)}. Picture, lines and the table of sizes leave it out."
+    )
 
 
 def edge_note(runs: dict) -> str:

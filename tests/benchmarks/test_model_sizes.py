@@ -17,6 +17,7 @@ from mixer.training.config import load_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "model_sizes.py"
+PLANS = ROOT / "benchmarks" / "plans"
 
 
 def write_plan(file: Path, small_run: dict) -> Path:
@@ -92,7 +93,7 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
     assert output.with_suffix(".png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("plan", sorted((ROOT / "benchmarks/plans").glob("model_sizes*.yaml")))
+@pytest.mark.parametrize("plan", sorted(PLANS.glob("model_sizes*.yaml")))
 def test_every_model_of_the_plans_can_be_trained(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
@@ -146,6 +147,38 @@ def test_a_long_run_that_diverges_is_named_and_leaves_the_sweep_as_it_was(monkey
     assert diverged_note(result).endswith(": mixer 16 (60 s, lr 2).")
 
 
+def test_a_long_run_whose_loss_jumped_is_done_again_at_a_lower_rate_and_is_no_end(
+    monkeypatch, tmp_path
+):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import model_sizes
+    from model_sizes_report import ends_of, jumped_note
+
+    measured = {"training_tokens": 10**9, "tokens_per_second": 1e3, "tokens_a_step": 100}
+    own = {"kind": "mixer", "size": "16"} | measured
+    runs = {"60": own | {"budget": 60, "lr": 4, "validation_loss": 3.4, "training_seconds": 60}}
+    model = model_sizes.Model("mixer", "16", {})
+    plan = {"seconds": 60, "rates": [2, 4, 1, 8]}
+    study = model_sizes.Study(plan, (model,), tmp_path / "a.json", tmp_path, 0, 1, "")
+    model_sizes.write_text(study.file, json.dumps({"runs": runs}))
+
+    def train_for(study, model, seconds, rate, steps):
+        loss = 4.2 if rate == 4 else 3.1
+        row = own | {"budget": seconds, "lr": rate, "validation_loss": loss, "loss": []}
+        model_sizes.write_text(
+            study.file,
+            json.dumps({"runs": study.runs() | {rate: row | {"training_seconds": seconds}}}),
+        )
+        return row
+
+    monkeypatch.setattr(model_sizes, "train_for", train_for)
+    model_sizes.train_best(study, "mixer", 300)
+    runs = study.runs()
+    assert list(runs) == ["60", "4", "2"]
+    assert [end.loss for end in ends_of(runs, "mixer")] == [3.4, 3.1]
+    assert "mixer 16 (300 s, lr 4). " in jumped_note(runs)
+
+
 def lines_of(file: Path) -> list[dict]:
     try:
         return read_lines(file.parent)
@@ -170,6 +203,8 @@ def test_the_first_size_of_every_kind_comes_before_the_second_of_any(monkeypatch
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from model_sizes import models_of
 
-    models = models_of(read_yaml(ROOT / "benchmarks/plans/model_sizes.yaml"), [])
-    assert [model.kind for model in models] == 3 * ["flat mixer", "Llama", "gated mixer"]
-    assert [model.size for model in models] == 3 * ["512"] + 3 * ["1024"] + 3 * ["256"]
+    models = models_of(read_yaml(PLANS / "model_sizes.yaml"), [])
+    sizes = [model.size for model in models]
+    assert sizes == sorted(sizes, key=["512", "1024", "256"].index)
+    first = [model.kind for model in models if model.size == "512"]
+    assert first == list(read_yaml(PLANS / "model_sizes.yaml")["kinds"])
