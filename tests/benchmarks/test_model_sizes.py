@@ -177,6 +177,8 @@ def test_a_long_run_whose_loss_jumped_is_done_again_at_a_lower_rate_and_is_no_en
     assert list(runs) == ["60", "4", "2"]
     assert [end.loss for end in ends_of(runs, "mixer")] == [3.4, 3.1]
     assert "mixer 16 (300 s, lr 4). " in jumped_note(runs)
+    del runs["2"]
+    assert [end.loss for end in ends_of(runs, "mixer")] == [3.4]
 
 
 def lines_of(file: Path) -> list[dict]:
