@@ -16,7 +16,7 @@ from mixer.common.errors import run_command
 from mixer.common.files import write_text
 from mixer.reporting.tables import table
 
-JUMP = 1.02  # of a longer run's loss to a shorter one's: beyond chance, the loss has jumped
+JUMP = 1.02  # a longer run's loss at so many times a shorter one's counts as jumped
 EDGES = (0, 8, 64, 256, 512, 2048, 8192)  # of the positions whose losses are shown together
 
 
