@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
     first.join()
     wait_for_group(first.pid)
     before = json.loads(output.with_suffix(".json").read_text())["runs"]
-    assert len(before) == 10 and not any(row["budget"] == 3 for row in before.values())
+    # All runs of one kind but its long one; the other kind may be at any of its runs.
+    assert max(Counter(row["kind"] for row in before.values()).values()) == 5
+    assert not any(row["budget"] == 3 for row in before.values())
 
     done = run_python(*command, output=tmp_path / "printed-2")
     assert done.returncode == 0, done.stdout
