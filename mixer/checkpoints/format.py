@@ -19,7 +19,8 @@ trainer.json holds
     optimizer                                 the settings that decide what the optimizer's state is
     scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
     threads                                   of the CPU, in each process
-    mixing                                    the backend that model.mixing_backend=auto stands for
+    mixing                                    the backend that model.mixing_backend=auto stands for,
+                                              in it `keyed`, that of keyed mixing
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
 disk, and renamed. Older checkpoints are deleted only after that. writer.py writes checkpoints,

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from mixer.models.masked_mixer.plain import BACKENDS
 from mixer.ops import operator
+from mixer.ops.keyed import keyed_conv
 from mixer.ops.row_operator import mix_row
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-__all__ = ["BACKENDS", "DTYPES", "mix_row", "triangular_conv"]
+__all__ = ["BACKENDS", "DTYPES", "keyed_conv", "mix_row", "triangular_conv"]
 
 
 def triangular_conv(

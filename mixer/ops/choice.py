@@ -6,6 +6,8 @@ is asked here by `kernels_capability`, and it chooses the same way at each launc
 
 import ctypes
 import functools
+import hashlib
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -224,3 +226,53 @@ def row_needs_pytorch(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
+
+
+# ------------------------------------------------------------------------- keyed mixing's kernels
+
+KEYED_SIZES = (16, 32, 64, 128)  # of a key, and of a value: numbers of each in a head
+KEYED_CONTEXT = 1 << 15  # the kernels count places in one head's weights in 32 bits
+
+
+@torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
+def keyed_kernels_serve(
+    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
+) -> bool:
+    """Whether the kernels of `keyed_conv` can take a call; plain PyTorch does otherwise. Where that
+    is so for a GPU tensor, the log says why, once.
+    """
+    reason = keyed_unavailable_reason(device, dtype, key, value, context)
+    if reason is not None and device.type == "cuda":
+        warn_once(f"keyed mixing goes without kernels, since {reason}")
+    return reason is None
+
+
+def keyed_unavailable_reason(
+    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
+) -> str | None:
+    """None if the kernels of `keyed_conv` can take keys of `key` numbers and values of `value` in a
+    head, else what is missing.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels need an NVIDIA GPU, not {device}"
+    if dtype not in cuda.DTYPE_CODES:
+        return f"its kernels take float32, float16 and bfloat16, not {dtype}"
+    if key not in KEYED_SIZES or value not in KEYED_SIZES or context > KEYED_CONTEXT:
+        return (
+            f"its kernels take keys and values of {', '.join(map(str, KEYED_SIZES))} numbers in a "
+            f"head and a context up to {KEYED_CONTEXT}, not {key}, {value} and {context}"
+        )
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "its kernels need compute capability 8.0"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton, which its kernels need, is not installed: `pip install triton`"
+    return None
+
+
+@functools.cache
+def keyed_build_name() -> str:
+    """A name for these kernels in this Triton, under which their times are kept."""
+    import triton
+
+    source = Path(__file__).with_name("keyed_kernels.py").read_bytes()
+    return f"keyed-{hashlib.sha256(source + triton.__version__.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Times the backends of the triangular convolution beside each other on a GPU.
+"""Times the backends of the triangular convolution and of keyed mixing beside each other on a GPU.
 
 `python -m mixer.ops.tune` measures a table of cases with it, and a training run its own case.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mixer.common.errors import UserError, first_line
-from mixer.ops import triangular_conv
+from mixer.common.errors import first_line
+from mixer.ops import keyed_conv, triangular_conv
 from mixer.ops.timings import Case
 
 ROUNDS = 7
@@ -33,21 +33,23 @@ class Measured:
 def time_backends(
     case: Case, batch: int, dtype: torch.dtype, device: torch.device, backends: Sequence[str]
 ) -> Measured:
-    """Times a forward and backward of a case by each backend, with bias and residual.
+    """Times a forward and backward of a case by each backend, with bias and, of the triangular
+    convolution, residual.
 
     Results are compared first, with those of the last of `backends` that runs: wrong results are a
-    failure, as their time means nothing. So is a lack of memory.
+    failure, as their time means nothing. So is any error: a lack of memory, or of a compiler.
     """
-    tensors = inputs(case, batch, dtype, device)
+    given, calls = (keyed_inputs, keyed_step) if case.key_size else (inputs, step)
+    tensors = given(case, batch, dtype, device)
     steps, found, reference, wanted = {}, Measured(), "", []
     for backend in reversed(backends):
-        call = step(tensors, backend)
+        call = calls(tensors, backend)
         try:
             results = call()
             if wanted and (problem := difference(results, wanted, reference)):
                 found.failures[backend] = problem
                 continue
-        except (UserError, RuntimeError) as error:
+        except Exception as error:  # Triton's errors have no type of their own
             found.failures[backend] = first_line(error)
             continue
         steps[backend] = call
@@ -88,9 +90,32 @@ def step(tensors: list[Tensor], backend: str) -> Callable[[], list[Tensor]]:
     return call
 
 
+def keyed_inputs(case: Case, batch: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """query, key, value, weight, bias and dy of keyed mixing, as `inputs`."""
+    x, weight, bias, _, dy = inputs(case, batch, dtype, device)
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (2, batch, case.tokens, case.heads * case.key_size)
+    query, key = torch.randn(shape, device=device, generator=generator).to(dtype)
+    return [query, key, x, weight, bias, dy]
+
+
+def keyed_step(tensors: list[Tensor], backend: str) -> Callable[[], list[Tensor]]:
+    """A forward and backward, which returns y and the gradients of the five inputs."""
+    *leaves, dy = tensors
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+
+    def call() -> list[Tensor]:
+        y = keyed_conv(*leaves, backend=backend)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    return call
+
+
 def difference(results: list[Tensor], wanted: list[Tensor], reference: str) -> str | None:
     """Which result is away from the reference backend's by more than rounding; None if none is."""
-    for name, ours, theirs in zip(("y", "dx", "dweight", "dbias"), results, wanted, strict=True):
+    inputs = ("dx",) if len(results) == 4 else ("dquery", "dkey", "dvalue")
+    names = ("y", *inputs, "dweight", "dbias")
+    for name, ours, theirs in zip(names, results, wanted, strict=True):
         apart = (norm(ours - theirs) / norm(theirs)).item()
         if not apart <= MOST_APART:  # NaN is no result either
             return (

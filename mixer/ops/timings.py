@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mixer.common.files import write_text
@@ -26,7 +26,8 @@ logger = logging.getLogger("mixer.ops")
 @dataclass(frozen=True)
 class Case:
     """What decides how long a call takes. `kernels`: the set of our kernels that serves, by the
-    compute capability that it is written for (0: the portable set).
+    compute capability that it is written for (0: the portable set). `key_size`: of keyed mixing;
+    0 for the triangular convolution alone.
     """
 
     dtype: str
@@ -36,11 +37,13 @@ class Case:
     channels: int
     heads: int
     taps: int
+    key_size: int = field(default=0, kw_only=True)
 
     def describe(self, batch: int) -> str:
         return (
             f"{self.dtype}{' as tf32' if self.tf32 else ''}, {batch} x {self.tokens} tokens, "
             f"{self.channels} channels, {self.heads} heads, kernel size {self.taps}"
+            f"{f', keys of {self.key_size}' if self.key_size else ''}"
         )
 
 
@@ -121,15 +124,16 @@ def parse_row(values: dict) -> Row:
     impossible.
     """
     row = Row(**values)
-    for field in dataclasses.fields(Row):
-        value = getattr(row, field.name)
-        if value is None and field.name == "dense_ms":
+    for column in dataclasses.fields(Row):
+        value = getattr(row, column.name)
+        if value is None and column.name == "dense_ms":
             continue
-        kind = float if field.name == "dense_ms" else field.type
+        kind = float if column.name == "dense_ms" else column.type
         if type(value) is not kind:
-            raise TypeError(f"{field.name} is {value!r}, not of type {kind.__name__}")
-        if kind in (int, float) and field.name != "kernels" and not 0 < value < math.inf:
-            raise ValueError(f"{field.name} is {value!r}, not positive")
+            raise TypeError(f"{column.name} is {value!r}, not of type {kind.__name__}")
+        may_be_0 = column.name in ("kernels", "key_size")
+        if kind in (int, float) and not may_be_0 and not 0 < value < math.inf:
+            raise ValueError(f"{column.name} is {value!r}, not positive")
     return row
 
 

@@ -26,6 +26,8 @@ from mixer.training.config import RunConfig
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CANDIDATES = ("cuda", "panels", "dense")
+KEYED_KERNELS = 80  # the compute capability that keyed mixing's are written for
+KEYED_CANDIDATES = ("cuda", "panels")  # panels: plain PyTorch
 
 
 @dataclass
@@ -69,30 +71,52 @@ def settle_mixing(
 
     It comes before the model is compiled. The main process chooses for all of them, and says so:
     what `earlier` says, the trainer.json of the checkpoint that the run goes on from; else by the
-    times that `python -m mixer.ops.tune` measured for this very case; else by measuring. Returns
-    what trainer.json is to keep.
+    times that `python -m mixer.ops.tune` measured for this very case; else by measuring. Keyed
+    mixing has other kernels, and a choice of its own. Returns what trainer.json is to keep.
     """
-    convolutions = [
-        part
-        for part in model.modules()
-        if isinstance(part, TriangularConv) and not isinstance(part, KeyedConv)
-    ]
-    is_asked = run.model.mixing_backend == "auto" and bool(convolutions)
-    if not is_asked or not chooses_on(accelerator.device):
+    if run.model.mixing_backend != "auto" or not chooses_on(accelerator.device):
         return None
+    parts = [part for part in model.modules() if isinstance(part, TriangularConv)]
+    keyed = [part for part in parts if isinstance(part, KeyedConv)]
+    plain = [part for part in parts if not isinstance(part, KeyedConv)]
+    kept = settle(plain, run, earlier, accelerator, hosts, say) if plain else {}
+    if keyed:
+        kept["keyed"] = settle(keyed, run, earlier, accelerator, hosts, say)
+    return kept or None
+
+
+def settle(
+    parts: list[TriangularConv],
+    run: RunConfig,
+    earlier: dict[str, Any] | None,
+    accelerator: Accelerator,
+    hosts: Hosts,
+    say: Say,
+) -> dict[str, Any]:
+    """`settle_mixing` for parts of one kind."""
+    device, dtype = accelerator.device, DTYPES[run.train.mixed_precision]
     # This builds the kernels where they are not built yet, on all hosts at once.
-    reasons = hosts.gather(choice.unavailable_reason())
+    reasons = hosts.gather(missing_for(parts[0], device, dtype))
     chosen = None
     if accelerator.is_main_process:
         missing = next((reason for reason in reasons if reason), None)
-        workload = workload_of(convolutions[0], run, accelerator.device, missing)
+        workload = workload_of(parts[0], run, device, missing)
         chosen, why = choose(workload, earlier)
-        by_rule = chosen.backend == "auto"
-        say(f"token mixing: auto {'goes by rule' if by_rule else f'takes {chosen.backend}'}, {why}")
+        what = "keyed mixing" if workload.case.key_size else "token mixing"
+        takes = "goes by rule" if chosen.backend == "auto" else f"takes {chosen.backend}"
+        say(f"{what}: auto {takes}, {why}")
     chosen = hosts.of_main(chosen)
-    for part in convolutions:
+    for part in parts:
         part.backend = chosen.backend
     return asdict(chosen)
+
+
+def missing_for(part: TriangularConv, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why our kernels cannot run on this process; None if they can."""
+    if not isinstance(part, KeyedConv):
+        return choice.unavailable_reason()
+    sizes = (part.key_size, part.channels // part.heads, part.context)
+    return choice.keyed_unavailable_reason(device, dtype, *sizes)
 
 
 def chooses_on(device: torch.device) -> bool:
@@ -106,7 +130,10 @@ def workload_of(
     dtype = DTYPES[run.train.mixed_precision]
     tf32 = dtype == torch.float32 and cuda.allows_tf32()
     sizes = (part.context, part.channels, part.heads, part.taps)
-    if missing is None:
+    if isinstance(part, KeyedConv):
+        name = str(dtype).removeprefix("torch.")
+        case = Case(name, tf32, KEYED_KERNELS, *sizes, key_size=part.key_size)
+    elif missing is None:
         case = choice.case_of(torch.cuda.current_device(), dtype, tf32, *sizes)
     else:
         case = Case(str(dtype).removeprefix("torch."), tf32, 0, *sizes)
@@ -116,7 +143,8 @@ def workload_of(
 def choose(workload: Workload, earlier: dict[str, Any] | None) -> tuple[Mixing, str]:
     """The backend for a run, and why."""
     chosen, why = (None, "") if earlier is None else kept(workload, earlier)
-    if chosen is None and workload.missing is None:
+    is_tuned = workload.missing is None and not workload.case.key_size
+    if chosen is None and is_tuned:
         row = choice.tuned(torch.cuda.current_device(), workload.case)
         if row and row.is_of(workload.case):
             chosen = workload.mixing(row.fastest, row.milliseconds)
@@ -128,9 +156,9 @@ def kept(workload: Workload, earlier: dict[str, Any]) -> tuple[Mixing | None, st
     """The choice of the run so far, if it can be kept: on the same GPU and type it gives the same
     bits.
     """
-    if "mixing" not in earlier:
+    found = record_of(earlier, workload.case.key_size > 0)
+    if found is None:
         return Mixing("auto"), "as the checkpoint is of before runs measured"
-    found = earlier["mixing"] or {}
     backend, times = found.get("backend"), found.get("milliseconds")
     same = (found.get("gpu"), found.get("dtype")) == (workload.gpu, workload.case.dtype)
     if backend == "auto":
@@ -138,6 +166,14 @@ def kept(workload: Workload, earlier: dict[str, Any]) -> tuple[Mixing | None, st
     if backend not in BACKENDS or not same or (backend == "cuda" and workload.missing):
         return None, ""
     return workload.mixing(backend, times), "as the run did before"
+
+
+def record_of(trainer: dict[str, Any], is_keyed: bool) -> dict[str, Any] | None:
+    """What a trainer.json says of a choice: {} if there was none to make, None if it is of before
+    runs made it.
+    """
+    found = (trainer["mixing"] or {}) if "mixing" in trainer else None
+    return found.get("keyed") if found and is_keyed else found
 
 
 def measured(workload: Workload) -> tuple[Mixing, str]:
@@ -162,7 +198,8 @@ def measured(workload: Workload) -> tuple[Mixing, str]:
 
 def race(workload: Workload) -> tuple[dict[str, float], dict[str, str]]:
     """Milliseconds of each backend that runs, and why others do not. Leaves no memory in use."""
-    candidates = [name for name in CANDIDATES if not (name == "cuda" and workload.missing)]
+    names = KEYED_CANDIDATES if workload.case.key_size else CANDIDATES
+    candidates = [name for name in names if not (name == "cuda" and workload.missing)]
     device = workload.device
     found = time_backends(workload.case, workload.batch, workload.dtype, device, candidates)
     torch.cuda.empty_cache()
@@ -172,7 +209,12 @@ def race(workload: Workload) -> tuple[dict[str, float], dict[str, str]]:
 
 def runs_path(workload: Workload) -> Path | None:
     """Where runs keep what they have measured; None without a place for it."""
-    library = "no-kernels" if workload.missing else cuda.build_name(torch.cuda.current_device())
+    if workload.missing:
+        library = "no-kernels"
+    elif workload.case.key_size:
+        library = choice.keyed_build_name()
+    else:
+        library = cuda.build_name(torch.cuda.current_device())
     try:
         return timings.table_path(workload.gpu, library, "runs")
     except UserError:

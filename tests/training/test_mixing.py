@@ -19,40 +19,55 @@ TAKES = "token mixing: auto takes"
 
 
 def made_up() -> None:
-    """A GPU without our kernels, for mixer.training.mixing alone. TIMES has the milliseconds by
-    process; each process prints the backends that its convolutions run by.
+    """A GPU without our kernels but those of keyed mixing, for mixer.training.mixing alone. TIMES
+    has the milliseconds by process, KEYED_TIMES those of keyed mixing; each process prints the
+    backends that its convolutions run by.
     """
     rank = int(os.environ.get("RANK", "0"))
     mixing.chooses_on = lambda device: True
     choice.unavailable_reason = lambda x=None: "there is no nvcc"
+    choice.keyed_unavailable_reason = lambda *_: None
+    choice.keyed_build_name = lambda: "keyed"
+    choice.keyed_kernels_serve = lambda *_: False
     torch.cuda.get_device_name = lambda device=None: os.environ.get("GPU", "Tesla V100")
     torch.cuda.reset_peak_memory_stats = lambda device: None
 
     def time_backends(case, batch, dtype, device, backends):
         assert (case.tokens, case.channels, batch, dtype) == (32, 32, 8, torch.float32)
+        if case.key_size:
+            assert (case.key_size, case.heads, backends) == (4, 2, ["cuda", "panels"])
+            return Measured(json.loads(os.environ["KEYED_TIMES"]), {})
         assert backends == ["panels", "dense"]
         found = json.loads(os.environ["TIMES"])[rank]
         times = {name: ms for name, ms in found.items() if name in backends and ms}
         return Measured(times, {name: "no memory" for name in backends if not found[name]})
 
-    real, seen = layers.triangular_conv, set()
+    def noted(real, what):
+        seen = set()
 
-    def noted(*tensors, backend):
-        if backend not in seen:
-            seen.add(backend)
-            print(f"process {rank} runs {backend}", flush=True)
-        return real(*tensors, backend=backend)
+        def call(*tensors, backend):
+            if backend not in seen:
+                seen.add(backend)
+                print(f"process {rank} runs {what}{backend}", flush=True)
+            return real(*tensors, backend=backend)
 
-    mixing.time_backends, layers.triangular_conv = time_backends, noted
+        return call
+
+    mixing.time_backends = time_backends
+    layers.triangular_conv = noted(layers.triangular_conv, "")
+    layers.keyed_conv = noted(layers.keyed_conv, "keyed mixing by ")
 
 
 @pytest.fixture
 def begin(write_config, launch, tmp_path):
     """Starts a run on made-up times: (panels, dense) milliseconds of each process."""
 
-    def start(*times, cache="cache", gpu="Tesla V100", changes=(), name="small"):
+    def start(*times, keyed=(), cache="cache", gpu="Tesla V100", changes=(), name="small"):
         backends = [dict(zip(("panels", "dense"), pair, strict=True)) for pair in times]
         environment = {"TIMES": json.dumps(backends), "MIXER_CACHE": str(tmp_path / cache)}
+        environment |= {
+            "KEYED_TIMES": json.dumps(dict(zip(("cuda", "panels"), keyed, strict=False)))
+        }
         return launch(
             *("--config", write_config(), f"name={name}", *changes),
             processes=len(times),
@@ -104,6 +119,32 @@ def test_a_checkpoint_of_before_runs_measured_goes_on_by_rule(begin, finished, t
     assert said in output and "runs dense" not in output
     output = begin((2.0, 1.5), changes=["train.steps=13"]).succeed()
     assert "token mixing: auto goes by rule, as the run did before" in output
+
+
+KEYED = ["model.num_mixer_heads=2", "model.mixer_gate=true", "model.mixer_key_size=4"]
+KEYED += ["model.mixer_keyed_every=2"]
+
+
+def test_keyed_mixing_is_measured_apart_and_a_resume_keeps_that_too(begin, tmp_path):
+    output = begin((2.0, 1.5), keyed=(1.0, 3.0), changes=KEYED).succeed()
+    assert "keyed mixing: auto takes cuda, the fastest for float32 as tf32, 8 x 32" in output
+    assert "keys of 4 on Tesla V100: cuda 1.000 ms, panels 3.000 ms, measured in" in output
+    assert f"{TAKES} dense" in output and "runs dense" in output
+    assert "process 0 runs keyed mixing by cuda" in output and "by panels" not in output
+    saved = trainer_of(tmp_path / "runs/small/step-12")["mixing"]
+    assert (saved["backend"], saved["keyed"]["backend"]) == ("dense", "cuda")
+    changes = [*KEYED, "train.steps=13"]
+    options = {"keyed": (9.0, 3.0), "cache": "another"}
+    output = begin((1.0, 9.0), changes=changes, **options).succeed()
+    assert "keyed mixing: auto takes cuda, as the run did before" in output
+    # A checkpoint of before keyed mixing had kernels goes on without them.
+    trainer = trainer_of(tmp_path / "runs/small/step-13")
+    del trainer["mixing"]["keyed"]
+    write_trainer(tmp_path / "runs/small/step-13", trainer)
+    output = begin((1.0, 9.0), changes=[*KEYED, "train.steps=14"], **options).succeed()
+    assert f"{TAKES} dense, as the run did before" in output
+    assert "keyed mixing: auto goes by rule, as the checkpoint is of before runs measured" in output
+    assert "runs keyed mixing by auto" in output
 
 
 def write_trainer(checkpoint, trainer: dict) -> None:

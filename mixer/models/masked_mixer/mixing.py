@@ -25,7 +25,7 @@ from .memory import MixingMemory
 from .plain import dense, keyed, keyed_rows, mix_row, mix_rows, products_per_triangle, write_rows
 
 try:
-    from mixer.ops import mix_row, triangular_conv  # with the kernels, where they can run
+    from mixer.ops import keyed_conv, mix_row, triangular_conv  # with the kernels, if they can run
 except ImportError:  # loaded with trust_remote_code where this package is not installed
 
     def triangular_conv(
@@ -33,6 +33,12 @@ except ImportError:  # loaded with trust_remote_code where this package is not i
     ) -> Tensor:
         """The masked-weight matmul, whichever backend is asked for."""
         return dense(x, weight, bias, residual)
+
+    def keyed_conv(
+        query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, backend: str
+    ) -> Tensor:
+        """Keyed mixing in plain PyTorch, whichever backend is asked for."""
+        return keyed(query, key, value, weight, bias)
 
 
 # What a convolution keeps of earlier tokens: nothing, a MixingMemory that counts its tokens, or the
@@ -151,7 +157,7 @@ class KeyedConv(TriangularConv):
     The square lets a token that fits well stand out among many that fit a little, as the
     exponential does in attention. Nothing is normalized: weight[i, j] says how much counts.
     Polynomial attention (arXiv 2310.01655) has no such weight, retention (arXiv 2307.08621) one of
-    lags alone and no square. It is computed in plain PyTorch, whatever the backend.
+    lags alone and no square. `mixer.ops.keyed_conv` defines the result.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -176,26 +182,31 @@ class KeyedConv(TriangularConv):
         """query and key are (batch, tokens, heads * key_size), value and the result (batch, tokens,
         channels); memory and positions are those of TriangularConv.
         """
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value)
-        )  # (batch, heads, tokens, key_size or channels of a head)
         weight = self.mixing_weight()
         first = memory is None
-        if isinstance(memory, Tensor):  # one new token of each text
-            write_rows(memory, torch.cat([key, value], -1), positions)
-            past = memory
-        elif memory is not None:
-            first = memory.get_seq_length() == 0
-            past, _ = memory.update(torch.cat([key, value], -1), positions=positions)
+        if memory is not None:
+            # (batch, heads, new, key_size + channels of a head)
+            new = torch.cat([self._by_head(key), self._by_head(value)], -1)
+            if isinstance(memory, Tensor):  # one new token of each text
+                write_rows(memory, new, positions)
+                past = memory
+            else:
+                first = memory.get_seq_length() == 0
+                past, _ = memory.update(new, positions=positions)
         if first:
-            return keyed(query, key, value, weight, self.bias)
-        return keyed_rows(query, past, weight, self.bias, positions)
+            return keyed_conv(query, key, value, weight, self.bias, backend=self.backend)
+        return keyed_rows(self._by_head(query), past, weight, self.bias, positions)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """(batch, tokens, channels) -> view (batch, heads, tokens, channels of a head)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def flops(self, tokens: int) -> Flops:
         """Of one sequence: a product of query and key, and one of their square and the value."""
         each = 2 * (self.heads * self.key_size + self.channels)  # for one pair of tokens
         useful = each * tokens * (tokens + 1) // 2
-        executed = each * products_per_triangle(tokens, "panels")
+        backend = "cuda" if self.backend == "cuda" else "panels"
+        executed = each * products_per_triangle(tokens, backend)
         return Flops(useful, executed, token_mixing=useful)
 
 

@@ -113,14 +113,17 @@ def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tenso
     has the products of its queries with the keys up to its last row in memory.
 
     Args:
-        query, key: (batch, heads, tokens, size of a key).
-        value: (batch, heads, tokens, channels of a head).
+        query, key: (batch, tokens, heads * size of a key).
+        value: (batch, tokens, channels).
         weight: (heads, 1, context, context); bias: (heads, context).
 
     Returns:
         (batch, tokens, channels).
     """
-    tokens, found = query.shape[2], []
+    tokens, found = query.shape[1], []
+    query, key, value = (  # (batch, heads, tokens, size of a key or channels of a head)
+        part.unflatten(-1, (weight.shape[0], -1)).transpose(1, 2) for part in (query, key, value)
+    )
     query = query * query.shape[-1] ** -0.5
     for start, end in panel_bounds(tokens):
         # (batch, heads, rows, end)

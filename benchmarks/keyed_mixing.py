@@ -1,0 +1,172 @@
+"""Times keyed mixing by its kernels and by plain PyTorch, beside attention and a convolution alone.
+
+    python benchmarks/keyed_mixing.py --output PATH              # writes PATH.json, PATH.md
+    python benchmarks/keyed_mixing.py --output PATH --tiles      # and first looks for better tiles
+
+bf16 with weights in float32, keys and values of 64 numbers, 65,536 tokens. Every result of the
+kernels is checked against plain PyTorch first. --tiles times each kernel with other sizes of tile,
+numbers of warps and of loads under way, at the first shape, and goes on with the best; those are to
+be written into TILES of mixer/ops/keyed_kernels.py.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+import torch.nn.functional as F
+from saving import add_options, measured_by, origin, save
+from timing import interleaved
+from torch import Tensor
+
+from mixer.common.errors import UserError, run_command
+from mixer.models.masked_mixer import plain
+from mixer.ops import choice, keyed_conv, triangular_conv
+from mixer.ops.measure import difference
+
+DEVICE = "cuda"
+SIZE = 64  # numbers of a key and of a value
+TOKENS = 65536
+SHAPES = [(512, 8), (512, 16), (2048, 8), (8192, 8)]  # (context, heads)
+NAMES = {
+    "kernels": "kernels",
+    "plain": "plain PyTorch",
+    "compiled": "compiled",
+    "attention": "softmax attention (SDPA)",
+    "convolution": "triangular convolution alone",
+}
+ROUNDS, BATCH_MS = 9, 20.0
+EDGES, WARPS, STAGES = (64, 128), (4, 8), (2, 3)  # each compiles for a second
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiles", action="store_true", help="look for better tiles first")
+    add_options(parser)
+    options = parser.parse_args()
+    reason = choice.keyed_unavailable_reason(
+        torch.device(DEVICE, 0), torch.bfloat16, SIZE, SIZE, SHAPES[0][0]
+    )
+    if reason:
+        raise UserError(f"nothing to measure: {reason}")
+    result = measured_by(options) | {"tiles": {}, "rows": []}
+    if options.tiles:
+        result["tiles"] = best_tiles(*SHAPES[0])
+    for context, heads in SHAPES:
+        result["rows"] += rows(context, heads)
+        save(result, report(result), options.output)
+    print(report(result))
+
+
+def inputs(context: int, heads: int) -> list[Tensor]:
+    """query, key, value, weight, bias and dy; the first three as parts of one projection."""
+    torch.manual_seed(0)
+    batch, width = max(1, TOKENS // context), heads * SIZE
+    projected = torch.randn(batch, context, 3 * width, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(heads, 1, context, context, device=DEVICE) * context**-0.5
+    bias = torch.randn(heads, context, device=DEVICE)
+    dy = torch.randn(batch, context, width, device=DEVICE, dtype=torch.bfloat16)
+    return [*projected.chunk(3, dim=-1), weight, bias, dy]
+
+
+def mixings(heads: int) -> dict[str, Callable]:
+    """Calls with query, key, value, weight and bias."""
+
+    def attention(query, key, value, weight, bias):
+        parts = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
+        y = F.scaled_dot_product_attention(*parts, is_causal=True)
+        return y.transpose(1, 2).flatten(2)
+
+    return {
+        "kernels": lambda *tensors: keyed_conv(*tensors, backend="cuda"),
+        "plain": plain.keyed,
+        "compiled": torch.compile(plain.keyed, dynamic=False),
+        "attention": attention,
+        "convolution": lambda _, __, value, weight, bias: triangular_conv(value, weight, bias),
+    }
+
+
+def rows(context: int, heads: int) -> list[dict]:
+    *tensors, dy = inputs(context, heads)
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    calls = mixings(heads)
+
+    def results(conv: Callable) -> list[Tensor]:
+        y = conv(*leaves)
+        gradients = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+        return [y.detach(), *gradients]
+
+    checked = results(calls["kernels"]), results(calls["plain"])
+    if problem := difference(*checked, "plain PyTorch"):
+        raise UserError(f"context {context}: {problem}")
+    del checked
+
+    @torch.no_grad()
+    def forward(conv: Callable) -> Tensor:
+        return conv(*tensors)
+
+    found = []
+    for name, step in (("forward", forward), ("forward and backward", results)):
+        timed = {key: lambda _, conv=conv, step=step: step(conv) for key, conv in calls.items()}
+        times = interleaved(timed, DEVICE, 1, ROUNDS, BATCH_MS)
+        found.append({"context": context, "heads": heads, "pass": name, "times": times})
+        print(cells(found[-1]), flush=True)
+    return found
+
+
+def best_tiles(context: int, heads: int) -> dict[str, dict]:
+    """Sets TILES to the fastest of each kernel, and returns all that were timed."""
+    from mixer.ops import keyed_kernels as kernels
+
+    query, key, value, weight, bias, dy = inputs(context, heads)
+    packed = kernels.pack(weight, context, query.dtype)
+    gradients = lambda _: kernels.grad_input(dy, query, key, value, packed)  # noqa: E731
+    calls = {
+        "forward": lambda _: kernels.forward(query, key, value, packed, bias),
+        "grad_query": gradients,  # beside grad_key_value, which stays the same
+        "grad_key_value": gradients,
+        "grad_weight": lambda _: kernels.grad_weight(dy, query, key, value, heads, context),
+    }
+    found = {}
+    for kernel, call in calls.items():
+        found[kernel] = {}
+        others = itertools.product(EDGES, EDGES, WARPS, STAGES)
+        for tile in dict.fromkeys([kernels.TILES[kernel], *others]):
+            kernels.TILES[kernel] = tile
+            with suppress(Exception):  # more shared memory or registers than there are
+                timing = interleaved({"": call}, DEVICE, 1, 3, 3.0)[""]
+                found[kernel][" ".join(map(str, tile))] = timing["ms"]
+        best = min(found[kernel], key=found[kernel].get)
+        kernels.TILES[kernel] = tuple(map(int, best.split()))
+        print(f"{kernel}: {best}, {found[kernel][best]:.3f} ms", flush=True)
+    return found
+
+
+def cells(row: dict) -> str:
+    times = (row["times"][name].get("ms") for name in NAMES)
+    numbers = " | ".join("-" if ms is None else f"{ms:.3f}" for ms in times)
+    return f"| {row['context']} | {row['heads']} | {row['pass']} | {numbers} |"
+
+
+def report(result: dict) -> str:
+    lines = [
+        "# Keyed mixing: milliseconds of one call",
+        "",
+        f"{TOKENS:,} tokens, keys and values of {SIZE} numbers, bf16. {origin(result)}",
+        "",
+        f"| context | heads | pass | {' | '.join(NAMES.values())} |",
+        f"|---:|---:|---|{'---:|' * len(NAMES)}",
+        *map(cells, result["rows"]),
+    ]
+    for kernel, times in result["tiles"].items():
+        fastest = sorted(times, key=times.get)[:4]
+        said = ", ".join(f"{tile}: {times[tile]:.3f} ms" for tile in fastest)
+        lines += ["", f"Tiles of {kernel} (rows, columns, warps, stages): {said}."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,168 @@
+"""Keyed mixing: `keyed_conv`, the operator `mixer::keyed_conv` and its autograd formula.
+
+The kernels are in keyed_kernels.py. Where they cannot serve, and where nobody has chosen them, the
+same is done in plain PyTorch, which autograd and torch.compile see through.
+"""
+
+import torch
+from torch import Tensor
+
+from mixer.models.masked_mixer import plain
+from mixer.models.masked_mixer.plain import BACKENDS
+from mixer.ops import choice
+
+# keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
+
+
+def keyed_conv(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, backend: str = "auto"
+) -> Tensor:
+    """A triangular convolution whose weights are scaled by squared products of queries and keys:
+
+        y[b, i, c] = bias[h, i] + sum_{j <= i} weight[h, 0, i, j] * s[i, j]^2 * value[b, j, c]
+        s[i, j] = query[b, i, h] . key[b, j, h] / sqrt(n)
+
+    A head's products are as those of attention, squared in place of the exponential, and nothing is
+    normalized. Polynomial attention (arXiv 2310.01655) has no learned weight.
+
+    Args:
+        query, key: (batch, tokens, heads * n), head after head; bf16, fp16, fp32 or fp64.
+        value: (batch, tokens, channels) in their dtype, head after head.
+        weight: (heads, 1, context, context), out then in, with context >= tokens, in their dtype or
+            fp32. The strictly upper triangle is never read, and its gradient is exactly zero.
+        bias: (heads, context), in the weight's dtype.
+        backend: "cuda" for our kernels, which keep no product of two tokens in memory, where they
+            can run (compute capability 8.0 and newer, Triton, all dtypes but fp64). Plain PyTorch
+            elsewhere, and for all others: nobody has timed the kernels for every GPU, so that
+            "auto" takes them only in a training run, which measures both first.
+
+    Returns:
+        y: (batch, tokens, channels) in the dtype of value. Under autocast query, key and value are
+            cast to the autocast dtype first.
+
+    Raises:
+        ValueError: shapes or the backend's name do not fit.
+
+    The kernels have first derivatives, plain PyTorch second ones too.
+    """
+    _check(query, key, value, weight, bias, backend)
+    device = query.device
+    if torch.is_autocast_enabled(device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    heads, _, context, _ = weight.shape
+    sizes = (query.shape[-1] // heads, value.shape[-1] // heads, context)
+    if backend == "cuda" and choice.keyed_kernels_serve(device, query.dtype, *sizes):
+        return torch.ops.mixer.keyed_conv(query, key, value, weight, bias)[0]
+    return plain.keyed(query, key, value, weight, bias)
+
+
+def _check(query, key, value, weight, bias, backend) -> None:
+    """Raises ValueError for arguments that do not fit, for which the kernels would read and write
+    out of bounds. One expression, because this runs for each block and step.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    heads, _, context, _ = weight.shape
+    batch, tokens, width = query.shape
+    fits = (
+        weight.shape == (heads, 1, context, context)
+        and bias.shape == (heads, context)
+        and 1 <= tokens <= context
+        and key.shape == query.shape
+        and value.shape[:2] == (batch, tokens)
+        and width % heads == 0 == value.shape[-1] % heads
+        and query.dtype == key.dtype == value.dtype
+        and weight.dtype == bias.dtype
+        and weight.dtype in (query.dtype, torch.float32)
+        and query.device == key.device == value.device == weight.device == bias.device
+    )
+    if not fits:
+        given = {"query": query, "key": key, "value": value, "weight": weight, "bias": bias}
+        described = (
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            for name, tensor in given.items()
+        )
+        raise ValueError(
+            f"keyed_conv got {', '.join(described)}; they must be on one device: query and key "
+            "(batch, tokens, heads * size of a key) and value (batch, tokens, channels) of one "
+            "dtype, weight (heads, 1, context, context) with context >= tokens and bias (heads, "
+            "context), both of that dtype or float32"
+        )
+
+
+@torch.library.custom_op("mixer::keyed_conv", mutates_args=())
+def operator(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(y, packed weight), which backward reads again."""
+    from mixer.ops import keyed_kernels
+
+    packed = keyed_kernels.pack(weight, query.shape[1], query.dtype)
+    return keyed_kernels.forward(query, key, value, packed, bias), packed
+
+
+@operator.register_fake
+def _(query, key, value, weight, bias):
+    tokens = query.shape[1]
+    packed = query.new_empty((weight.shape[0], tokens, tokens))
+    return torch.empty_like(value, memory_format=torch.contiguous_format), packed
+
+
+@torch.library.custom_op("mixer::keyed_conv_grad_input", mutates_args=())
+def grad_input(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mixer.ops import keyed_kernels
+
+    return keyed_kernels.grad_input(dy, query, key, value, packed)
+
+
+@grad_input.register_fake
+def _(dy, query, key, value, packed):
+    like = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return tuple(like)
+
+
+@torch.library.custom_op("mixer::keyed_conv_grad_weight", mutates_args=())
+def grad_weight(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, heads: int, context: int
+) -> Tensor:
+    from mixer.ops import keyed_kernels
+
+    return keyed_kernels.grad_weight(dy, query, key, value, heads, context)
+
+
+@grad_weight.register_fake
+def _(dy, query, key, value, heads, context):
+    return query.new_empty((heads, 1, context, context), dtype=torch.float32)
+
+
+def _setup_context(ctx, inputs, output):
+    query, key, value, weight, _ = inputs
+    packed = output[1]
+    ctx.mark_non_differentiable(packed)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, packed)
+    ctx.heads, _, ctx.context, _ = weight.shape
+    ctx.weight_dtype = weight.dtype
+
+
+def _backward(ctx, dy, _):
+    if dy is None:
+        return None, None, None, None, None
+    query, key, value, packed = ctx.saved_tensors
+    needs_weight, needs_bias = ctx.needs_input_grad[3:]
+    inputs, dweight, dbias = (None, None, None), None, None
+    if any(ctx.needs_input_grad[:3]):
+        inputs = grad_input(dy, query, key, value, packed)
+    if needs_weight:
+        dweight = grad_weight(dy, query, key, value, ctx.heads, ctx.context).to(ctx.weight_dtype)
+    if needs_bias:  # (batch, tokens, heads, channels of a head) -> (heads, tokens)
+        sums = dy.unflatten(-1, (ctx.heads, -1)).sum((0, 3), dtype=torch.float32).T
+        dbias = torch.nn.functional.pad(sums, (0, ctx.context - sums.shape[1]))
+        dbias = dbias.to(ctx.weight_dtype)
+    return *inputs, dweight, dbias
+
+
+operator.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,296 @@
+"""Triton kernels of keyed mixing and of its gradients, and how they are launched. In each head
+
+    y[i] = bias[i] + sum over j <= i of w[i, j] * s[i, j]^2 * v[j],   s[i, j] = scale * q[i] . k[j]
+
+As in FlashAttention (arXiv 2205.14135), s is never in memory: each kernel computes the tiles of it
+that it needs. Without a softmax no tile has to know another. Each number has one program that adds
+it up, in the same order always, so results are the same bit for bit in each run.
+
+q, k, v, y and their gradients are (batch, tokens, heads * size), the channels of a token side by
+side. w is packed, (heads, tokens, tokens) in the type of q, zero above the diagonal. Products are
+of that type, sums float32.
+
+This module is imported only where the kernels run: it needs Triton.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Of each kernel: the rows i and columns j of a tile, warps, and loads that are under way at once.
+# Chosen by what the compiler says (no spills, and at most the 99 KB of shared memory that every GPU
+# from 8.0 on has), not by times.
+TILES = {
+    "forward": (128, 64, 8, 3),
+    "grad_query": (128, 64, 8, 2),
+    "grad_key_value": (32, 128, 8, 2),
+    "grad_weight": (64, 64, 8, 2),
+}
+# And where the channels of a key and a value together take more than 256 bytes.
+SMALL_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
+TILE_BYTES = 256
+
+
+# ------------------------------------------------------------------------- pieces of the kernels
+
+
+@triton.jit
+def place(tiles, HEADS: tl.constexpr):
+    """Which tile, text and head a program has; tiles of one head and text come one after another,
+    so that they read the same keys and values at the same time.
+    """
+    one = tl.program_id(0) // tiles
+    return tl.program_id(0) % tiles, (one // HEADS).to(tl.int64), (one % HEADS).to(tl.int64)
+
+
+@triton.jit
+def load_rows(base, stride, start, tokens, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Tokens start .. start + ROWS of one head, (ROWS, SIZE); zero beyond the last token."""
+    rows = start + tl.arange(0, ROWS)
+    at = base + rows[:, None].to(tl.int64) * stride + tl.arange(0, SIZE)[None, :]
+    return tl.load(at, mask=rows[:, None] < tokens, other=0.0)
+
+
+@triton.jit
+def store_rows(base, stride, start, tokens, values, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    rows = start + tl.arange(0, ROWS)
+    at = base + rows[:, None].to(tl.int64) * stride + tl.arange(0, SIZE)[None, :]
+    tl.store(at, values.to(base.dtype.element_ty), mask=rows[:, None] < tokens)
+
+
+@triton.jit
+def load_weights(w, row, column, tokens, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of one head's weights, (ROWS, COLUMNS) float32."""
+    i, j = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    inside = (i[:, None] < tokens) & (j[None, :] < tokens)
+    return tl.load(w + i[:, None] * tokens + j[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def product(left, right, total=None):
+    """left @ right, exact for float32 as well; added to `total`."""
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+# ------------------------------------------------------------------------- the kernels
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, w, bias, y,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, context, tokens, scale,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program has ROWS tokens i of one head of one text."""
+    tiles = tl.cdiv(tokens, ROWS)
+    tile, text, head = place(tiles, HEADS)
+    start = (tiles - 1 - tile) * ROWS  # the longest sums begin first
+    q += text * q_batch + head * KEYS
+    k += text * k_batch + head * KEYS
+    v += text * v_batch + head * VALUES
+    y += text * tokens * HEADS * VALUES + head * VALUES
+    w += head * tokens * tokens
+    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
+    total = tl.zeros((ROWS, VALUES), tl.float32)
+    for column in range(0, min(start + ROWS, tokens), COLUMNS):
+        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
+        values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
+        s = product(queries, tl.trans(keys)) * scale
+        p = s * s * load_weights(w, start, column, tokens, ROWS, COLUMNS)
+        total = product(p.to(values.dtype), values, total)
+    rows = start + tl.arange(0, ROWS)
+    total += tl.load(bias + head * context + rows, mask=rows < tokens, other=0.0)[:, None]
+    store_rows(y, HEADS * VALUES, start, tokens, total, ROWS, VALUES)
+
+
+@triton.jit
+def grad_query_kernel(
+    q, k, v, w, dy, dq,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = 2 s w (dy[i] . v[j]). A program has
+    ROWS tokens i.
+    """
+    tiles = tl.cdiv(tokens, ROWS)
+    tile, text, head = place(tiles, HEADS)
+    start = (tiles - 1 - tile) * ROWS
+    q += text * q_batch + head * KEYS
+    k += text * k_batch + head * KEYS
+    v += text * v_batch + head * VALUES
+    dy += text * tokens * HEADS * VALUES + head * VALUES
+    dq += text * tokens * HEADS * KEYS + head * KEYS
+    w += head * tokens * tokens
+    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
+    gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
+    total = tl.zeros((ROWS, KEYS), tl.float32)
+    for column in range(0, min(start + ROWS, tokens), COLUMNS):
+        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
+        values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
+        s = product(queries, tl.trans(keys)) * scale
+        dp = product(gradient, tl.trans(values))
+        ds = 2 * s * load_weights(w, start, column, tokens, ROWS, COLUMNS) * dp
+        total = product(ds.to(keys.dtype), keys, total)
+    store_rows(dq, HEADS * KEYS, start, tokens, total * scale, ROWS, KEYS)
+
+
+@triton.jit
+def grad_key_value_kernel(
+    q, k, v, w, dy, dk, dv,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dk[j] = scale * sum over i of ds[i, j] q[i], dv[j] = sum over i of w s^2 dy[i]. A program has
+    COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left factors.
+    """
+    tiles = tl.cdiv(tokens, COLUMNS)
+    tile, text, head = place(tiles, HEADS)
+    column = tile * COLUMNS
+    q += text * q_batch + head * KEYS
+    k += text * k_batch + head * KEYS
+    v += text * v_batch + head * VALUES
+    dy += text * tokens * HEADS * VALUES + head * VALUES
+    dk += text * tokens * HEADS * KEYS + head * KEYS
+    dv += text * tokens * HEADS * VALUES + head * VALUES
+    w += head * tokens * tokens
+    keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
+    values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
+    total_keys = tl.zeros((COLUMNS, KEYS), tl.float32)
+    total_values = tl.zeros((COLUMNS, VALUES), tl.float32)
+    for start in range(column // ROWS * ROWS, tokens, ROWS):
+        queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
+        gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
+        s = product(keys, tl.trans(queries)) * scale
+        sw = s * tl.trans(load_weights(w, start, column, tokens, ROWS, COLUMNS))
+        total_values = product((s * sw).to(gradient.dtype), gradient, total_values)
+        ds = 2 * sw * product(values, tl.trans(gradient))
+        total_keys = product(ds.to(queries.dtype), queries, total_keys)
+    store_rows(dk, HEADS * KEYS, column, tokens, total_keys * scale, COLUMNS, KEYS)
+    store_rows(dv, HEADS * VALUES, column, tokens, total_values, COLUMNS, VALUES)
+
+
+@triton.jit
+def grad_weight_kernel(
+    q, k, v, dy, dw,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, batch, context, tokens, scale,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dw[i, j] = sum over the texts of s^2 (dy[i] . v[j]), (heads, context, context) float32. A
+    program has one tile of one head, and writes zeros above the diagonal and beyond the tokens.
+    """
+    start, column, head = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if (column < start + ROWS) & (start < tokens):
+        q += head * KEYS
+        k += head * KEYS
+        v += head * VALUES
+        dy += head * VALUES
+        for _ in range(batch):
+            queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
+            keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
+            gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
+            values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
+            s = product(queries, tl.trans(keys)) * scale
+            total += s * s * product(gradient, tl.trans(values))
+            q += q_batch
+            k += k_batch
+            v += v_batch
+            dy += tokens * HEADS * VALUES
+    i, j = start + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    total = tl.where(i[:, None] >= j[None, :], total, 0.0)
+    at = dw + head.to(tl.int64) * context * context + i[:, None] * context + j[None, :]
+    tl.store(at, total, mask=(i[:, None] < context) & (j[None, :] < context))
+
+
+# ------------------------------------------------------------------------- launches
+
+
+def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """(heads, 1, context, context) -> (heads, tokens, tokens), lower-triangular, in `dtype`."""
+    return weight[:, 0, :tokens, :tokens].tril().to(dtype).contiguous()
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    """y, (batch, tokens, heads * channels of a head), contiguous."""
+    query, key, value = (dense_channels(x) for x in (query, key, value))
+    heads, tokens, _ = packed.shape
+    y = empty_like(value)
+    options, rows, _ = options_for("forward", query, value, heads)
+    programs = triton.cdiv(tokens, rows) * query.shape[0] * heads
+    with torch.cuda.device_of(query):
+        forward_kernel[(programs,)](
+            *(query, key, value, packed, bias.contiguous(), y),
+            *strides(query, key, value),
+            *(bias.shape[1], tokens, scale_of(query, heads)),
+            **options,
+        )
+    return y
+
+
+def grad_input(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, contiguous."""
+    dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
+    heads, tokens, _ = packed.shape
+    dq, dk, dv = empty_like(query), empty_like(key), empty_like(value)
+    last = (*strides(query, key, value), tokens, scale_of(query, heads))
+    texts = query.shape[0] * heads
+    with torch.cuda.device_of(query):
+        options, rows, _ = options_for("grad_query", query, value, heads)
+        programs = triton.cdiv(tokens, rows) * texts
+        grad_query_kernel[(programs,)](query, key, value, packed, dy, dq, *last, **options)
+        options, _, columns = options_for("grad_key_value", query, value, heads)
+        programs = triton.cdiv(tokens, columns) * texts
+        grad_key_value_kernel[(programs,)](query, key, value, packed, dy, dk, dv, *last, **options)
+    return dq, dk, dv
+
+
+def grad_weight(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, heads: int, context: int
+) -> Tensor:
+    """The gradient of the weight, (heads, 1, context, context) float32."""
+    dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
+    batch, tokens, _ = query.shape
+    dw = query.new_empty((heads, 1, context, context), dtype=torch.float32)
+    options, rows, columns = options_for("grad_weight", query, value, heads)
+    grid = (triton.cdiv(context, rows), triton.cdiv(context, columns), heads)
+    with torch.cuda.device_of(query):
+        grad_weight_kernel[grid](
+            *(query, key, value, dy, dw),
+            *strides(query, key, value),
+            *(batch, context, tokens, scale_of(query, heads)),
+            **options,
+        )
+    return dw
+
+
+def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> tuple[dict, int, int]:
+    """What a kernel is compiled with, and the rows and columns of its tiles."""
+    keys, values = query.shape[-1] // heads, value.shape[-1] // heads
+    is_wide = (keys + values) * query.element_size() > TILE_BYTES
+    rows, columns, warps, stages = (SMALL_TILES if is_wide else TILES)[kernel]
+    sizes = {"HEADS": heads, "KEYS": keys, "VALUES": values, "ROWS": rows, "COLUMNS": columns}
+    return sizes | {"num_warps": warps, "num_stages": stages}, rows, columns
+
+
+def scale_of(query: Tensor, heads: int) -> float:
+    return (query.shape[-1] // heads) ** -0.5
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """How far apart texts, and tokens of a text, are."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:2]]
+
+
+def dense_channels(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

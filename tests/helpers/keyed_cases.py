@@ -1,0 +1,179 @@
+"""Random cases of `mixer::keyed_conv` against fp64, and what an operator owes PyTorch.
+
+As a program it runs them in Triton's interpreter, on the CPU, with TRITON_INTERPRET=1:
+
+    python keyed_cases.py random KERNELS.py SEED CASES    # cases; beside each input lie NaNs, which
+                            # must not be read, beside each output sevens, which must stay
+    python keyed_cases.py operator KERNELS.py
+"""
+
+import importlib.util
+import random
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+import mixer.ops
+from mixer.models.masked_mixer import plain
+from mixer.ops import choice, keyed_conv
+
+APART = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative, of norms
+GUARD = 4096  # numbers on each side
+RESULTS = ("y", "gradient of query, key and value", "gradient of weight", "gradient of bias")
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    heads: int
+    key: int
+    value: int
+    tokens: int
+    context: int
+    dtype: torch.dtype
+    wide_weight: bool  # in float32
+
+
+def drawn(
+    rng: random.Random, sizes: list[int], contexts: list[int], dtypes: list[torch.dtype]
+) -> Case:
+    context = rng.choice(contexts)
+    return Case(
+        batch=rng.choice([1, 2, 3]),
+        heads=rng.choice([1, 2, 3]),
+        key=rng.choice(sizes),
+        value=rng.choice(sizes),
+        tokens=rng.choice([context, max(1, context - 3), max(1, context // 2)]),
+        context=context,
+        dtype=rng.choice(dtypes),
+        wide_weight=rng.random() < 0.5,
+    )
+
+
+def guarded(x: Tensor, fill: float) -> Tensor:
+    """A copy of x between GUARD numbers."""
+    buffer = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype, device=x.device)
+    return buffer[GUARD:-GUARD].view(x.shape).copy_(x)
+
+
+def check(case: Case, device: str) -> None:
+    """Raises AssertionError if a result is away from fp64's by more than rounding."""
+    torch.manual_seed(case.context)
+    keys, values = case.heads * case.key, case.heads * case.value
+    # As from one projection, of a longer text whose end is not given.
+    shape = (case.batch, case.tokens + 2, 2 * keys + values)
+    projected = torch.randn(shape, device=device).to(case.dtype)
+    projected[:, case.tokens :] = torch.nan
+    projected = guarded(projected, torch.nan)[:, : case.tokens].requires_grad_()
+    wide = torch.float32 if case.wide_weight else case.dtype
+    # The weight's rounding to the type is of both sides.
+    weight = torch.randn(case.heads, 1, case.context, case.context, device=device).to(case.dtype)
+    weight = guarded(weight.to(wide), torch.nan).requires_grad_()
+    bias = torch.randn(case.heads, case.context, device=device).to(wide).requires_grad_()
+    dy = torch.randn(case.batch, case.tokens, values, device=device).to(case.dtype)
+
+    def results(dtype: torch.dtype, conv) -> list[Tensor]:
+        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in (projected, weight, bias)]
+        if dtype != torch.float64:
+            leaves = [projected, weight, bias]
+        y = conv(*leaves[0].split([keys, keys, values], dim=-1), *leaves[1:])
+        return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+    ours = results(case.dtype, lambda *inputs: torch.ops.mixer.keyed_conv(*inputs)[0])
+    exact = results(torch.float64, plain.keyed)
+    for name, got, wanted in zip(RESULTS, ours, exact, strict=True):
+        assert got.shape == wanted.shape, f"{case}: {name} has shape {tuple(got.shape)}"
+        apart = (got.double() - wanted).norm() / wanted.norm()
+        assert apart <= APART[case.dtype], f"{case}: {name} is {apart:.1e} away from fp64"
+    upper = ours[2].triu(1)
+    assert not upper.any(), f"{case}: the weight has a gradient above the diagonal"
+
+
+# ------------------------------------------------------------------------- in the interpreter
+
+
+def load(file: str) -> ModuleType:
+    """The kernels of a file in place of the package's."""
+    spec = importlib.util.spec_from_file_location("mixer.ops.keyed_kernels", file)
+    kernels = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = mixer.ops.keyed_kernels = kernels
+    spec.loader.exec_module(kernels)
+    return kernels
+
+
+def random_cases(kernels: ModuleType, seed: int, cases: int) -> None:
+    outputs = watch(kernels)
+    rng = random.Random(seed)
+    for number in range(cases):
+        tile = [16, 32, 64]
+        kernels.TILES |= {
+            name: (rng.choice(tile), rng.choice(tile), 4, 1) for name in kernels.TILES
+        }
+        dtypes = [torch.float32, torch.float16]  # the interpreter multiplies bf16 as integers
+        case = drawn(rng, [16, 32], [1, 8, 40, 64, 100, 130], dtypes)
+        outputs.clear()
+        check(case, "cpu")
+        for output in outputs:
+            assert torch.all(output[:GUARD] == 7) and torch.all(output[-GUARD:] == 7), (
+                f"{case}: written outside of an output"
+            )
+        print(f"{number}: {case}", flush=True)
+
+
+def watch(kernels: ModuleType) -> list[Tensor]:
+    """Has the kernels' weights between NaN, and their outputs between sevens: the list of those."""
+    outputs, pack = [], kernels.pack
+
+    def empty_like(x: Tensor) -> Tensor:
+        output = guarded(torch.full(x.shape, torch.nan, dtype=x.dtype), 7.0)
+        outputs.append(output._base)
+        return output
+
+    kernels.empty_like = empty_like
+    kernels.pack = lambda *inputs: guarded(pack(*inputs), torch.nan)
+    return outputs
+
+
+def operator(_: ModuleType) -> None:
+    """What autograd, torch.compile and autocast see is the operator's own."""
+    choice.keyed_kernels_serve = torch.compiler.assume_constant_result(lambda *_: True)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 24, 32)
+    leaves = [query, key, value, torch.randn(2, 1, 32, 32), torch.randn(2, 32)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    torch.library.opcheck(torch.ops.mixer.keyed_conv.default, leaves)
+
+    def gradients(conv) -> list[Tensor]:
+        y = conv(*leaves, backend="cuda")
+        return [y, *torch.autograd.grad(y.sin().sum(), leaves)]
+
+    wanted = gradients(lambda *inputs, backend: plain.keyed(*inputs))
+    compiled = torch.compile(keyed_conv, fullgraph=True, backend="aot_eager")
+    for conv in (keyed_conv, compiled):
+        torch.testing.assert_close(gradients(conv), wanted)
+    counted = []
+    real = mixer.ops.keyed_kernels.grad_weight
+    mixer.ops.keyed_kernels.grad_weight = lambda *inputs: counted.append(1) or real(*inputs)
+    frozen = [*leaves[:3], *(leaf.detach() for leaf in leaves[3:])]
+    torch.autograd.grad(keyed_conv(*frozen, backend="cuda").sum(), leaves[:3])
+    assert not counted, "a frozen weight's gradient is computed"
+    first = torch.autograd.grad(
+        keyed_conv(*leaves, backend="cuda").sum(), leaves[0], create_graph=True
+    )
+    try:
+        torch.autograd.grad(first[0].sum(), leaves[0])
+        raise AssertionError("a second derivative comes out, which nothing computes")
+    except RuntimeError as error:
+        assert "no autograd formula" in str(error), error
+    with torch.autocast("cpu", torch.float16):
+        y = keyed_conv(*leaves, backend="cuda")
+    assert y.dtype == torch.float16
+    assert (y.float() - wanted[0]).norm() / wanted[0].norm() < APART[torch.float16]
+
+
+if __name__ == "__main__":
+    what, file, *numbers = sys.argv[1:]
+    {"random": random_cases, "operator": operator}[what](load(file), *map(int, numbers))

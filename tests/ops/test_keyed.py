@@ -1,0 +1,247 @@
+"""Keyed mixing and its Triton kernels, without a GPU: Triton's interpreter runs them on the CPU,
+and its compiler compiles them for GPUs.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keyed_cases
+import pytest
+import torch
+from toolchain import first_and_slow
+
+import mixer.ops
+from mixer.ops import choice, keyed_conv, measure
+from mixer.ops.timings import Case
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "mixer" / "ops" / "keyed_kernels.py"
+needs_triton = pytest.mark.skipif(
+    choice.importlib.util.find_spec("triton") is None, reason="no Triton here"
+)
+
+
+def interpret(*arguments) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, keyed_cases.__file__, *map(str, arguments)],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+# ------------------------------------------------------------------------- on the CPU
+
+
+@needs_triton
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kernels_are_right_on_the_cpu(seed):
+    """Random shapes, tiles, strides and types, in memory that is not theirs on all sides."""
+    result = interpret("random", KERNELS, seed, 10)
+    assert result.returncode == 0, result.stdout[-500:] + result.stderr[-1500:]
+
+
+@needs_triton
+def test_the_operator_is_one_to_autograd_the_compiler_and_autocast():
+    result = interpret("operator", KERNELS)
+    assert result.returncode == 0, result.stderr[-1500:]
+
+
+MISTAKES = {
+    "a tile beyond the last token is read": (
+        "return tl.load(at, mask=rows[:, None] < tokens, other=0.0)",
+        "return tl.load(at)",
+    ),
+    "a result beyond the last token is written": (
+        "tl.store(at, values.to(base.dtype.element_ty), mask=rows[:, None] < tokens)",
+        "tl.store(at, values.to(base.dtype.element_ty))",
+    ),
+    "the last tile of a row is left out": (
+        "(ROWS, VALUES), tl.float32)\n    for column in range(0, min(start + ROWS,",
+        "(ROWS, VALUES), tl.float32)\n    for column in range(0, min(start,",
+    ),
+    "the first tile of a column is left out": (
+        "range(column // ROWS * ROWS, tokens, ROWS)",
+        "range(column // ROWS * ROWS + ROWS, tokens, ROWS)",
+    ),
+    "the gradient of the weight has one text": ("for _ in range(batch):", "for _ in range(1):"),
+    "the scale counts once": ("total_keys * scale", "total_keys"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("mistake", first_and_slow(MISTAKES))
+def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
+    text, (old, new) = KERNELS.read_text(), MISTAKES[mistake]
+    assert text.count(old) == 1
+    wrong = tmp_path / "keyed_kernels.py"
+    wrong.write_text(text.replace(old, new))
+    result = interpret("random", wrong, 1, 15)
+    assert "AssertionError: Case(" in result.stderr or result.returncode < 0, result.stderr[-1500:]
+
+
+# ------------------------------------------------------------------------- for GPUs
+
+SHARED_MEMORY = 99 << 10  # bytes a block: that of compute capability 8.6 and 8.9, the least
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kernel", ["forward", "grad_query", "grad_key_value", "grad_weight"])
+@pytest.mark.parametrize(
+    ("dtype", "size", "mma"),
+    [
+        (torch.bfloat16, 64, True),
+        pytest.param(torch.float16, 16, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 128, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 128, False, marks=pytest.mark.slow),
+    ],
+)
+def test_every_kernel_compiles_for_gpus(
+    capability, kernel, dtype, size, mma, tmp_path, monkeypatch
+):
+    """In the shared memory of all of them; with tensor cores and without spills where tiles are
+    large.
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = compile_for(capability, kernel, dtype, size)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    if mma:
+        product = "wgmma.mma_async" if capability == 90 else "mma.sync"
+        assert product in compiled.asm["ptx"]
+        assert spilled_bytes(compiled, capability, tmp_path) == 0
+
+
+def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mixer.ops import keyed_kernels
+
+    heads = 8
+    x = torch.empty(1, 1, heads * size, dtype=dtype)
+    options, _, _ = keyed_kernels.options_for(kernel, x, x, heads)
+    constants = {name: value for name, value in options.items() if name.isupper()}
+    function = getattr(keyed_kernels, f"{kernel}_kernel")
+    pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    types = dict.fromkeys(["q", "k", "v", "w", "y", "dy", "dq", "dk", "dv"], pointer)
+    types |= {"bias": "*fp32", "dw": "*fp32", "scale": "fp32"} | dict.fromkeys(
+        constants, "constexpr"
+    )
+    signature = {name: types.get(name, "i32") for name in function.arg_names}
+    # As pointers of tensors and their strides are.
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(function.arg_names)
+        if name not in constants and name not in ("scale", "batch")
+    }
+    source = ASTSource(function, signature, constants, aligned)
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={name: options[name] for name in ("num_warps", "num_stages")},
+    )
+
+
+def spilled_bytes(compiled, capability: int, directory: Path) -> int:
+    import triton
+
+    file = directory / "kernel.ptx"
+    file.write_text(compiled.asm["ptx"])
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    gpu = f"--gpu-name=sm_{capability}{'a' if capability == 90 else ''}"
+    command = [str(assembler), "-v", gpu, str(file), "-o", str(directory / "kernel.cubin")]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"(\d+) bytes spill stores", log)[1])
+
+
+# ------------------------------------------------------------------------- which calls get them
+
+
+def given(**changes) -> dict:
+    """Arguments of keyed_conv, of two texts, 12 tokens and two heads."""
+    tensors = {"query": (2, 12, 32), "key": (2, 12, 32), "value": (2, 12, 8)}
+    tensors |= {"weight": (2, 1, 16, 16), "bias": (2, 16)}
+    return {name: torch.randn(changes.get(name, shape)) for name, shape in tensors.items()}
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda", "panels", "dense"])
+def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
+    inputs = given()
+    wanted = mixer.ops.keyed.plain.keyed(**inputs)
+    torch.testing.assert_close(keyed_conv(**inputs, backend=backend), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("query", (2, 12, 16)),  # not the key's
+        ("value", (2, 11, 8)),  # other tokens
+        ("value", (2, 12, 9)),  # which the heads cannot share
+        ("weight", (2, 1, 8, 8)),  # a context shorter than the text
+        ("weight", (2, 3, 16, 16)),  # more than one tap
+        ("bias", (16,)),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_with_their_shapes(name, shape):
+    with pytest.raises(ValueError, match=rf"keyed_conv got .*{name} {re.escape(str(shape))}"):
+        keyed_conv(**given(**{name: shape}))
+
+
+def test_other_types_and_backends_are_refused():
+    inputs = given()
+    with pytest.raises(ValueError, match=r"key \(2, 12, 32\) torch.float16 on cpu"):
+        keyed_conv(**inputs | {"key": inputs["key"].half()})
+    with pytest.raises(ValueError, match="backend is 'triton'; allowed: auto, cuda, panels, dense"):
+        keyed_conv(**inputs, backend="triton")
+
+
+def test_what_the_kernels_lack_is_said(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+
+    def reason(device=gpu, dtype=torch.float16, key=64, value=64, context=512):
+        return choice.keyed_unavailable_reason(device, dtype, key, value, context)
+
+    assert "need an NVIDIA GPU, not cpu" in reason(torch.device("cpu"))
+    assert "not torch.float64" in reason(dtype=torch.float64)
+    assert "16, 32, 64, 128 numbers in a head" in reason(key=24)
+    assert "not 64, 64 and 65536" in reason(context=65536)
+    assert "need compute capability 8.0" in reason()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    assert "`pip install triton`" in reason()
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: name)
+    assert reason() is None
+
+
+def test_kernels_that_are_wrong_or_fail_have_no_time_and_the_run_goes_on(monkeypatch):
+    """Measuring itself, with plain calls in place of a GPU's clock."""
+    monkeypatch.setattr(measure, "interleaved", lambda steps: {name: 1.0 for name in steps})
+    case = Case("float32", False, 80, tokens=12, channels=8, heads=2, taps=1, key_size=4)
+
+    def measured(kernels):
+        def conv(*inputs, backend):
+            y = keyed_conv(*inputs)
+            return kernels(y, inputs) if backend == "cuda" else y
+
+        monkeypatch.setattr(measure, "keyed_conv", conv)
+        device = torch.device("cpu")
+        return measure.time_backends(case, 3, torch.float32, device, ["cuda", "panels"])
+
+    def fails(y, inputs):
+        raise Exception("out of resource: shared memory")
+
+    assert measured(lambda y, inputs: y).milliseconds == {"cuda": 1.0, "panels": 1.0}
+    # A wrong gradient behind a right result.
+    wrong = measured(lambda y, inputs: y + 0.1 * (inputs[1] - inputs[1].detach()).sum())
+    assert wrong.milliseconds == {"panels": 1.0}
+    assert "its results are wrong on this GPU: dkey is" in wrong.failures["cuda"]
+    assert measured(fails).failures == {"cuda": "Exception: out of resource: shared memory"}
