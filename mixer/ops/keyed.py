@@ -47,7 +47,8 @@ def keyed_conv(
     """
     _check(query, key, value, weight, bias, backend)
     device = query.device
-    if torch.is_autocast_enabled(device.type) and query.dtype != torch.float64:
+    may_cast = not query.is_meta and query.dtype != torch.float64
+    if may_cast and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads, _, context, _ = weight.shape

@@ -177,6 +177,8 @@ def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
     inputs = given()
     wanted = mixer.ops.keyed.plain.keyed(**inputs)
     torch.testing.assert_close(keyed_conv(**inputs, backend=backend), wanted)
+    meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    assert keyed_conv(**meta, backend=backend).shape == (2, 12, 8)
 
 
 @pytest.mark.parametrize(
