@@ -5,9 +5,9 @@
 
 Each model of the plan trains for a few steps, which measures its speed; at each of `rates`, for
 `sweep_share` of the steps that it does in `seconds`; and at the best of them for `seconds`. When
-all sizes of a kind have done so, the best one trains for each of `seconds_of_best`, again at the
-next lower rate where its loss jumps. After these longer runs the validation loss is also measured
-by position and by kind of token. Plans are in benchmarks/plans; where one names a configuration as
+all sizes of a kind have done so, the best one trains for each of `seconds_of_best`, at its rate and
+at the next lower one. After these longer runs the validation loss is also measured by position and
+by kind of token. Plans are in benchmarks/plans; where one names a configuration as
 its `recipe`, the optimizer and the initial mixing weights are from there. Overrides of the command
 line go before the options of a model.
 
@@ -273,8 +273,8 @@ def train_model(study: Study, model: Model) -> None:
 
 
 def train_best(study: Study, kind: str, seconds: float) -> None:
-    """The size of a kind that was the best after the plan's `seconds`, for longer. What a rate is
-    too high for may show only then: where the loss jumps, the next lower rate has its turn.
+    """The size of a kind that was the best after the plan's `seconds`, for longer: at its rate and
+    at the next lower one, which more steps may want; at yet lower ones if the loss jumps at both.
     """
     best = best_size(study.runs(), kind, study.plan["seconds"])
     if best is None:
@@ -282,9 +282,12 @@ def train_best(study: Study, kind: str, seconds: float) -> None:
     model = next(
         model for model in study.models if (model.kind, model.size) == (kind, best["size"])
     )
-    for rate in sorted((rate for rate in study.plan["rates"] if rate <= best["lr"]), reverse=True):
+    rates = sorted((rate for rate in study.plan["rates"] if rate <= best["lr"]), reverse=True)
+    is_good = False
+    for place, rate in enumerate(rates):
         row = train_for(study, model, seconds, rate, steps_in(seconds, best))
-        if "failure" not in row and not has_jumped(study.runs(), row):
+        is_good |= "failure" not in row and not has_jumped(study.runs(), row)
+        if is_good and place:
             return
 
 

@@ -150,9 +150,7 @@ def test_a_long_run_that_diverges_is_named_and_leaves_the_sweep_as_it_was(monkey
     assert diverged_note(result).endswith(": mixer 16 (60 s, lr 2).")
 
 
-def test_a_long_run_whose_loss_jumped_is_done_again_at_a_lower_rate_and_is_no_end(
-    monkeypatch, tmp_path
-):
+def test_a_long_run_has_two_rates_and_one_whose_loss_jumped_is_no_end(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import model_sizes
     from model_sizes_report import ends_of, jumped_note
@@ -165,23 +163,35 @@ def test_a_long_run_whose_loss_jumped_is_done_again_at_a_lower_rate_and_is_no_en
     study = model_sizes.Study(plan, (model,), tmp_path / "a.json", tmp_path, 0, 1, "")
     model_sizes.write_text(study.file, json.dumps({"runs": runs}))
 
+    jump = {4}
+
+    def name(seconds, rate):
+        return str(rate) if seconds == 300 else f"{rate}, {seconds} s"
+
     def train_for(study, model, seconds, rate, steps):
-        loss = 4.2 if rate == 4 else 3.1
+        loss = 4.2 if rate in jump else 3.1
         row = own | {"budget": seconds, "lr": rate, "validation_loss": loss, "loss": []}
+        row |= {"training_seconds": seconds}
         model_sizes.write_text(
             study.file,
-            json.dumps({"runs": study.runs() | {rate: row | {"training_seconds": seconds}}}),
+            json.dumps({"runs": study.runs() | {name(seconds, rate): row}}),
         )
         return row
 
     monkeypatch.setattr(model_sizes, "train_for", train_for)
     model_sizes.train_best(study, "mixer", 300)
     runs = study.runs()
-    assert list(runs) == ["60", "4", "2"]
+    assert list(runs) == ["60", "4", "2"]  # and not 8, which is above the best of 60 s
     assert [end.loss for end in ends_of(runs, "mixer")] == [3.4, 3.1]
     assert "mixer 16 (300 s, lr 4). " in jumped_note(runs)
     del runs["2"]
     assert [end.loss for end in ends_of(runs, "mixer")] == [3.4]
+    jump.add(2)
+    model_sizes.train_best(study, "mixer", 600)
+    assert {row["lr"] for row in study.runs().values() if row["budget"] == 600} == {4, 2, 1}
+    jump.clear()
+    model_sizes.train_best(study, "mixer", 900)
+    assert {row["lr"] for row in study.runs().values() if row["budget"] == 900} == {4, 2}
 
 
 def lines_of(file: Path) -> list[dict]:
