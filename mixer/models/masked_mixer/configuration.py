@@ -67,6 +67,9 @@ class MixerOptions:
         "have so many numbers in each head; 0 for none",
         at_least=0,
     )
+    mixer_key_norm: bool = option(
+        False, "with mixer_key_size: an RMS norm of each query and key, which bounds their products"
+    )
     mixer_keyed_every: int = option(
         1,
         "with mixer_key_size: which blocks have keyed mixing, 1 for all, 4 for every fourth; the "
@@ -80,7 +83,7 @@ class MixerOptions:
         "keyed mixing by weights that fall slowly with the distance; for several heads)",
         choices=("reference", "zero", "shift"),
     )
-    layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
+    layer_norm_eps: float = option(1e-5, "epsilon of every norm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
     final_norm: bool = option(False, "a LayerNorm before lm_head")
     mixing_backend: str = option(
@@ -183,6 +186,11 @@ def shape_problems(options: MixerOptions) -> list[str]:
         problems.append(
             f"mixer_key_size is {size} and mixer_kernel_size {options.mixer_kernel_size}; allowed "
             "with keyed mixing: a mixer_kernel_size of 1"
+        )
+    if options.mixer_key_norm and not size:
+        problems.append(
+            "mixer_key_norm is true and mixer_key_size 0, so there are no keys; allowed with it: a "
+            "mixer_key_size of 1 or more"
         )
     if every > (blocks if size else 1):
         problems.append(
