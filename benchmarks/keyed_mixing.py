@@ -23,7 +23,7 @@ from torch import Tensor
 from mixer.common.errors import UserError, run_command
 from mixer.models.masked_mixer import plain
 from mixer.ops import choice, keyed_conv, triangular_conv
-from mixer.ops.measure import difference
+from mixer.ops.measure import KEYED_RESULTS, difference
 
 DEVICE = "cuda"
 SIZE = 64  # numbers of a key and of a value
@@ -48,7 +48,7 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     reason = choice.keyed_unavailable_reason(
-        torch.device(DEVICE, 0), torch.bfloat16, SIZE, SIZE, SHAPES[0][0]
+        torch.device(DEVICE, 0), torch.bfloat16, SHAPES[0][1], SIZE, SIZE, SHAPES[0][0]
     )
     if reason:
         raise UserError(f"nothing to measure: {reason}")
@@ -100,7 +100,7 @@ def rows(context: int, heads: int) -> list[dict]:
         return [y.detach(), *gradients]
 
     checked = results(calls["kernels"]), results(calls["plain"])
-    if problem := difference(*checked, "plain PyTorch"):
+    if problem := difference(*checked, "plain PyTorch", KEYED_RESULTS):
         raise UserError(f"context {context}: {problem}")
     del checked
 

@@ -236,25 +236,31 @@ KEYED_CONTEXT = 1 << 15  # the kernels count places in one head's weights in 32 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
 def keyed_kernels_serve(
-    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
+    device: torch.device, dtype: torch.dtype, heads: int, key: int, value: int, context: int
 ) -> bool:
     """Whether the kernels of `keyed_conv` can take a call; plain PyTorch does otherwise. Where that
     is so for a GPU tensor, the log says why, once.
     """
-    reason = keyed_unavailable_reason(device, dtype, key, value, context)
+    reason = keyed_unavailable_reason(device, dtype, heads, key, value, context)
     if reason is not None and device.type == "cuda":
         warn_once(f"keyed mixing goes without kernels, since {reason}")
     return reason is None
 
 
+@functools.cache
 def keyed_unavailable_reason(
-    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
+    device: torch.device, dtype: torch.dtype, heads: int, key: int, value: int, context: int
 ) -> str | None:
-    """None if the kernels of `keyed_conv` can take keys of `key` numbers and values of `value` in a
-    head, else what is missing.
+    """None if the kernels of `keyed_conv` can take keys of `key` numbers and values of `value` in
+    each head, else what is missing.
+
+    The first call for these sizes compiles the kernels, runs them on a small case and compares the
+    results with plain PyTorch's, so it must not come inside a graph capture.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return f"its kernels need an NVIDIA GPU, not {device}"
+    if not torch.cuda.is_available():
+        return "its kernels need an NVIDIA GPU, and torch sees none here"
     if dtype not in cuda.DTYPE_CODES:
         return f"its kernels take float32, float16 and bfloat16, not {dtype}"
     if key not in KEYED_SIZES or value not in KEYED_SIZES or context > KEYED_CONTEXT:
@@ -266,7 +272,9 @@ def keyed_unavailable_reason(
         return "its kernels need compute capability 8.0"
     if importlib.util.find_spec("triton") is None:
         return "Triton, which its kernels need, is not installed: `pip install triton`"
-    return None
+    from mixer.ops.measure import keyed_failure
+
+    return keyed_failure(device, dtype, heads, key, value)
 
 
 @functools.cache

@@ -42,17 +42,16 @@ def keyed_conv(
 
     Raises:
         ValueError: shapes or the backend's name do not fit.
-
-    The kernels have first derivatives, plain PyTorch second ones too.
+        NotImplementedError: second derivatives where the kernels ran.
     """
-    _check(query, key, value, weight, bias, backend)
     device = query.device
     may_cast = not query.is_meta and query.dtype != torch.float64
     if may_cast and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    _check(query, key, value, weight, bias, backend)
     heads, _, context, _ = weight.shape
-    sizes = (query.shape[-1] // heads, value.shape[-1] // heads, context)
+    sizes = (heads, query.shape[-1] // heads, value.shape[-1] // heads, context)
     if backend == "cuda" and choice.keyed_kernels_serve(device, query.dtype, *sizes):
         return torch.ops.mixer.keyed_conv(query, key, value, weight, bias)[0]
     return plain.keyed(query, key, value, weight, bias)
@@ -67,12 +66,14 @@ def _check(query, key, value, weight, bias, backend) -> None:
     heads, _, context, _ = weight.shape
     batch, tokens, width = query.shape
     fits = (
-        weight.shape == (heads, 1, context, context)
+        heads > 0
+        and weight.shape == (heads, 1, context, context)
         and bias.shape == (heads, context)
         and 1 <= tokens <= context
         and key.shape == query.shape
         and value.shape[:2] == (batch, tokens)
-        and width % heads == 0 == value.shape[-1] % heads
+        and width % heads == 0
+        and value.shape[-1] % heads == 0
         and query.dtype == key.dtype == value.dtype
         and weight.dtype == bias.dtype
         and weight.dtype in (query.dtype, torch.float32)
@@ -150,6 +151,11 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, _):
+    if torch.is_grad_enabled():  # under create_graph=True. Autograd's own error misses paths
+        raise NotImplementedError(  # that lead to the weight through its packed copy.
+            "second derivatives of keyed_conv are there in plain PyTorch alone: use backend "
+            "'panels' (for a model, load it with mixing_backend='panels')"
+        )
     if dy is None:
         return None, None, None, None, None
     query, key, value, packed = ctx.saved_tensors

@@ -19,17 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 # Of each kernel: the rows i and columns j of a tile, warps, and loads that are under way at once.
-# Chosen by what the compiler says (no spills, and at most the 99 KB of shared memory that every GPU
-# from 8.0 on has), not by times.
+# Chosen by what the compiler says (no spills with keys and values of 64 numbers, and at most the 99
+# KB of shared memory that every GPU from 8.0 on has), not by times.
 TILES = {
     "forward": (128, 64, 8, 3),
     "grad_query": (128, 64, 8, 2),
     "grad_key_value": (32, 128, 8, 2),
     "grad_weight": (64, 64, 8, 2),
 }
-# And where the channels of a key and a value together take more than 256 bytes.
+# And of float32, and where a key and a value together have more numbers than this.
 SMALL_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
-TILE_BYTES = 256
+MOST_NUMBERS = 128
 
 
 # ------------------------------------------------------------------------- pieces of the kernels
@@ -219,9 +219,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Ten
     """y, (batch, tokens, heads * channels of a head), contiguous."""
     query, key, value = (dense_channels(x) for x in (query, key, value))
     heads, tokens, _ = packed.shape
-    y = empty_like(value)
-    options, rows, _ = options_for("forward", query, value, heads)
-    programs = triton.cdiv(tokens, rows) * query.shape[0] * heads
+    y = empty(value, value.shape)
+    options = options_for("forward", query, value, heads)
+    programs = triton.cdiv(tokens, options["ROWS"]) * query.shape[0] * heads
     with torch.cuda.device_of(query):
         forward_kernel[(programs,)](
             *(query, key, value, packed, bias.contiguous(), y),
@@ -238,15 +238,15 @@ def grad_input(
     """The gradients of query, key and value, contiguous."""
     dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
     heads, tokens, _ = packed.shape
-    dq, dk, dv = empty_like(query), empty_like(key), empty_like(value)
+    dq, dk, dv = (empty(x, x.shape) for x in (query, key, value))
     last = (*strides(query, key, value), tokens, scale_of(query, heads))
     texts = query.shape[0] * heads
     with torch.cuda.device_of(query):
-        options, rows, _ = options_for("grad_query", query, value, heads)
-        programs = triton.cdiv(tokens, rows) * texts
+        options = options_for("grad_query", query, value, heads)
+        programs = triton.cdiv(tokens, options["ROWS"]) * texts
         grad_query_kernel[(programs,)](query, key, value, packed, dy, dq, *last, **options)
-        options, _, columns = options_for("grad_key_value", query, value, heads)
-        programs = triton.cdiv(tokens, columns) * texts
+        options = options_for("grad_key_value", query, value, heads)
+        programs = triton.cdiv(tokens, options["COLUMNS"]) * texts
         grad_key_value_kernel[(programs,)](query, key, value, packed, dy, dk, dv, *last, **options)
     return dq, dk, dv
 
@@ -257,9 +257,10 @@ def grad_weight(
     """The gradient of the weight, (heads, 1, context, context) float32."""
     dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
     batch, tokens, _ = query.shape
-    dw = query.new_empty((heads, 1, context, context), dtype=torch.float32)
-    options, rows, columns = options_for("grad_weight", query, value, heads)
-    grid = (triton.cdiv(context, rows), triton.cdiv(context, columns), heads)
+    dw = empty(query, (heads, 1, context, context), torch.float32)
+    options = options_for("grad_weight", query, value, heads)
+    tiles = (triton.cdiv(context, options[edge]) for edge in ("ROWS", "COLUMNS"))
+    grid = (*tiles, heads)
     with torch.cuda.device_of(query):
         grad_weight_kernel[grid](
             *(query, key, value, dy, dw),
@@ -270,13 +271,13 @@ def grad_weight(
     return dw
 
 
-def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> tuple[dict, int, int]:
-    """What a kernel is compiled with, and the rows and columns of its tiles."""
+def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> dict[str, int]:
+    """What a kernel is compiled with."""
     keys, values = query.shape[-1] // heads, value.shape[-1] // heads
-    is_wide = (keys + values) * query.element_size() > TILE_BYTES
-    rows, columns, warps, stages = (SMALL_TILES if is_wide else TILES)[kernel]
+    is_large = query.dtype == torch.float32 or keys + values > MOST_NUMBERS
+    rows, columns, warps, stages = (SMALL_TILES if is_large else TILES)[kernel]
     sizes = {"HEADS": heads, "KEYS": keys, "VALUES": values, "ROWS": rows, "COLUMNS": columns}
-    return sizes | {"num_warps": warps, "num_stages": stages}, rows, columns
+    return sizes | {"num_warps": warps, "num_stages": stages}
 
 
 def scale_of(query: Tensor, heads: int) -> float:
@@ -292,5 +293,6 @@ def dense_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def empty(like: Tensor, shape: tuple, dtype: torch.dtype | None = None) -> Tensor:
+    """Where a kernel writes. All outputs come from here, so that tests can guard them."""
+    return like.new_empty(shape, dtype=dtype)

@@ -6,12 +6,14 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mixer.common.errors import first_line
-from mixer.ops import keyed_conv, triangular_conv
+from mixer.models.masked_mixer import plain
+from mixer.ops import triangular_conv
 from mixer.ops.timings import Case
 
 ROUNDS = 7
@@ -20,6 +22,10 @@ ROUND_MS = 5.0
 ALL_MS = 700.0  # of all rounds: calls that take long have fewer of them
 FAR_BEHIND = 3.0  # times as slow as the fastest: not measured more than once
 MOST_APART = 2e-2  # relative: each backend rounds to the type, panels once more for each addition
+
+
+RESULTS = ("y", "dx", "dweight", "dbias")
+KEYED_RESULTS = ("y", "dquery", "dkey", "dvalue", "dweight", "dbias")
 
 
 @dataclass
@@ -31,22 +37,33 @@ class Measured:
 
 
 def time_backends(
-    case: Case, batch: int, dtype: torch.dtype, device: torch.device, backends: Sequence[str]
+    case: Case,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backends: Sequence[str],
+    compile: Callable | None = None,
 ) -> Measured:
     """Times a forward and backward of a case by each backend, with bias and, of the triangular
     convolution, residual.
 
     Results are compared first, with those of the last of `backends` that runs: wrong results are a
     failure, as their time means nothing. So is any error: a lack of memory, or of a compiler.
+
+    compile: what a run compiles its blocks with, if it does. Plain keyed mixing is then timed
+    compiled, too: there is much to fuse in it.
     """
-    given, calls = (keyed_inputs, keyed_step) if case.key_size else (inputs, step)
-    tensors = given(case, batch, dtype, device)
+    if case.key_size:
+        tensors, names = keyed_inputs(case, batch, dtype, device), KEYED_RESULTS
+        calls = partial(keyed_step, compile=compile)
+    else:
+        tensors, names, calls = inputs(case, batch, dtype, device), RESULTS, step
     steps, found, reference, wanted = {}, Measured(), "", []
     for backend in reversed(backends):
         call = calls(tensors, backend)
         try:
             results = call()
-            if wanted and (problem := difference(results, wanted, reference)):
+            if wanted and (problem := difference(results, wanted, reference, names)):
                 found.failures[backend] = problem
                 continue
         except Exception as error:  # Triton's errors have no type of their own
@@ -99,22 +116,52 @@ def keyed_inputs(case: Case, batch: int, dtype: torch.dtype, device: torch.devic
     return [query, key, x, weight, bias, dy]
 
 
-def keyed_step(tensors: list[Tensor], backend: str) -> Callable[[], list[Tensor]]:
-    """A forward and backward, which returns y and the gradients of the five inputs."""
+def keyed_step(
+    tensors: list[Tensor], backend: str, compile: Callable | None = None
+) -> Callable[[], list[Tensor]]:
+    """A forward and backward, which returns y and the gradients of the five inputs.
+
+    backend: "cuda", the kernels whatever `keyed_conv` would choose, or "panels", plain PyTorch.
+    """
     *leaves, dy = tensors
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    conv = compile(plain.keyed) if compile else plain.keyed
+    if backend == "cuda":
+        conv = keyed_kernels
 
     def call() -> list[Tensor]:
-        y = keyed_conv(*leaves, backend=backend)
+        y = conv(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
     return call
 
 
-def difference(results: list[Tensor], wanted: list[Tensor], reference: str) -> str | None:
-    """Which result is away from the reference backend's by more than rounding; None if none is."""
-    inputs = ("dx",) if len(results) == 4 else ("dquery", "dkey", "dvalue")
-    names = ("y", *inputs, "dweight", "dbias")
+def keyed_kernels(*tensors: Tensor) -> Tensor:
+    return torch.ops.mixer.keyed_conv(*tensors)[0]
+
+
+def keyed_failure(
+    device: torch.device, dtype: torch.dtype, heads: int, key: int, value: int
+) -> str | None:
+    """How the kernels of keyed mixing fail or are wrong on a device, for keys and values of so many
+    numbers in each head; None if they are right. They are compiled for these sizes.
+    """
+    # Tokens that fill no tile but are a multiple of 16, for which the kernels are compiled.
+    case = Case("", False, 0, tokens=208, channels=heads * value, heads=heads, taps=1, key_size=key)
+    no_autocast = torch.autocast(device.type, enabled=False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), no_autocast:
+            tensors = keyed_inputs(case, 2, dtype, device)
+            ours, wanted = (keyed_step(tensors, backend)() for backend in ("cuda", "panels"))
+            return difference(ours, wanted, "plain PyTorch", KEYED_RESULTS)
+    except Exception as error:  # Triton's errors have no type of their own
+        return f"its kernels fail: {first_line(error)}"
+
+
+def difference(
+    results: list[Tensor], wanted: list[Tensor], reference: str, names: Sequence[str] = RESULTS
+) -> str | None:
+    """Which result is away from the reference's by more than rounding; None if none is."""
     for name, ours, theirs in zip(names, results, wanted, strict=True):
         apart = (norm(ours - theirs) / norm(theirs)).item()
         if not apart <= MOST_APART:  # NaN is no result either

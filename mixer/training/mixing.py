@@ -8,6 +8,7 @@ because another backend would round differently.
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mixer.models.masked_mixer.mixing import KeyedConv, TriangularConv
 from mixer.ops import BACKENDS, choice, cuda, timings
 from mixer.ops.measure import time_backends
 from mixer.ops.timings import Case
+from mixer.training.compile import compiled
 from mixer.training.config import RunConfig
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -49,6 +51,7 @@ class Workload:
     batch: int
     dtype: torch.dtype
     missing: str | None  # why our kernels cannot run on some process; None if they can
+    is_compiled: bool = False  # whether the run compiles its blocks
 
     @property
     def gpu(self) -> str:
@@ -78,11 +81,11 @@ def settle_mixing(
         return None
     parts = [part for part in model.modules() if isinstance(part, TriangularConv)]
     keyed = [part for part in parts if isinstance(part, KeyedConv)]
-    plain = [part for part in parts if not isinstance(part, KeyedConv)]
-    kept = settle(plain, run, earlier, accelerator, hosts, say) if plain else {}
+    others = [part for part in parts if not isinstance(part, KeyedConv)]
+    record = settle(others, run, earlier, accelerator, hosts, say) if others else {}
     if keyed:
-        kept["keyed"] = settle(keyed, run, earlier, accelerator, hosts, say)
-    return kept or None
+        record["keyed"] = settle(keyed, run, earlier, accelerator, hosts, say)
+    return record or None
 
 
 def settle(
@@ -115,7 +118,7 @@ def missing_for(part: TriangularConv, device: torch.device, dtype: torch.dtype) 
     """Why our kernels cannot run on this process; None if they can."""
     if not isinstance(part, KeyedConv):
         return choice.unavailable_reason()
-    sizes = (part.key_size, part.channels // part.heads, part.context)
+    sizes = (part.heads, part.key_size, part.channels // part.heads, part.context)
     return choice.keyed_unavailable_reason(device, dtype, *sizes)
 
 
@@ -137,7 +140,8 @@ def workload_of(
         case = choice.case_of(torch.cuda.current_device(), dtype, tf32, *sizes)
     else:
         case = Case(str(dtype).removeprefix("torch."), tf32, 0, *sizes)
-    return Workload(device, case, run.train.batch_size, dtype, missing)
+    is_compiled = run.train.compile != "no"  # where keyed mixing has kernels, auto compiles
+    return Workload(device, case, run.train.batch_size, dtype, missing, is_compiled)
 
 
 def choose(workload: Workload, earlier: dict[str, Any] | None) -> tuple[Mixing, str]:
@@ -169,11 +173,14 @@ def kept(workload: Workload, earlier: dict[str, Any]) -> tuple[Mixing | None, st
 
 
 def record_of(trainer: dict[str, Any], is_keyed: bool) -> dict[str, Any] | None:
-    """What a trainer.json says of a choice: {} if there was none to make, None if it is of before
-    runs made it.
+    """What a trainer.json says of a choice: {} if there was none to make, None if it may be of
+    before runs made it.
     """
-    found = (trainer["mixing"] or {}) if "mixing" in trainer else None
-    return found.get("keyed") if found and is_keyed else found
+    if is_keyed:
+        return (trainer.get("mixing") or {}).get("keyed")
+    if "mixing" not in trainer:
+        return None
+    return trainer["mixing"] or {}
 
 
 def measured(workload: Workload) -> tuple[Mixing, str]:
@@ -201,7 +208,9 @@ def race(workload: Workload) -> tuple[dict[str, float], dict[str, str]]:
     names = KEYED_CANDIDATES if workload.case.key_size else CANDIDATES
     candidates = [name for name in names if not (name == "cuda" and workload.missing)]
     device = workload.device
-    found = time_backends(workload.case, workload.batch, workload.dtype, device, candidates)
+    compile = partial(compiled, graphs=False) if workload.is_compiled else None
+    about = (workload.case, workload.batch, workload.dtype, device)
+    found = time_backends(*about, candidates, compile)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # the run reports its own
     return found.milliseconds, found.failures

@@ -99,6 +99,8 @@ SHARED_MEMORY = 99 << 10  # bytes a block: that of compute capability 8.6 and 8.
     [
         (torch.bfloat16, 64, True),
         pytest.param(torch.float16, 16, True, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 32, False, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 128, False, marks=pytest.mark.slow),
         pytest.param(torch.float32, 128, False, marks=pytest.mark.slow),
     ],
@@ -106,8 +108,8 @@ SHARED_MEMORY = 99 << 10  # bytes a block: that of compute capability 8.6 and 8.
 def test_every_kernel_compiles_for_gpus(
     capability, kernel, dtype, size, mma, tmp_path, monkeypatch
 ):
-    """In the shared memory of all of them; with tensor cores and without spills where tiles are
-    large.
+    """In the shared memory of all of them; in 16 bits with tensor cores, and with large tiles
+    without spills.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = compile_for(capability, kernel, dtype, size)
@@ -127,7 +129,7 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
 
     heads = 8
     x = torch.empty(1, 1, heads * size, dtype=dtype)
-    options, _, _ = keyed_kernels.options_for(kernel, x, x, heads)
+    options = keyed_kernels.options_for(kernel, x, x, heads)
     constants = {name: value for name, value in options.items() if name.isupper()}
     function = getattr(keyed_kernels, f"{kernel}_kernel")
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
@@ -207,11 +209,14 @@ def test_other_types_and_backends_are_refused():
 
 def test_what_the_kernels_lack_is_said(monkeypatch):
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    unavailable_reason = choice.keyed_unavailable_reason.__wrapped__  # without its cache
 
     def reason(device=gpu, dtype=torch.float16, key=64, value=64, context=512):
-        return choice.keyed_unavailable_reason(device, dtype, key, value, context)
+        return unavailable_reason(device, dtype, 8, key, value, context)
 
+    assert "torch sees none" in reason()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     assert "need an NVIDIA GPU, not cpu" in reason(torch.device("cpu"))
     assert "not torch.float64" in reason(dtype=torch.float64)
     assert "16, 32, 64, 128 numbers in a head" in reason(key=24)
@@ -221,29 +226,36 @@ def test_what_the_kernels_lack_is_said(monkeypatch):
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
     assert "`pip install triton`" in reason()
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: name)
-    assert reason() is None
+    monkeypatch.setattr(measure, "keyed_failure", lambda *about: f"wrong {about[1:]}")
+    assert reason() == f"wrong {(torch.float16, 8, 64, 64)}"
 
 
 def test_kernels_that_are_wrong_or_fail_have_no_time_and_the_run_goes_on(monkeypatch):
     """Measuring itself, with plain calls in place of a GPU's clock."""
     monkeypatch.setattr(measure, "interleaved", lambda steps: {name: 1.0 for name in steps})
     case = Case("float32", False, 80, tokens=12, channels=8, heads=2, taps=1, key_size=4)
+    device, compiled = torch.device("cpu"), []
 
-    def measured(kernels):
-        def conv(*inputs, backend):
-            y = keyed_conv(*inputs)
-            return kernels(y, inputs) if backend == "cuda" else y
-
-        monkeypatch.setattr(measure, "keyed_conv", conv)
-        device = torch.device("cpu")
-        return measure.time_backends(case, 3, torch.float32, device, ["cuda", "panels"])
+    def measured(kernels, compile=None):
+        monkeypatch.setattr(
+            measure, "keyed_kernels", lambda *inputs: kernels(keyed_conv(*inputs), inputs)
+        )
+        backends = ["cuda", "panels"]
+        return measure.time_backends(case, 3, torch.float32, device, backends, compile)
 
     def fails(y, inputs):
         raise Exception("out of resource: shared memory")
 
-    assert measured(lambda y, inputs: y).milliseconds == {"cuda": 1.0, "panels": 1.0}
+    right = measured(lambda y, inputs: y, lambda conv: compiled.append(conv) or conv)
+    assert right.milliseconds == {"cuda": 1.0, "panels": 1.0}
+    assert mixer.ops.keyed.plain.keyed in compiled, "a run's plain PyTorch is compiled"
+    about = (device, torch.float32, 2, 4, 4)
+    assert measure.keyed_failure(*about) is None
     # A wrong gradient behind a right result.
     wrong = measured(lambda y, inputs: y + 0.1 * (inputs[1] - inputs[1].detach()).sum())
     assert wrong.milliseconds == {"panels": 1.0}
     assert "its results are wrong on this GPU: dkey is" in wrong.failures["cuda"]
+    with torch.no_grad():  # where a call may find it out first
+        assert "dkey is" in measure.keyed_failure(*about)
     assert measured(fails).failures == {"cuda": "Exception: out of resource: shared memory"}
+    assert "kernels fail: Exception: out of resource" in measure.keyed_failure(*about)

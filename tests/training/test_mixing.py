@@ -32,7 +32,7 @@ def made_up() -> None:
     torch.cuda.get_device_name = lambda device=None: os.environ.get("GPU", "Tesla V100")
     torch.cuda.reset_peak_memory_stats = lambda device: None
 
-    def time_backends(case, batch, dtype, device, backends):
+    def time_backends(case, batch, dtype, device, backends, compile):
         assert (case.tokens, case.channels, batch, dtype) == (32, 32, 8, torch.float32)
         if case.key_size:
             assert (case.key_size, case.heads, backends) == (4, 2, ["cuda", "panels"])

@@ -26,7 +26,7 @@ from .memory import MixingMemory
 from .plain import dense, keyed, keyed_rows, mix_row, mix_rows, products_per_triangle, write_rows
 
 try:
-    from mixer.ops import keyed_conv, mix_row, triangular_conv  # with the kernels, if they can run
+    from mixer.ops import mix_row, triangular_conv  # with the kernels, where they can run
 except ImportError:  # loaded with trust_remote_code where this package is not installed
 
     def triangular_conv(
@@ -34,6 +34,11 @@ except ImportError:  # loaded with trust_remote_code where this package is not i
     ) -> Tensor:
         """The masked-weight matmul, whichever backend is asked for."""
         return dense(x, weight, bias, residual)
+
+
+try:
+    from mixer.ops import keyed_conv
+except ImportError:  # or where this package is older
 
     def keyed_conv(
         query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, backend: str
@@ -214,11 +219,18 @@ class KeyedConv(TriangularConv):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def flops(self, tokens: int) -> Flops:
-        """Of one sequence: a product of query and key, and one of their square and the value."""
-        each = 2 * (self.heads * self.key_size + self.channels)  # for one pair of tokens
-        useful = each * tokens * (tokens + 1) // 2
-        backend = "cuda" if self.backend == "cuda" else "panels"
-        executed = each * products_per_triangle(tokens, backend)
+        """Of one sequence: a product of query and key, and one of their square and the value.
+
+        `executed` is a third of what forward and backward multiply. The kernels' three backward
+        passes compute the products of queries and keys again, and all of those of dy and values.
+        """
+        keys = self.heads * self.key_size
+        pairs = tokens * (tokens + 1) // 2
+        useful = 2 * (keys + self.channels) * pairs
+        executed = 2 * (keys + self.channels) * products_per_triangle(tokens, "panels")
+        if self.backend == "cuda":
+            products = 6 * keys + 5 * self.channels
+            executed = 2 * products * products_per_triangle(tokens, "cuda") // 3
         return Flops(useful, executed, token_mixing=useful)
 
 

@@ -129,7 +129,8 @@ def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tenso
         # (batch, heads, rows, end)
         scores = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
         rows = weight[:, 0, start:end, :end].tril(start)
-        found.append((scores * scores * rows.to(scores.dtype)) @ value[:, :, :end])
+        # The weight first: a square alone overflows in fp16 from 256 on.
+        found.append((scores * (scores * rows.to(scores.dtype))) @ value[:, :, :end])
     y = torch.cat(found, 2)
     y = y + bias[:, :tokens, None].to(y.dtype)
     return y.transpose(1, 2).flatten(2)
@@ -152,7 +153,7 @@ def keyed_rows(
     size = query.shape[-1]
     key, value = memory[..., :size], memory[..., size:]
     scores = (query * size**-0.5) @ key.transpose(-1, -2)  # (batch, heads, new, length)
-    y = (scores * scores * rows_at(positions, weight, memory)[:, :, 0]) @ value
+    y = (scores * (scores * rows_at(positions, weight, memory)[:, :, 0])) @ value
     y = y + bias[:, positions].transpose(0, 1)[..., None].to(y.dtype)
     return y.transpose(1, 2).flatten(2)
 
