@@ -123,10 +123,13 @@ def best_tiles(context: int, heads: int) -> dict[str, dict]:
 
     query, key, value, weight, bias, dy = inputs(context, heads)
     packed = kernels.pack(weight, context, query.dtype)
-    gradients = lambda _: kernels.grad_input(dy, query, key, value, packed)  # noqa: E731
+
+    def gradients(_):  # of both kernels, of which one stays as it is
+        return kernels.grad_input(dy, query, key, value, packed)
+
     calls = {
         "forward": lambda _: kernels.forward(query, key, value, packed, bias),
-        "grad_query": gradients,  # beside grad_key_value, which stays the same
+        "grad_query": gradients,
         "grad_key_value": gradients,
         "grad_weight": lambda _: kernels.grad_weight(dy, query, key, value, heads, context),
     }

@@ -7,9 +7,9 @@ Each model of the plan trains for a few steps, which measures its speed; at each
 `sweep_share` of the steps that it does in `seconds`; and at the best of them for `seconds`. When
 all sizes of a kind have done so, the best one trains for each of `seconds_of_best`, at its rate and
 at the next lower one. After these longer runs the validation loss is also measured by position and
-by kind of token. Plans are in benchmarks/plans; where one names a configuration as
-its `recipe`, the optimizer and the initial mixing weights are from there. Overrides of the command
-line go before the options of a model.
+by kind of token. Plans are in benchmarks/plans; where one names a configuration as its `recipe`,
+the optimizer and the initial mixing weights are from there. Overrides of the command line go before
+the options of a model.
 
 Every visible GPU works on models of its own. With --at-once N it has N processes, which take turns:
 one trains while the others start and compile. What those do on the GPU meanwhile is short, and

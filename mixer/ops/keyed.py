@@ -151,8 +151,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, _):
-    if torch.is_grad_enabled():  # under create_graph=True. Autograd's own error misses paths
-        raise NotImplementedError(  # that lead to the weight through its packed copy.
+    # Under create_graph=True. Autograd's own error would miss the path to the weight through its
+    # packed copy, and leave out terms without a word.
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
             "second derivatives of keyed_conv are there in plain PyTorch alone: use backend "
             "'panels' (for a model, load it with mixing_backend='panels')"
         )

@@ -127,7 +127,7 @@ def keyed_step(
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     conv = compile(plain.keyed) if compile else plain.keyed
     if backend == "cuda":
-        conv = keyed_kernels
+        conv = by_kernels
 
     def call() -> list[Tensor]:
         y = conv(*leaves)
@@ -136,7 +136,7 @@ def keyed_step(
     return call
 
 
-def keyed_kernels(*tensors: Tensor) -> Tensor:
+def by_kernels(*tensors: Tensor) -> Tensor:
     return torch.ops.mixer.keyed_conv(*tensors)[0]
 
 

@@ -133,13 +133,13 @@ def workload_of(
     dtype = DTYPES[run.train.mixed_precision]
     tf32 = dtype == torch.float32 and cuda.allows_tf32()
     sizes = (part.context, part.channels, part.heads, part.taps)
+    name = str(dtype).removeprefix("torch.")
     if isinstance(part, KeyedConv):
-        name = str(dtype).removeprefix("torch.")
         case = Case(name, tf32, KEYED_KERNELS, *sizes, key_size=part.key_size)
     elif missing is None:
         case = choice.case_of(torch.cuda.current_device(), dtype, tf32, *sizes)
     else:
-        case = Case(str(dtype).removeprefix("torch."), tf32, 0, *sizes)
+        case = Case(name, tf32, 0, *sizes)
     is_compiled = run.train.compile != "no"  # where keyed mixing has kernels, auto compiles
     return Workload(device, case, run.train.batch_size, dtype, missing, is_compiled)
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import keyed_cases
@@ -19,9 +20,7 @@ from mixer.ops.timings import Case
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "mixer" / "ops" / "keyed_kernels.py"
-needs_triton = pytest.mark.skipif(
-    choice.importlib.util.find_spec("triton") is None, reason="no Triton here"
-)
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton here")
 
 
 def interpret(*arguments) -> subprocess.CompletedProcess:
@@ -238,7 +237,7 @@ def test_kernels_that_are_wrong_or_fail_have_no_time_and_the_run_goes_on(monkeyp
 
     def measured(kernels, compile=None):
         monkeypatch.setattr(
-            measure, "keyed_kernels", lambda *inputs: kernels(keyed_conv(*inputs), inputs)
+            measure, "by_kernels", lambda *inputs: kernels(keyed_conv(*inputs), inputs)
         )
         backends = ["cuda", "panels"]
         return measure.time_backends(case, 3, torch.float32, device, backends, compile)

@@ -23,7 +23,16 @@ from .flops import Flops
 from .gelu import gelu
 from .linear import Linear
 from .memory import MixingMemory
-from .plain import dense, keyed, keyed_rows, mix_row, mix_rows, products_per_triangle, write_rows
+from .plain import (
+    by_head,
+    dense,
+    keyed,
+    keyed_rows,
+    mix_row,
+    mix_rows,
+    products_per_triangle,
+    write_rows,
+)
 
 try:
     from mixer.ops import mix_row, triangular_conv  # with the kernels, where they can run
@@ -140,7 +149,7 @@ class TriangularConv(nn.Module):
             return mix_row(past, x, weight, self.bias, residual, positions, self.backend)
         if memory is not None:
             # (batch, heads, new, channels of a head)
-            parts = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            parts = by_head(x, self.heads)
             past, _ = memory.update(parts, positions=positions)
         if first:
             return triangular_conv(x, weight, self.bias, residual, backend=self.backend)
@@ -197,7 +206,7 @@ class KeyedConv(TriangularConv):
         first = memory is None
         if memory is not None:
             # (batch, heads, new, key_size + channels of a head)
-            new = torch.cat([self._by_head(key), self._by_head(value)], -1)
+            new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
             if isinstance(memory, Tensor):  # one new token of each text
                 write_rows(memory, new, positions)
                 past = memory
@@ -206,17 +215,13 @@ class KeyedConv(TriangularConv):
                 past, _ = memory.update(new, positions=positions)
         if first:
             return keyed_conv(query, key, value, weight, self.bias, backend=self.backend)
-        return keyed_rows(self._by_head(query), past, weight, self.bias, positions)
+        return keyed_rows(by_head(query, self.heads), past, weight, self.bias, positions)
 
     def _normed(self, x: Tensor) -> Tensor:
         """x, (batch, tokens, heads * key_size), with a mean square of 1 in each head."""
         parts = x.unflatten(-1, (self.heads, -1))
         # Under autocast a norm may come out in float32.
         return F.rms_norm(parts, (self.key_size,), eps=self.eps).flatten(-2).to(x.dtype)
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """(batch, tokens, channels) -> view (batch, heads, tokens, channels of a head)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def flops(self, tokens: int) -> Flops:
         """Of one sequence: a product of query and key, and one of their square and the value.

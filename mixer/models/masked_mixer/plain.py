@@ -25,6 +25,11 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).permute(2, 0, 1, 3)
 
 
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, channels) -> view (batch, heads, tokens, channels of a head)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 def merge_heads(x: Tensor) -> Tensor:
     """(heads, batch, tokens, channels of a head) -> (batch, tokens, channels)."""
     return x.permute(1, 2, 0, 3).flatten(2)
@@ -121,9 +126,7 @@ def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tenso
         (batch, tokens, channels).
     """
     tokens, found = query.shape[1], []
-    query, key, value = (  # (batch, heads, tokens, size of a key or channels of a head)
-        part.unflatten(-1, (weight.shape[0], -1)).transpose(1, 2) for part in (query, key, value)
-    )
+    query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
     query = query * query.shape[-1] ** -0.5
     for start, end in panel_bounds(tokens):
         # (batch, heads, rows, end)
