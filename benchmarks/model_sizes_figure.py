@@ -105,7 +105,8 @@ def name_lines(axes, labels: dict[str, tuple[float, str]]) -> None:
     places = list(wanted)
     for lower, upper in zip(range(len(places)), range(1, len(places)), strict=False):
         places[upper] = max(places[upper], places[lower] + GAP)
-    lift = np.mean(np.subtract(places, wanted))
+    # Back down to where the lines end, but not to the numbers of the horizontal axis.
+    lift = min(np.mean(np.subtract(places, wanted)), places[0] - GAP / 2)
     for (name, (_, colour)), place in zip(named, places, strict=True):
         style = {"transform": axes.transAxes, "va": "center", "color": colour}
         axes.text(1.02, place - lift, name, fontweight="bold", fontsize=10, **style)
