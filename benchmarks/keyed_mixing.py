@@ -37,7 +37,7 @@ NAMES = {
     "convolution": "triangular convolution alone",
 }
 ROUNDS, BATCH_MS = 9, 20.0
-EDGES, WARPS, STAGES = (64, 128), (4, 8), (2, 3)  # each compiles for a second
+EDGES, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3)  # each compiles for a second
 
 
 def main() -> None:
