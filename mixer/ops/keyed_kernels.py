@@ -22,10 +22,10 @@ from torch import Tensor
 # Chosen by what the compiler says (no spills with keys and values of 64 numbers, and at most the 99
 # KB of shared memory that every GPU from 8.0 on has), not by times.
 TILES = {
-    "forward": (128, 64, 8, 3),
-    "grad_query": (128, 64, 8, 2),
-    "grad_key_value": (32, 128, 8, 2),
-    "grad_weight": (64, 64, 8, 2),
+    "forward": (64, 32, 4, 3),
+    "grad_query": (64, 32, 4, 3),
+    "grad_key_value": (32, 64, 4, 3),
+    "grad_weight": (64, 64, 8, 3),
 }
 # And of float32, and where a key and a value together have more numbers than this.
 SMALL_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
