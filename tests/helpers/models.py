@@ -22,12 +22,7 @@ MIXINGS = {
     "gate": {"mixer_gate": True, "mixer_kernel_size": 3},
     "gate-heads": {"mixer_gate": True, "num_mixer_heads": 4},
     "keyed": {"mixer_key_size": 3, "num_mixer_heads": 2},
-    "keyed-norm-flat": {
-        "mixer_key_size": 5,
-        "mixer_key_norm": True,
-        "mixer_keyed_every": 2,
-        "num_mixer_heads": 4,
-    },
+    "keyed-flat": {"mixer_key_size": 5, "mixer_keyed_every": 2, "num_mixer_heads": 4},
 }
 LENGTHS = (4, 1, 6, 3)
 SETTINGS = {

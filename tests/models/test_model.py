@@ -50,19 +50,11 @@ def test_gated_mixing_is_its_formula(heads, taps):
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("length", [12, 150])  # of one panel and of more
-@pytest.mark.parametrize("normed", [False, True])
-def test_keyed_mixing_is_its_formula(heads, length, normed):
-    model = small_model(
-        num_mixer_heads=heads,
-        mixer_key_size=3,
-        mixer_key_norm=normed,
-        max_position_embeddings=length,
-    )
+def test_keyed_mixing_is_its_formula(heads, length):
+    model = small_model(num_mixer_heads=heads, mixer_key_size=3, max_position_embeddings=length)
     mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 2, length, 16)
     projected = x @ mixing.in_proj.weight.T + mixing.in_proj.bias
     query, key = projected[..., : 6 * heads].unflatten(-1, (2, heads, 3)).unbind(-3)
-    if normed:
-        query, key = (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() for x in (query, key))
     value = projected[..., 6 * heads :].unflatten(-1, (heads, -1))
     # As attention with mixing weights and a square in place of the softmax.
     weights = mixing.conv.weight[:, 0].tril()  # (heads, tokens, tokens)
@@ -234,7 +226,6 @@ def test_a_profile_shows_the_time_in_token_mixing():
         ({"mixer_key_size": 2, "mixer_expansion": True}, "is 2 and mixer_expansion true"),
         ({"mixer_key_size": 2, "mixer_projections": False}, "leave out mixer_projections"),
         ({"mixer_key_size": 2, "mixer_kernel_size": 3}, "keyed mixing: a mixer_kernel_size of 1"),
-        ({"mixer_key_norm": True}, "so there are no keys; allowed with it: a mixer_key_size of 1"),
         ({"mixer_keyed_every": 2}, "allowed: 1 to 2 with mixer_key_size of 1 or more"),
         ({"mixer_key_size": 2, "mixer_keyed_every": 3}, "allowed: 1 to 2 with"),
     ],

@@ -67,9 +67,6 @@ class MixerOptions:
         "have so many numbers in each head; 0 for none",
         at_least=0,
     )
-    mixer_key_norm: bool = option(
-        False, "with mixer_key_size: an RMS norm of each query and key, which bounds their products"
-    )
     mixer_keyed_every: int = option(
         1,
         "with mixer_key_size: which blocks have keyed mixing, 1 for all, 4 for every fourth; the "
@@ -186,11 +183,6 @@ def shape_problems(options: MixerOptions) -> list[str]:
         problems.append(
             f"mixer_key_size is {size} and mixer_kernel_size {options.mixer_kernel_size}; allowed "
             "with keyed mixing: a mixer_kernel_size of 1"
-        )
-    if options.mixer_key_norm and not size:
-        problems.append(
-            "mixer_key_norm is true and mixer_key_size 0, so there are no keys; allowed with it: a "
-            "mixer_key_size of 1 or more"
         )
     if every > (blocks if size else 1):
         problems.append(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
@@ -172,15 +171,12 @@ class KeyedConv(TriangularConv):
     The square lets a token that fits well stand out among many that fit a little, as the
     exponential does in attention. Nothing is normalized: weight[i, j] says how much counts.
     Polynomial attention (arXiv 2310.01655) has no such weight, retention (arXiv 2307.08621) one of
-    lags alone and no square. With `mixer_key_norm` queries and keys have length sqrt(n) (arXiv
-    2010.04245, which scales differently), so that no square is above n. `mixer.ops.keyed_conv`
-    defines the result.
+    lags alone and no square. `mixer.ops.keyed_conv` defines the result.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
         self.key_size = config.mixer_key_size  # n
-        self.eps = config.layer_norm_eps if config.mixer_key_norm else None
 
     @torch.no_grad()
     def _add_shifts(self) -> None:
@@ -200,8 +196,6 @@ class KeyedConv(TriangularConv):
         """query and key are (batch, tokens, heads * key_size), value and the result (batch, tokens,
         channels); memory and positions are those of TriangularConv.
         """
-        if self.eps is not None:
-            query, key = self._normed(query), self._normed(key)
         weight = self.mixing_weight()
         first = memory is None
         if memory is not None:
@@ -216,12 +210,6 @@ class KeyedConv(TriangularConv):
         if first:
             return keyed_conv(query, key, value, weight, self.bias, backend=self.backend)
         return keyed_rows(by_head(query, self.heads), past, weight, self.bias, positions)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        """x, (batch, tokens, heads * key_size), with a mean square of 1 in each head."""
-        parts = x.unflatten(-1, (self.heads, -1))
-        # Under autocast a norm may come out in float32.
-        return F.rms_norm(parts, (self.key_size,), eps=self.eps).flatten(-2).to(x.dtype)
 
     def flops(self, tokens: int) -> Flops:
         """Of one sequence: a product of query and key, and one of their square and the value.
