@@ -1,12 +1,12 @@
 """Times keyed mixing by its kernels and by plain PyTorch, beside attention and a convolution alone.
 
     python benchmarks/keyed_mixing.py --output PATH              # writes PATH.json, PATH.md
-    python benchmarks/keyed_mixing.py --output PATH --tiles      # and first looks for better tiles
+    python benchmarks/keyed_mixing.py --output PATH --tiles      # and looks for better tiles
 
 bf16 with weights in float32, keys and values of 64 numbers, 65,536 tokens. Every result of the
-kernels is checked against plain PyTorch first. --tiles times each kernel with other sizes of tile,
-numbers of warps and of loads under way, at the first shape, and goes on with the best; those are to
-be written into TILES of mixer/ops/keyed_kernels.py.
+kernels is checked against plain PyTorch first. --tiles also times each kernel with other sizes of
+tile, numbers of warps and of loads under way, at the first shape. The best that fit every GPU are
+for TILES of mixer/ops/keyed_kernels.py, with which the table is measured.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiles", action="store_true", help="look for better tiles first")
+    parser.add_argument("--tiles", action="store_true", help="look for better tiles, too")
     add_options(parser)
     options = parser.parse_args()
     reason = choice.keyed_unavailable_reason(
@@ -54,7 +54,7 @@ def main() -> None:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options) | {"tiles": {}, "rows": []}
     if options.tiles:
-        result["tiles"] = best_tiles(*SHAPES[0])
+        result["tiles"] = times_by_tile(*SHAPES[0])
     for context, heads in SHAPES:
         result["rows"] += rows(context, heads)
         save(result, report(result), options.output)
@@ -117,8 +117,8 @@ def rows(context: int, heads: int) -> list[dict]:
     return found
 
 
-def best_tiles(context: int, heads: int) -> dict[str, dict]:
-    """Sets TILES to the fastest of each kernel, and returns all that were timed."""
+def times_by_tile(context: int, heads: int) -> dict[str, dict]:
+    """Of each kernel: milliseconds by rows, columns, warps and stages."""
     from mixer.ops import keyed_kernels as kernels
 
     query, key, value, weight, bias, dy = inputs(context, heads)
@@ -135,15 +135,15 @@ def best_tiles(context: int, heads: int) -> dict[str, dict]:
     }
     found = {}
     for kernel, call in calls.items():
-        found[kernel] = {}
+        found[kernel], kept = {}, kernels.TILES[kernel]
         others = itertools.product(EDGES, EDGES, WARPS, STAGES)
-        for tile in dict.fromkeys([kernels.TILES[kernel], *others]):
+        for tile in dict.fromkeys([kept, *others]):
             kernels.TILES[kernel] = tile
             with suppress(Exception):  # more shared memory or registers than there are
                 timing = interleaved({"": call}, DEVICE, 1, 3, 3.0)[""]
                 found[kernel][" ".join(map(str, tile))] = timing["ms"]
+        kernels.TILES[kernel] = kept
         best = min(found[kernel], key=found[kernel].get)
-        kernels.TILES[kernel] = tuple(map(int, best.split()))
         print(f"{kernel}: {best}, {found[kernel][best]:.3f} ms", flush=True)
     return found
 
