@@ -241,13 +241,13 @@ def grad_input(
     heads, tokens, _ = packed.shape
     dq, dk, dv = (empty(x, x.shape) for x in (query, key, value))
     last = (*strides(query, key, value), tokens, scale_of(query, heads))
-    texts = query.shape[0] * heads
+    heads_of_texts = query.shape[0] * heads
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
-        programs = triton.cdiv(tokens, options["ROWS"]) * texts
+        programs = triton.cdiv(tokens, options["ROWS"]) * heads_of_texts
         grad_query_kernel[(programs,)](query, key, value, packed, dy, dq, *last, **options)
         options = options_for("grad_key_value", query, value, heads)
-        programs = triton.cdiv(tokens, options["COLUMNS"]) * texts
+        programs = triton.cdiv(tokens, options["COLUMNS"]) * heads_of_texts
         grad_key_value_kernel[(programs,)](query, key, value, packed, dy, dk, dv, *last, **options)
     return dq, dk, dv
 

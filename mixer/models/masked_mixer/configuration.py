@@ -80,7 +80,7 @@ class MixerOptions:
         "keyed mixing by weights that fall slowly with the distance; for several heads)",
         choices=("reference", "zero", "shift"),
     )
-    layer_norm_eps: float = option(1e-5, "epsilon of every norm", above=0)
+    layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
     final_norm: bool = option(False, "a LayerNorm before lm_head")
     mixing_backend: str = option(
