@@ -7,7 +7,7 @@ both.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,15 @@ class Muon(torch.optim.Optimizer):
         U  = 0.2 sqrt(max(rows, columns)) O(momentum M + (1 - momentum) G)
         W <- (1 - lr weight_decay) W - lr U
 
-    O orthogonalizes (newton_schulz.py). Matrices of one shape go through it as one batch. The
+    O orthogonalizes (newton_schulz.py). A parameter may hold several matrices, one below another,
+    of which each has an update of its own. Matrices of one shape go through O as one batch. The
     processes of a data-parallel run, which hold the same gradients, share the matrices out and
     exchange the results.
 
     Args:
         params: two-dimensional parameters, or groups of them; not sharded.
         lr, weight_decay, momentum: see above.
+        rows: of each of the matrices that a parameter holds, for those that hold several.
         group: the processes that share the work; None for this one alone.
         compile: what makes the elementwise parts faster, such as torch.compile.
 
@@ -56,11 +58,12 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
+        rows: Mapping[nn.Parameter, Sequence[int]] | None = None,
         group: dist.ProcessGroup | None = None,
         compile: Callable[[Callable], Callable] = lambda function: function,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        self.group = group
+        self.rows, self.group = rows or {}, group
         self.directions, self.apply = compile(directions), compile(apply)
 
     @torch.no_grad()
@@ -69,21 +72,32 @@ class Muon(torch.optim.Optimizer):
             by_shape = defaultdict(list)
             for parameter in settings["params"]:
                 if parameter.grad is not None:
-                    by_shape[parameter.shape].append(parameter)
-            for shape, parameters in by_shape.items():
+                    for matrix in self._matrices(parameter):
+                        by_shape[matrix[0].shape].append(matrix)
+            for shape, matrices in by_shape.items():
                 size = max(1, LARGEST_STACK // shape.numel())
-                for start in range(0, len(parameters), size):
-                    self._update(parameters[start : start + size], settings)
+                for start in range(0, len(matrices), size):
+                    self._update(*zip(*matrices[start : start + size], strict=True), settings)
 
-    def _update(self, parameters: list[nn.Parameter], settings: dict) -> None:
+    def _matrices(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Each matrix of a parameter, with its gradient and its momentum."""
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        rows = self.rows.get(parameter, [len(parameter)])
+        held = (parameter.detach(), parameter.grad, state["momentum"])
+        return zip(*(tensor.split(rows) for tensor in held), strict=True)
+
+    def _update(
+        self,
+        matrices: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        settings: dict,
+    ) -> None:
         """One step for matrices of one shape."""
-        for parameter in parameters:
-            if "momentum" not in self.state[parameter]:
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in parameters]
-        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        device = parameters[0].device
+        device = matrices[0].device
         skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
         scale = torch.ones((), device=device) if scale is None else scale.to(device)
         stacks = [
@@ -91,11 +105,11 @@ class Muon(torch.optim.Optimizer):
             for some in in_parts(gradients, momenta)
         ]
         updates = self._orthogonalize(torch.cat(stacks) if len(stacks) > 1 else stacks[0])
-        rows, columns = parameters[0].shape
+        rows, columns = matrices[0].shape
         # A tensor: a compiled function would be compiled anew for another number.
         rate = torch.full((), settings["lr"], device=device) * (1 - skip)
         size = 0.2 * math.sqrt(max(rows, columns))
-        for some in in_parts(parameters, updates):
+        for some in in_parts(matrices, updates):
             self.apply(*some, rate, settings["weight_decay"], size)
 
     def _orthogonalize(self, stacked: Tensor) -> Tensor:
@@ -114,14 +128,18 @@ class Muon(torch.optim.Optimizer):
         return every[: len(stacked)]
 
 
-def in_parts(*sequences: list[Tensor] | Tensor) -> Iterator[list[list[Tensor] | Tensor]]:
+def in_parts(*sequences: Sequence[Tensor] | Tensor) -> Iterator[list[Sequence[Tensor] | Tensor]]:
     """Sequences of the same length in parts of MATRICES entries."""
     for start in range(0, len(sequences[0]), MATRICES):
         yield [sequence[start : start + MATRICES] for sequence in sequences]
 
 
 def directions(
-    gradients: list[Tensor], momenta: list[Tensor], momentum: float, skip: Tensor, scale: Tensor
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    momentum: float,
+    skip: Tensor,
+    scale: Tensor,
 ) -> Tensor:
     """Updates the momenta in place; returns Nesterov's directions `normalized`, (matrices, rows,
     columns).
@@ -138,9 +156,9 @@ def directions(
 
 
 def apply(
-    parameters: list[Tensor], updates: Tensor, rate: Tensor, weight_decay: float, size: float
+    matrices: Sequence[Tensor], updates: Tensor, rate: Tensor, weight_decay: float, size: float
 ) -> None:
     """W <- (1 - rate weight_decay) W - rate size U, in place."""
-    for parameter, update in zip(parameters, updates.unbind(), strict=True):
-        step = (update.to(parameter.dtype) * size + parameter * weight_decay) * rate
-        parameter.copy_(parameter - step)
+    for matrix, update in zip(matrices, updates.unbind(), strict=True):
+        step = (update.to(matrix.dtype) * size + matrix * weight_decay) * rate
+        matrix.copy_(matrix - step)

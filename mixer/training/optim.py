@@ -5,7 +5,7 @@ To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.common.options import option
+from mixer.models.masked_mixer.linear import Linear
 from mixer.models.masked_mixer.mixing import TriangularConv
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
@@ -69,6 +70,9 @@ class Kinds:
     """The trainable parameters of a model, by what they are."""
 
     matrices: list[nn.Parameter] = field(default_factory=list)  # of linear layers inside the blocks
+    # The rows of each layer where several stand one below another in a matrix, as queries, keys and
+    # values do.
+    rows: dict[nn.Parameter, tuple[int, ...]] = field(default_factory=dict)
     mixing: list[nn.Parameter] = field(default_factory=list)  # (heads, taps, context, context)
     embeddings: list[nn.Parameter] = field(default_factory=list)  # of tokens, input and output
     vectors: list[nn.Parameter] = field(default_factory=list)  # biases and norms
@@ -78,7 +82,7 @@ def kinds_of(model: nn.Module) -> Kinds:
     """Sorts a model's parameters; a mixing bias (heads, context) counts as a vector."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     matrices = {
-        id(module.weight)
+        id(module.weight): module.parts if isinstance(module, Linear) else ()
         for module in model.modules()
         if isinstance(module, nn.Linear) and module is not output
     }
@@ -93,6 +97,8 @@ def kinds_of(model: nn.Module) -> Kinds:
             kinds.vectors.append(parameter)
         elif id(parameter) in matrices:
             kinds.matrices.append(parameter)
+            if len(matrices[id(parameter)]) > 1:
+                kinds.rows[parameter] = matrices[id(parameter)]
         else:
             kinds.embeddings.append(parameter)
     return kinds
@@ -162,12 +168,12 @@ def muon(
     compile: Callable[[Callable], Callable] | None,
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of linear layers, AdamW for the rest."""
-    rest = Kinds([], kinds.mixing, kinds.embeddings, kinds.vectors)
+    rest = replace(kinds, matrices=[])
     parts = adamw(rest, config, processes, compile)
     if kinds.matrices:
         group = {"params": kinds.matrices, "lr_factor": config.matrices_lr}
         settings = (config.lr, config.weight_decay, config.momentum)
-        parts.append(Muon([group], *settings, processes, compile or as_it_is))
+        parts.append(Muon([group], *settings, kinds.rows, processes, compile or as_it_is))
     return parts
 
 

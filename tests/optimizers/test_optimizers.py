@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import small_model
 from torch import nn
 
 from mixer.models.masked_mixer.plain import dense
@@ -11,6 +12,7 @@ from mixer.optimizers.muon import Muon
 from mixer.optimizers.newton_schulz import STEPS, A, B, C, iterate, normalized
 from mixer.optimizers.shared_lags import diagonal_sums, row_parts, toeplitz_rows
 from mixer.optimizers.triangular_adamw import TriangularAdamW
+from mixer.training.optim import OptimConfig, build_optimizer
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
 
@@ -98,6 +100,28 @@ def test_muon_works_on_matrices_of_a_shape_together_as_far_as_memory_allows(monk
     assert stacks == [5, 2, 2, 1]
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_muon_trains_queries_keys_and_values_in_one_matrix_as_three():
+    torch.manual_seed(0)
+    keyed = {"mixer_key_size": 4, "mixer_keyed_every": 2}
+    model = small_model(num_mixer_heads=2, mixer_gate=True, **keyed)
+    blocks = model.model.layers
+    assert [type(block.mixing).__name__ for block in blocks] == ["Gated", "Keyed"]
+    apart = []
+    for block in blocks:
+        whole, size = block.mixing.in_proj.weight, len(block.mixing.out_proj.weight)
+        whole.grad = torch.randn_like(whole)
+        keys = (len(whole) - size) // 2
+        parts = (tensor.split([keys, keys, size]) for tensor in (whole.detach(), whole.grad))
+        for values, gradient in zip(*parts, strict=True):
+            apart.append(nn.Parameter(values.clone()))
+            apart[-1].grad = gradient.clone()
+    config = OptimConfig(name="muon", lr=0.01)
+    build_optimizer(model, config).step()
+    Muon(apart, config.lr, config.weight_decay, config.momentum).step()
+    together = torch.cat([block.mixing.in_proj.weight for block in blocks])
+    torch.testing.assert_close(together, torch.cat(apart))
 
 
 def test_muons_elementwise_parts_never_get_more_matrices_than_is_quick_to_compile(monkeypatch):

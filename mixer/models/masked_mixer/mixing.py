@@ -335,7 +335,7 @@ class Gated(TokenMixing):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.in_proj = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.in_proj = Linear(config.hidden_size, *[config.hidden_size] * 3)
         self.conv = TriangularConv(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size)
 
@@ -356,7 +356,7 @@ class Keyed(TokenMixing):
         super().__init__()
         keys = config.num_mixer_heads * config.mixer_key_size
         self.parts = [keys, keys, config.hidden_size]
-        self.in_proj = Linear(config.hidden_size, sum(self.parts))
+        self.in_proj = Linear(config.hidden_size, *self.parts)
         self.conv = KeyedConv(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size)
 
