@@ -4,18 +4,19 @@
         [section.key=value ...]
 
 Each model of the plan trains for a few steps, which measures its speed; at each of `rates`, for
-`sweep_share` of the steps that it does in `seconds`; and at the best of them for `seconds`. When
-all sizes of a kind have done so, the best one trains for each of `seconds_of_best`, at its rate and
-at the next lower one. After these longer runs the validation loss is also measured by position and
-by kind of token. Plans are in benchmarks/plans; where one names a configuration as its `recipe`,
-the optimizer and the initial mixing weights are from there. Overrides of the command line go before
-the options of a model.
+`sweep_share` of the steps that it does in `seconds`; and for `seconds`, at the best of them and at
+the next lower one, as more steps may want a lower rate. When all sizes of a kind have done so, the
+best one trains for each of `seconds_of_best`, again at its rate and at the next lower one. After
+these longer runs the validation loss is also measured by position and by kind of token. Plans are
+in benchmarks/plans; where one names a configuration as its `recipe`, the optimizer and the initial
+mixing weights are from there. Overrides of the command line go before the options of a model.
 
 Every visible GPU works on models of its own. With --at-once N it has N processes, which take turns:
 one trains while the others start and compile. What those do on the GPU meanwhile is short, and
-times are medians. PATH.json has each run when it ends, and a run that it
-has with the same options is not repeated: the same command goes on where it was interrupted. Runs
-of a model whose options have changed are dropped from it, as they are no comparison.
+times are medians. PATH.json has each run when it ends, and a run that it has with the same options
+is not repeated (its steps may differ by 3%, as machines do): the same command goes on where it was
+interrupted. Runs of a model whose options have changed are dropped from it, as they are no
+comparison.
 With --seconds-in-all the command ends within so long: it begins no run that would take longer, but
 for one of which a minute or more fits, which the next command resumes (from PATH-runs); the exit
 status is 3 where one is left. PATH.md and PATH.png come at the end; model_sizes_report.py makes
@@ -67,6 +68,7 @@ PASSES = 4  # no run reads its text more often: beyond, repeated text is worth l
 STARTING = 60.0  # seconds that a model's first run takes beside training, with compilation
 SAVING = 20.0  # seconds before the end at which a run is stopped, to save and report
 WORTH_A_PART = 60.0  # seconds of training for which a run is begun that cannot end in time
+NEAR = 0.03  # relative difference of steps up to which a run is the one that is asked for
 # The options in which the runs of one model differ.
 OF_A_RUN = ("train.steps", "optim.lr", "optim.warmup_steps")
 
@@ -257,31 +259,35 @@ training = threading.Lock()  # held during each run of this process
 
 
 def train_model(study: Study, model: Model) -> None:
-    """The speed of a model, its runs at all rates, and its run at the best of them."""
+    """The speed of a model, its runs at all rates, and its longer ones."""
     plan = study.plan
     short = 4 * load(study, model.options, "speed").logging.log_every
     speed = train_for(study, model, 0, plan["rates"][0], short)
     steps = max(1, round(plan["sweep_share"] * steps_in(plan["seconds"], speed)))
     budget = plan["sweep_share"] * plan["seconds"]
-    swept = {rate: train_for(study, model, budget, rate, steps) for rate in plan["rates"]}
-    good = {rate: row for rate, row in swept.items() if "failure" not in row}
+    swept = [train_for(study, model, budget, rate, steps) for rate in plan["rates"]]
+    good = [row for row in swept if "failure" not in row]
     if not good:
         raise UserError(f"{model.name} diverges at all rates; give lower ones")
-    rate = min(good, key=lambda rate: good[rate]["validation_loss"])
-    steps = steps_in(plan["seconds"], good[rate])
-    train_for(study, model, plan["seconds"], rate, steps)
+    train_longer(study, model, plan["seconds"], good)
 
 
 def train_best(study: Study, kind: str, seconds: float) -> None:
-    """The size of a kind that was the best after the plan's `seconds`, for longer: at its rate and
-    at the next lower one, which more steps may want; at yet lower ones if the loss jumps at both.
-    """
+    """The size of a kind that was the best after the plan's `seconds`, for longer."""
     best = best_size(study.runs(), kind, study.plan["seconds"])
     if best is None:
         raise UserError(f"no size of {kind} has a loss after {study.plan['seconds']:g} s")
     model = next(
         model for model in study.models if (model.kind, model.size) == (kind, best["size"])
     )
+    train_longer(study, model, seconds, [best])
+
+
+def train_longer(study: Study, model: Model, seconds: float, shorter: list[dict]) -> None:
+    """A model at the best rate of shorter runs and at the next lower one, which more steps may
+    want; at yet lower ones if the loss jumped at both.
+    """
+    best = min(shorter, key=lambda row: row["validation_loss"])
     rates = sorted((rate for rate in study.plan["rates"] if rate <= best["lr"]), reverse=True)
     is_good = False
     for place, rate in enumerate(rates):
@@ -315,8 +321,8 @@ def train_for(study: Study, model: Model, budget: float, rate: float, steps: int
     warmup = min(model.options["optim.warmup_steps"], steps // 3)
     changes = {"train.steps": steps, "optim.lr": rate, "optim.warmup_steps": warmup}
     settings = model.options | changes
-    known = study.runs().get(name, {})
-    if known.get("settings") == settings:
+    known = study.runs().get(name)
+    if known and abs(known["settings"]["train.steps"] - steps) <= NEAR * steps:
         return known
     config = load(study, settings, name.replace(", ", "-").replace(" ", "-"))
     began = time.time()

@@ -15,22 +15,25 @@ GAP = 0.07  # between two labels, as a share of the height
 def draw(result: dict, output: Path) -> Path:
     figure = new_figure(figsize=(11.5, 4.8))
     left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
-    draw_times(left, result["runs"])
-    draw_positions(right, result["runs"], result["plan"]["seconds"])
+    draw_times(left, result["runs"], colours(result))
+    draw_positions(right, result["runs"], colours(result), result["plan"]["seconds"])
     return save(figure, output)
 
 
-def colours(runs: dict) -> dict[str, str]:
-    return dict(zip(kinds_of(runs), COLOURS, strict=False))
+def colours(result: dict) -> dict[str, str]:
+    """In the order of the plan, so that what plans have in common looks the same."""
+    kinds = kinds_of(result["runs"])
+    planned = [kind for kind in result["plan"]["kinds"] if kind in kinds]
+    return dict(zip(dict.fromkeys(planned + kinds), COLOURS, strict=False))
 
 
-def draw_times(axes, runs: dict) -> None:
+def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
     """The ends of all runs, thin lines for one size, and each kind's fit through its lowest."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     markers = dict(zip(sizes_of(runs), MARKERS, strict=False))
     labels, all_ends, top = {}, [], 0.0
-    for kind, colour in colours(runs).items():
+    for kind, colour in colours.items():
         lowest = ends_of(runs, kind)
         top = max(top, 1.06 * lowest[0].loss)
         for size in sizes_of(runs, kind):
@@ -66,14 +69,14 @@ def draw_times(axes, runs: dict) -> None:
     name_lines(axes, labels)
 
 
-def draw_positions(axes, runs: dict, seconds: float) -> None:
+def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) -> None:
     """The loss by position of each kind's best size after a time, as means over 1, 2, 4, 8 ...
     positions.
     """
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     labels = {}
-    for kind, colour in colours(runs).items():
+    for kind, colour in colours.items():
         best = best_size(runs, kind, seconds)
         if not best:
             continue

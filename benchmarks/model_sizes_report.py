@@ -246,21 +246,24 @@ def sweep_budget(result: dict) -> float:
 
 
 def rate_rows(result: dict) -> list[dict]:
-    """Validation losses of the sweeps, a column for each rate; the best is bold."""
+    """Validation losses of the sweeps, a column for each rate, of which the best is bold; and the
+    speeds of the longest runs.
+    """
     swept = [row for row in result["runs"].values() if 0 < row["budget"] <= sweep_budget(result)]
     rates = sorted({row["lr"] for row in swept})
     rows = []
     for name in dict.fromkeys((row["kind"], row["size"]) for row in swept):
         own = {row["lr"]: row for row in swept if (row["kind"], row["size"]) == name}
         losses = {rate: row.get("validation_loss", math.inf) for rate, row in own.items()}
-        best, any_row = min(losses.values()), own[min(losses, key=losses.get)]
+        best = min(losses.values())
         if math.isinf(best):
             continue
+        longest = ends_with(result["runs"], *name)
         row = {
             "model": " ".join(name),
-            "parameters, M": f"{any_row['parameters'] / 1e6:.1f}",
-            "thousand tokens/s": f"{any_row['tokens_per_second'] / 1e3:,.1f}",
-            "steps of a sweep's run": f"{any_row['steps']:,}",
+            "parameters, M": f"{longest['parameters'] / 1e6:.1f}",
+            "thousand tokens/s": f"{longest['tokens_per_second'] / 1e3:,.1f}",
+            "steps of a sweep's run": f"{own[min(losses, key=losses.get)]['steps']:,}",
         }
         for rate in rates:
             loss = losses.get(rate)
@@ -268,6 +271,12 @@ def rate_rows(result: dict) -> list[dict]:
             row[f"lr {rate:g}"] = f"**{cell}**" if loss == best else cell
         rows.append(row)
     return rows
+
+
+def ends_with(runs: dict, kind: str, size: str) -> dict:
+    """The best of a model's longest runs, whose speed is the surest."""
+    own = [row for row in finished(runs, kind) if row["size"] == size]
+    return max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
 
 
 def notes(result: dict) -> str:
@@ -280,7 +289,8 @@ def notes(result: dict) -> str:
         f"{rows[0]['tokens_a_step']:,} tokens a step in samples of {context}, a text of "
         f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens, optimizer "
         f"{settings.get('optim.name', 'adamw')}, one GPU for each run, one run of each.",
-        f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. Each "
+        f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. Longer "
+        "runs have the best rate of these, and the next lower one where the table has it. Each "
         "run's learning rate ends its schedule at the last step, so only ends are compared.",
         "Training time is the steps by the median time of a step, without start-up, compilation, "
         "evaluation and saving.",
@@ -304,7 +314,7 @@ def diverged_note(result: dict) -> str:
         for row in result["runs"].values()
         if row["budget"] > sweep_budget(result) and "failure" in row
     ]
-    return f"Diverged at the best rate of the sweep: {', '.join(named)}." if named else ""
+    return f"Diverged: {', '.join(named)}." if named else ""
 
 
 def jumped_note(runs: dict) -> str:
@@ -323,17 +333,20 @@ def jumped_note(runs: dict) -> str:
 
 def edge_note(runs: dict) -> str:
     """Which best rates are the lowest or the highest that were tried."""
-    at_edge = []
-    for row in longer(runs):
-        name = f"{row['kind']} {row['size']}"
-        own = [r["lr"] for r in runs.values() if r["budget"] and "loss" not in r]
-        if len(set(own)) > 1 and row["lr"] in (min(own), max(own)):
-            at_edge.append(f"{name} ({row['lr']:g})")
+    tried = {row["lr"] for row in runs.values() if row["budget"]}
+    best: dict[tuple, dict] = {}
+    for row in longer(runs):  # the best of a time first
+        best.setdefault((row["kind"], row["size"], row["budget"]), row)
+    at_edge = [
+        f"{row['kind']} {row['size']} ({row['budget']:g} s, {row['lr']:g})"
+        for row in best.values()
+        if len(tried) > 1 and row["lr"] in (min(tried), max(tried))
+    ]
     if not at_edge:
         return ""
     return (
-        f"The best rate is the lowest or highest that was tried for "
-        f"{', '.join(dict.fromkeys(at_edge))}: rates beyond may be better."
+        f"The best rate is the lowest or highest that was tried for {', '.join(at_edge)}: rates "
+        "beyond may be better."
     )
 
 
