@@ -57,8 +57,8 @@ def main() -> None:
         result["tiles"] = times_by_tile(*SHAPES[0])
     for context, heads in SHAPES:
         result["rows"] += rows(context, heads)
-        save(result, report(result), options.output)
-    print(report(result))
+        save(result, table(result), options.output)
+    print(table(result))
 
 
 def inputs(context: int, heads: int) -> list[Tensor]:
@@ -154,7 +154,7 @@ def cells(row: dict) -> str:
     return f"| {row['context']} | {row['heads']} | {row['pass']} | {numbers} |"
 
 
-def report(result: dict) -> str:
+def table(result: dict) -> str:
     lines = [
         "# Keyed mixing: milliseconds of one call",
         "",

@@ -14,7 +14,7 @@ from saving import origins
 
 from mixer.common.errors import run_command
 from mixer.common.files import write_text
-from mixer.reporting.tables import table
+from mixer.reporting import tables
 
 JUMP = 1.02  # a longer run's loss at so many times a shorter one's counts as jumped
 EDGES = (0, 8, 64, 256, 512, 2048, 8192)  # of the positions whose losses are shown together
@@ -122,24 +122,25 @@ def write_report(file: Path) -> str:
     result = json.loads(file.read_text())
     if not longer(result["runs"]):
         return "no run has ended yet but those that measure speeds and learning rates"
-    text = report(result, file.with_suffix(".png").name)
+    picture = file.with_suffix(".png")
+    text = f"{table(result)}\n![Loss by time]({picture.name})\n"
     write_text(file.with_suffix(".md"), text)
     try:
         from model_sizes_figure import draw
 
-        draw(result, file.with_suffix(".png"))
+        draw(result, picture)
     except ImportError as error:
         text += f"\nno picture: {error}; install it, then: model_sizes_report.py {file}\n"
     return text
 
 
-def report(result: dict, picture: str) -> str:
+def table(result: dict) -> str:
     runs = result["runs"]
-    parts = ["# Models of several sizes for equal times", f"![Loss by time]({picture})"]
-    parts += ["## Losses", table(loss_rows(runs))]
-    parts += ["## Which size for how long", table(size_rows(runs)), how_sized(result)]
-    parts += ["## Where each is better", table(where_rows(runs)), how_split()]
-    parts += ["## Speeds and learning rates", table(rate_rows(result)), notes(result)]
+    parts = ["# Models of several sizes for equal times"]
+    parts += ["## Losses", tables.table(loss_rows(runs))]
+    parts += ["## Which size for how long", tables.table(size_rows(runs)), how_sized(result)]
+    parts += ["## Where each is better", tables.table(where_rows(runs)), how_split()]
+    parts += ["## Speeds and learning rates", tables.table(rate_rows(result)), notes(result)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -258,7 +259,7 @@ def rate_rows(result: dict) -> list[dict]:
         best = min(losses.values())
         if math.isinf(best):
             continue
-        longest = ends_with(result["runs"], *name)
+        longest = longest_run(result["runs"], *name)
         row = {
             "model": " ".join(name),
             "parameters, M": f"{longest['parameters'] / 1e6:.1f}",
@@ -273,8 +274,8 @@ def rate_rows(result: dict) -> list[dict]:
     return rows
 
 
-def ends_with(runs: dict, kind: str, size: str) -> dict:
-    """The best of a model's longest runs, whose speed is the surest."""
+def longest_run(runs: dict, kind: str, size: str) -> dict:
+    """Of a model's longest runs, whose speed is the surest, the best."""
     own = [row for row in finished(runs, kind) if row["size"] == size]
     return max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
 

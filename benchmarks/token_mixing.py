@@ -22,7 +22,8 @@ import timing
 import torch
 from saving import add_options, measured_by, save
 from token_mixing_check import Expected, check
-from token_mixing_report import table, write_plots
+from token_mixing_figures import write_plots
+from token_mixing_report import table
 from token_mixing_variants import VARIANTS, Data
 from token_mixing_work import OPERATIONS, Shape, floor_ms, least_bytes, useful_flops
 

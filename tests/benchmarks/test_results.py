@@ -10,6 +10,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # How results are named, and what makes their report of them.
 REPORTS = {
     "generation": "generation",
+    "keyed_mixing": "keyed_mixing",
+    "model_sizes": "model_sizes_report",
     "optimizer_step": "training_step_report",
     "portable_kernels": "portable_kernels",
     "recipe": "recipe",
