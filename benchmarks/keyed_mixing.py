@@ -3,10 +3,10 @@
     python benchmarks/keyed_mixing.py --output PATH              # writes PATH.json, PATH.md
     python benchmarks/keyed_mixing.py --output PATH --tiles      # and looks for better tiles
 
-bf16 with weights in float32, keys and values of 64 numbers, 65,536 tokens. Every result of the
-kernels is checked against plain PyTorch first. --tiles also times each kernel with other sizes of
-tile, numbers of warps and of loads under way, at the first shape. The best that fit every GPU are
-for TILES of mixer/ops/keyed_kernels.py, with which the table is measured.
+bf16 with weights in float32, 65,536 tokens. Every result of the kernels is checked against plain
+PyTorch first. --tiles also times each kernel with other sizes of tile, numbers of warps and of
+loads under way, at the first two shapes. The best that fit every GPU are for TILES and WIDE_TILES
+of mixer/ops/keyed_kernels.py, with which the table is measured.
 """
 
 import argparse
@@ -26,9 +26,18 @@ from mixer.ops import choice, keyed_conv, triangular_conv
 from mixer.ops.measure import KEYED_RESULTS, difference
 
 DEVICE = "cuda"
-SIZE = 64  # numbers of a key and of a value
 TOKENS = 65536
-SHAPES = [(512, 8), (512, 16), (2048, 8), (8192, 8)]  # (context, heads)
+# (context, heads, numbers of a key and of a value)
+SHAPES = [
+    (512, 8, 64),
+    (512, 4, 128),
+    (512, 16, 64),
+    (2048, 8, 64),
+    (2048, 4, 128),
+    (8192, 8, 64),
+    (8192, 4, 128),
+]
+TILED = SHAPES[:2]
 NAMES = {
     "kernels": "kernels",
     "plain": "plain PyTorch",
@@ -47,24 +56,25 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="look for better tiles, too")
     add_options(parser)
     options = parser.parse_args()
+    context, heads, size = SHAPES[0]
     reason = choice.keyed_unavailable_reason(
-        torch.device(DEVICE, 0), torch.bfloat16, SHAPES[0][1], SIZE, SIZE, SHAPES[0][0]
+        torch.device(DEVICE, 0), torch.bfloat16, heads, size, size, context
     )
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options) | {"tiles": {}, "rows": []}
     if options.tiles:
-        result["tiles"] = times_by_tile(*SHAPES[0])
-    for context, heads in SHAPES:
-        result["rows"] += rows(context, heads)
+        result["tiles"] = {str(size): times_by_tile(*rest, size) for *rest, size in TILED}
+    for shape in SHAPES:
+        result["rows"] += rows(*shape)
         save(result, table(result), options.output)
     print(table(result))
 
 
-def inputs(context: int, heads: int) -> list[Tensor]:
+def inputs(context: int, heads: int, size: int) -> list[Tensor]:
     """query, key, value, weight, bias and dy; the first three as parts of one projection."""
     torch.manual_seed(0)
-    batch, width = max(1, TOKENS // context), heads * SIZE
+    batch, width = max(1, TOKENS // context), heads * size
     projected = torch.randn(batch, context, 3 * width, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(heads, 1, context, context, device=DEVICE) * context**-0.5
     bias = torch.randn(heads, context, device=DEVICE)
@@ -89,8 +99,8 @@ def mixings(heads: int) -> dict[str, Callable]:
     }
 
 
-def rows(context: int, heads: int) -> list[dict]:
-    *tensors, dy = inputs(context, heads)
+def rows(context: int, heads: int, size: int) -> list[dict]:
+    *tensors, dy = inputs(context, heads, size)
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     calls = mixings(heads)
 
@@ -112,16 +122,18 @@ def rows(context: int, heads: int) -> list[dict]:
     for name, step in (("forward", forward), ("forward and backward", results)):
         timed = {key: lambda _, conv=conv, step=step: step(conv) for key, conv in calls.items()}
         times = interleaved(timed, DEVICE, 1, ROUNDS, BATCH_MS)
-        found.append({"context": context, "heads": heads, "pass": name, "times": times})
+        about = {"context": context, "heads": heads, "size": size, "pass": name}
+        found.append(about | {"times": times})
         print(cells(found[-1]), flush=True)
     return found
 
 
-def times_by_tile(context: int, heads: int) -> dict[str, dict]:
+def times_by_tile(context: int, heads: int, size: int) -> dict[str, dict]:
     """Of each kernel: milliseconds by rows, columns, warps and stages."""
     from mixer.ops import keyed_kernels as kernels
 
-    query, key, value, weight, bias, dy = inputs(context, heads)
+    tiles = kernels.tiles_for(torch.bfloat16, size, size)
+    query, key, value, weight, bias, dy = inputs(context, heads, size)
     packed = kernels.pack(weight, context, query.dtype)
 
     def gradients(_):  # of both kernels, of which one stays as it is
@@ -135,39 +147,41 @@ def times_by_tile(context: int, heads: int) -> dict[str, dict]:
     }
     found = {}
     for kernel, call in calls.items():
-        found[kernel], kept = {}, kernels.TILES[kernel]
+        found[kernel], kept = {}, tiles[kernel]
         others = itertools.product(EDGES, EDGES, WARPS, STAGES)
         for tile in dict.fromkeys([kept, *others]):
-            kernels.TILES[kernel] = tile
+            tiles[kernel] = tile
             with suppress(Exception):  # more shared memory or registers than there are
                 timing = interleaved({"": call}, DEVICE, 1, 3, 3.0)[""]
                 found[kernel][" ".join(map(str, tile))] = timing["ms"]
-        kernels.TILES[kernel] = kept
+        tiles[kernel] = kept
         best = min(found[kernel], key=found[kernel].get)
-        print(f"{kernel}: {best}, {found[kernel][best]:.3f} ms", flush=True)
+        print(f"{kernel}, {size}: {best}, {found[kernel][best]:.3f} ms", flush=True)
     return found
 
 
 def cells(row: dict) -> str:
     times = (row["times"][name].get("ms") for name in NAMES)
     numbers = " | ".join("-" if ms is None else f"{ms:.3f}" for ms in times)
-    return f"| {row['context']} | {row['heads']} | {row['pass']} | {numbers} |"
+    about = " | ".join(str(row[key]) for key in ("context", "heads", "size", "pass"))
+    return f"| {about} | {numbers} |"
 
 
 def table(result: dict) -> str:
     lines = [
         "# Keyed mixing: milliseconds of one call",
         "",
-        f"{TOKENS:,} tokens, keys and values of {SIZE} numbers, bf16. {origin(result)}",
+        f"{TOKENS:,} tokens, bf16. Size: numbers of a key and of a value. {origin(result)}",
         "",
-        f"| context | heads | pass | {' | '.join(NAMES.values())} |",
-        f"|---:|---:|---|{'---:|' * len(NAMES)}",
+        f"| context | heads | size | pass | {' | '.join(NAMES.values())} |",
+        f"|---:|---:|---:|---|{'---:|' * len(NAMES)}",
         *map(cells, result["rows"]),
     ]
-    for kernel, times in result["tiles"].items():
-        fastest = sorted(times, key=times.get)[:4]
-        said = ", ".join(f"{tile}: {times[tile]:.3f} ms" for tile in fastest)
-        lines += ["", f"Tiles of {kernel} (rows, columns, warps, stages): {said}."]
+    for size, kernels in result["tiles"].items():
+        for kernel, times in kernels.items():
+            fastest = sorted(times, key=times.get)[:4]
+            said = ", ".join(f"{tile}: {times[tile]:.3f} ms" for tile in fastest)
+            lines += ["", f"Tiles of {kernel}, {size} (rows, columns, warps, stages): {said}."]
     return "\n".join(lines) + "\n"
 
 

@@ -112,9 +112,10 @@ def _(query, key, value, weight, bias):
 
 
 @torch.library.custom_op("mixer::keyed_conv_grad_input", mutates_args=())
-def grad_input(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def grad_input(dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor) -> Tensor:
+    """Those of query, key and value side by side: they are mostly parts of one projection, whose
+    gradient this is then, without a copy in compiled code.
+    """
     from mixer.ops import keyed_kernels
 
     return keyed_kernels.grad_input(dy, query, key, value, packed)
@@ -122,8 +123,8 @@ def grad_input(
 
 @grad_input.register_fake
 def _(dy, query, key, value, packed):
-    like = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-    return tuple(like)
+    channels = sum(x.shape[-1] for x in (query, key, value))
+    return query.new_empty((*query.shape[:2], channels))
 
 
 @torch.library.custom_op("mixer::keyed_conv_grad_weight", mutates_args=())
@@ -164,7 +165,9 @@ def _backward(ctx, dy, _):
     needs_weight, needs_bias = ctx.needs_input_grad[3:]
     inputs, dweight, dbias = (None, None, None), None, None
     if any(ctx.needs_input_grad[:3]):
-        inputs = grad_input(dy, query, key, value, packed)
+        parts = [x.shape[-1] for x in (query, key, value)]
+        # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
+        inputs = grad_input(dy, query, key, value, packed).split(parts, dim=2)
     if needs_weight:
         dweight = grad_weight(dy, query, key, value, ctx.heads, ctx.context).to(ctx.weight_dtype)
     if needs_bias:  # (batch, tokens, heads, channels of a head) -> (heads, tokens)

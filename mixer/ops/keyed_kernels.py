@@ -7,8 +7,8 @@ that it needs. Without a softmax no tile has to know another. Each number has on
 it up, in the same order always, so results are the same bit for bit in each run.
 
 q, k, v, y and their gradients are (batch, tokens, heads * size), the channels of a token side by
-side. w is packed, (heads, tokens, tokens) in the type of q, zero above the diagonal. Products are
-of that type, sums float32.
+side; those of q, k and v are parts of one tensor. w is packed, (heads, tokens, tokens) in the type
+of q, zero above the diagonal. Products are of that type, sums float32.
 
 This module is imported only where the kernels run: it needs Triton.
 """
@@ -20,17 +20,21 @@ from torch import Tensor
 
 # Of each kernel: the rows i and columns j of a tile, warps, and loads that are under way at once.
 # The fastest at 512 tokens on an H200, by benchmarks/keyed_mixing.py --tiles, of those without
-# spills with keys and values of 64 numbers and with at most the 99 KB of shared memory that every
-# GPU from 8.0 on has.
+# spills and with at most the 99 KB of shared memory that every GPU from 8.0 on has: for keys and
+# values of 64 numbers, which all have whose key and value together are no longer, and of 128.
 TILES = {
     "forward": (64, 32, 4, 3),
     "grad_query": (64, 32, 4, 3),
     "grad_key_value": (32, 64, 4, 3),
     "grad_weight": (64, 64, 8, 3),
 }
-# And of float32, and where a key and a value together have more numbers than this.
-SMALL_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
-MOST_NUMBERS = 128
+WIDE_TILES = {
+    "forward": (64, 64, 4, 2),
+    "grad_query": (64, 32, 4, 2),
+    "grad_key_value": (32, 64, 4, 2),
+    "grad_weight": (64, 32, 4, 2),
+}
+FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
 
 
 # ------------------------------------------------------------------------- pieces of the kernels
@@ -108,12 +112,12 @@ def forward_kernel(
 
 @triton.jit
 def grad_query_kernel(
-    q, k, v, w, dy, dq,
+    q, k, v, w, dy, dqkv,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = 2 s w (dy[i] . v[j]). A program has
+    """dq[i] = 2 * scale * sum over j of ds[i, j] k[j], where ds = s w (dy[i] . v[j]). A program has
     ROWS tokens i.
     """
     tiles = tl.cdiv(tokens, ROWS)
@@ -123,7 +127,8 @@ def grad_query_kernel(
     k += text * k_batch + head * KEYS
     v += text * v_batch + head * VALUES
     dy += text * tokens * HEADS * VALUES + head * VALUES
-    dq += text * tokens * HEADS * KEYS + head * KEYS
+    ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
+    dq = dqkv + text * tokens * ALL + head * KEYS
     w += head * tokens * tokens
     queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
     gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
@@ -133,20 +138,20 @@ def grad_query_kernel(
         values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
         s = product(queries, tl.trans(keys)) * scale
         dp = product(gradient, tl.trans(values))
-        ds = 2 * s * load_weights(w, start, column, tokens, ROWS, COLUMNS) * dp
+        ds = s * load_weights(w, start, column, tokens, ROWS, COLUMNS) * dp
         total = product(ds.to(keys.dtype), keys, total)
-    store_rows(dq, HEADS * KEYS, start, tokens, total * scale, ROWS, KEYS)
+    store_rows(dq, ALL, start, tokens, total * (2 * scale), ROWS, KEYS)
 
 
 @triton.jit
 def grad_key_value_kernel(
-    q, k, v, w, dy, dk, dv,
+    q, k, v, w, dy, dqkv,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dk[j] = scale * sum over i of ds[i, j] q[i], dv[j] = sum over i of w s^2 dy[i]. A program has
-    COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left factors.
+    """dk[j] = 2 * scale * sum over i of ds[i, j] q[i], dv[j] = sum over i of w s^2 dy[i]. A program
+    has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left factors.
     """
     tiles = tl.cdiv(tokens, COLUMNS)
     tile, text, head = place(tiles, HEADS)
@@ -155,8 +160,9 @@ def grad_key_value_kernel(
     k += text * k_batch + head * KEYS
     v += text * v_batch + head * VALUES
     dy += text * tokens * HEADS * VALUES + head * VALUES
-    dk += text * tokens * HEADS * KEYS + head * KEYS
-    dv += text * tokens * HEADS * VALUES + head * VALUES
+    ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
+    dk = dqkv + text * tokens * ALL + (HEADS + head) * KEYS
+    dv = dqkv + text * tokens * ALL + 2 * HEADS * KEYS + head * VALUES
     w += head * tokens * tokens
     keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
     values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
@@ -168,10 +174,10 @@ def grad_key_value_kernel(
         s = product(keys, tl.trans(queries)) * scale
         sw = s * tl.trans(load_weights(w, start, column, tokens, ROWS, COLUMNS))
         total_values = product((s * sw).to(gradient.dtype), gradient, total_values)
-        ds = 2 * sw * product(values, tl.trans(gradient))
+        ds = sw * product(values, tl.trans(gradient))
         total_keys = product(ds.to(queries.dtype), queries, total_keys)
-    store_rows(dk, HEADS * KEYS, column, tokens, total_keys * scale, COLUMNS, KEYS)
-    store_rows(dv, HEADS * VALUES, column, tokens, total_values, COLUMNS, VALUES)
+    store_rows(dk, ALL, column, tokens, total_keys * (2 * scale), COLUMNS, KEYS)
+    store_rows(dv, ALL, column, tokens, total_values, COLUMNS, VALUES)
 
 
 @triton.jit
@@ -233,23 +239,23 @@ def forward(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Ten
     return y
 
 
-def grad_input(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, contiguous."""
+def grad_input(dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor) -> Tensor:
+    """The gradients of query, key and value side by side, (batch, tokens, channels of all)."""
     dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
     heads, tokens, _ = packed.shape
-    dq, dk, dv = (empty(x, x.shape) for x in (query, key, value))
-    last = (*strides(query, key, value), tokens, scale_of(query, heads))
+    channels = sum(x.shape[-1] for x in (query, key, value))
+    dqkv = empty(query, (*query.shape[:2], channels))
+    inputs = (query, key, value, packed, dy, dqkv)
+    others = (*strides(query, key, value), tokens, scale_of(query, heads))
     heads_of_texts = query.shape[0] * heads
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
         programs = triton.cdiv(tokens, options["ROWS"]) * heads_of_texts
-        grad_query_kernel[(programs,)](query, key, value, packed, dy, dq, *last, **options)
+        grad_query_kernel[(programs,)](*inputs, *others, **options)
         options = options_for("grad_key_value", query, value, heads)
         programs = triton.cdiv(tokens, options["COLUMNS"]) * heads_of_texts
-        grad_key_value_kernel[(programs,)](query, key, value, packed, dy, dk, dv, *last, **options)
-    return dq, dk, dv
+        grad_key_value_kernel[(programs,)](*inputs, *others, **options)
+    return dqkv
 
 
 def grad_weight(
@@ -275,10 +281,16 @@ def grad_weight(
 def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> dict[str, int]:
     """What a kernel is compiled with."""
     keys, values = query.shape[-1] // heads, value.shape[-1] // heads
-    is_large = query.dtype == torch.float32 or keys + values > MOST_NUMBERS
-    rows, columns, warps, stages = (SMALL_TILES if is_large else TILES)[kernel]
+    rows, columns, warps, stages = tiles_for(query.dtype, keys, values)[kernel]
     sizes = {"HEADS": heads, "KEYS": keys, "VALUES": values, "ROWS": rows, "COLUMNS": columns}
     return sizes | {"num_warps": warps, "num_stages": stages}
+
+
+def tiles_for(dtype: torch.dtype, keys: int, values: int) -> dict[str, tuple[int, int, int, int]]:
+    """For keys and values of so many numbers."""
+    if dtype == torch.float32:
+        return FLOAT32_TILES
+    return TILES if keys + values <= 128 else WIDE_TILES
 
 
 def scale_of(query: Tensor, heads: int) -> float:

@@ -111,9 +111,8 @@ def random_cases(kernels: ModuleType, seed: int, cases: int) -> None:
     rng = random.Random(seed)
     for number in range(cases):
         tile = [16, 32, 64]
-        kernels.TILES |= {
-            name: (rng.choice(tile), rng.choice(tile), 4, 1) for name in kernels.TILES
-        }
+        for tiles in (kernels.TILES, kernels.FLOAT32_TILES):
+            tiles |= {name: (rng.choice(tile), rng.choice(tile), 4, 1) for name in tiles}
         dtypes = [torch.float32, torch.float16]  # the interpreter multiplies bf16 as integers
         case = drawn(rng, [16, 32], [1, 8, 40, 64, 100, 130], dtypes)
         outputs.clear()

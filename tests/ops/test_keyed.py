@@ -70,7 +70,7 @@ MISTAKES = {
         "range(column // ROWS * ROWS + ROWS, tokens, ROWS)",
     ),
     "the gradient of the weight has one text": ("for _ in range(batch):", "for _ in range(1):"),
-    "the scale counts once": ("total_keys * scale", "total_keys"),
+    "the scale counts once": ("total_keys * (2 * scale)", "2 * total_keys"),
 }
 
 
@@ -100,7 +100,7 @@ SHARED_MEMORY = 99 << 10  # bytes a block: that of compute capability 8.6 and 8.
         pytest.param(torch.float16, 16, True, marks=pytest.mark.slow),
         pytest.param(torch.float32, 16, False, marks=pytest.mark.slow),
         pytest.param(torch.float32, 32, False, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 128, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 128, True, marks=pytest.mark.slow),
         pytest.param(torch.float32, 128, False, marks=pytest.mark.slow),
     ],
 )
@@ -132,7 +132,7 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
     constants = {name: value for name, value in options.items() if name.isupper()}
     function = getattr(keyed_kernels, f"{kernel}_kernel")
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    types = dict.fromkeys(["q", "k", "v", "w", "y", "dy", "dq", "dk", "dv"], pointer)
+    types = dict.fromkeys(["q", "k", "v", "w", "y", "dy", "dqkv"], pointer)
     types |= {"bias": "*fp32", "dw": "*fp32", "scale": "fp32"} | dict.fromkeys(
         constants, "constexpr"
     )
