@@ -29,10 +29,10 @@ TILES = {
     "grad_weight": (64, 64, 8, 3),
 }
 WIDE_TILES = {
-    "forward": (64, 64, 4, 2),
+    "forward": (64, 32, 4, 3),
     "grad_query": (64, 32, 4, 2),
-    "grad_key_value": (32, 64, 4, 2),
-    "grad_weight": (64, 32, 4, 2),
+    "grad_key_value": (64, 64, 4, 2),
+    "grad_weight": (32, 64, 4, 2),
 }
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
 
