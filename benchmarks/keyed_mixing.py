@@ -5,8 +5,8 @@
 
 bf16 with weights in float32, 65,536 tokens. Every result of the kernels is checked against plain
 PyTorch first. --tiles also times each kernel with other sizes of tile, numbers of warps and of
-loads under way, at the first two shapes. The best that fit every GPU are for TILES and WIDE_TILES
-of mixer/ops/keyed_kernels.py, with which the table is measured.
+loads under way, at the first two shapes. The best are for the tables of tiles in
+mixer/ops/keyed_kernels.py, with which the times of the report are measured.
 """
 
 import argparse
@@ -132,8 +132,8 @@ def times_by_tile(context: int, heads: int, size: int) -> dict[str, dict]:
     """Of each kernel: milliseconds by rows, columns, warps and stages."""
     from mixer.ops import keyed_kernels as kernels
 
-    tiles = kernels.tiles_for(torch.bfloat16, size, size)
     query, key, value, weight, bias, dy = inputs(context, heads, size)
+    tiles = kernels.tiles_for(query, size, size)
     packed = kernels.pack(weight, context, query.dtype)
 
     def gradients(_):  # of both kernels, of which one stays as it is

@@ -31,9 +31,11 @@ TILES = {
 WIDE_TILES = {
     "forward": (64, 32, 4, 3),
     "grad_query": (64, 32, 4, 2),
-    "grad_key_value": (64, 64, 4, 2),
+    "grad_key_value": (32, 64, 4, 2),
     "grad_weight": (32, 64, 4, 2),
 }
+# Capability 9 and 10 have 227 KB.
+TILES_OF_9_AND_10 = TILES | {"grad_weight": (128, 128, 8, 3)}
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
 
 
@@ -145,13 +147,13 @@ def grad_query_kernel(
 
 @triton.jit
 def grad_key_value_kernel(
-    q, k, v, w, dy, dqkv,
+    q, k, v, wt, dy, dqkv,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dk[j] = 2 * scale * sum over i of ds[i, j] q[i], dv[j] = sum over i of w s^2 dy[i]. A program
-    has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left factors.
+    has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left factors; wt is w so.
     """
     tiles = tl.cdiv(tokens, COLUMNS)
     tile, text, head = place(tiles, HEADS)
@@ -163,7 +165,7 @@ def grad_key_value_kernel(
     ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
     dk = dqkv + text * tokens * ALL + (HEADS + head) * KEYS
     dv = dqkv + text * tokens * ALL + 2 * HEADS * KEYS + head * VALUES
-    w += head * tokens * tokens
+    wt += head * tokens * tokens
     keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
     values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
     total_keys = tl.zeros((COLUMNS, KEYS), tl.float32)
@@ -172,7 +174,7 @@ def grad_key_value_kernel(
         queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
         gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
         s = product(keys, tl.trans(queries)) * scale
-        sw = s * tl.trans(load_weights(w, start, column, tokens, ROWS, COLUMNS))
+        sw = s * load_weights(wt, column, start, tokens, COLUMNS, ROWS)
         total_values = product((s * sw).to(gradient.dtype), gradient, total_values)
         ds = sw * product(values, tl.trans(gradient))
         total_keys = product(ds.to(queries.dtype), queries, total_keys)
@@ -245,16 +247,17 @@ def grad_input(dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Te
     heads, tokens, _ = packed.shape
     channels = sum(x.shape[-1] for x in (query, key, value))
     dqkv = empty(query, (*query.shape[:2], channels))
-    inputs = (query, key, value, packed, dy, dqkv)
-    others = (*strides(query, key, value), tokens, scale_of(query, heads))
+    inputs = (query, key, value)
+    others = (dy, dqkv, *strides(*inputs), tokens, scale_of(query, heads))
     heads_of_texts = query.shape[0] * heads
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
         programs = triton.cdiv(tokens, options["ROWS"]) * heads_of_texts
-        grad_query_kernel[(programs,)](*inputs, *others, **options)
+        grad_query_kernel[(programs,)](*inputs, packed, *others, **options)
         options = options_for("grad_key_value", query, value, heads)
         programs = triton.cdiv(tokens, options["COLUMNS"]) * heads_of_texts
-        grad_key_value_kernel[(programs,)](*inputs, *others, **options)
+        turned = packed.transpose(1, 2).contiguous()
+        grad_key_value_kernel[(programs,)](*inputs, turned, *others, **options)
     return dqkv
 
 
@@ -281,16 +284,19 @@ def grad_weight(
 def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> dict[str, int]:
     """What a kernel is compiled with."""
     keys, values = query.shape[-1] // heads, value.shape[-1] // heads
-    rows, columns, warps, stages = tiles_for(query.dtype, keys, values)[kernel]
+    rows, columns, warps, stages = tiles_for(query, keys, values)[kernel]
     sizes = {"HEADS": heads, "KEYS": keys, "VALUES": values, "ROWS": rows, "COLUMNS": columns}
     return sizes | {"num_warps": warps, "num_stages": stages}
 
 
-def tiles_for(dtype: torch.dtype, keys: int, values: int) -> dict[str, tuple[int, int, int, int]]:
+def tiles_for(query: Tensor, keys: int, values: int) -> dict[str, tuple[int, int, int, int]]:
     """For keys and values of so many numbers."""
-    if dtype == torch.float32:
+    if query.dtype == torch.float32:
         return FLOAT32_TILES
-    return TILES if keys + values <= 128 else WIDE_TILES
+    if keys + values > 128:
+        return WIDE_TILES
+    is_large = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] in (9, 10)
+    return TILES_OF_9_AND_10 if is_large else TILES
 
 
 def scale_of(query: Tensor, heads: int) -> float:

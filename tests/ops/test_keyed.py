@@ -132,7 +132,7 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
     constants = {name: value for name, value in options.items() if name.isupper()}
     function = getattr(keyed_kernels, f"{kernel}_kernel")
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    types = dict.fromkeys(["q", "k", "v", "w", "y", "dy", "dqkv"], pointer)
+    types = dict.fromkeys(["q", "k", "v", "w", "wt", "y", "dy", "dqkv"], pointer)
     types |= {"bias": "*fp32", "dw": "*fp32", "scale": "fp32"} | dict.fromkeys(
         constants, "constexpr"
     )

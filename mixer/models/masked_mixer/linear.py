@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 class Linear(nn.Linear):
     """nn.Linear, or several of them with the same input as one, whose outputs stand side by side:
-    Linear(in_features, out_features, ...). `parts` has the out_features of each, as an optimizer of
-    whole matrices trains each by itself.
+    Linear(in_features, out_features, ..., bias=True). `parts` has the out_features of each, as an
+    optimizer of whole matrices trains each by itself.
 
     When one token is computed under torch.compile the same result is written differently.
     For a single token the product is a matrix times a vector, and its time is the time to read the
@@ -24,12 +24,12 @@ class Linear(nn.Linear):
       memory, so x is computed once and written out first.
     """
 
-    def __init__(self, in_features: int, *parts: int):
-        super().__init__(in_features, sum(parts))
+    def __init__(self, in_features: int, *parts: int, bias: bool = True):
+        super().__init__(in_features, sum(parts), bias)
         self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and all(size == 1 for size in x.shape[:-1]):
             y = F.linear(x.as_strided(x.shape, x.stride()), self.weight)
-            return y + self.bias.to(y.dtype)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         return super().forward(x)

@@ -297,9 +297,9 @@ class Projected(TokenMixing):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.in_proj = Linear(config.hidden_size, config.hidden_size)
+        self.in_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
         self.conv = TriangularConv(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
         x = self.conv(self.in_proj(x), None, memories[0], positions)
@@ -313,10 +313,10 @@ class ProjectedExpanded(TokenMixing):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.in_proj = Linear(config.hidden_size, config.hidden_size)
+        self.in_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
         self.conv = TriangularConv(config)
         self.second_conv = TriangularConv(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
         x = gelu(self.conv(self.in_proj(x), None, memories[0], positions))
@@ -335,9 +335,10 @@ class Gated(TokenMixing):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.in_proj = Linear(config.hidden_size, *[config.hidden_size] * 3)
+        parts = [config.hidden_size] * 3
+        self.in_proj = Linear(config.hidden_size, *parts, bias=config.linear_bias)
         self.conv = TriangularConv(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
         query, key, value = self.in_proj(x).chunk(3, dim=-1)
@@ -356,9 +357,9 @@ class Keyed(TokenMixing):
         super().__init__()
         keys = config.num_mixer_heads * config.mixer_key_size
         self.parts = [keys, keys, config.hidden_size]
-        self.in_proj = Linear(config.hidden_size, *self.parts)
+        self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
         self.conv = KeyedConv(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
