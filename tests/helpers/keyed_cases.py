@@ -5,6 +5,7 @@ As a program it runs them in Triton's interpreter, on the CPU, with TRITON_INTER
     python keyed_cases.py random KERNELS.py SEED CASES    # cases; beside each input lie NaNs, which
                             # must not be read, beside each output sevens, which must stay
     python keyed_cases.py operator KERNELS.py
+    python keyed_cases.py copies KERNELS.py
 """
 
 import importlib.util
@@ -174,6 +175,28 @@ def operator(_: ModuleType) -> None:
     assert (y.float() - wanted[0]).norm() / wanted[0].norm() < APART[torch.float16]
 
 
+def copies(_: ModuleType) -> None:
+    """Compiled code makes no second tensor for the gradient of a projection."""
+    from torch._inductor.utils import run_and_get_code
+
+    choice.keyed_kernels_serve = torch.compiler.assume_constant_result(lambda *_: True)
+    weight, bias = torch.randn(2, 1, 32, 32), torch.randn(2, 32)
+    projection = torch.nn.Linear(32, 96)
+
+    def mixed(x: Tensor) -> Tensor:
+        parts = projection(x).split([32, 32, 32], dim=-1)
+        return keyed_conv(*parts, weight, bias, backend="cuda")
+
+    def both_passes() -> None:
+        torch.compile(mixed)(torch.randn(2, 24, 32)).sum().backward()
+
+    _, code = run_and_get_code(both_passes)
+    backward = code[-1]
+    assert "mixer.keyed_conv_grad_input" in backward
+    assert "empty_strided_cpu((2, 24, 96)" not in backward, backward
+
+
 if __name__ == "__main__":
     what, file, *numbers = sys.argv[1:]
-    {"random": random_cases, "operator": operator}[what](load(file), *map(int, numbers))
+    modes = {"random": random_cases, "operator": operator, "copies": copies}
+    modes[what](load(file), *map(int, numbers))

@@ -52,6 +52,13 @@ def test_the_operator_is_one_to_autograd_the_compiler_and_autocast():
     assert result.returncode == 0, result.stderr[-1500:]
 
 
+@needs_triton
+def test_the_gradient_of_a_projection_is_not_copied(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # not what earlier code left
+    result = interpret("copies", KERNELS)
+    assert result.returncode == 0, result.stderr[-1500:]
+
+
 MISTAKES = {
     "a tile beyond the last token is read": (
         "return tl.load(at, mask=rows[:, None] < tokens, other=0.0)",

@@ -40,19 +40,10 @@ logger = logging.get_logger(__name__)
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
 
 
-def relu2(x: Tensor) -> Tensor:
-    """The square of ReLU (arXiv 2109.08668)."""
-    return x.relu().square()
-
-
-ACTIVATIONS = {"gelu": gelu, "relu2": relu2}  # of MixerOptions.hidden_act
-
-
 class MLP(nn.Module):
-    """Two linear layers with an activation between, on each token by itself."""
+    """Two linear layers with a GELU between, on each token by itself."""
 
-    # Set by training to save memory: backward computes the activation again, and its output is not
-    # kept.
+    # Set by training to save memory: backward computes the GELU again, and its output is not kept.
     recompute_activation = False
 
     def __init__(self, config: MaskedMixerConfig):
@@ -60,7 +51,6 @@ class MLP(nn.Module):
         hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
         self.up_proj = Linear(hidden, wide, bias=bias)
         self.down_proj = Linear(wide, hidden, bias=bias)
-        self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up_proj(x)
@@ -69,7 +59,7 @@ class MLP(nn.Module):
         return self._down(x)
 
     def _down(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(x))
+        return self.down_proj(gelu(x))
 
 
 class Block(GradientCheckpointingLayer):
