@@ -90,7 +90,7 @@ def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) ->
         labels[f"{kind} {best['size']}"] = (means[-1], colour)
     axes.set(xscale="log", xlabel="tokens before", title=f"By position, after {seconds:g} s")
     axes.set_ylabel("validation loss (nats per token)")
-    axes.set_xticks([1, 8, 64, 512, 2048][: 4 + (axes.get_xlim()[1] > 1000)])
+    axes.set_xticks([1, 16, 256, 2048] if axes.get_xlim()[1] > 1000 else [1, 8, 64, 512])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     name_lines(axes, labels)

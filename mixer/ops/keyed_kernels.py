@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 # Of each kernel: the rows i and columns j of a tile, warps, and loads that are under way at once.
-# The fastest at 512 tokens on an H200, by benchmarks/keyed_mixing.py --tiles, of those without
-# spills and with at most the 99 KB of shared memory that every GPU from 8.0 on has: for keys and
-# values of 64 numbers, which all have whose key and value together are no longer, and of 128.
+# The fastest of those tried at 512 tokens on an H200, without spills and with at most the 99 KB of
+# shared memory that every GPU from 8.0 on has (dev/cuda/LOG.md). TILES by keys and values of 64
+# numbers, for all of at most 128 together; WIDE_TILES by 128 numbers each, for longer ones.
 TILES = {
     "forward": (64, 32, 4, 3),
     "grad_query": (64, 32, 4, 3),
@@ -34,7 +34,7 @@ WIDE_TILES = {
     "grad_key_value": (32, 64, 4, 2),
     "grad_weight": (32, 64, 4, 2),
 }
-# Capability 9 and 10 have 227 KB.
+# Capability 9 and 10 have 227 KB of shared memory.
 TILES_OF_9_AND_10 = TILES | {"grad_weight": (128, 128, 8, 3)}
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
 
@@ -153,7 +153,7 @@ def grad_key_value_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dk[j] = 2 * scale * sum over i of ds[i, j] q[i], dv[j] = sum over i of w s^2 dy[i]. A program
-    has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left factors; wt is w so.
+    has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left factors, as wt is.
     """
     tiles = tl.cdiv(tokens, COLUMNS)
     tile, text, head = place(tiles, HEADS)
