@@ -79,6 +79,8 @@ def to_reference(
         absent.append("a final norm (final_norm: true)")
     if not config.linear_bias:
         absent.append("linear layers without biases (linear_bias: false)")
+    if config.hidden_act != "gelu":
+        absent.append(f"the MLP's nonlinearity (hidden_act: {config.hidden_act})")
     if config.mixer_expansion and config.num_mixer_heads > 1:
         absent.append(
             "expansion with heads (mixer_expansion: true, num_mixer_heads: "

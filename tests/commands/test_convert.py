@@ -287,5 +287,7 @@ def test_models_that_the_reference_does_not_have_are_refused():
         to_reference(small_model(num_mixer_heads=2, mixer_projections=False))
     with pytest.raises(UserError, match="does not have linear layers without biases"):
         to_reference(small_model(linear_bias=False))
+    with pytest.raises(UserError, match="does not have the MLP's nonlinearity .*relu2"):
+        to_reference(small_model(hidden_act="relu2"))
     tied, ids = small_model(tie_word_embeddings=True), tokens()  # a tied weight is written twice
     torch.testing.assert_close(from_reference(to_reference(tied))(ids).logits, tied(ids).logits)

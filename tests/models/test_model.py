@@ -86,6 +86,15 @@ def mixed_by_heads(conv, x):
     return torch.cat(mixed, dim=-1)
 
 
+def test_without_biases_and_with_relu2_the_mlp_is_its_formula():
+    mlp, x = (
+        small_model(linear_bias=False, hidden_act="relu2").model.layers[0].mlp,
+        torch.randn(2, 3, 16),
+    )
+    hidden = (x @ mlp.up_proj.weight.T).clamp(min=0) ** 2
+    torch.testing.assert_close(mlp(x), hidden @ mlp.down_proj.weight.T)
+
+
 def test_weights_start_as_pytorchs_own_layers_do():
     model = small_model(hidden_size=64, max_position_embeddings=64)
     torch.manual_seed(0)

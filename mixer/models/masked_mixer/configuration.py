@@ -84,6 +84,9 @@ class MixerOptions:
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
     final_norm: bool = option(False, "a LayerNorm before lm_head")
     linear_bias: bool = option(True, "whether linear layers have biases; lm_head never has")
+    hidden_act: str = option(
+        "gelu", "the MLP's nonlinearity; relu2 is the square of ReLU", choices=("gelu", "relu2")
+    )
     mixing_backend: str = option(
         "auto",
         "what computes the triangular convolutions: cuda (our kernels), panels (plain PyTorch), "

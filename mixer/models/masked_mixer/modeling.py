@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
@@ -40,10 +41,16 @@ logger = logging.get_logger(__name__)
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
 
 
-class MLP(nn.Module):
-    """Two linear layers with a GELU between, on each token by itself."""
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU (arXiv 2109.08668), in x's dtype and shape."""
+    return F.relu(x).square()
 
-    # Set by training to save memory: backward computes the GELU again, and its output is not kept.
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU or a squared ReLU between, on each token by itself."""
+
+    # Set by training to save memory: backward computes the nonlinearity again, and its output is
+    # not kept.
     recompute_activation = False
 
     def __init__(self, config: MaskedMixerConfig):
@@ -51,6 +58,7 @@ class MLP(nn.Module):
         hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
         self.up_proj = Linear(hidden, wide, bias=bias)
         self.down_proj = Linear(wide, hidden, bias=bias)
+        self.activation = {"gelu": gelu, "relu2": relu2}[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up_proj(x)
@@ -59,7 +67,7 @@ class MLP(nn.Module):
         return self._down(x)
 
     def _down(self, x: Tensor) -> Tensor:
-        return self.down_proj(gelu(x))
+        return self.down_proj(self.activation(x))
 
 
 class Block(GradientCheckpointingLayer):
