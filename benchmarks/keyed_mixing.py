@@ -5,8 +5,9 @@
 
 bf16 with weights in float32, 65,536 tokens. Every result of the kernels is checked against plain
 PyTorch first. --tiles also times each kernel with other sizes of tile, numbers of warps and of
-loads under way, at the first two shapes. The best are for the tables of tiles in
-mixer/ops/keyed_kernels.py, with which the times of the report are measured.
+loads under way, at the first shapes. The best are for the tables of tiles in
+mixer/ops/keyed_kernels.py, with which the times of the report are measured. Softmax attention has
+keys as long as its values everywhere: PyTorch's fast form needs that.
 """
 
 import argparse
@@ -27,15 +28,16 @@ from mixer.ops.measure import KEYED_RESULTS, difference
 
 DEVICE = "cuda"
 TOKENS = 65536
-# (context, heads, numbers of a key and of a value)
+# (context, heads, numbers of a key, numbers of a value)
 SHAPES = [
-    (512, 8, 64),
-    (512, 4, 128),
-    (512, 16, 64),
-    (2048, 8, 64),
-    (2048, 4, 128),
-    (8192, 8, 64),
-    (8192, 4, 128),
+    (512, 8, 32, 64),
+    (512, 4, 64, 128),
+    (512, 8, 64, 64),
+    (512, 4, 128, 128),
+    (2048, 8, 32, 64),
+    (2048, 8, 64, 64),
+    (8192, 8, 32, 64),
+    (8192, 8, 64, 64),
 ]
 TILED = SHAPES[:2]
 NAMES = {
@@ -56,30 +58,30 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="look for better tiles, too")
     add_options(parser)
     options = parser.parse_args()
-    context, heads, size = SHAPES[0]
+    context, *sizes = SHAPES[0]
     reason = choice.keyed_unavailable_reason(
-        torch.device(DEVICE, 0), torch.bfloat16, heads, size, size, context
+        torch.device(DEVICE, 0), torch.bfloat16, *sizes, context
     )
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options) | {"tiles": {}, "rows": []}
     if options.tiles:
-        result["tiles"] = {str(size): times_by_tile(*rest, size) for *rest, size in TILED}
+        result["tiles"] = {" ".join(map(str, shape)): times_by_tile(*shape) for shape in TILED}
     for shape in SHAPES:
         result["rows"] += rows(*shape)
         save(result, table(result), options.output)
     print(table(result))
 
 
-def inputs(context: int, heads: int, size: int) -> list[Tensor]:
+def inputs(context: int, heads: int, keys: int, values: int) -> list[Tensor]:
     """query, key, value, weight, bias and dy; the first three as parts of one projection."""
     torch.manual_seed(0)
-    batch, width = max(1, TOKENS // context), heads * size
-    projected = torch.randn(batch, context, 3 * width, device=DEVICE, dtype=torch.bfloat16)
+    batch, parts = max(1, TOKENS // context), [heads * keys, heads * keys, heads * values]
+    projected = torch.randn(batch, context, sum(parts), device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(heads, 1, context, context, device=DEVICE) * context**-0.5
     bias = torch.randn(heads, context, device=DEVICE)
-    dy = torch.randn(batch, context, width, device=DEVICE, dtype=torch.bfloat16)
-    return [*projected.chunk(3, dim=-1), weight, bias, dy]
+    dy = torch.randn(batch, context, parts[-1], device=DEVICE, dtype=torch.bfloat16)
+    return [*projected.split(parts, dim=-1), weight, bias, dy]
 
 
 def mixings(heads: int) -> dict[str, Callable]:
@@ -99,41 +101,43 @@ def mixings(heads: int) -> dict[str, Callable]:
     }
 
 
-def rows(context: int, heads: int, size: int) -> list[dict]:
-    *tensors, dy = inputs(context, heads, size)
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
     calls = mixings(heads)
+    *tensors, dy = inputs(context, heads, keys, values)
+    given = dict.fromkeys(calls, tensors)
+    given["attention"] = inputs(context, heads, values, values)[:-1]
+    leaves = {name: [x.detach().requires_grad_() for x in given[name]] for name in calls}
 
-    def results(conv: Callable) -> list[Tensor]:
-        y = conv(*leaves)
-        gradients = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+    @torch.no_grad()
+    def forward(name: str) -> Tensor:
+        return calls[name](*given[name])
+
+    def results(name: str) -> list[Tensor]:
+        y = calls[name](*leaves[name])
+        gradients = torch.autograd.grad(y, leaves[name], dy, allow_unused=True)
         return [y.detach(), *gradients]
 
-    checked = results(calls["kernels"]), results(calls["plain"])
+    checked = results("kernels"), results("plain")
     if problem := difference(*checked, "plain PyTorch", KEYED_RESULTS):
         raise UserError(f"context {context}: {problem}")
     del checked
 
-    @torch.no_grad()
-    def forward(conv: Callable) -> Tensor:
-        return conv(*tensors)
-
     found = []
-    for name, step in (("forward", forward), ("forward and backward", results)):
-        timed = {key: lambda _, conv=conv, step=step: step(conv) for key, conv in calls.items()}
+    for title, step in (("forward", forward), ("forward and backward", results)):
+        timed = {name: lambda _, name=name, step=step: step(name) for name in calls}
         times = interleaved(timed, DEVICE, 1, ROUNDS, BATCH_MS)
-        about = {"context": context, "heads": heads, "size": size, "pass": name}
+        about = {"context": context, "heads": heads, "keys": keys, "values": values, "pass": title}
         found.append(about | {"times": times})
         print(cells(found[-1]), flush=True)
     return found
 
 
-def times_by_tile(context: int, heads: int, size: int) -> dict[str, dict]:
+def times_by_tile(context: int, heads: int, keys: int, values: int) -> dict[str, dict]:
     """Of each kernel: milliseconds by rows, columns, warps and stages."""
     from mixer.ops import keyed_kernels as kernels
 
-    query, key, value, weight, bias, dy = inputs(context, heads, size)
-    tiles = kernels.tiles_for(query, size, size)
+    query, key, value, weight, bias, dy = inputs(context, heads, keys, values)
+    tiles = kernels.tiles_for(query, keys, values)
     packed = kernels.pack(weight, context, query.dtype)
 
     def gradients(_):  # of both kernels, of which one stays as it is
@@ -156,14 +160,17 @@ def times_by_tile(context: int, heads: int, size: int) -> dict[str, dict]:
                 found[kernel][" ".join(map(str, tile))] = timing["ms"]
         tiles[kernel] = kept
         best = min(found[kernel], key=found[kernel].get)
-        print(f"{kernel}, {size}: {best}, {found[kernel][best]:.3f} ms", flush=True)
+        print(
+            f"{kernel}, {heads} heads, {keys}, {values}: {best}, {found[kernel][best]:.3f} ms",
+            flush=True,
+        )
     return found
 
 
 def cells(row: dict) -> str:
     times = (row["times"][name].get("ms") for name in NAMES)
     numbers = " | ".join("-" if ms is None else f"{ms:.3f}" for ms in times)
-    about = " | ".join(str(row[key]) for key in ("context", "heads", "size", "pass"))
+    about = " | ".join(str(row[key]) for key in ("context", "heads", "keys", "values", "pass"))
     return f"| {about} | {numbers} |"
 
 
@@ -171,17 +178,17 @@ def table(result: dict) -> str:
     lines = [
         "# Keyed mixing: milliseconds of one call",
         "",
-        f"{TOKENS:,} tokens, bf16. Size: numbers of a key and of a value. {origin(result)}",
+        f"{TOKENS:,} tokens, bf16; keys, values: the numbers of each in a head. {origin(result)}",
         "",
-        f"| context | heads | size | pass | {' | '.join(NAMES.values())} |",
-        f"|---:|---:|---:|---|{'---:|' * len(NAMES)}",
+        f"| context | heads | keys | values | pass | {' | '.join(NAMES.values())} |",
+        f"|---:|---:|---:|---:|---|{'---:|' * len(NAMES)}",
         *map(cells, result["rows"]),
     ]
-    for size, kernels in result["tiles"].items():
+    for shape, kernels in result["tiles"].items():
         for kernel, times in kernels.items():
             fastest = sorted(times, key=times.get)[:4]
             said = ", ".join(f"{tile}: {times[tile]:.3f} ms" for tile in fastest)
-            lines += ["", f"Tiles of {kernel}, {size} (rows, columns, warps, stages): {said}."]
+            lines += ["", f"Tiles of {kernel} at {shape} (rows, columns, warps, stages): {said}."]
     return "\n".join(lines) + "\n"
 
 

@@ -2,9 +2,9 @@
 training loop needs.
 """
 
-import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from mixer.models.masked_mixer.modeling import in_autocast_type
 
 
 class Llama(LlamaForCausalLM):
@@ -39,9 +39,3 @@ class Llama(LlamaForCausalLM):
             "executed": 3.0 * (others + 2 * product) + product,
             "token_mixing": 3.0 * 2 * product,
         }
-
-
-def in_autocast_type(x: Tensor) -> Tensor:
-    """x in the autocast dtype of its device, or as it is without autocast."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

@@ -95,6 +95,14 @@ def test_without_biases_and_with_relu2_the_mlp_is_its_formula():
     torch.testing.assert_close(mlp(x), hidden @ mlp.down_proj.weight.T)
 
 
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_under_autocast_the_residual_stream_has_the_autocast_type(mixing):
+    model = small_model(**MIXINGS[mixing])
+    with torch.autocast("cpu", torch.bfloat16):
+        states = model.model(tokens(), output_hidden_states=True).hidden_states
+    assert {state.dtype for state in states} == {torch.bfloat16}
+
+
 def test_weights_start_as_pytorchs_own_layers_do():
     model = small_model(hidden_size=64, max_position_embeddings=64)
     torch.manual_seed(0)

@@ -46,6 +46,16 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def in_autocast_type(x: Tensor) -> Tensor:
+    """x in the autocast dtype of its device, or as it is without autocast.
+
+    An embedding's output, which autocast leaves in float32: added to it, all that blocks compute
+    would be in float32, and norms and sums would move twice the bytes.
+    """
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 class MLP(nn.Module):
     """Two linear layers with a GELU or a squared ReLU between, on each token by itself."""
 
@@ -201,7 +211,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         `memories` has one for each convolution, block after block. `states` is filled with the
         embedding and the output of each block, the last one after the norm.
         """
-        x = self.embed_tokens(input_ids)
+        x = in_autocast_type(self.embed_tokens(input_ids))
         each = len(memories) // len(self.layers)  # convolutions in a block
         for number, layer in enumerate(self.layers):
             if states is not None:
