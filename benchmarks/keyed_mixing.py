@@ -5,7 +5,7 @@
 
 bf16 with weights in float32, 65,536 tokens. Every result of the kernels is checked against plain
 PyTorch first. --tiles also times each kernel with other sizes of tile, numbers of warps and of
-loads under way, at the first shapes. The best are for the tables of tiles in
+loads under way, at the first two shapes. The best are for the tables of tiles in
 mixer/ops/keyed_kernels.py, with which the times of the report are measured. Softmax attention has
 keys as long as its values everywhere: PyTorch's fast form needs that.
 """

@@ -77,7 +77,8 @@ class TrainConfig:
     )
     recompute: str = option(
         "none",
-        "what backward computes again to save memory: nothing, the GELU, or whole blocks",
+        "what backward computes again to save memory: nothing, the MLP's nonlinearity, or whole "
+        "blocks",
         choices=("none", "activation", "block"),
     )
 
