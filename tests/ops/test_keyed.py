@@ -139,6 +139,7 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
     function = getattr(keyed_kernels, f"{kernel}_kernel")
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     types = dict.fromkeys(["q", "k", "v", "w", "wt", "y", "dy", "dqkv"], pointer)
+    types |= {"r": "*fp32", "c": "*fp32"}
     types |= {"bias": "*fp32", "dw": "*fp32", "scale": "fp32"} | dict.fromkeys(
         constants, "constexpr"
     )
