@@ -17,13 +17,14 @@ from mixer.ops import choice
 def keyed_conv(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, backend: str = "auto"
 ) -> Tensor:
-    """A triangular convolution whose weights are scaled by squared products of queries and keys:
+    """A triangular convolution whose weights are scaled by how well queries fit keys:
 
-        y[b, i, c] = bias[h, i] + sum_{j <= i} weight[h, 0, i, j] * s[i, j]^2 * value[b, j, c]
-        s[i, j] = query[b, i, h] . key[b, j, h] / sqrt(n)
+        y[b, i, c] = bias[h, i] + sum_{j <= i} weight[h, 0, i, j] * f[i, j] * value[b, j, c]
+        f[i, j] = exp(s[i, j]) / mean_{j <= i} exp(s[i, j])
+        s[i, j] = sqrt(n) * cosine of query[b, i, h] and key[b, j, h], of n numbers each
 
-    A head's products are as those of attention, squared in place of the exponential, and nothing is
-    normalized. Polynomial attention (arXiv 2310.01655) has no learned weight.
+    Where all keys fit alike, f is 1. Without a weight this is softmax attention (arXiv 1706.03762)
+    with normalized queries and keys (arXiv 2010.04245), times the number of tokens.
 
     Args:
         query, key: (batch, tokens, heads * n), head after head; bf16, fp16, fp32 or fp64.

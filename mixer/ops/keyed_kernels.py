@@ -33,9 +33,9 @@ TILES = {
     "grad_weight": (64, 64, 8, 3),
 }
 WIDE_TILES = {
-    "forward": (64, 32, 4, 3),
-    "grad_query": (64, 32, 4, 2),
-    "grad_key_value": (32, 64, 4, 2),
+    "forward": (64, 32, 8, 3),
+    "grad_query": (32, 64, 8, 2),
+    "grad_key_value": (64, 32, 8, 2),
     "grad_weight": (32, 64, 4, 2),
 }
 # Capability 9 and 10 have 227 KB of shared memory.
@@ -161,7 +161,7 @@ def change_of_mean_kernel(
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """c[i] = dy[i] . (y[i] - bias[i]) / sum over j of e[i, j]: what the mean takes from each ds / e.
+    """c[i] = dy[i] . (y[i] - bias[i]) / sum over j of e[i, j]: what the mean takes from each ds/e.
     A program has ROWS tokens of one head of one text.
     """
     tile, text, head = place(tl.cdiv(tokens, ROWS), HEADS)
@@ -184,8 +184,8 @@ def grad_query_kernel(
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = e (r w (dy[i] . v[j]) - c), and through
-    the norm. A program has ROWS tokens i.
+    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = e (r w (dy[i] . v[j]) - c), and
+    through the norm. A program has ROWS tokens i.
     """
     tiles = tl.cdiv(tokens, ROWS)
     tile, text, head = place(tiles, HEADS)
@@ -306,7 +306,7 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """y, (batch, tokens, heads * channels of a head), contiguous; r, (batch, heads, tokens) float32."""
+    """y, (batch, tokens, heads * channels of a head), and r, (batch, heads, tokens) float32."""
     query, key, value = (dense_channels(x) for x in (query, key, value))
     heads, tokens, _ = packed.shape
     y = empty(value, value.shape)

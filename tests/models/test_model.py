@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.mixing import LAGS, SPANS
+from mixer.models.masked_mixer.plain import KEYED_EPS
 
 TIED_WITH_NORM = {"tie_word_embeddings": True, "final_norm": True}
 
@@ -56,9 +57,13 @@ def test_keyed_mixing_is_its_formula(heads, length):
     projected = x @ mixing.in_proj.weight.T + mixing.in_proj.bias
     query, key = projected[..., : 6 * heads].unflatten(-1, (2, heads, 3)).unbind(-3)
     value = projected[..., 6 * heads :].unflatten(-1, (heads, -1))
-    # As attention with mixing weights and a square in place of the softmax.
-    weights = mixing.conv.weight[:, 0].tril()  # (heads, tokens, tokens)
-    scores = torch.einsum("bthk,bshk->bhts", query, key) ** 2 / 3 * weights
+    # Exponentials of cosines over their mean, times mixing weights.
+    query, key = (x / (x.square().mean(-1, True) + KEYED_EPS).sqrt() for x in (query, key))
+    seen = torch.ones(length, length).tril()
+    products = torch.einsum("bthk,bshk->bhts", query, key)
+    fits = (products / 3**0.5).exp() * seen  # (batch, heads, tokens, tokens)
+    fits = fits / fits.sum(-1, keepdim=True) * seen.sum(-1, keepdim=True)
+    scores = fits * mixing.conv.weight[:, 0].tril()
     found = torch.einsum("bhts,bshc->bthc", scores, value) + mixing.conv.bias.T[..., None]
     expected = residual + found.flatten(-2) @ mixing.out_proj.weight.T + mixing.out_proj.bias
     torch.testing.assert_close(mixing(x, residual), expected)

@@ -69,15 +69,23 @@ MISTAKES = {
         "tl.store(at, values.to(base.dtype.element_ty))",
     ),
     "the last tile of a row is left out": (
-        "(ROWS, VALUES), tl.float32)\n    for column in range(0, min(start + ROWS,",
-        "(ROWS, VALUES), tl.float32)\n    for column in range(0, min(start,",
+        "(ROWS,), tl.float32)\n    for column in range(0, min(start + ROWS,",
+        "(ROWS,), tl.float32)\n    for column in range(0, min(start,",
     ),
     "the first tile of a column is left out": (
         "range(column // ROWS * ROWS, tokens, ROWS)",
         "range(column // ROWS * ROWS + ROWS, tokens, ROWS)",
     ),
     "the gradient of the weight has one text": ("for _ in range(batch):", "for _ in range(1):"),
-    "the scale counts once": ("total_keys * (2 * scale)", "2 * total_keys"),
+    "the scale counts once": ("through_norm(total_keys * scale,", "through_norm(total_keys,"),
+    "the mean's gradient is left out": (
+        "tl.store(c + vector + rows, change,",
+        "tl.store(c + vector + rows, 0 * change,",
+    ),
+    "the norm's gradient is left out": (
+        "(gradient - wide * along) * inverse",
+        "gradient * inverse",
+    ),
 }
 
 

@@ -165,13 +165,13 @@ class TriangularConv(nn.Module):
 
 
 class KeyedConv(TriangularConv):
-    """A triangular convolution whose weights are scaled by what the tokens are: y[i] = bias[i] +
-    sum over j <= i of weight[i, j] * (query[i] . key[j])^2 / n * value[j] in each head.
+    """A triangular convolution whose weights are scaled by how well tokens fit: y[i] = bias[i] +
+    sum over j <= i of weight[i, j] * f[i, j] * value[j] in each head. f[i, j] is exp(s[i, j]) over
+    its mean of all j <= i, and s[i, j] sqrt(n) times the cosine of query[i] and key[j].
 
-    The square lets a token that fits well stand out among many that fit a little, as the
-    exponential does in attention. Nothing is normalized: weight[i, j] says how much counts.
-    Polynomial attention (arXiv 2310.01655) has no such weight, retention (arXiv 2307.08621) one of
-    lags alone and no square. `mixer.ops.keyed_conv` defines the result.
+    Where all fit alike, f is 1, and this is a triangular convolution. Without the weight it is
+    attention (arXiv 1706.03762) with normalized queries and keys (arXiv 2010.04245), multiplied by
+    the number of tokens. `mixer.ops.keyed_conv` defines the result.
     """
 
     def __init__(self, config: MaskedMixerConfig):
