@@ -98,12 +98,12 @@ def _check(query, key, value, weight, bias, backend) -> None:
 def operator(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, packed weight, 1 / means (batch, heads, tokens) float32); backward reads all again."""
+    """(y, packed weight, level (batch, heads, tokens) float32), which backward reads again."""
     from mixer.ops import keyed_kernels
 
     packed = keyed_kernels.pack(weight, query.shape[1], query.dtype)
-    y, inverse_means = keyed_kernels.forward(query, key, value, packed, bias)
-    return y, packed, inverse_means
+    y, level = keyed_kernels.forward(query, key, value, packed, bias)
+    return y, packed, level
 
 
 @operator.register_fake
@@ -118,42 +118,42 @@ def _(query, key, value, weight, bias):
 @torch.library.custom_op("mixer::keyed_conv_grad_input", mutates_args=())
 def grad_input(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Tensor,
-    y: Tensor, inverse_means: Tensor,
+    y: Tensor, level: Tensor,
 ) -> Tensor:  # fmt: skip
     """Those of query, key and value side by side: they are mostly parts of one projection, whose
     gradient this is then, without a copy in compiled code.
     """
     from mixer.ops import keyed_kernels
 
-    return keyed_kernels.grad_input(dy, query, key, value, packed, bias, y, inverse_means)
+    return keyed_kernels.grad_input(dy, query, key, value, packed, bias, y, level)
 
 
 @grad_input.register_fake
-def _(dy, query, key, value, packed, bias, y, inverse_means):
+def _(dy, query, key, value, packed, bias, y, level):
     channels = sum(x.shape[-1] for x in (query, key, value))
     return query.new_empty((*query.shape[:2], channels))
 
 
 @torch.library.custom_op("mixer::keyed_conv_grad_weight", mutates_args=())
 def grad_weight(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, inverse_means: Tensor, context: int
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
 ) -> Tensor:
     from mixer.ops import keyed_kernels
 
-    return keyed_kernels.grad_weight(dy, query, key, value, inverse_means, context)
+    return keyed_kernels.grad_weight(dy, query, key, value, level, context)
 
 
 @grad_weight.register_fake
-def _(dy, query, key, value, inverse_means, context):
-    return query.new_empty((inverse_means.shape[1], 1, context, context), dtype=torch.float32)
+def _(dy, query, key, value, level, context):
+    return query.new_empty((level.shape[1], 1, context, context), dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output):
     query, key, value, weight, bias = inputs
-    y, packed, inverse_means = output
-    ctx.mark_non_differentiable(packed, inverse_means)
+    y, packed, level = output
+    ctx.mark_non_differentiable(packed, level)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, packed, bias, y, inverse_means)
+    ctx.save_for_backward(query, key, value, packed, bias, y, level)
     ctx.heads, _, ctx.context, _ = weight.shape
     ctx.weight_dtype = weight.dtype
 
@@ -168,16 +168,16 @@ def _backward(ctx, dy, *_):
         )
     if dy is None:
         return None, None, None, None, None
-    query, key, value, packed, bias, y, inverse_means = ctx.saved_tensors
+    query, key, value, packed, bias, y, level = ctx.saved_tensors
     needs_weight, needs_bias = ctx.needs_input_grad[3:]
     inputs, dweight, dbias = (None, None, None), None, None
     if any(ctx.needs_input_grad[:3]):
         parts = [x.shape[-1] for x in (query, key, value)]
         # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
-        inputs = grad_input(dy, query, key, value, packed, bias, y, inverse_means)
+        inputs = grad_input(dy, query, key, value, packed, bias, y, level)
         inputs = inputs.split(parts, dim=2)
     if needs_weight:
-        dweight = grad_weight(dy, query, key, value, inverse_means, ctx.context)
+        dweight = grad_weight(dy, query, key, value, level, ctx.context)
         dweight = dweight.to(ctx.weight_dtype)
     if needs_bias:  # (batch, tokens, heads, channels of a head) -> (heads, tokens)
         sums = dy.unflatten(-1, (ctx.heads, -1)).sum((0, 3), dtype=torch.float32).T

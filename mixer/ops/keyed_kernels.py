@@ -1,12 +1,11 @@
 """Triton kernels of keyed mixing and of its gradients, and how they are launched. In each head
 
-    y[i] = bias[i] + r[i] * sum over j <= i of w[i, j] * e[i, j] * v[j]
-    e[i, j] = exp(scale * q[i] . k[j]),   1 / r[i] = mean over j <= i of e[i, j]
+    y[i] = bias[i] + sum over j <= i of w[i, j] * f[i, j] * v[j]
+    f[i, j] = exp(s[i, j]) / mean over j <= i of exp(s[i, j]),   s[i, j] = scale * q[i] . k[j]
 
-with q and k divided by their root mean squares. As in FlashAttention (arXiv 2205.14135), e is never
-in memory: each kernel computes the tiles of it that it needs. As e is bounded, no tile has to know
-the largest. Each number has one program that adds
-it up, in the same order always, so results are the same bit for bit in each run.
+As in FlashAttention (arXiv 2205.14135), s is never in memory: each kernel computes the tiles of it
+that it needs. level[i] is the logarithm of the mean, to base 2. Each number has one program that
+adds it up, in the same order always, so results are the same bit for bit in each run.
 
 q, k, v, y and their gradients are (batch, tokens, heads * size), the channels of a token side by
 side; those of q, k and v are parts of one tensor. w is packed, (heads, tokens, tokens) in the type
@@ -19,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from mixer.models.masked_mixer.plain import KEYED_EPS
 
 # Of each kernel: the rows i and columns j of a tile, warps, and loads that are under way at once.
 # The fastest of those tried at 512 tokens on an H200, without spills and with at most the 99 KB of
@@ -40,7 +37,6 @@ WIDE_TILES = {
 }
 # Capability 9 and 10 have 227 KB of shared memory.
 TILES_OF_9_AND_10 = TILES | {"grad_weight": (128, 128, 8, 3)}
-EPS: tl.constexpr = tl.constexpr(KEYED_EPS)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
 
@@ -81,22 +77,6 @@ def load_weights(w, row, column, tokens, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 
 @triton.jit
-def normalized(x, SIZE: tl.constexpr):
-    """The rows of x divided by their root mean square, and 1 / those, (rows, 1) float32."""
-    wide = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + EPS)[:, None]
-    return (wide * inverse).to(x.dtype), inverse
-
-
-@triton.jit
-def through_norm(gradient, normed, inverse, SIZE: tl.constexpr):
-    """The gradient of rows by that of the same rows normalized, float32."""
-    wide = normed.to(tl.float32)
-    along = tl.sum(gradient * wide, 1)[:, None] / SIZE
-    return (gradient - wide * along) * inverse
-
-
-@triton.jit
 def product(left, right, total=None):
     """left @ right, exact for float32 as well; added to `total`."""
     return tl.dot(left, right, total, input_precision="ieee")
@@ -106,11 +86,11 @@ def product(left, right, total=None):
 
 
 @triton.jit
-def fits(left, right, scale, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of e, (ROWS, COLUMNS) float32, zero where a key comes after its query."""
+def logarithms(left, right, scale, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of s to base 2, (ROWS, COLUMNS), minus infinity where a key comes after its query."""
     i, j = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    e = tl.exp2(product(left, tl.trans(right)) * (scale * LOG2_E))
-    return tl.where(j[None, :] <= i[:, None], e, 0.0)
+    s = product(left, tl.trans(right)) * (scale * LOG2_E)
+    return tl.where(j[None, :] <= i[:, None], s, float("-inf"))
 
 
 @triton.jit
@@ -121,7 +101,7 @@ def load_vector(x, start, tokens, ROWS: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, w, bias, y, r,
+    q, k, v, w, bias, y, level,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, context, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -134,58 +114,60 @@ def forward_kernel(
     k += text * k_batch + head * KEYS
     v += text * v_batch + head * VALUES
     y += text * tokens * HEADS * VALUES + head * VALUES
-    r += (text * HEADS + head) * tokens
+    level += (text * HEADS + head) * tokens
     w += head * tokens * tokens
-    queries, _ = normalized(load_rows(q, q_row, start, tokens, ROWS, KEYS), KEYS)
+    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
     total = tl.zeros((ROWS, VALUES), tl.float32)
     sums = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)  # the largest s so far, of which sums are
     for column in range(0, min(start + ROWS, tokens), COLUMNS):
-        keys, inverse = normalized(load_rows(k, k_row, column, tokens, COLUMNS, KEYS), KEYS)
+        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
         values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
-        e = fits(queries, keys, scale, start, column, ROWS, COLUMNS)
-        sums += tl.sum(e, 1)
+        s = logarithms(queries, keys, scale, start, column, ROWS, COLUMNS)
+        higher = tl.maximum(top, tl.max(s, 1))
+        shrink, top = tl.exp2(top - higher), higher
+        e = tl.exp2(s - top[:, None])
+        sums = sums * shrink + tl.sum(e, 1)
         p = e * load_weights(w, start, column, tokens, ROWS, COLUMNS)
-        total = product(p.to(values.dtype), values, total)
+        total = product(p.to(values.dtype), values, total * shrink[:, None])
     rows = start + tl.arange(0, ROWS)
-    factor = (rows + 1) / sums
-    tl.store(r + rows, factor, mask=rows < tokens)
-    total *= factor[:, None]
+    mean = sums / (rows + 1)
+    tl.store(level + rows, top + tl.log2(mean), mask=rows < tokens)
+    total /= mean[:, None]
     total += tl.load(bias + head * context + rows, mask=rows < tokens, other=0.0)[:, None]
     store_rows(y, HEADS * VALUES, start, tokens, total, ROWS, VALUES)
 
 
 @triton.jit
-def change_of_mean_kernel(
-    y, bias, dy, r, c,
+def change_kernel(
+    y, bias, dy, change,
     context, tokens,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """c[i] = dy[i] . (y[i] - bias[i]) / sum over j of e[i, j]: what the mean takes from each ds/e.
-    A program has ROWS tokens of one head of one text.
+    """change[i] = dy[i] . (y[i] - bias[i]) / (i + 1), what the mean takes from each ds / f. A
+    program has ROWS tokens of one head of one text.
     """
     tile, text, head = place(tl.cdiv(tokens, ROWS), HEADS)
     start = tile * ROWS
     at = text * tokens * HEADS * VALUES + head * VALUES
-    vector = (text * HEADS + head) * tokens
     rows = start + tl.arange(0, ROWS)
     results = load_rows(y + at, HEADS * VALUES, start, tokens, ROWS, VALUES).to(tl.float32)
     results -= load_vector(bias + head * context, start, tokens, ROWS)[:, None]
     gradient = load_rows(dy + at, HEADS * VALUES, start, tokens, ROWS, VALUES).to(tl.float32)
-    factor = load_vector(r + vector, start, tokens, ROWS)
-    change = tl.sum(results * gradient, 1) * factor / (rows + 1)
-    tl.store(c + vector + rows, change, mask=rows < tokens)
+    change += (text * HEADS + head) * tokens
+    tl.store(change + rows, tl.sum(results * gradient, 1) / (rows + 1), mask=rows < tokens)
 
 
 @triton.jit
 def grad_query_kernel(
-    q, k, v, w, dy, r, c, dqkv,
+    q, k, v, w, dy, level, change, dqkv,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = e (r w (dy[i] . v[j]) - c), and
-    through the norm. A program has ROWS tokens i.
+    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = f (w (dy[i] . v[j]) - change[i]). A
+    program has ROWS tokens i.
     """
     tiles = tl.cdiv(tokens, ROWS)
     tile, text, head = place(tiles, HEADS)
@@ -198,31 +180,31 @@ def grad_query_kernel(
     ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
     dq = dqkv + text * tokens * ALL + head * KEYS
     w += head * tokens * tokens
-    queries, inverse = normalized(load_rows(q, q_row, start, tokens, ROWS, KEYS), KEYS)
+    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
     gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
-    factor = load_vector(r + vector, start, tokens, ROWS)[:, None]
-    change = load_vector(c + vector, start, tokens, ROWS)[:, None]
+    levels = load_vector(level + vector, start, tokens, ROWS)[:, None]
+    changes = load_vector(change + vector, start, tokens, ROWS)[:, None]
     total = tl.zeros((ROWS, KEYS), tl.float32)
     for column in range(0, min(start + ROWS, tokens), COLUMNS):
-        keys, _ = normalized(load_rows(k, k_row, column, tokens, COLUMNS, KEYS), KEYS)
+        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
         values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
-        e = fits(queries, keys, scale, start, column, ROWS, COLUMNS)
-        weights = load_weights(w, start, column, tokens, ROWS, COLUMNS) * factor
-        ds = e * (weights * product(gradient, tl.trans(values)) - change)
+        s = logarithms(queries, keys, scale, start, column, ROWS, COLUMNS)
+        weights = load_weights(w, start, column, tokens, ROWS, COLUMNS)
+        dp = product(gradient, tl.trans(values))
+        ds = tl.exp2(s - levels) * (weights * dp - changes)
         total = product(ds.to(keys.dtype), keys, total)
-    total = through_norm(total * scale, queries, inverse, KEYS)
-    store_rows(dq, ALL, start, tokens, total, ROWS, KEYS)
+    store_rows(dq, ALL, start, tokens, total * scale, ROWS, KEYS)
 
 
 @triton.jit
 def grad_key_value_kernel(
-    q, k, v, wt, dy, r, c, dqkv,
+    q, k, v, wt, dy, level, change, dqkv,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dk[j] = scale * sum over i of ds[i, j] q[i], and through the norm; dv[j] = sum over i of
-    r w e dy[i]. A program has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be
+    """dk[j] = scale * sum over i of ds[i, j] q[i]; dv[j] = sum over i of
+    w f dy[i]. A program has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be
     left factors, as wt is.
     """
     tiles = tl.cdiv(tokens, COLUMNS)
@@ -237,36 +219,35 @@ def grad_key_value_kernel(
     dk = dqkv + text * tokens * ALL + (HEADS + head) * KEYS
     dv = dqkv + text * tokens * ALL + 2 * HEADS * KEYS + head * VALUES
     wt += head * tokens * tokens
-    keys, inverse = normalized(load_rows(k, k_row, column, tokens, COLUMNS, KEYS), KEYS)
+    keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
     values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
     total_keys = tl.zeros((COLUMNS, KEYS), tl.float32)
     total_values = tl.zeros((COLUMNS, VALUES), tl.float32)
     j = column + tl.arange(0, COLUMNS)
     for start in range(column // ROWS * ROWS, tokens, ROWS):
-        queries, _ = normalized(load_rows(q, q_row, start, tokens, ROWS, KEYS), KEYS)
+        queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
         gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
-        factor = load_vector(r + vector, start, tokens, ROWS)[None, :]
-        change = load_vector(c + vector, start, tokens, ROWS)[None, :]
+        levels = load_vector(level + vector, start, tokens, ROWS)[None, :]
+        changes = load_vector(change + vector, start, tokens, ROWS)[None, :]
         i = start + tl.arange(0, ROWS)
-        e = tl.exp2(product(keys, tl.trans(queries)) * (scale * LOG2_E))
-        e = tl.where(j[:, None] <= i[None, :], e, 0.0)
-        weights = load_weights(wt, column, start, tokens, COLUMNS, ROWS) * factor
-        total_values = product((e * weights).to(gradient.dtype), gradient, total_values)
-        ds = e * (weights * product(values, tl.trans(gradient)) - change)
+        s = product(keys, tl.trans(queries)) * (scale * LOG2_E)
+        f = tl.where(j[:, None] <= i[None, :], tl.exp2(s - levels), 0.0)
+        weights = load_weights(wt, column, start, tokens, COLUMNS, ROWS)
+        total_values = product((f * weights).to(gradient.dtype), gradient, total_values)
+        ds = f * (weights * product(values, tl.trans(gradient)) - changes)
         total_keys = product(ds.to(queries.dtype), queries, total_keys)
-    total_keys = through_norm(total_keys * scale, keys, inverse, KEYS)
-    store_rows(dk, ALL, column, tokens, total_keys, COLUMNS, KEYS)
+    store_rows(dk, ALL, column, tokens, total_keys * scale, COLUMNS, KEYS)
     store_rows(dv, ALL, column, tokens, total_values, COLUMNS, VALUES)
 
 
 @triton.jit
 def grad_weight_kernel(
-    q, k, v, dy, r, dw,
+    q, k, v, dy, level, dw,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, batch, context, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dw[i, j] = sum over the texts of r e (dy[i] . v[j]), (heads, context, context) float32. A
+    """dw[i, j] = sum over the texts of f (dy[i] . v[j]), (heads, context, context) float32. A
     program has one tile of one head, and writes zeros above the diagonal and beyond the tokens.
     """
     start, column, head = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
@@ -276,20 +257,20 @@ def grad_weight_kernel(
         k += head * KEYS
         v += head * VALUES
         dy += head * VALUES
-        r += head * tokens
+        level += head * tokens
         for _ in range(batch):
-            queries, _q = normalized(load_rows(q, q_row, start, tokens, ROWS, KEYS), KEYS)
-            keys, _k = normalized(load_rows(k, k_row, column, tokens, COLUMNS, KEYS), KEYS)
+            queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
+            keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
             gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
             values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
-            factor = load_vector(r, start, tokens, ROWS)[:, None]
-            e = fits(queries, keys, scale, start, column, ROWS, COLUMNS)
-            total += e * factor * product(gradient, tl.trans(values))
+            levels = load_vector(level, start, tokens, ROWS)[:, None]
+            s = logarithms(queries, keys, scale, start, column, ROWS, COLUMNS)
+            total += tl.exp2(s - levels) * product(gradient, tl.trans(values))
             q += q_batch
             k += k_batch
             v += v_batch
             dy += tokens * HEADS * VALUES
-            r += HEADS * tokens
+            level += HEADS * tokens
     i, j = start + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     at = dw + head.to(tl.int64) * context * context + i[:, None] * context + j[None, :]
     tl.store(at, total, mask=(i[:, None] < context) & (j[None, :] < context))
@@ -306,26 +287,26 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """y, (batch, tokens, heads * channels of a head), and r, (batch, heads, tokens) float32."""
+    """y, (batch, tokens, heads * channels of a head), and level, (batch, heads, tokens) float32."""
     query, key, value = (dense_channels(x) for x in (query, key, value))
     heads, tokens, _ = packed.shape
     y = empty(value, value.shape)
-    r = empty(value, (value.shape[0], heads, tokens), torch.float32)
+    level = empty(value, (value.shape[0], heads, tokens), torch.float32)
     options = options_for("forward", query, value, heads)
     programs = triton.cdiv(tokens, options["ROWS"]) * query.shape[0] * heads
     with torch.cuda.device_of(query):
         forward_kernel[(programs,)](
-            *(query, key, value, packed, bias.contiguous(), y, r),
+            *(query, key, value, packed, bias.contiguous(), y, level),
             *strides(query, key, value),
             *(bias.shape[1], tokens, scale_of(query, heads)),
             **options,
         )
-    return y, r
+    return y, level
 
 
 def grad_input(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Tensor,
-    y: Tensor, r: Tensor,
+    y: Tensor, level: Tensor,
 ) -> Tensor:  # fmt: skip
     """The gradients of query, key and value side by side, (batch, tokens, channels of all)."""
     dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
@@ -333,15 +314,14 @@ def grad_input(
     channels = sum(x.shape[-1] for x in (query, key, value))
     dqkv = empty(query, (*query.shape[:2], channels))
     inputs = (query, key, value)
-    c = empty(query, r.shape, torch.float32)
-    others = (dy, r, c, dqkv, *strides(*inputs), tokens, scale_of(query, heads))
+    change = empty(query, level.shape, torch.float32)
+    others = (dy, level, change, dqkv, *strides(*inputs), tokens, scale_of(query, heads))
     heads_of_texts = query.shape[0] * heads
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
         programs = triton.cdiv(tokens, options["ROWS"]) * heads_of_texts
-        change_of_mean_kernel[(programs,)](
-            y, bias.contiguous(), dy, r, c, bias.shape[1], tokens, **options
-        )
+        of_results = (y, bias.contiguous(), dy, change)
+        change_kernel[(programs,)](*of_results, bias.shape[1], tokens, **options)
         grad_query_kernel[(programs,)](*inputs, packed, *others, **options)
         options = options_for("grad_key_value", query, value, heads)
         programs = triton.cdiv(tokens, options["COLUMNS"]) * heads_of_texts
@@ -351,19 +331,19 @@ def grad_input(
 
 
 def grad_weight(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, r: Tensor, context: int
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
 ) -> Tensor:
     """The gradient of the weight, (heads, 1, context, context) float32."""
     dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
     batch, tokens, _ = query.shape
-    heads = r.shape[1]
+    heads = level.shape[1]
     dw = empty(query, (heads, 1, context, context), torch.float32)
     options = options_for("grad_weight", query, value, heads)
     tiles = (triton.cdiv(context, options[edge]) for edge in ("ROWS", "COLUMNS"))
     grid = (*tiles, heads)
     with torch.cuda.device_of(query):
         grad_weight_kernel[grid](
-            *(query, key, value, dy, r, dw),
+            *(query, key, value, dy, level, dw),
             *strides(query, key, value),
             *(batch, context, tokens, scale_of(query, heads)),
             **options,

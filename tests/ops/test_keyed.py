@@ -77,15 +77,9 @@ MISTAKES = {
         "range(column // ROWS * ROWS + ROWS, tokens, ROWS)",
     ),
     "the gradient of the weight has one text": ("for _ in range(batch):", "for _ in range(1):"),
-    "the scale counts once": ("through_norm(total_keys * scale,", "through_norm(total_keys,"),
-    "the mean's gradient is left out": (
-        "tl.store(c + vector + rows, change,",
-        "tl.store(c + vector + rows, 0 * change,",
-    ),
-    "the norm's gradient is left out": (
-        "(gradient - wide * along) * inverse",
-        "gradient * inverse",
-    ),
+    "the scale is left out": ("total_keys * scale", "total_keys"),
+    "the mean's gradient is left out": ("tl.sum(results * gradient, 1)", "tl.sum(results * 0, 1)"),
+    "sums are of another largest": ("sums * shrink + ", "sums + "),
 }
 
 
@@ -147,7 +141,7 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
     function = getattr(keyed_kernels, f"{kernel}_kernel")
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     types = dict.fromkeys(["q", "k", "v", "w", "wt", "y", "dy", "dqkv"], pointer)
-    types |= {"r": "*fp32", "c": "*fp32"}
+    types |= {"level": "*fp32", "change": "*fp32"}
     types |= {"bias": "*fp32", "dw": "*fp32", "scale": "fp32"} | dict.fromkeys(
         constants, "constexpr"
     )

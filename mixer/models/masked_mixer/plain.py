@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KEYED_EPS = 1e-6  # added to the mean square of a query and of a key
 BACKENDS = ("auto", "cuda", "panels", "dense")
 
 # Rows of a panel. p panels compute (p + 1) / 2p of the dense product, but thin panels run at a
@@ -114,7 +113,7 @@ def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
 def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Keyed mixing of whole texts: y[i] = bias[i] + sum over j <= i of weight[i, j] * f[i, j] *
     value[j] in each head, where f[i, j] is exp(s[i, j]) over its mean of all j <= i, and s[i, j] is
-    sqrt(n) times the cosine of query[i] and key[j], of n numbers each.
+    query[i] . key[j] / sqrt(n), n being the size of a key.
 
     Panels of rows are computed one by one, as attention would be without a kernel of its own: each
     has the products of its queries with the keys up to its last row in memory.
@@ -129,7 +128,6 @@ def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tenso
     """
     tokens, found = query.shape[1], []
     query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
-    query, key = normalized(query), normalized(key)
     places = torch.arange(tokens, device=query.device)
     for start, end in panel_bounds(tokens):
         own = places[start:end, None]  # (rows, 1)
@@ -143,16 +141,11 @@ def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tenso
     return y.transpose(1, 2).flatten(2)
 
 
-def normalized(x: Tensor) -> Tensor:
-    """x with a mean square of 1 along its last dimension, in x's dtype."""
-    return F.rms_norm(x, x.shape[-1:], eps=KEYED_EPS).to(x.dtype)
-
-
 def relative_fits(products: Tensor, positions: Tensor, size: int) -> Tensor:
     """How well keys fit a query, over the mean of those up to its position: 1 where all fit alike.
 
     Args:
-        products: (..., new, length) of normalized queries and keys, of `size` numbers each.
+        products: (..., new, length) of queries and keys, of `size` numbers each.
         positions: (..., new, 1) of the queries, which see keys 0 to position.
 
     Returns:
@@ -180,7 +173,7 @@ def keyed_rows(
     """
     size = query.shape[-1]
     key, value = memory[..., :size], memory[..., size:]
-    products = normalized(query) @ normalized(key).transpose(-1, -2)  # (batch, heads, new, length)
+    products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
     fits = relative_fits(products, positions[:, None, :, None], size)
     rows = rows_at(positions, weight, memory)[:, :, 0]
     y = (fits * rows.to(fits.dtype)).to(value.dtype) @ value
