@@ -21,10 +21,10 @@ def keyed_conv(
 
         y[b, i, c] = bias[h, i] + sum_{j <= i} weight[h, 0, i, j] * f[i, j] * value[b, j, c]
         f[i, j] = exp(s[i, j]) / mean_{j <= i} exp(s[i, j])
-        s[i, j] = sqrt(n) * cosine of query[b, i, h] and key[b, j, h], of n numbers each
+        s[i, j] = query[b, i, h] . key[b, j, h] / sqrt(n), of n numbers each
 
-    Where all keys fit alike, f is 1. Without a weight this is softmax attention (arXiv 1706.03762)
-    with normalized queries and keys (arXiv 2010.04245), times the number of tokens.
+    Where all keys fit alike, f is 1, and this is a triangular convolution. Without the weight it is
+    softmax attention (arXiv 1706.03762) times the number of tokens that a query sees.
 
     Args:
         query, key: (batch, tokens, heads * n), head after head; bf16, fp16, fp32 or fp64.
@@ -117,19 +117,18 @@ def _(query, key, value, weight, bias):
 
 @torch.library.custom_op("mixer::keyed_conv_grad_input", mutates_args=())
 def grad_input(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Tensor,
-    y: Tensor, level: Tensor,
-) -> Tensor:  # fmt: skip
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor, level: Tensor
+) -> Tensor:
     """Those of query, key and value side by side: they are mostly parts of one projection, whose
     gradient this is then, without a copy in compiled code.
     """
     from mixer.ops import keyed_kernels
 
-    return keyed_kernels.grad_input(dy, query, key, value, packed, bias, y, level)
+    return keyed_kernels.grad_input(dy, query, key, value, packed, level)
 
 
 @grad_input.register_fake
-def _(dy, query, key, value, packed, bias, y, level):
+def _(dy, query, key, value, packed, level):
     channels = sum(x.shape[-1] for x in (query, key, value))
     return query.new_empty((*query.shape[:2], channels))
 
@@ -150,10 +149,10 @@ def _(dy, query, key, value, level, context):
 
 def _setup_context(ctx, inputs, output):
     query, key, value, weight, bias = inputs
-    y, packed, level = output
+    _, packed, level = output
     ctx.mark_non_differentiable(packed, level)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, packed, bias, y, level)
+    ctx.save_for_backward(query, key, value, packed, level)
     ctx.heads, _, ctx.context, _ = weight.shape
     ctx.weight_dtype = weight.dtype
 
@@ -168,13 +167,13 @@ def _backward(ctx, dy, *_):
         )
     if dy is None:
         return None, None, None, None, None
-    query, key, value, packed, bias, y, level = ctx.saved_tensors
+    query, key, value, packed, level = ctx.saved_tensors
     needs_weight, needs_bias = ctx.needs_input_grad[3:]
     inputs, dweight, dbias = (None, None, None), None, None
     if any(ctx.needs_input_grad[:3]):
         parts = [x.shape[-1] for x in (query, key, value)]
         # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
-        inputs = grad_input(dy, query, key, value, packed, bias, y, level)
+        inputs = grad_input(dy, query, key, value, packed, level)
         inputs = inputs.split(parts, dim=2)
     if needs_weight:
         dweight = grad_weight(dy, query, key, value, level, ctx.context)

@@ -82,9 +82,6 @@ def product(left, right, total=None):
     return tl.dot(left, right, total, input_precision="ieee")
 
 
-# ------------------------------------------------------------------------- the kernels
-
-
 @triton.jit
 def logarithms(left, right, scale, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile of s to base 2, (ROWS, COLUMNS), minus infinity where a key comes after its query."""
@@ -97,6 +94,9 @@ def logarithms(left, right, scale, row, column, ROWS: tl.constexpr, COLUMNS: tl.
 def load_vector(x, start, tokens, ROWS: tl.constexpr):
     rows = start + tl.arange(0, ROWS)
     return tl.load(x + rows, mask=rows < tokens, other=0.0)
+
+
+# ------------------------------------------------------------------------- the kernels
 
 
 @triton.jit
@@ -139,35 +139,15 @@ def forward_kernel(
 
 
 @triton.jit
-def change_kernel(
-    y, bias, dy, change,
-    context, tokens,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """change[i] = dy[i] . (y[i] - bias[i]) / (i + 1), what the mean takes from each ds / f. A
-    program has ROWS tokens of one head of one text.
-    """
-    tile, text, head = place(tl.cdiv(tokens, ROWS), HEADS)
-    start = tile * ROWS
-    at = text * tokens * HEADS * VALUES + head * VALUES
-    rows = start + tl.arange(0, ROWS)
-    results = load_rows(y + at, HEADS * VALUES, start, tokens, ROWS, VALUES).to(tl.float32)
-    results -= load_vector(bias + head * context, start, tokens, ROWS)[:, None]
-    gradient = load_rows(dy + at, HEADS * VALUES, start, tokens, ROWS, VALUES).to(tl.float32)
-    change += (text * HEADS + head) * tokens
-    tl.store(change + rows, tl.sum(results * gradient, 1) / (rows + 1), mask=rows < tokens)
-
-
-@triton.jit
 def grad_query_kernel(
     q, k, v, w, dy, level, change, dqkv,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = f (w (dy[i] . v[j]) - change[i]). A
-    program has ROWS tokens i.
+    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = f (w (dy[i] . v[j]) - change[i]).
+    change[i], which is what the mean takes, is the mean over j of f w (dy[i] . v[j]): its part is
+    added up by itself. A program has ROWS tokens i.
     """
     tiles = tl.cdiv(tokens, ROWS)
     tile, text, head = place(tiles, HEADS)
@@ -183,16 +163,22 @@ def grad_query_kernel(
     queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
     gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
     levels = load_vector(level + vector, start, tokens, ROWS)[:, None]
-    changes = load_vector(change + vector, start, tokens, ROWS)[:, None]
     total = tl.zeros((ROWS, KEYS), tl.float32)
+    fitting = tl.zeros((ROWS, KEYS), tl.float32)  # the sum of f k
+    changes = tl.zeros((ROWS,), tl.float32)
     for column in range(0, min(start + ROWS, tokens), COLUMNS):
         keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
         values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
-        s = logarithms(queries, keys, scale, start, column, ROWS, COLUMNS)
+        f = tl.exp2(logarithms(queries, keys, scale, start, column, ROWS, COLUMNS) - levels)
+        fitting = product(f.to(keys.dtype), keys, fitting)
         weights = load_weights(w, start, column, tokens, ROWS, COLUMNS)
-        dp = product(gradient, tl.trans(values))
-        ds = tl.exp2(s - levels) * (weights * dp - changes)
-        total = product(ds.to(keys.dtype), keys, total)
+        df = f * weights * product(gradient, tl.trans(values))
+        total = product(df.to(keys.dtype), keys, total)
+        changes += tl.sum(df, 1)
+    rows = start + tl.arange(0, ROWS)
+    changes /= rows + 1
+    tl.store(change + vector + rows, changes, mask=rows < tokens)
+    total -= changes[:, None] * fitting
     store_rows(dq, ALL, start, tokens, total * scale, ROWS, KEYS)
 
 
@@ -203,9 +189,9 @@ def grad_key_value_kernel(
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dk[j] = scale * sum over i of ds[i, j] q[i]; dv[j] = sum over i of
-    w f dy[i]. A program has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be
-    left factors, as wt is.
+    """dk[j] = scale * sum over i of ds[i, j] q[i], with ds as above; dv[j] = sum over i of w f
+    dy[i]. A program has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left
+    factors, as wt is.
     """
     tiles = tl.cdiv(tokens, COLUMNS)
     tile, text, head = place(tiles, HEADS)
@@ -305,9 +291,8 @@ def forward(
 
 
 def grad_input(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Tensor,
-    y: Tensor, level: Tensor,
-) -> Tensor:  # fmt: skip
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor, level: Tensor
+) -> Tensor:
     """The gradients of query, key and value side by side, (batch, tokens, channels of all)."""
     dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
     heads, tokens, _ = packed.shape
@@ -320,8 +305,6 @@ def grad_input(
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
         programs = triton.cdiv(tokens, options["ROWS"]) * heads_of_texts
-        of_results = (y, bias.contiguous(), dy, change)
-        change_kernel[(programs,)](*of_results, bias.shape[1], tokens, **options)
         grad_query_kernel[(programs,)](*inputs, packed, *others, **options)
         options = options_for("grad_key_value", query, value, heads)
         programs = triton.cdiv(tokens, options["COLUMNS"]) * heads_of_texts

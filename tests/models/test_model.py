@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.mixing import LAGS, SPANS
-from mixer.models.masked_mixer.plain import KEYED_EPS
 
 TIED_WITH_NORM = {"tie_word_embeddings": True, "final_norm": True}
 
@@ -57,8 +56,7 @@ def test_keyed_mixing_is_its_formula(heads, length):
     projected = x @ mixing.in_proj.weight.T + mixing.in_proj.bias
     query, key = projected[..., : 6 * heads].unflatten(-1, (2, heads, 3)).unbind(-3)
     value = projected[..., 6 * heads :].unflatten(-1, (heads, -1))
-    # Exponentials of cosines over their mean, times mixing weights.
-    query, key = (x / (x.square().mean(-1, True) + KEYED_EPS).sqrt() for x in (query, key))
+    # Exponentials of products over their mean, times mixing weights.
     seen = torch.ones(length, length).tril()
     products = torch.einsum("bthk,bshk->bhts", query, key)
     fits = (products / 3**0.5).exp() * seen  # (batch, heads, tokens, tokens)

@@ -78,7 +78,7 @@ MISTAKES = {
     ),
     "the gradient of the weight has one text": ("for _ in range(batch):", "for _ in range(1):"),
     "the scale is left out": ("total_keys * scale", "total_keys"),
-    "the mean's gradient is left out": ("tl.sum(results * gradient, 1)", "tl.sum(results * 0, 1)"),
+    "the mean's gradient is left out": ("changes += tl.sum(df, 1)", "changes += 0"),
     "sums are of another largest": ("sums * shrink + ", "sums + "),
 }
 
