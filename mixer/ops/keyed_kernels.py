@@ -36,7 +36,12 @@ WIDE_TILES = {
     "grad_weight": (32, 64, 4, 2),
 }
 # Capability 9 and 10 have 227 KB of shared memory.
-TILES_OF_9_AND_10 = TILES | {"grad_weight": (128, 128, 8, 3)}
+TILES_OF_9_AND_10 = {
+    "forward": (64, 64, 4, 3),
+    "grad_query": (64, 32, 4, 3),
+    "grad_key_value": (32, 64, 4, 3),
+    "grad_weight": (64, 64, 4, 3),
+}
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
 
