@@ -19,15 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of each kernel: the rows i and columns j of a tile, warps, and loads that are under way at once.
-# The fastest of those tried at 512 tokens on an H200, without spills and with at most the 99 KB of
-# shared memory that every GPU from 8.0 on has (dev/cuda/LOG.md). TILES by keys and values of 64
-# numbers, for all of at most 128 together; WIDE_TILES by 128 numbers each, for longer ones.
+# Of each kernel: the rows i and columns j of a tile, warps, and loads that are under way at once,
+# without spills and with at most the 99 KB of shared memory that every GPU from 8.0 on has. TILES,
+# for keys and values of at most 128 numbers together, are the fastest of those tried with 32 and 64
+# at 512 tokens on an H200 (dev/cuda/LOG.md). WIDE_TILES are for longer ones, and not tuned.
 TILES = {
-    "forward": (64, 32, 4, 3),
+    "forward": (64, 64, 4, 3),
     "grad_query": (64, 32, 4, 3),
     "grad_key_value": (32, 64, 4, 3),
-    "grad_weight": (64, 64, 8, 3),
+    "grad_weight": (64, 64, 4, 3),
 }
 WIDE_TILES = {
     "forward": (64, 32, 8, 3),
@@ -35,15 +35,8 @@ WIDE_TILES = {
     "grad_key_value": (64, 32, 8, 2),
     "grad_weight": (32, 64, 4, 2),
 }
-# Capability 9 and 10 have 227 KB of shared memory.
-TILES_OF_9_AND_10 = {
-    "forward": (64, 64, 4, 3),
-    "grad_query": (64, 32, 4, 3),
-    "grad_key_value": (32, 64, 4, 3),
-    "grad_weight": (64, 64, 4, 3),
-}
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 # ------------------------------------------------------------------------- pieces of the kernels
@@ -353,8 +346,7 @@ def tiles_for(query: Tensor, keys: int, values: int) -> dict[str, tuple[int, int
         return FLOAT32_TILES
     if keys + values > 128:
         return WIDE_TILES
-    is_large = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] in (9, 10)
-    return TILES_OF_9_AND_10 if is_large else TILES
+    return TILES
 
 
 def scale_of(query: Tensor, heads: int) -> float:

@@ -128,13 +128,12 @@ def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tenso
     """
     tokens, found = query.shape[1], []
     query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
-    places = torch.arange(tokens, device=query.device)
+    positions = torch.arange(tokens, device=query.device)[:, None]
     for start, end in panel_bounds(tokens):
-        own = places[start:end, None]  # (rows, 1)
         # (batch, heads, rows, end)
-        scores = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
+        products = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
         rows = weight[:, 0, start:end, :end].tril(start)
-        fits = relative_fits(scores, own, query.shape[-1])
+        fits = relative_fits(products, positions[start:end], query.shape[-1])
         found.append((fits * rows.to(fits.dtype)).to(value.dtype) @ value[:, :, :end])
     y = torch.cat(found, 2)
     y = y + bias[:, :tokens, None].to(y.dtype)
