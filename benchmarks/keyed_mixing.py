@@ -140,14 +140,16 @@ def times_by_tile(context: int, heads: int, keys: int, values: int) -> dict[str,
     tiles = kernels.tiles_for(query, keys, values)
     packed = kernels.pack(weight, context, query.dtype)
 
+    _, level = kernels.forward(query, key, value, packed, bias)
+
     def gradients(_):  # of both kernels, of which one stays as it is
-        return kernels.grad_input(dy, query, key, value, packed)
+        return kernels.grad_input(dy, query, key, value, packed, level)
 
     calls = {
         "forward": lambda _: kernels.forward(query, key, value, packed, bias),
         "grad_query": gradients,
         "grad_key_value": gradients,
-        "grad_weight": lambda _: kernels.grad_weight(dy, query, key, value, heads, context),
+        "grad_weight": lambda _: kernels.grad_weight(dy, query, key, value, level, context),
     }
     found = {}
     for kernel, call in calls.items():

@@ -17,13 +17,14 @@ from mixer.ops import choice
 def keyed_conv(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, backend: str = "auto"
 ) -> Tensor:
-    """A triangular convolution whose weights are scaled by squared products of queries and keys:
+    """A triangular convolution whose weights are scaled by how well queries fit keys:
 
-        y[b, i, c] = bias[h, i] + sum_{j <= i} weight[h, 0, i, j] * s[i, j]^2 * value[b, j, c]
-        s[i, j] = query[b, i, h] . key[b, j, h] / sqrt(n)
+        y[b, i, c] = bias[h, i] + sum_{j <= i} weight[h, 0, i, j] * f[i, j] * value[b, j, c]
+        f[i, j] = exp(s[i, j]) / mean_{j <= i} exp(s[i, j])
+        s[i, j] = query[b, i, h] . key[b, j, h] / sqrt(n), of n numbers each
 
-    A head's products are as those of attention, squared in place of the exponential, and nothing is
-    normalized. Polynomial attention (arXiv 2310.01655) has no learned weight.
+    Where all keys fit alike, f is 1, and this is a triangular convolution. Without the weight it is
+    softmax attention (arXiv 1706.03762) times the number of tokens that a query sees.
 
     Args:
         query, key: (batch, tokens, heads * n), head after head; bf16, fp16, fp32 or fp64.
@@ -96,62 +97,67 @@ def _check(query, key, value, weight, bias, backend) -> None:
 @torch.library.custom_op("mixer::keyed_conv", mutates_args=())
 def operator(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(y, packed weight), which backward reads again."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, packed weight, level (batch, heads, tokens) float32), which backward reads again."""
     from mixer.ops import keyed_kernels
 
     packed = keyed_kernels.pack(weight, query.shape[1], query.dtype)
-    return keyed_kernels.forward(query, key, value, packed, bias), packed
+    y, level = keyed_kernels.forward(query, key, value, packed, bias)
+    return y, packed, level
 
 
 @operator.register_fake
 def _(query, key, value, weight, bias):
     tokens = query.shape[1]
     packed = query.new_empty((weight.shape[0], tokens, tokens))
-    return torch.empty_like(value, memory_format=torch.contiguous_format), packed
+    means = (query.shape[0], weight.shape[0], tokens)
+    y = torch.empty_like(value, memory_format=torch.contiguous_format)
+    return y, packed, query.new_empty(means, dtype=torch.float32)
 
 
 @torch.library.custom_op("mixer::keyed_conv_grad_input", mutates_args=())
-def grad_input(dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor) -> Tensor:
+def grad_input(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor, level: Tensor
+) -> Tensor:
     """Those of query, key and value side by side: they are mostly parts of one projection, whose
     gradient this is then, without a copy in compiled code.
     """
     from mixer.ops import keyed_kernels
 
-    return keyed_kernels.grad_input(dy, query, key, value, packed)
+    return keyed_kernels.grad_input(dy, query, key, value, packed, level)
 
 
 @grad_input.register_fake
-def _(dy, query, key, value, packed):
+def _(dy, query, key, value, packed, level):
     channels = sum(x.shape[-1] for x in (query, key, value))
     return query.new_empty((*query.shape[:2], channels))
 
 
 @torch.library.custom_op("mixer::keyed_conv_grad_weight", mutates_args=())
 def grad_weight(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, heads: int, context: int
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
 ) -> Tensor:
     from mixer.ops import keyed_kernels
 
-    return keyed_kernels.grad_weight(dy, query, key, value, heads, context)
+    return keyed_kernels.grad_weight(dy, query, key, value, level, context)
 
 
 @grad_weight.register_fake
-def _(dy, query, key, value, heads, context):
-    return query.new_empty((heads, 1, context, context), dtype=torch.float32)
+def _(dy, query, key, value, level, context):
+    return query.new_empty((level.shape[1], 1, context, context), dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output):
-    query, key, value, weight, _ = inputs
-    packed = output[1]
-    ctx.mark_non_differentiable(packed)
+    query, key, value, weight, bias = inputs
+    _, packed, level = output
+    ctx.mark_non_differentiable(packed, level)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, packed)
+    ctx.save_for_backward(query, key, value, packed, level)
     ctx.heads, _, ctx.context, _ = weight.shape
     ctx.weight_dtype = weight.dtype
 
 
-def _backward(ctx, dy, _):
+def _backward(ctx, dy, *_):
     # Under create_graph=True. Autograd's own error would miss the path to the weight through its
     # packed copy, and leave out terms without a word.
     if torch.is_grad_enabled():
@@ -161,15 +167,17 @@ def _backward(ctx, dy, _):
         )
     if dy is None:
         return None, None, None, None, None
-    query, key, value, packed = ctx.saved_tensors
+    query, key, value, packed, level = ctx.saved_tensors
     needs_weight, needs_bias = ctx.needs_input_grad[3:]
     inputs, dweight, dbias = (None, None, None), None, None
     if any(ctx.needs_input_grad[:3]):
         parts = [x.shape[-1] for x in (query, key, value)]
         # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
-        inputs = grad_input(dy, query, key, value, packed).split(parts, dim=2)
+        inputs = grad_input(dy, query, key, value, packed, level)
+        inputs = inputs.split(parts, dim=2)
     if needs_weight:
-        dweight = grad_weight(dy, query, key, value, ctx.heads, ctx.context).to(ctx.weight_dtype)
+        dweight = grad_weight(dy, query, key, value, level, ctx.context)
+        dweight = dweight.to(ctx.weight_dtype)
     if needs_bias:  # (batch, tokens, heads, channels of a head) -> (heads, tokens)
         sums = dy.unflatten(-1, (ctx.heads, -1)).sum((0, 3), dtype=torch.float32).T
         dbias = torch.nn.functional.pad(sums, (0, ctx.context - sums.shape[1]))

@@ -56,9 +56,12 @@ def test_keyed_mixing_is_its_formula(heads, length):
     projected = x @ mixing.in_proj.weight.T + mixing.in_proj.bias
     query, key = projected[..., : 6 * heads].unflatten(-1, (2, heads, 3)).unbind(-3)
     value = projected[..., 6 * heads :].unflatten(-1, (heads, -1))
-    # As attention with mixing weights and a square in place of the softmax.
-    weights = mixing.conv.weight[:, 0].tril()  # (heads, tokens, tokens)
-    scores = torch.einsum("bthk,bshk->bhts", query, key) ** 2 / 3 * weights
+    # Exponentials of products over their mean, times mixing weights.
+    seen = torch.ones(length, length).tril()
+    products = torch.einsum("bthk,bshk->bhts", query, key)
+    fits = (products / 3**0.5).exp() * seen  # (batch, heads, tokens, tokens)
+    fits = fits / fits.sum(-1, keepdim=True) * seen.sum(-1, keepdim=True)
+    scores = fits * mixing.conv.weight[:, 0].tril()
     found = torch.einsum("bhts,bshc->bthc", scores, value) + mixing.conv.bias.T[..., None]
     expected = residual + found.flatten(-2) @ mixing.out_proj.weight.T + mixing.out_proj.bias
     torch.testing.assert_close(mixing(x, residual), expected)

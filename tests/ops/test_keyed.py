@@ -69,15 +69,17 @@ MISTAKES = {
         "tl.store(at, values.to(base.dtype.element_ty))",
     ),
     "the last tile of a row is left out": (
-        "(ROWS, VALUES), tl.float32)\n    for column in range(0, min(start + ROWS,",
-        "(ROWS, VALUES), tl.float32)\n    for column in range(0, min(start,",
+        "(ROWS,), tl.float32)\n    for column in range(0, min(start + ROWS,",
+        "(ROWS,), tl.float32)\n    for column in range(0, min(start,",
     ),
     "the first tile of a column is left out": (
         "range(column // ROWS * ROWS, tokens, ROWS)",
         "range(column // ROWS * ROWS + ROWS, tokens, ROWS)",
     ),
     "the gradient of the weight has one text": ("for _ in range(batch):", "for _ in range(1):"),
-    "the scale counts once": ("total_keys * (2 * scale)", "2 * total_keys"),
+    "the scale is left out": ("total_keys * scale", "total_keys"),
+    "the mean's gradient is left out": ("changes += tl.sum(df, 1)", "changes += 0"),
+    "sums are of another largest": ("sums * shrink + ", "sums + "),
 }
 
 
@@ -139,6 +141,7 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
     function = getattr(keyed_kernels, f"{kernel}_kernel")
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     types = dict.fromkeys(["q", "k", "v", "w", "wt", "y", "dy", "dqkv"], pointer)
+    types |= {"level": "*fp32", "change": "*fp32"}
     types |= {"bias": "*fp32", "dw": "*fp32", "scale": "fp32"} | dict.fromkeys(
         constants, "constexpr"
     )

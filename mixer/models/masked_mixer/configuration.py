@@ -63,8 +63,8 @@ class MixerOptions:
     )
     mixer_key_size: int = option(
         0,
-        "keyed mixing: mixing weights are scaled by squared products of queries and keys, which "
-        "have so many numbers in each head; 0 for none",
+        "keyed mixing: mixing weights are scaled by how well a query fits a key, which have so "
+        "many numbers in each head; 0 for none",
         at_least=0,
     )
     mixer_keyed_every: int = option(

@@ -165,13 +165,13 @@ class TriangularConv(nn.Module):
 
 
 class KeyedConv(TriangularConv):
-    """A triangular convolution whose weights are scaled by what the tokens are: y[i] = bias[i] +
-    sum over j <= i of weight[i, j] * (query[i] . key[j])^2 / n * value[j] in each head.
+    """A triangular convolution whose weights are scaled by how well tokens fit: y[i] = bias[i] +
+    sum over j <= i of weight[i, j] * f[i, j] * value[j] in each head. f[i, j] is exp(s[i, j]) over
+    its mean of all j <= i, and s[i, j] is query[i] . key[j] / sqrt(n).
 
-    The square lets a token that fits well stand out among many that fit a little, as the
-    exponential does in attention. Nothing is normalized: weight[i, j] says how much counts.
-    Polynomial attention (arXiv 2310.01655) has no such weight, retention (arXiv 2307.08621) one of
-    lags alone and no square. `mixer.ops.keyed_conv` defines the result.
+    Where all fit alike, f is 1, and this is a triangular convolution. Without the weight it is
+    attention (arXiv 1706.03762), multiplied by the number of tokens that the query sees.
+    `mixer.ops.keyed_conv` defines the result.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -212,7 +212,7 @@ class KeyedConv(TriangularConv):
         return keyed_rows(by_head(query, self.heads), past, weight, self.bias, positions)
 
     def flops(self, tokens: int) -> Flops:
-        """Of one sequence: a product of query and key, and one of their square and the value.
+        """Of one sequence: a product of query and key, and one of how they fit and the value.
 
         `executed` is a third of what forward and backward multiply. The kernels' three backward
         passes compute the products of queries and keys again, and all of those of dy and values.

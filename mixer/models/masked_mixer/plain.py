@@ -111,8 +111,9 @@ def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
 
 
 def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Keyed mixing of whole texts: y[i] = bias[i] + sum over j <= i of weight[i, j] * (query[i] .
-    key[j])^2 / n * value[j] in each head, where n is the size of a key.
+    """Keyed mixing of whole texts: y[i] = bias[i] + sum over j <= i of weight[i, j] * f[i, j] *
+    value[j] in each head, where f[i, j] is exp(s[i, j]) over its mean of all j <= i, and s[i, j] is
+    query[i] . key[j] / sqrt(n), n being the size of a key.
 
     Panels of rows are computed one by one, as attention would be without a kernel of its own: each
     has the products of its queries with the keys up to its last row in memory.
@@ -127,16 +128,32 @@ def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tenso
     """
     tokens, found = query.shape[1], []
     query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
-    query = query * query.shape[-1] ** -0.5
+    positions = torch.arange(tokens, device=query.device)[:, None]
     for start, end in panel_bounds(tokens):
         # (batch, heads, rows, end)
-        scores = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
+        products = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
         rows = weight[:, 0, start:end, :end].tril(start)
-        # The weight first: a square alone overflows in fp16 from 256 on.
-        found.append((scores * (scores * rows.to(scores.dtype))) @ value[:, :, :end])
+        fits = relative_fits(products, positions[start:end], query.shape[-1])
+        found.append((fits * rows.to(fits.dtype)).to(value.dtype) @ value[:, :, :end])
     y = torch.cat(found, 2)
     y = y + bias[:, :tokens, None].to(y.dtype)
     return y.transpose(1, 2).flatten(2)
+
+
+def relative_fits(products: Tensor, positions: Tensor, size: int) -> Tensor:
+    """How well keys fit a query, over the mean of those up to its position: 1 where all fit alike.
+
+    Args:
+        products: (..., new, length) of queries and keys, of `size` numbers each.
+        positions: (..., new, 1) of the queries, which see keys 0 to position.
+
+    Returns:
+        (..., new, length), zero for later keys; fp32 for 16-bit products.
+    """
+    later = torch.arange(products.shape[-1], device=products.device) > positions
+    wide = torch.promote_types(products.dtype, torch.float32)
+    scores = products.to(wide) * size**-0.5
+    return scores.masked_fill(later, -torch.inf).softmax(-1) * (positions + 1)
 
 
 def keyed_rows(
@@ -155,8 +172,10 @@ def keyed_rows(
     """
     size = query.shape[-1]
     key, value = memory[..., :size], memory[..., size:]
-    scores = (query * size**-0.5) @ key.transpose(-1, -2)  # (batch, heads, new, length)
-    y = (scores * (scores * rows_at(positions, weight, memory)[:, :, 0])) @ value
+    products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
+    fits = relative_fits(products, positions[:, None, :, None], size)
+    rows = rows_at(positions, weight, memory)[:, :, 0]
+    y = (fits * rows.to(fits.dtype)).to(value.dtype) @ value
     y = y + bias[:, positions].transpose(0, 1)[..., None].to(y.dtype)
     return y.transpose(1, 2).flatten(2)
 
