@@ -43,12 +43,12 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def place(tiles, HEADS: tl.constexpr):
-    """Which tile, text and head a program has; tiles of one head and text come one after another,
-    so that they read the same keys and values at the same time.
+def place():
+    """Which tile, text and head a program has. Texts are side by side, as they read the same
+    weights: those of a head are in memory's cache for all of them, and so are its keys and values.
     """
-    one = tl.program_id(0) // tiles
-    return tl.program_id(0) % tiles, (one // HEADS).to(tl.int64), (one % HEADS).to(tl.int64)
+    text, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    return tl.program_id(1), text, head
 
 
 @triton.jit
@@ -105,9 +105,8 @@ def forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A program has ROWS tokens i of one head of one text."""
-    tiles = tl.cdiv(tokens, ROWS)
-    tile, text, head = place(tiles, HEADS)
-    start = (tiles - 1 - tile) * ROWS  # the longest sums begin first
+    tile, text, head = place()
+    start = (tl.num_programs(1) - 1 - tile) * ROWS  # the longest sums begin first
     q += text * q_batch + head * KEYS
     k += text * k_batch + head * KEYS
     v += text * v_batch + head * VALUES
@@ -147,9 +146,8 @@ def grad_query_kernel(
     change[i], which is what the mean takes, is the mean over j of f w (dy[i] . v[j]): its part is
     added up by itself. A program has ROWS tokens i.
     """
-    tiles = tl.cdiv(tokens, ROWS)
-    tile, text, head = place(tiles, HEADS)
-    start = (tiles - 1 - tile) * ROWS
+    tile, text, head = place()
+    start = (tl.num_programs(1) - 1 - tile) * ROWS
     q += text * q_batch + head * KEYS
     k += text * k_batch + head * KEYS
     v += text * v_batch + head * VALUES
@@ -191,8 +189,7 @@ def grad_key_value_kernel(
     dy[i]. A program has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left
     factors, as wt is.
     """
-    tiles = tl.cdiv(tokens, COLUMNS)
-    tile, text, head = place(tiles, HEADS)
+    tile, text, head = place()
     column = tile * COLUMNS
     q += text * q_batch + head * KEYS
     k += text * k_batch + head * KEYS
@@ -277,9 +274,9 @@ def forward(
     y = empty(value, value.shape)
     level = empty(value, (value.shape[0], heads, tokens), torch.float32)
     options = options_for("forward", query, value, heads)
-    programs = triton.cdiv(tokens, options["ROWS"]) * query.shape[0] * heads
+    grid = (query.shape[0], triton.cdiv(tokens, options["ROWS"]), heads)
     with torch.cuda.device_of(query):
-        forward_kernel[(programs,)](
+        forward_kernel[grid](
             *(query, key, value, packed, bias.contiguous(), y, level),
             *strides(query, key, value),
             *(bias.shape[1], tokens, scale_of(query, heads)),
@@ -299,15 +296,14 @@ def grad_input(
     inputs = (query, key, value)
     change = empty(query, level.shape, torch.float32)
     others = (dy, level, change, dqkv, *strides(*inputs), tokens, scale_of(query, heads))
-    heads_of_texts = query.shape[0] * heads
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
-        programs = triton.cdiv(tokens, options["ROWS"]) * heads_of_texts
-        grad_query_kernel[(programs,)](*inputs, packed, *others, **options)
+        grid = (query.shape[0], triton.cdiv(tokens, options["ROWS"]), heads)
+        grad_query_kernel[grid](*inputs, packed, *others, **options)
         options = options_for("grad_key_value", query, value, heads)
-        programs = triton.cdiv(tokens, options["COLUMNS"]) * heads_of_texts
+        grid = (query.shape[0], triton.cdiv(tokens, options["COLUMNS"]), heads)
         turned = packed.transpose(1, 2).contiguous()
-        grad_key_value_kernel[(programs,)](*inputs, turned, *others, **options)
+        grad_key_value_kernel[grid](*inputs, turned, *others, **options)
     return dqkv
 
 
