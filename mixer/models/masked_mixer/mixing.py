@@ -215,14 +215,15 @@ class KeyedConv(TriangularConv):
         """Of one sequence: a product of query and key, and one of how they fit and the value.
 
         `executed` is a third of what forward and backward multiply. The kernels' three backward
-        passes compute the products of queries and keys again, and all of those of dy and values.
+        passes compute the products of queries and keys again, and all of those of dy and values;
+        one of them adds up keys by how they fit, too.
         """
         keys = self.heads * self.key_size
         pairs = tokens * (tokens + 1) // 2
         useful = 2 * (keys + self.channels) * pairs
         executed = 2 * (keys + self.channels) * products_per_triangle(tokens, "panels")
         if self.backend == "cuda":
-            products = 6 * keys + 5 * self.channels
+            products = 7 * keys + 5 * self.channels
             executed = 2 * products * products_per_triangle(tokens, "cuda") // 3
         return Flops(useful, executed, token_mixing=useful)
 
