@@ -77,7 +77,7 @@ class MixerOptions:
         "reference",
         "initial mixing weights: reference (random, as nn.Conv1d's), zero (a block starts as its "
         "MLP alone), or shift (each head starts by passing on the token some places back, and in "
-        "keyed mixing by weights that fall slowly with the distance; for several heads)",
+        "keyed mixing as a mean of earlier tokens; for several heads)",
         choices=("reference", "zero", "shift"),
     )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)

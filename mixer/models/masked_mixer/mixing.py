@@ -104,9 +104,9 @@ class TriangularConv(nn.Module):
             if self.initial == "zero":
                 self.weight.zero_()
             if self.initial == "shift":
-                self._add_shifts()
+                self._set_shifts()
 
-    def _add_shifts(self) -> None:
+    def _set_shifts(self) -> None:
         self.weight.mul_(SHIFT_NOISE)
         for head in range(self.heads):
             lag = min(LAGS[(self.block + head) % len(LAGS)], self.context - 1)
@@ -179,16 +179,16 @@ class KeyedConv(TriangularConv):
         self.key_size = config.mixer_key_size  # n
 
     @torch.no_grad()
-    def _add_shifts(self) -> None:
-        """In place of shifts weights that fall with the distance, so that a token finds what stands
-        far back: exp(-lag / SPANS[block + head]), of length 1.
+    def _set_shifts(self) -> None:
+        """In place of shifts, weights that fall with the distance: exp(-lag / SPANS[block + head]),
+        those of a token adding up to 1, as those of attention do. While all keys fit alike, a head
+        starts as a mean of earlier tokens, of all of them where the span is infinite.
         """
-        self.weight.mul_(SHIFT_NOISE)
         lags = torch.arange(self.context, device=self.weight.device)
+        lag = (lags[:, None] - lags).clamp(min=0)
         for head in range(self.heads):
-            falling = (-lags / SPANS[(self.block + head) % len(SPANS)]).exp()
-            lag = (lags[:, None] - lags).clamp(min=0)
-            self.weight[head, 0].add_((falling / falling.norm())[lag].tril())
+            falling = (-lag / SPANS[(self.block + head) % len(SPANS)]).exp().tril()
+            self.weight[head, 0] = falling / falling.sum(-1, keepdim=True)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, memory: Memory, positions: Tensor | None
