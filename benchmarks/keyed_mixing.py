@@ -139,7 +139,6 @@ def times_by_tile(context: int, heads: int, keys: int, values: int) -> dict[str,
     query, key, value, weight, bias, dy = inputs(context, heads, keys, values)
     tiles = kernels.tiles_for(query, keys, values)
     packed = kernels.pack(weight, context, query.dtype)
-
     _, level = kernels.forward(query, key, value, packed, bias)
 
     def gradients(_):  # of both kernels, of which one stays as it is

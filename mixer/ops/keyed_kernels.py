@@ -67,6 +67,12 @@ def store_rows(base, stride, start, tokens, values, ROWS: tl.constexpr, SIZE: tl
 
 
 @triton.jit
+def load_vector(x, start, tokens, ROWS: tl.constexpr):
+    rows = start + tl.arange(0, ROWS)
+    return tl.load(x + rows, mask=rows < tokens, other=0.0)
+
+
+@triton.jit
 def load_weights(w, row, column, tokens, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile of one head's weights, (ROWS, COLUMNS) float32."""
     i, j = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -86,12 +92,6 @@ def logarithms(left, right, scale, row, column, ROWS: tl.constexpr, COLUMNS: tl.
     i, j = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     s = product(left, tl.trans(right)) * (scale * LOG2_E)
     return tl.where(j[None, :] <= i[:, None], s, float("-inf"))
-
-
-@triton.jit
-def load_vector(x, start, tokens, ROWS: tl.constexpr):
-    rows = start + tl.arange(0, ROWS)
-    return tl.load(x + rows, mask=rows < tokens, other=0.0)
 
 
 # ------------------------------------------------------------------------- the kernels
@@ -131,7 +131,7 @@ def forward_kernel(
     mean = sums / (rows + 1)
     tl.store(level + rows, top + tl.log2(mean), mask=rows < tokens)
     total /= mean[:, None]
-    total += tl.load(bias + head * context + rows, mask=rows < tokens, other=0.0)[:, None]
+    total += load_vector(bias + head * context, start, tokens, ROWS)[:, None]
     store_rows(y, HEADS * VALUES, start, tokens, total, ROWS, VALUES)
 
 

@@ -6,11 +6,13 @@ import sys
 import pytest
 import torch
 from models import MIXINGS, SMALL, small_model, tokens
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.checkpoints.pretrained import load_model
+from mixer.common.errors import UserError
 from mixer.models.masked_mixer.mixing import LAGS, SPANS
 
 TIED_WITH_NORM = {"tie_word_embeddings": True, "final_norm": True}
@@ -61,10 +63,22 @@ def test_keyed_mixing_is_its_formula(heads, length):
     products = torch.einsum("bthk,bshk->bhts", query, key)
     fits = (products / 3**0.5).exp() * seen  # (batch, heads, tokens, tokens)
     fits = fits / fits.sum(-1, keepdim=True) * seen.sum(-1, keepdim=True)
-    scores = fits * mixing.conv.weight[:, 0].tril()
-    found = torch.einsum("bhts,bshc->bthc", scores, value) + mixing.conv.bias.T[..., None]
+    scores = fits * mixing.keyed_conv.weight[:, 0].tril()
+    found = torch.einsum("bhts,bshc->bthc", scores, value)
+    found = found + mixing.keyed_conv.bias.T[..., None]
     expected = residual + found.flatten(-2) @ mixing.out_proj.weight.T + mixing.out_proj.bias
     torch.testing.assert_close(mixing(x, residual), expected)
+
+
+def test_a_checkpoint_of_keyed_mixing_by_squared_products_is_refused(tmp_path):
+    """Which had these weights under another name, and another function of queries and keys."""
+    model = small_model(num_mixer_heads=4, mixer_key_size=2)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {name.replace("keyed_conv", "conv"): x for name, x in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks the weights model.layers.0.mixing.keyed_conv.bias"):
+        load_model(tmp_path, model.config)
 
 
 def test_keyed_mixing_in_every_second_block_leaves_the_others_to_flat_or_gated_mixing():
@@ -75,7 +89,9 @@ def test_keyed_mixing_in_every_second_block_leaves_the_others_to_flat_or_gated_m
     assert names == ["Flat", "Keyed", "Flat", "Keyed", "Flat"]
     gated = small_model(mixer_gate=True, mixer_key_size=2, mixer_keyed_every=2)
     assert [type(layer.mixing).__name__ for layer in gated.model.layers] == ["Gated", "Keyed"]
-    assert [layer.mixing.conv.heads for layer in model.model.layers] == [1, 4, 1, 4, 1]
+    mixings = [layer.mixing for layer in model.model.layers]
+    assert [mixing.conv.heads for mixing in mixings[::2]] == [1, 1, 1]
+    assert [mixing.keyed_conv.heads for mixing in mixings[1::2]] == [4, 4]
 
 
 def mixed_by_heads(conv, x):
@@ -294,7 +310,7 @@ def test_keyed_mixing_starts_as_means_of_earlier_tokens():
         num_mixer_heads=4, mixer_key_size=2, mixing_init="shift", max_position_embeddings=512
     )
     for block, layer in enumerate(model.model.layers):
-        for head, weight in enumerate(layer.mixing.conv.mixing_weight()[:, 0]):
+        for head, weight in enumerate(layer.mixing.keyed_conv.mixing_weight()[:, 0]):
             torch.testing.assert_close(weight.sum(-1), torch.ones(512))
             assert (weight.triu(1) == 0).all()
             fall = torch.tensor(-1 / SPANS[(block + head) % 4]).exp()

@@ -359,12 +359,13 @@ class Keyed(TokenMixing):
         keys = config.num_mixer_heads * config.mixer_key_size
         self.parts = [keys, keys, config.hidden_size]
         self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
-        self.conv = KeyedConv(config)
+        # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
+        self.keyed_conv = KeyedConv(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
-        return residual + self.out_proj(self.conv(query, key, value, memories[0], positions))
+        return residual + self.out_proj(self.keyed_conv(query, key, value, memories[0], positions))
 
 
 def has_projections(config: MaskedMixerConfig) -> bool:
