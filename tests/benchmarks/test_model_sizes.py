@@ -111,6 +111,19 @@ def test_every_model_of_the_plans_can_be_trained(plan, monkeypatch):
         load_config(None, [f"{key}={json.dumps(value)}" for key, value in model.options.items()])
 
 
+def test_the_configuration_of_keyed_mixing_is_the_one_that_was_the_best(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from model_sizes_report import best_size
+
+    runs = json.loads((ROOT / "benchmarks/results/model_sizes_h200.json").read_text())["runs"]
+    measured = best_size(runs, "keyed in all blocks", 60)["settings"]
+    given = [f"{key}={json.dumps(value)}" for key, value in measured.items()]
+    measured, shipped = load_config(None, given), load_config("configs/keyed.yaml", [])
+    assert shipped.model == measured.model and shipped.optim == measured.optim
+    assert shipped.train.batch_size == measured.train.batch_size
+
+
 def test_runs_of_other_options_are_no_part_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from model_sizes import has_changed, models_of
