@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from texts import quiet
 
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
@@ -51,10 +52,6 @@ def tokenizer(tmp_path_factory) -> str:
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     monkeypatch.setattr(sources, "SHARD_BYTES", 3000)
-
-
-def quiet(*_):
-    pass
 
 
 def workers_left() -> list[psutil.Process]:

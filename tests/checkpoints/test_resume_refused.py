@@ -1,0 +1,114 @@
+"""What a resume refuses, naming each difference, and what it leaves as it is."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import RECIPE, state_files
+
+from mixer.common.errors import UserError
+from mixer.training.config import load_config
+from mixer.training.loop import train
+
+
+def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, finished):
+    with pytest.raises(
+        UserError,
+        match=r"hidden_size is 32 in the checkpoint and 64 in the configuration"
+        r".*set these keys \(model",
+    ):
+        train(load_config(str(write_config()), ["model.hidden_size=64", "model.final_norm=true"]))
+
+
+def test_changed_data_is_refused_naming_what_differs_unless_allowed(
+    write_config, finished, launch, tmp_path
+):
+    other = [f"data.directory={tmp_path / 'other'}", "data.vocab_size=400", "data.max_documents=20"]
+    with pytest.raises(
+        UserError,
+        match=r"(?s)other data or in another"
+        r".*data.max_documents: 30 in the checkpoint, now 20"
+        r".*tokenizer: SHA-256",
+    ) as error:
+        train(load_config(str(write_config()), other))
+    assert "train.bin: SHA-256" in str(error.value)
+    assert "checkpoint.allow_other_data=true" in str(error.value)
+    options = [*other, "checkpoint.allow_other_data=true", "train.steps=14"]
+    output = launch("--config", write_config(), *options).succeed()
+    assert "going on with other data" in output and "step 14/14" in output
+
+
+def test_another_seed_is_refused_as_it_would_deal_out_other_samples(write_config, finished):
+    with pytest.raises(
+        UserError,
+        match=r"(?s)in another order:.*seed: 0 in the checkpoint, now 5.*allow_other_data=true",
+    ):
+        train(load_config(str(write_config()), ["seed=5", "train.steps=14"]))
+
+
+def test_fresh_starts_over_old_checkpoints_and_going_back_below_newer_ones_are_refused(
+    write_config, finished
+):
+    config = str(write_config())
+    with pytest.raises(UserError, match="set checkpoint.resume=auto"):
+        train(load_config(config, ["checkpoint.resume=never"]))
+    with pytest.raises(
+        UserError, match="the run has newer ones.*step-12.*delete these, or choose another name"
+    ):
+        train(load_config(config, [f"checkpoint.resume={finished / 'step-8'}"]))
+
+
+def test_a_refused_resume_leaves_no_run_directory(write_config, tmp_path):
+    config, nothing = str(write_config()), tmp_path / "no/checkpoint"
+    with pytest.raises(UserError, match="checkpoint .* cannot be used"):
+        train(load_config(config, [f"checkpoint.resume={nothing}"]))
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs/small").mkdir(parents=True)  # of the user's own
+    with pytest.raises(UserError, match="checkpoint .* cannot be used"):
+        train(load_config(config, [f"checkpoint.resume={nothing}"]))
+    assert (tmp_path / "runs/small").is_dir()
+
+
+def test_a_run_that_is_being_trained_is_not_trained_twice(write_config, launch, tmp_path):
+    config = write_config(train={"steps": 100_000, "batch_size": 8, "eval_every": 0})
+    launch("--config", config).until((tmp_path / "runs/small/metrics.jsonl").exists)
+    with pytest.raises(UserError, match="is being trained by another process"):
+        train(load_config(str(config), []))
+
+
+@pytest.mark.parametrize(
+    ("written_with", "resumed_with", "named"),
+    [
+        ([], ["optim.name=muon"], "optim.name: 'adamw' in the checkpoint, now 'muon'"),
+        ([], ["optim.shared_lags=true"], "optim.shared_lags: False in the checkpoint, now True"),
+        (RECIPE, ["optim.name=adamw"], "optim.name: 'muon' in the checkpoint, now 'adamw'"),
+        (RECIPE, ["optim.shared_lags=false"], "optim.shared_lags: True in the checkpoint, now F"),
+    ],
+)
+def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
+    write_config, tmp_path, written_with, resumed_with, named
+):
+    config = str(write_config())
+    short = ["train.steps=3", "train.eval_every=0", "train.eval_samples=8"]
+    train(load_config(config, [*written_with, *short]))
+    refused_as_it_is(tmp_path / "runs", [config, *written_with, *resumed_with], named)
+
+
+def test_another_optimizer_is_refused_where_an_earlier_version_wrote_adamws_state(
+    tmp_path, monkeypatch
+):
+    before = shutil.copytree(Path(__file__).parent / "written_before", tmp_path / "before")
+    monkeypatch.chdir(before)
+    (before / "runs/small/.lock").touch()  # the one file that every command leaves in a run
+    named = "optim.name: 'adamw' in the checkpoint, now 'muon'"
+    refused_as_it_is(before, ["config.yaml", "optim.name=muon"], named)
+
+
+def refused_as_it_is(directory: Path, settings: list[str], named: str) -> None:
+    """A run with these settings ends in an error that names what differs, and changes nothing."""
+    before = state_files(directory)
+    with pytest.raises(UserError) as caught:
+        train(load_config(settings[0], settings[1:]))
+    assert f"has the state of another optimizer: {named}" in str(caught.value)
+    assert "set the checkpoint's values, or choose another name" in str(caught.value)
+    assert state_files(directory) == before

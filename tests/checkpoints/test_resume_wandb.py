@@ -1,0 +1,90 @@
+"""A run that is stopped and resumed is one run of wandb, with every line."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from runs import read_timeless
+
+
+def test_the_wandb_run_goes_on_under_its_id_and_holds_every_line(write_config, launch, tmp_path):
+    config = write_config(logging={"log_every": 1, "wandb": "offline"})
+    launch("--config", config, "checkpoint.save_every=5").until(
+        (tmp_path / "runs/small/step-5").exists
+    ).kill()
+    launch("--config", config).succeed()
+    assert_in_wandb(tmp_path / "runs/small")
+    origin = tmp_path / "runs/small/step-12"
+    launch(
+        "--config", config, "name=other", f"checkpoint.resume={origin}", "train.steps=13"
+    ).succeed()
+    ids = {file.name for file in (tmp_path / "runs").glob("*/wandb/offline-run-*/run-*.wandb")}
+    assert len(ids) == 2  # a run that begins from a checkpoint of another one is not that one
+
+
+def test_a_run_goes_on_without_wandbs_own_process_which_gets_the_lines_when_it_is_resumed(
+    write_config, launch, tmp_path
+):
+    """A signal to all processes of a job ends that one too."""
+    config = write_config(
+        train={"steps": 100_000, "batch_size": 8, "eval_every": 0, "eval_samples": 8}
+    )
+    options = ["checkpoint.save_every=0", "logging.wandb=offline"]
+    ranks, metrics = launch("--config", config, *options), tmp_path / "runs/small/metrics.jsonl"
+    ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
+    for child in psutil.Process(ranks.ranks[0].pid).children(recursive=True):
+        child.kill()
+    output = ranks.until(lambda: "wandb has failed, the run goes on without" in ranks.output).stop()
+    assert "stopped by a signal" in output and "Traceback" not in output
+    step = read_timeless(tmp_path / "runs/small")[-1]["step"]
+    launch("--config", config, *options, f"train.steps={step + 1}").succeed()
+    assert_in_wandb(tmp_path / "runs/small")
+
+
+def assert_in_wandb(run: Path) -> None:
+    """Every line of a run that was resumed once, under one id."""
+    files = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1
+    history = {line["step"]: line for file in files for line in _wandb_history(file)}
+    for line in read_timeless(run):
+        assert {key: history[line["step"]][key] for key in line if key != "step"} == {
+            k: v for k, v in line.items() if k != "step"
+        }
+
+
+def _wandb_history(file: Path) -> list[dict]:
+    """The lines of an offline run; a killed run's file ends in the middle of one."""
+    from wandb.proto import wandb_internal_pb2
+
+    lines: dict[int, dict] = {}
+    for data in _wandb_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            values = {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.history.item
+            }
+            lines.setdefault(record.history.step.num, {"step": record.history.step.num}).update(
+                values
+            )
+    return list(lines.values())
+
+
+def _wandb_records(data: bytes) -> Iterator[bytes]:
+    """Records as LevelDB's log lays them out: parts of blocks of 32 KiB, each with checksum (4),
+    length (2) and kind (1).
+    """
+    place, record = 7, b""  # after the file's own header
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768  # no room for another part: the rest is padding
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""

@@ -1,0 +1,110 @@
+"""Token files: samples have every token once as a target, and a damaged file is refused."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from texts import config_of, made_texts, quiet
+
+from mixer.common.errors import UserError
+from mixer.data.manifest import Manifest, fingerprint
+from mixer.data.prepare import prepare
+from mixer.data.token_file import TokenFile
+from mixer.data.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prepare(config_of(folder, made_texts(60)), quiet)
+    return folder / "prepared"
+
+
+@pytest.fixture
+def damaged(prepared, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(prepared, tmp_path / "copy"))
+
+
+def test_packed_samples_make_every_token_but_the_first_a_target_once(prepared):
+    file = TokenFile(prepared, "train", 32)
+    inputs, targets = file.batch(np.arange(len(file)))
+    assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (
+        len(file),
+        32,
+    )
+    tokens = torch.from_numpy(np.fromfile(prepared / "train.bin", "<u2").astype(np.int64))
+    assert torch.equal(inputs.flatten(), tokens[: len(file) * 32])
+    assert torch.equal(targets.flatten(), tokens[1 : len(file) * 32 + 1])
+    assert len(tokens) - 1 - len(file) * 32 < 32
+    assert torch.equal(file.batch([3, 1])[0], inputs[[3, 1]])
+    with pytest.raises(IndexError, match=f"allowed 0..{len(file) - 1}"):
+        file.batch([len(file)])
+
+
+def test_exactly_one_sample_fits_in_context_plus_one_tokens(prepared):
+    tokens = Manifest.load(prepared).splits["validation"].tokens
+    assert len(TokenFile(prepared, "validation", tokens - 1)) == 1
+    with pytest.raises(
+        UserError,
+        match=f"has {tokens} tokens, and a context of {tokens} needs at least {tokens + 1}",
+    ):
+        TokenFile(prepared, "validation", tokens)
+
+
+@pytest.mark.parametrize("context", [7, 64, 4096])
+def test_unpacked_rows_hold_one_document_and_lose_no_token(tmp_path, context):
+    config = config_of(tmp_path, made_texts(30), packed=False)
+    manifest = prepare(config, quiet)
+    file = TokenFile(config.directory, "train", context)
+    inputs, targets = file.batch(range(len(file)))
+    tokens = np.fromfile(tmp_path / "prepared/train.bin", "<u2").astype(np.int64)
+    starts = np.concatenate([[0], np.fromfile(tmp_path / "prepared/train.docs.bin", "<i8")[:-1]])
+    assert torch.equal(targets[targets != -100], torch.from_numpy(np.delete(tokens, starts)))
+    assert (inputs[targets == -100] == manifest.eos_token_id).all()
+    # EOS ends a document, nothing follows it in a row
+    assert (inputs[targets != -100] != manifest.eos_token_id).all()
+    if context == 4096:
+        assert len(file) == manifest.splits["train"].documents
+
+
+def test_damaged_files_are_refused_on_opening(damaged):
+    def refused(match, split="train"):
+        with pytest.raises(UserError, match=match):
+            TokenFile(damaged, split, 8)
+
+    refused("no split 'test'; allowed: train, validation", split="test")
+    manifest = json.loads((damaged / "manifest.json").read_text())
+    manifest["splits"]["train"]["max_token_id"] = 300
+    good = (damaged / "manifest.json").read_text()
+    (damaged / "manifest.json").write_text(json.dumps(manifest))
+    refused("manifest.json is not what preparing wrote")
+    manifest["fingerprint"] = fingerprint(manifest)
+    (damaged / "manifest.json").write_text(json.dumps(manifest))
+    refused("token id 300, beyond its vocabulary of 300")
+    (damaged / "manifest.json").write_text(good[:-20])
+    refused("manifest.json is damaged.*prepare again")
+    (damaged / "manifest.json").write_text(good.replace('"format": 1', '"format": 99'))
+    refused("has format 99")
+    (damaged / "manifest.json").write_text(good)
+    other = train_tokenizer(made_texts(50, seed=5), 300)
+    kept = (damaged / "tokenizer/tokenizer.json").read_bytes()
+    other.save_pretrained(str(damaged / "tokenizer"))
+    refused("not the tokenizer that made the token files")
+    (damaged / "tokenizer/tokenizer.json").write_bytes(kept)
+    TokenFile(damaged, "train", 8)
+    for name in ("train.bin", "train.docs.bin"):
+        content = (damaged / name).read_bytes()
+        (damaged / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        refused(rf"{name} is damaged: .*its SHA-256 differs\); copy it again, or delete")
+        (damaged / name).write_bytes(content)
+    os.truncate(damaged / "train.bin", 100)
+    refused("train.bin should have .* bytes and is 100: cut short")
+    (damaged / "train.bin").unlink()
+    refused("train.bin should have .* is missing")
+    (damaged / "manifest.json").unlink()
+    refused("no manifest.json")

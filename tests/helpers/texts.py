@@ -1,0 +1,59 @@
+"""Texts that the tests of the data part make, prepare and read back."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+
+from mixer.data.config import DataConfig
+from mixer.data.manifest import Manifest
+from mixer.data.tokenizer import load_tokenizer
+
+HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
+
+
+def made_texts(count: int, seed: int = 0) -> list[str]:
+    generator = random.Random(seed)
+    words = [
+        "".join(generator.choices("abcdefghij é", k=generator.randint(2, 8))) for _ in range(500)
+    ]
+    return [
+        f"document {n}: " + " ".join(generator.choices(words, k=generator.randint(20, 200)))
+        for n in range(count)
+    ]
+
+
+def corpus(folder: Path, texts: list[str]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number:05d}.txt").write_bytes(text.encode())
+    return folder
+
+
+def config_of(tmp_path: Path, texts: list[str] | None = None, **changes) -> DataConfig:
+    settings = {
+        "source": "text",
+        "vocab_size": 300,
+        "validation_fraction": 0.1,
+        "directory": str(tmp_path / "prepared"),
+    }
+    if texts is not None:
+        settings["path"] = str(corpus(tmp_path / "texts", texts))
+    return DataConfig(**(settings | changes))
+
+
+def quiet(*_):
+    pass
+
+
+def decoded_documents(directory, split: str) -> list[str]:
+    """The documents back from the token file alone, cut at EOS."""
+    manifest, tokenizer = Manifest.load(directory), load_tokenizer(directory)
+    tokens = np.fromfile(Path(directory) / f"{split}.bin", manifest.dtype)
+    ends = np.flatnonzero(tokens == manifest.eos_token_id)
+    assert ends[-1] == len(tokens) - 1
+    starts = [0, *(ends[:-1] + 1)]
+    return [
+        tokenizer.decode(tokens[start:end].tolist())
+        for start, end in zip(starts, ends, strict=True)
+    ]
