@@ -44,8 +44,8 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def place():
-    """Which tile, text and head a program has. Texts are side by side, as they read the same
-    weights: those of a head are in memory's cache for all of them, and so are its keys and values.
+    """Which tile, text and head a program has. Texts come first, as all of them read the same
+    weights.
     """
     text, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     return tl.program_id(1), text, head

@@ -178,7 +178,6 @@ class KeyedConv(TriangularConv):
         super().__init__(config)
         self.key_size = config.mixer_key_size  # n
 
-    @torch.no_grad()
     def _set_shifts(self) -> None:
         """In place of shifts, weights that fall with the distance: exp(-lag / SPANS[block + head]),
         those of a token adding up to 1, as those of attention do. While all keys fit alike, a head
