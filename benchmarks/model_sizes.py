@@ -12,11 +12,12 @@ in benchmarks/plans; where one names a configuration as its `recipe`, the optimi
 mixing weights are from there. Overrides of the command line go before the options of a model.
 
 Every visible GPU works on models of its own. With --at-once N it has N processes, which take turns:
-one trains while the others start and compile. What those do on the GPU meanwhile is short, and
-times are medians. PATH.json has each run when it ends, and a run that it has with the same options
-is not repeated (its steps may differ by 3%, as machines do): the same command goes on where it was
-interrupted. Runs of a model whose options have changed are dropped from it, as they are no
-comparison.
+one trains while the others start and compile. That slows it: times are medians, and yet a run of
+15 s has looked a quarter slower than it was. PATH.json has each run when it ends, and a run that
+it has with the same options is not repeated (its steps may differ by 3%, as machines do): the same
+command goes on where it was interrupted. Runs of a model whose options have changed are dropped
+from it, as they are no comparison. With --only it trains these models of the plan alone, named by
+kind, which is all its sizes, or by kind and size.
 With --seconds-in-all the command ends within so long: it begins no run that would take longer, but
 for one of which a minute or more fits, which the next command resumes (from PATH-runs); the exit
 status is 3 where one is left. PATH.md and PATH.png come at the end; model_sizes_report.py makes
@@ -28,12 +29,13 @@ import json
 import math
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -119,10 +121,12 @@ def main() -> None:
     )
     parser.add_argument("plan", help="YAML file, see benchmarks/plans")
     parser.add_argument("--output", required=True, help="path of the results without ending")
+    parser.add_argument("--only", nargs="+", default=[], help="kinds or models; default: all")
     parser.add_argument("--seconds-in-all", type=float, default=math.inf, help="see above")
     parser.add_argument("--at-once", type=int, default=1, help="processes of a GPU, see above")
     parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
     options, overrides = parser.parse_known_args()
+    overrides += [name for name in options.only if "=" in name]  # they may follow it
     if options.at_once < 1:
         parser.error(f"--at-once {options.at_once}; allowed: 1 or more")
     output = Path(options.output)
@@ -130,17 +134,18 @@ def main() -> None:
     folder = output.with_name(output.name + "-runs")
     plan = read_yaml(options.plan)
     models = tuple(models_of(plan, overrides))
+    chosen = tuple(chosen_of(models, [name for name in options.only if "=" not in name]))
     folder.mkdir(parents=True, exist_ok=True)
     result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
     kept = {name: row for name, row in result["runs"].items() if not has_changed(row, models)}
     if len(kept) < len(result["runs"]):
         print(f"dropped: {len(result['runs']) - len(kept)} runs with other options than now")
-    result |= {"command": " ".join(["python", *sys.argv]), "plan": plan, "runs": kept}
+    result |= {"command": shlex.join(["python", *sys.argv]), "plan": plan, "runs": kept}
     write_text(file, json.dumps(result, indent=1) + "\n")
     began = psutil.Process().create_time()  # imports take seconds, too
     deadline = began + options.seconds_in_all
     measured_by = options.commit or commit()
-    study = Study(plan, models, file, folder, deadline, options.at_once, measured_by)
+    study = Study(plan, chosen, file, folder, deadline, options.at_once, measured_by)
     left, problems = work(study)
     print(write_report(file))
     if problems:
@@ -163,6 +168,17 @@ def models_of(plan: dict, overrides: list[str]) -> list[Model]:
     return [model for _, model in sorted(found, key=lambda item: item[0])]
 
 
+def chosen_of(models: tuple[Model, ...], names: list[str]) -> list[Model]:
+    """The models that `names` name, by kind or by kind and size; all if there are none."""
+    allowed = {model.kind for model in models} | {model.name for model in models}
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise UserError(
+            f"--only {', '.join(unknown)}: not in the plan; allowed: {', '.join(sorted(allowed))}"
+        )
+    return [model for model in models if not names or {model.kind, model.name} & set(names)]
+
+
 def has_changed(row: dict, models: tuple[Model, ...]) -> bool:
     """Whether a run is of a model of the plan that had other options when it was made."""
 
@@ -178,7 +194,7 @@ def work(study: Study) -> tuple[list[str], list[str]]:
     of time, and what went wrong.
     """
     free, left, problems = workers(study), [], []
-    sizes_left = {kind: len(sizes) for kind, sizes in study.plan["kinds"].items()}
+    sizes_left = Counter(model.kind for model in study.models)
     waiting = deque((train_model, study, model) for model in study.models)
     running: dict[Future, tuple[tuple, ProcessPoolExecutor]] = {}
     while running or (waiting and free):
@@ -277,10 +293,9 @@ def train_best(study: Study, kind: str, seconds: float) -> None:
     best = best_size(study.runs(), kind, study.plan["seconds"])
     if best is None:
         raise UserError(f"no size of {kind} has a loss after {study.plan['seconds']:g} s")
-    model = next(
-        model for model in study.models if (model.kind, model.size) == (kind, best["size"])
-    )
-    train_longer(study, model, seconds, [best])
+    for model in study.models:  # without it where --only has other sizes
+        if (model.kind, model.size) == (kind, best["size"]):
+            train_longer(study, model, seconds, [best])
 
 
 def train_longer(study: Study, model: Model, seconds: float, shorter: list[dict]) -> None:
@@ -288,10 +303,11 @@ def train_longer(study: Study, model: Model, seconds: float, shorter: list[dict]
     want; at yet lower ones if the loss jumped at both.
     """
     best = min(shorter, key=lambda row: row["validation_loss"])
+    fastest = max(shorter, key=lambda row: row["tokens_per_second"])  # others at once only slow it
     rates = sorted((rate for rate in study.plan["rates"] if rate <= best["lr"]), reverse=True)
     is_good = False
     for place, rate in enumerate(rates):
-        row = train_for(study, model, seconds, rate, steps_in(seconds, best))
+        row = train_for(study, model, seconds, rate, steps_in(seconds, fastest))
         is_good |= "failure" not in row and not has_jumped(study.runs(), row)
         if is_good and place:
             return
@@ -351,7 +367,9 @@ beside: dict[str, float] = {}
 
 def check_time(study: Study, model: Model, budget: float, name: str) -> None:
     """Raises NoTime unless a run ends in time, or a good part of it fits."""
-    left = study.deadline - SAVING - time.time() - beside.get(model.name, STARTING)
+    # A longer start than that has compiled what this process now has, or waited for its turn.
+    starting = min(STARTING, beside.get(model.name, STARTING))
+    left = study.deadline - SAVING - time.time() - starting
     if left < min(budget, WORTH_A_PART):
         raise NoTime(name)
 

@@ -300,7 +300,7 @@ def notes(result: dict) -> str:
     if at_once > 1:
         lines.append(
             f"Up to {at_once} processes took turns on the GPU: one trained while others started, "
-            "whose short work on the GPU a median leaves out."
+            "which slows short runs: sweeps have losses by steps, and times that may be too long."
         )
     lines.append(
         f"Measured on {origins(result, rows)}. The options of each run are in the JSON file."

@@ -19,6 +19,7 @@ import argparse
 import gc
 import json
 import math
+import shlex
 import shutil
 import sys
 import tempfile
@@ -84,7 +85,7 @@ def main() -> None:
             left.append(name)
             continue
         measured_by = {"hardware": hardware(), "commit": options.commit or commit()}
-        result |= {"command": " ".join(["python", *sys.argv])} | measured_by
+        result |= {"command": shlex.join(["python", *sys.argv])} | measured_by
         about = {"settings": settings, "shared_gpu": options.shared} | measured_by
         try:
             measured = about | run(name, settings)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
 def measured_by(options: argparse.Namespace, device: str = "cuda") -> dict:
     """Hardware, commit and command. options: with `add_options`."""
     where = {"hardware": hardware(device), "commit": options.commit or commit()}
-    return where | {"command": " ".join(sys.argv)}
+    return where | {"command": shlex.join(sys.argv)}
 
 
 def origin(result: dict) -> str:

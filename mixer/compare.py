@@ -24,6 +24,7 @@ there is ever replaced.
 """
 
 import argparse
+import shlex
 import sys
 
 from mixer.common.errors import UserError, run_command
@@ -80,7 +81,7 @@ def parse(arguments: list[str] | None) -> CompareOptions:
         options.rates = [float(rate) for rate in options.rates]
     except ValueError:
         raise UserError(f"--rates {' '.join(options.rates)}; allowed: numbers above 0") from None
-    command = " ".join(["python -m mixer.compare", *(arguments or sys.argv[1:])])
+    command = shlex.join(["python", "-m", "mixer.compare", *(arguments or sys.argv[1:])])
     return CompareOptions(**vars(options), overrides=overrides, command=command)
 
 

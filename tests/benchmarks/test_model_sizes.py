@@ -86,7 +86,9 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
             best = min(good, key=lambda row: row["validation_loss"])
             # the best rate of shorter runs, and the next lower one
             assert [row["lr"] for row in rows] == [lr for lr in (6e-3, 3e-3) if lr <= best["lr"]]
-            tokens = min(seconds * best["tokens_per_second"], 4 * best["training_tokens"])
+            # the fastest of a sweep, as other runs only slow one; for the long ones the best run
+            by = max(good, key=lambda row: row["tokens_per_second"]) if rows is final else best
+            tokens = min(seconds * by["tokens_per_second"], 4 * by["training_tokens"])
             for row in rows:
                 assert row["tokens"] == pytest.approx(tokens, abs=256)
                 mean = sum(row["loss_by_position"]) / 32
@@ -122,6 +124,39 @@ def test_the_configuration_of_keyed_mixing_is_the_one_that_was_the_best(monkeypa
     measured, shipped = load_config(None, given), load_config("configs/keyed.yaml", [])
     assert shipped.model == measured.model and shipped.optim == measured.optim
     assert shipped.train.batch_size == measured.train.batch_size
+
+
+def test_a_command_can_train_some_models_of_a_plan_and_keeps_the_results_of_others(
+    small_run, tmp_path
+):
+    plan, output = write_plan(tmp_path / "plan.yaml", small_run), tmp_path / "sizes"
+    plan.write_text(yaml.safe_dump(read_yaml(plan) | {"rates": [3e-3], "seconds_of_best": [0.6]}))
+    command, printed = [SCRIPT, plan, "--output", output, "--only"], tmp_path / "printed"
+    for only, kinds in (("Llama 16", {"Llama"}), ("flat mixer", {"Llama", "flat mixer"})):
+        done = run_python(*command, only, "train.eval_samples=3", output=printed)
+        assert done.returncode == 0, done.stdout
+        runs = json.loads(output.with_suffix(".json").read_text())["runs"]
+        assert {row["kind"] for row in runs.values()} == kinds
+        assert {row["budget"] for row in runs.values()} == {0, 0.2, 0.4, 0.6}
+        assert all(row["settings"]["train.eval_samples"] == 3 for row in runs.values())
+    done = run_python(*command, "LLama", output=printed)
+    assert done.returncode == 2
+    assert "--only LLama: not in the plan; allowed: Llama, Llama 16, flat mixer" in done.stdout
+
+
+def test_a_start_that_took_long_does_not_keep_the_next_run_from_its_time(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import model_sizes
+
+    model = model_sizes.Model("mixer", "16", {})
+    study = model_sizes.Study({}, (model,), tmp_path, tmp_path, time.time() + 145, 1, "")
+    monkeypatch.setitem(model_sizes.beside, model.name, 130)  # compiled, or waited for its turn
+    model_sizes.check_time(study, model, 60, "a run")
+    monkeypatch.setitem(model_sizes.beside, model.name, 9)
+    model_sizes.check_time(study, model, 110, "a run")
+    with pytest.raises(model_sizes.NoTime):
+        late = model_sizes.Study({}, (model,), tmp_path, tmp_path, time.time() + 85, 1, "")
+        model_sizes.check_time(late, model, 60, "a run")
 
 
 def test_runs_of_other_options_are_no_part_of_the_results(monkeypatch):
