@@ -121,7 +121,9 @@ def main() -> None:
     )
     parser.add_argument("plan", help="YAML file, see benchmarks/plans")
     parser.add_argument("--output", required=True, help="path of the results without ending")
-    parser.add_argument("--only", nargs="+", default=[], help="kinds or models; default: all")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="MODEL", help="kinds or models; default: all"
+    )
     parser.add_argument("--seconds-in-all", type=float, default=math.inf, help="see above")
     parser.add_argument("--at-once", type=int, default=1, help="processes of a GPU, see above")
     parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
@@ -174,7 +176,8 @@ def chosen_of(models: tuple[Model, ...], names: list[str]) -> list[Model]:
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise UserError(
-            f"--only {', '.join(unknown)}: not in the plan; allowed: {', '.join(sorted(allowed))}"
+            f"--only {' '.join(map(shlex.quote, unknown))}: not in the plan; allowed: "
+            f"{' '.join(map(shlex.quote, sorted(allowed)))}"
         )
     return [model for model in models if not names or {model.kind, model.name} & set(names)]
 

@@ -141,7 +141,7 @@ def test_a_command_can_train_some_models_of_a_plan_and_keeps_the_results_of_othe
         assert all(row["settings"]["train.eval_samples"] == 3 for row in runs.values())
     done = run_python(*command, "LLama", output=printed)
     assert done.returncode == 2
-    assert "--only LLama: not in the plan; allowed: Llama, Llama 16, flat mixer" in done.stdout
+    assert "--only LLama: not in the plan; allowed: Llama 'Llama 16' 'flat mixer' " in done.stdout
 
 
 def test_a_start_that_took_long_does_not_keep_the_next_run_from_its_time(monkeypatch, tmp_path):
