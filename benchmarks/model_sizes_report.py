@@ -286,6 +286,7 @@ def notes(result: dict) -> str:
     settings = rows[0]["settings"]
     context = settings["model.max_position_embeddings"]
     lines = [diverged_note(result), jumped_note(runs), edge_note(runs), short_note(runs)]
+    lines.append(missing_note(result))
     lines += [
         f"{rows[0]['tokens_a_step']:,} tokens a step in samples of {context}, a text of "
         f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens, optimizer "
@@ -362,6 +363,21 @@ def short_note(runs: dict) -> str:
     if not named:
         return ""
     return f"Stopped before a fifth pass over the text: {', '.join(named)}."
+
+
+def missing_note(result: dict) -> str:
+    """Which models have no sweep, or no longer run at the best rate of theirs."""
+    rows, named = finished(result["runs"]), []
+    for kind, size in dict.fromkeys((row["kind"], row["size"]) for row in longer(result["runs"])):
+        own = [row for row in rows if (row["kind"], row["size"]) == (kind, size)]
+        swept = [row for row in own if row["budget"] <= sweep_budget(result)]
+        if not swept:
+            named.append(f"{kind} {size} (no sweep)")
+            continue
+        best = min(swept, key=lambda row: row["validation_loss"])["lr"]
+        if not any(row["lr"] == best for row in own if row["budget"] > sweep_budget(result)):
+            named.append(f"{kind} {size} (no longer run at {best:g}, the best of its sweep)")
+    return f"Not as the plan has it: {', '.join(named)}." if named else ""
 
 
 def main() -> None:

@@ -227,6 +227,27 @@ def test_a_long_run_that_diverges_is_named_and_leaves_the_sweep_as_it_was(monkey
     assert diverged_note(result).endswith(": mixer 16 (60 s, lr 2).")
 
 
+def test_a_report_says_which_runs_its_plan_asks_for_are_missing(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from model_sizes_report import missing_note
+
+    def row(size: str, budget: float, lr: float, loss: float) -> dict:
+        row = {"kind": "mixer", "size": size, "budget": budget, "lr": lr, "validation_loss": loss}
+        return row | ({"loss": []} if budget == 60 else {})
+
+    runs = [row("1", 15, 2, 5.0), row("1", 15, 4, 4.9), row("1", 60, 2, 4.0)]
+    runs += [row("2", 60, 2, 4.1), row("3", 15, 2, 5.0), row("3", 60, 2, 4.2)]
+    result = {"plan": {"seconds": 60, "sweep_share": 0.25}, "runs": dict(enumerate(runs))}
+    assert missing_note(result) == (
+        "Not as the plan has it: mixer 1 (no longer run at 4, the best of its sweep), "
+        "mixer 2 (no sweep)."
+    )
+    result["runs"][6] = row("1", 60, 4, 4.1)
+    assert missing_note(result) == "Not as the plan has it: mixer 2 (no sweep)."
+    del result["runs"][3]
+    assert missing_note(result) == ""
+
+
 def test_a_long_run_has_two_rates_and_one_whose_loss_jumped_is_no_end(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import model_sizes
