@@ -17,7 +17,7 @@ one trains while the others start and compile. That slows it: times are medians,
 it has with the same options is not repeated (its steps may differ by 3%, as machines do): the same
 command goes on where it was interrupted. Runs of a model whose options have changed are dropped
 from it, as they are no comparison. With --only it trains these models of the plan alone, named by
-kind, which is all its sizes, or by kind and size.
+kind, which is all its sizes, or by kind and size; `seconds_of_best` are still for the best size.
 With --seconds-in-all the command ends within so long: it begins no run that would take longer, but
 for one of which a minute or more fits, which the next command resumes (from PATH-runs); the exit
 status is 3 where one is left. PATH.md and PATH.png come at the end; model_sizes_report.py makes
@@ -27,7 +27,6 @@ them from PATH.json alone.
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import shlex
 import shutil
@@ -39,16 +38,24 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import psutil
-import torch
+from gpu_workers import SAVING, NoTime, training, turn, workers
 from model_sizes_report import best_size, has_jumped, write_report
-from recipe import LEFT, given_options, recipe, require_same_text, text_sha256, train_here
+from recipe import (
+    LEFT,
+    given_options,
+    names_and_overrides,
+    recipe,
+    require_same_text,
+    text_sha256,
+    train_here,
+)
 from transformers import PreTrainedModel
 
 from mixer.common.errors import NotFinite, UserError, first_line, run_command
@@ -64,19 +71,13 @@ from mixer.evaluation.measure import AUTOCAST_TYPES
 from mixer.evaluation.scoring import evaluate_streams
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
-from mixer.training.loop import Step, Trainer
 
 PASSES = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 STARTING = 60.0  # seconds that a model's first run takes beside training, with compilation
-SAVING = 20.0  # seconds before the end at which a run is stopped, to save and report
 WORTH_A_PART = 60.0  # seconds of training for which a run is begun that cannot end in time
 NEAR = 0.03  # relative difference of steps up to which a run is the one that is asked for
 # The options in which the runs of one model differ.
 OF_A_RUN = ("train.steps", "optim.lr", "optim.warmup_steps")
-
-
-class NoTime(Exception):
-    """A run is left to the next command."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="processes of a GPU, see above")
     parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
     options, overrides = parser.parse_known_args()
-    overrides += [name for name in options.only if "=" in name]  # they may follow it
+    only, overrides = names_and_overrides(options.only, overrides)
     if options.at_once < 1:
         parser.error(f"--at-once {options.at_once}; allowed: 1 or more")
     output = Path(options.output)
@@ -136,7 +137,7 @@ def main() -> None:
     folder = output.with_name(output.name + "-runs")
     plan = read_yaml(options.plan)
     models = tuple(models_of(plan, overrides))
-    chosen = tuple(chosen_of(models, [name for name in options.only if "=" not in name]))
+    chosen = tuple(chosen_of(models, only))
     folder.mkdir(parents=True, exist_ok=True)
     result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
     kept = {name: row for name, row in result["runs"].items() if not has_changed(row, models)}
@@ -196,7 +197,7 @@ def work(study: Study) -> tuple[list[str], list[str]]:
     """Does what the plan asks for, a job for each worker at a time; returns what is left for lack
     of time, and what went wrong.
     """
-    free, left, problems = workers(study), [], []
+    free, left, problems = workers(study.folder, study.at_once), [], []
     sizes_left = Counter(model.kind for model in study.models)
     waiting = deque((train_model, study, model) for model in study.models)
     running: dict[Future, tuple[tuple, ProcessPoolExecutor]] = {}
@@ -223,60 +224,6 @@ def work(study: Study) -> tuple[list[str], list[str]]:
     return left, problems
 
 
-def workers(study: Study) -> list[ProcessPoolExecutor]:
-    """Processes for each visible GPU, which see that one alone; as if it had one without a GPU."""
-    gpus = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    # A fork has imported everything already, but CUDA does not survive one.
-    context = multiprocessing.get_context("spawn" if gpus else "fork")
-    found = []
-    for gpu in (visible[:gpus] or [""]) * study.at_once:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        about = (os.getpid(), study.folder / f"gpu-{gpu}.lock")
-        found.append(ProcessPoolExecutor(1, context, start_worker, about))
-        found[-1].submit(os.getpid)  # starts the process
-    return found
-
-
-def start_worker(parent: int, lock: Path) -> None:
-    """Gives this process an end with its parent, and its runs turns on their GPU."""
-    signal.signal(signal.SIGTERM, stop_start)
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-    take_turns(lock)
-
-
-turn = ExitStack()  # holds the GPU's lock from a run's first step on, until `train` is done with it
-
-
-def take_turns(lock: Path) -> None:
-    """Has the runs of this process wait for the lock before their first step."""
-    step = Trainer.step
-
-    def step_in_turn(trainer: Trainer) -> Step:
-        if not getattr(trainer, "has_turn", False):
-            turn.enter_context(locked(lock))
-            trainer.has_turn = True
-        return step(trainer)
-
-    Trainer.step = step_in_turn
-
-
-def stop_start(*_) -> None:
-    """What a signal does outside of training, which answers it by saving."""
-    raise NoTime("a run that took long to start")
-
-
-def end_with(parent: int) -> None:
-    """Ends this process after its parent, and after a run that a signal to both has stopped."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    training.acquire(timeout=SAVING)
-    os._exit(1)
-
-
-training = threading.Lock()  # held during each run of this process
-
-
 def train_model(study: Study, model: Model) -> None:
     """The speed of a model, its runs at all rates, and its longer ones."""
     plan = study.plan
@@ -296,7 +243,7 @@ def train_best(study: Study, kind: str, seconds: float) -> None:
     best = best_size(study.runs(), kind, study.plan["seconds"])
     if best is None:
         raise UserError(f"no size of {kind} has a loss after {study.plan['seconds']:g} s")
-    for model in study.models:  # without it where --only has other sizes
+    for model in study.models:  # it may not be one that --only names
         if (model.kind, model.size) == (kind, best["size"]):
             train_longer(study, model, seconds, [best])
 

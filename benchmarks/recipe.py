@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="the GPU has other work, too")
     parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
     options, overrides = parser.parse_known_args()
+    only, overrides = names_and_overrides(options.only, overrides)
     plan = read_yaml(options.plan)
     output = Path(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -72,14 +73,14 @@ def main() -> None:
     result |= {"reference": plan.get("reference")}
     deadline = time.perf_counter() + options.seconds
     given = given_options(overrides)
-    unknown = [name for name in options.only if name not in plan["runs"]]
+    unknown = [name for name in only if name not in plan["runs"]]
     if unknown:
         raise UserError(f"--only {', '.join(unknown)}; allowed: {', '.join(plan['runs'])}")
     left, signals = [], note_signals()
     for name, changes in plan["runs"].items():
         settings = settings_of(plan["common"] | recipe(changes) | given | changes)
         known = result["runs"].get(name, {})
-        if known.get("settings") == settings or (options.only and name not in options.only):
+        if known.get("settings") == settings or (only and name not in only):
             continue
         if signals or time.perf_counter() + expected_seconds(settings, result) > deadline:
             left.append(name)
@@ -131,6 +132,12 @@ def expected_seconds(settings: dict, result: dict) -> float:
     rows = [one for one in result["runs"].values() if "steps" in one]
     step = max((one["training_seconds"] / one["steps"] for one in rows), default=0.0)
     return STARTING + step * settings["train.steps"]
+
+
+def names_and_overrides(names: list[str], overrides: list[str]) -> tuple[list[str], list[str]]:
+    """Moves overrides that followed --only, which takes them for names, to the others."""
+    moved = [name for name in names if "=" in name]
+    return [name for name in names if name not in moved], overrides + moved
 
 
 def given_options(overrides: list[str]) -> dict:

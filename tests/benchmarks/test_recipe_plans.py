@@ -51,8 +51,9 @@ def test_a_plan_goes_on_where_it_was_and_a_run_with_other_options_is_made_anew(s
     for mistake in (["--only", "papre"], ["train.steps"]):
         status, kept = train(*mistake)
         assert status == 2 and kept == third and "Traceback" not in printed.read_text()
-    status, kept = train("data.path=none.txt", "data.source=text")
+    status, kept = train("--only", "paper", "data.path=none.txt", "data.source=text")
     assert status == 2 and kept == third, "an error that is no divergence is no result"
+    assert "Choose another data.directory" in printed.read_text()
     own["train.steps"] = 6
     plan["runs"]["diverged"] = {"optim.lr": 1e18, "train.non_finite": "skip"}
     status, fourth = train()
