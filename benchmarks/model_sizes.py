@@ -64,6 +64,7 @@ from mixer.common.locks import locked
 from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import read_yaml
 from mixer.comparison.result import last_validation
+from mixer.data.config import check as check_data
 from mixer.data.manifest import Manifest
 from mixer.data.token_file import TokenFile
 from mixer.evaluation.evaluate import loss_by_kind
@@ -138,17 +139,21 @@ def main() -> None:
     plan = read_yaml(options.plan)
     models = tuple(models_of(plan, overrides))
     chosen = tuple(chosen_of(models, only))
-    folder.mkdir(parents=True, exist_ok=True)
-    result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
-    kept = {name: row for name, row in result["runs"].items() if not has_changed(row, models)}
-    if len(kept) < len(result["runs"]):
-        print(f"dropped: {len(result['runs']) - len(kept)} runs with other options than now")
-    result |= {"command": shlex.join(["python", *sys.argv]), "plan": plan, "runs": kept}
-    write_text(file, json.dumps(result, indent=1) + "\n")
     began = psutil.Process().create_time()  # imports take seconds, too
     deadline = began + options.seconds_in_all
     measured_by = options.commit or commit()
     study = Study(plan, chosen, file, folder, deadline, options.at_once, measured_by)
+    for model in models:
+        check_data(load(study, model.options, "check").data)
+    folder.mkdir(parents=True, exist_ok=True)
+    result = json.loads(file.read_text()) if file.exists() else {"runs": {}}
+    changed = {name: row for name, row in result["runs"].items() if has_changed(row, models)}
+    if changed:
+        print(f"{len(changed)} runs had other options: they are under 'dropped' in {file} now")
+        result["dropped"] = result.get("dropped", {}) | changed
+        result["runs"] = {key: row for key, row in result["runs"].items() if key not in changed}
+    result |= {"command": shlex.join(["python", *sys.argv]), "plan": plan}
+    write_text(file, json.dumps(result, indent=1) + "\n")
     left, problems = work(study)
     print(write_report(file))
     if problems:
@@ -189,8 +194,18 @@ def has_changed(row: dict, models: tuple[Model, ...]) -> bool:
     def common(options: dict) -> dict:
         return {key: value for key, value in options.items() if key not in OF_A_RUN}
 
-    own = [model for model in models if (model.kind, model.size) == (row["kind"], row["size"])]
-    return any(common(model.options) != common(row["settings"]) for model in own)
+    settings = row["settings"]
+    return any(
+        common(model.options) != common(settings)
+        or settings["optim.warmup_steps"] != warmup(model, settings["train.steps"])
+        for model in models
+        if (model.kind, model.size) == (row["kind"], row["size"])
+    )
+
+
+def warmup(model: Model, steps: int) -> int:
+    """More than a third of a short run would be most of what a sweep compares."""
+    return min(model.options["optim.warmup_steps"], steps // 3)
 
 
 def work(study: Study) -> tuple[list[str], list[str]]:
@@ -213,7 +228,7 @@ def work(study: Study) -> tuple[list[str], list[str]]:
             if isinstance(error, NoTime):
                 left.append(str(error))
             elif error is not None:  # the other jobs go on
-                problems.append(first_line(error))
+                problems.append(f"{getattr(about, 'name', about)}: {first_line(error)}")
             elif function is train_model:
                 sizes_left[about.kind] -= 1
                 if not sizes_left[about.kind]:
@@ -221,6 +236,7 @@ def work(study: Study) -> tuple[list[str], list[str]]:
                     waiting += [(train_best, study, about.kind, seconds) for seconds in longer]
     for worker in free:
         worker.shutdown()
+    left += [getattr(about, "name", about) for _, _, about, *_ in waiting]  # no worker is alive
     return left, problems
 
 
@@ -228,13 +244,15 @@ def train_model(study: Study, model: Model) -> None:
     """The speed of a model, its runs at all rates, and its longer ones."""
     plan = study.plan
     short = 4 * load(study, model.options, "speed").logging.log_every
-    speed = train_for(study, model, 0, plan["rates"][0], short)
+    speed = train_for(study, model, 0, min(plan["rates"]), short)
+    if "failure" in speed:
+        raise UserError(f"it diverges at {speed['lr']:g}, the plan's lowest rate; give lower ones")
     steps = max(1, round(plan["sweep_share"] * steps_in(plan["seconds"], speed)))
     budget = plan["sweep_share"] * plan["seconds"]
     swept = [train_for(study, model, budget, rate, steps) for rate in plan["rates"]]
     good = [row for row in swept if "failure" not in row]
     if not good:
-        raise UserError(f"{model.name} diverges at all rates; give lower ones")
+        raise UserError("it diverges at all rates; give lower ones")
     train_longer(study, model, plan["seconds"], good)
 
 
@@ -283,13 +301,12 @@ def train_for(study: Study, model: Model, budget: float, rate: float, steps: int
     the speed. Raises NoTime where the run is left to the next command, whole or in part.
     """
     name = f"{model.name}, {budget:g} s, lr {rate:g}" if budget else f"{model.name}, speed"
-    # A warm-up of more than a third of a short run would be most of what a sweep compares.
-    warmup = min(model.options["optim.warmup_steps"], steps // 3)
-    changes = {"train.steps": steps, "optim.lr": rate, "optim.warmup_steps": warmup}
+    changes = {"train.steps": steps, "optim.lr": rate, "optim.warmup_steps": warmup(model, steps)}
     settings = model.options | changes
     known = study.runs().get(name)
-    if known and abs(known["settings"]["train.steps"] - steps) <= NEAR * steps:
-        return known
+    if known and known["lr"] == rate:
+        if abs(known["settings"]["train.steps"] - steps) <= NEAR * steps:
+            return known
     config = load(study, settings, name.replace(", ", "-").replace(" ", "-"))
     began = time.time()
     check_time(study, model, budget, name)
@@ -304,7 +321,8 @@ def train_for(study: Study, model: Model, budget: float, rate: float, steps: int
         turn.close()
     shutil.rmtree(config.directory)
     measured["wall_seconds"] = time.time() - began
-    beside[model.name] = measured["wall_seconds"] - measured.get("training_seconds", 0)
+    # A run that went on has trained in earlier commands, too.
+    beside[model.name] = max(0.0, measured["wall_seconds"] - measured.get("training_seconds", 0))
     study.add(name, measured)
     loss = f"{measured['validation_loss']:.4f}" if "validation_loss" in measured else "diverged"
     print(f"{name}: loss {loss}, {measured['wall_seconds']:.0f} s with start", flush=True)

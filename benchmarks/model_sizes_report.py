@@ -366,18 +366,40 @@ def short_note(runs: dict) -> str:
 
 
 def missing_note(result: dict) -> str:
-    """Which models have no sweep, or no longer run at the best rate of theirs."""
-    rows, named = finished(result["runs"]), []
-    for kind, size in dict.fromkeys((row["kind"], row["size"]) for row in longer(result["runs"])):
-        own = [row for row in rows if (row["kind"], row["size"]) == (kind, size)]
-        swept = [row for row in own if row["budget"] <= sweep_budget(result)]
-        if not swept:
-            named.append(f"{kind} {size} (no sweep)")
-            continue
-        best = min(swept, key=lambda row: row["validation_loss"])["lr"]
-        if not any(row["lr"] == best for row in own if row["budget"] > sweep_budget(result)):
-            named.append(f"{kind} {size} (no longer run at {best:g}, the best of its sweep)")
-    return f"Not as the plan has it: {', '.join(named)}." if named else ""
+    """Which runs of the plan are not there."""
+    plan, runs = result["plan"], [row for row in result["runs"].values() if row["budget"]]
+    not_run, partly = [], []
+    for kind, sizes in plan["kinds"].items():
+        for size in map(str, sizes):
+            own = [row for row in runs if (row["kind"], row["size"]) == (kind, size)]
+            if not own:
+                not_run.append(f"{kind} {size}")
+            elif missing := missing_of(result, own):
+                partly.append(f"{kind} {size} ({', '.join(missing)})")
+        budgets = {row["budget"] for row in runs if row["kind"] == kind}
+        wanted = plan.get("seconds_of_best", []) if budgets else []
+        partly += [f"{kind} (not for {time:g} s)" for time in wanted if time not in budgets]
+    notes = [f"Not as the plan has it: {'; '.join(partly)}."] if partly else []
+    notes += [f"In the plan and not run: {'; '.join(not_run)}."] if not_run else []
+    return " ".join(notes)
+
+
+def missing_of(result: dict, own: list[dict]) -> list[str]:
+    """What the plan's sweep and `seconds` lack for the model that has these runs."""
+    plan = result["plan"]
+    swept = [row for row in own if row["budget"] <= sweep_budget(result)]
+    long = [row["lr"] for row in own if row["budget"] == plan["seconds"]]
+    untried = [f"{rate:g}" for rate in plan["rates"] if rate not in {row["lr"] for row in swept}]
+    missing = [f"no sweep at {', '.join(untried)}"] if untried else []
+    if not swept:
+        missing = ["no sweep"]
+    if not long:
+        return [*missing, f"not for {plan['seconds']:g} s"]
+    losses = {row["lr"]: row["validation_loss"] for row in swept if "failure" not in row}
+    best = min(losses, key=losses.get, default=long[0])
+    if best not in long:
+        missing.append(f"not for {plan['seconds']:g} s at {best:g}, the best of its sweep")
+    return missing
 
 
 def main() -> None:

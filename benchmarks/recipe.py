@@ -146,7 +146,7 @@ def given_options(overrides: list[str]) -> dict:
     if wrong:
         raise UserError(f"{' '.join(wrong)}: write overrides as section.key=value")
     given = dict(text.split("=", 1) for text in overrides)
-    return {key: parse_yaml(value) for key, value in given.items()}
+    return {key: parse_yaml(value) if value else "" for key, value in given.items()}
 
 
 def recipe(changes: dict) -> dict:

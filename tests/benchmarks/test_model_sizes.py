@@ -33,7 +33,7 @@ def write_plan(file: Path, small_run: dict) -> Path:
         "seconds": 0.4,
         "seconds_of_best": [3],
         "sweep_share": 0.5,
-        "rates": [3e-3, 6e-3, 1e18],
+        "rates": [1e18, 3e-3, 6e-3],
         "common": common | {"train.non_finite": "skip"},  # as fp16 does: it skips steps to the end
         "kinds": {"flat mixer": {16: {"model.hidden_size": 16}}, "Llama": {16: llama}},
     }
@@ -144,6 +144,22 @@ def test_a_command_can_train_some_models_of_a_plan_and_keeps_the_results_of_othe
     assert "--only LLama: not in the plan; allowed: Llama 'Llama 16' 'flat mixer' " in done.stdout
 
 
+def test_no_command_loses_results(small_run, tmp_path):
+    plan, output = write_plan(tmp_path / "plan.yaml", small_run), tmp_path / "sizes"
+    file, printed = output.with_suffix(".json"), tmp_path / "printed"
+    row = {"kind": "Llama", "size": "16", "budget": 0, "validation_loss": 5.0}
+    row |= {"settings": {"train.steps": 9, "optim.lr": 1e-3, "optim.warmup_steps": 3}}
+    file.write_text(json.dumps({"runs": {"Llama 16, speed": row}}))
+    before, command = file.read_text(), [SCRIPT, plan, "--output", output]
+    for wrong in ("train.batchsize=8", "data.directory="):
+        done = run_python(*command, wrong, output=printed)
+        assert done.returncode == 2 and wrong.strip("=").split("=")[0] in done.stdout
+        assert file.read_text() == before
+    done = run_python(*command, "--seconds-in-all", 1, "train.batch_size=2", output=printed)
+    assert done.returncode == 3 and "1 runs had other options" in done.stdout
+    assert json.loads(file.read_text())["dropped"] == {"Llama 16, speed": row}
+
+
 def test_a_start_that_took_long_does_not_keep_the_next_run_from_its_time(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import model_sizes
@@ -169,6 +185,7 @@ def test_runs_of_other_options_are_no_part_of_the_results(monkeypatch):
     row = {"kind": "mixer", "size": "16", "settings": {"train.batch_size": 4} | made_by}
     assert not has_changed(row, models)
     assert has_changed(row, tuple(models_of(plan, ["train.batch_size=8"])))
+    assert has_changed(row, tuple(models_of(plan, ["train.batch_size=4", "optim.warmup_steps=2"])))
     assert not has_changed(row | {"size": "32"}, tuple(models_of(plan, ["train.batch_size=8"])))
 
 
@@ -178,7 +195,7 @@ def test_a_run_is_repeated_for_other_steps_than_a_machine_explains(monkeypatch, 
 
     model = model_sizes.Model("mixer", "16", {"optim.warmup_steps": 10})
     study = model_sizes.Study({}, (model,), tmp_path / "a.json", tmp_path, -math.inf, 1, "")
-    row = {"settings": {"train.steps": 1000}, "validation_loss": 3.0}
+    row = {"settings": {"train.steps": 1000}, "lr": 1e-3, "validation_loss": 3.0}
     study.file.write_text(json.dumps({"runs": {"mixer 16, 60 s, lr 0.001": row}}))
     for steps in (971, 1000, 1030):
         assert model_sizes.train_for(study, model, 60, 1e-3, steps) == row
@@ -236,16 +253,19 @@ def test_a_report_says_which_runs_its_plan_asks_for_are_missing(monkeypatch):
         return row | ({"loss": []} if budget == 60 else {})
 
     runs = [row("1", 15, 2, 5.0), row("1", 15, 4, 4.9), row("1", 60, 2, 4.0)]
-    runs += [row("2", 60, 2, 4.1), row("3", 15, 2, 5.0), row("3", 60, 2, 4.2)]
-    result = {"plan": {"seconds": 60, "sweep_share": 0.25}, "runs": dict(enumerate(runs))}
+    runs += [row("2", 60, 2, 4.1), row("3", 15, 2, 5.0), row("1", 300, 4, 3.0)]
+    plan = {"seconds": 60, "seconds_of_best": [300], "sweep_share": 0.25, "rates": [2, 4]}
+    plan |= {"kinds": {"mixer": {1: {}, 2: {}, 3: {}}, "Llama": {1: {}}}}
+    result = {"plan": plan, "runs": dict(enumerate(runs))}
     assert missing_note(result) == (
-        "Not as the plan has it: mixer 1 (no longer run at 4, the best of its sweep), "
-        "mixer 2 (no sweep)."
+        "Not as the plan has it: mixer 1 (not for 60 s at 4, the best of its sweep); mixer 2 (no "
+        "sweep); mixer 3 (no sweep at 4, not for 60 s). In the plan and not run: Llama 1."
     )
-    result["runs"][6] = row("1", 60, 4, 4.1)
-    assert missing_note(result) == "Not as the plan has it: mixer 2 (no sweep)."
-    del result["runs"][3]
+    del plan["kinds"]["Llama"], plan["kinds"]["mixer"][3]
+    result["runs"] |= {6: row("1", 60, 4, 4.1), 7: row("2", 15, 2, 5), 8: row("2", 15, 4, 5.1)}
     assert missing_note(result) == ""
+    del result["runs"][5]
+    assert missing_note(result) == "Not as the plan has it: mixer (not for 300 s)."
 
 
 def test_a_long_run_has_two_rates_and_one_whose_loss_jumped_is_no_end(monkeypatch, tmp_path):
