@@ -15,9 +15,9 @@ Every visible GPU works on models of its own. With --at-once N it has N processe
 one trains while the others start and compile. That slows it: times are medians, and yet a run of
 15 s has looked a quarter slower than it was. PATH.json has each run when it ends, and a run that
 it has with the same options is not repeated (its steps may differ by 3%, as machines do): the same
-command goes on where it was interrupted. Runs of a model whose options have changed are dropped
-from it, as they are no comparison. With --only it trains these models of the plan alone, named by
-kind, which is all its sizes, or by kind and size; `seconds_of_best` are still for the best size.
+command goes on where it was interrupted. Runs of a model whose options have changed are no
+comparison: they move to `dropped` there. With --only it trains some models of the plan alone, named
+by kind, which is all its sizes, or by kind and size; `seconds_of_best` are still for the best size.
 With --seconds-in-all the command ends within so long: it begins no run that would take longer, but
 for one of which a minute or more fits, which the next command resumes (from PATH-runs); the exit
 status is 3 where one is left. PATH.md and PATH.png come at the end; model_sizes_report.py makes

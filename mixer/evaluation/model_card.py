@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from omegaconf import OmegaConf
 
 from mixer.checkpoints.format import read_trainer
@@ -27,6 +28,8 @@ OF_ONE_EVALUATION = ("label", "tokens_per_second", "peak_memory_gb")
 EVALUATION_COLUMNS = {"text": "text"} | {
     title: key for title, key in COLUMNS.items() if key not in OF_ONE_EVALUATION
 }
+# A text of the hub as eval.py names it: OWNER/NAME, the subset if any, and the split.
+HUB_TEXT = re.compile(r"([\w.-]+/[\w.-]+)( \S+)? \w+( \(first \d+ tokens\))?")
 TEXT = """\
 ---
 {header}
@@ -116,18 +119,27 @@ def _facts(model: MaskedMixerForCausalLM, checkpoint: Path) -> dict[str, str]:
 
 def _evaluation(results: list[dict], title: str, dtype: torch.dtype) -> str:
     """A table with a row for each evaluation, and their conventions below it. Of the paths of texts
-    only the file's name is shown.
+    only the last name is shown.
     """
-    rows = [
-        result | {"label": title, "text": re.sub(r"(?<!\S)/\S*/", "", result["text"])}
-        for result in results
-    ]
+    rows = [result | {"label": title, "text": _text_name(result)} for result in results]
     notes = [evaluation_notes(row) for row in rows]
     if dtype != torch.float32:
         notes.append(
             f"- Evaluated before the weights were rounded to {str(dtype).removeprefix('torch.')}."
         )
     return table([select(row, EVALUATION_COLUMNS) for row in rows]) + "\n\n" + "\n".join(notes)
+
+
+def _text_name(result: dict) -> str:
+    """The evaluated text's name without directories. Reports have no more of it than one line,
+    which names files, a dataset of the hub or prepared data.
+    """
+    text = result["text"]
+    hub = result["sizes_counted_from"] != "the files" and HUB_TEXT.fullmatch(text)
+    if hub and not _is_local(hub[1]):
+        return text
+    parts = text.split(", ")  # as eval.py joins files
+    return ", ".join(re.sub(r"^(validation split of )?.*/", r"\1", part) for part in parts)
 
 
 def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:
@@ -152,8 +164,29 @@ def _run_configuration(checkpoint: Path) -> dict[str, Any]:
                 "correct it"
             )
     if "data" in run:
-        local = OF_ONE_MACHINE if run["data"].get("source") == "hub" else (*OF_ONE_MACHINE, "path")
-        run["data"] = {key: value for key, value in run["data"].items() if key not in local}
-        if Path(str(run["data"].get("tokenizer"))).exists():
-            run["data"]["tokenizer"] = "a local one, saved here"
+        run["data"] = _without_paths(run["data"])
     return run
+
+
+def _without_paths(data: dict[str, Any]) -> dict[str, Any]:
+    """The data section without what means something on the training machine alone."""
+    kept = {key: value for key, value in data.items() if key not in OF_ONE_MACHINE}
+    if data.get("source") != "hub" or _is_local(data.get("path")):
+        kept.pop("path", None)
+    # Left out, it would seem that validation_fraction was cut from the training text.
+    if data.get("validation_path"):
+        kept["validation_path"] = "a local text"
+    if data.get("tokenizer", "train") != "train" and _is_local(data["tokenizer"]):
+        kept["tokenizer"] = "a local one, saved here"
+    return kept
+
+
+def _is_local(name: Any) -> bool:
+    """Whether this is a path rather than a name on the hub. One of another machine is not found
+    here, but mostly no repository could have that name.
+    """
+    try:
+        validate_repo_id(str(name))
+    except HFValidationError:
+        return True
+    return Path(str(name)).exists()

@@ -151,13 +151,21 @@ def asked(results: list[dict]) -> list[list]:
 def evaluations_of(checkpoint: Path) -> list[dict]:
     """The results for exactly these weights in all reports beside the checkpoint (eval-*).
 
-    Raises UserError for a report that cannot be read.
+    Raises UserError for a report that cannot be read, or lacks what reports say of a result.
     """
     weights, found = weights_sha256(checkpoint), []
     for file in sorted(checkpoint.resolve().parent.glob("eval-*/report.json")):
         try:
             results = json.loads(file.read_text(encoding="utf-8"))
-            found += [result for result in results if result.get("weights_sha256") == weights]
+            own = [result for result in results if result.get("weights_sha256") == weights]
+            for result in own:
+                evaluation_report([result])  # reads all that a card needs
+            found += own
+        except KeyError as error:
+            raise UserError(
+                f"{file} lacks {error}, which eval.py writes now; an earlier version may have "
+                "written the file: evaluate again in the same way with eval.py, or delete it"
+            ) from None
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{file} is no report that eval.py wrote ({error!r}): evaluate again, or delete it"

@@ -43,6 +43,7 @@ from mixer.ops.toolchain import (
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
 LOG = "build.log"
+TEMPORARY = ".tmp"  # ends the name of a directory that is being built in
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
 LOG_TAIL = 30  # lines of the compiler's output that an error quotes
 NAME_ANOTHER = "Name another: `export MIXER_CACHE=/a/directory/of/yours`."
@@ -142,10 +143,12 @@ def build_name(
 
 
 def prebuilt(capability: tuple[int, int], sources: Path) -> Path | None:
-    """A library of these very sources that some compiler left in the cache: enough for a machine
-    without nvcc.
+    """A whole library of these very sources that some compiler left in the cache: enough for a
+    machine without nvcc.
     """
-    found = sorted(cache_directory().glob(f"{source_name(capability, sources)}-*/{LIBRARY}"))
+    places = cache_directory().glob(f"{source_name(capability, sources)}-*/{LIBRARY}")
+    # In a builder's temporary directory the linker may still be writing, or was killed.
+    found = sorted(path for path in places if path.parent.suffix != TEMPORARY)
     return refuse_shared(found[-1].parent) / LIBRARY if found else None
 
 
@@ -179,7 +182,7 @@ def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) 
     ninja = find_ninja()
     architecture = flags[-1].rpartition("=")[2]
     # Left by a builder that was killed, since we hold the lock.
-    for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):
+    for leftover in directory.parent.glob(f"{directory.name}.*{TEMPORARY}"):
         shutil.rmtree(leftover, ignore_errors=True)
     print(
         f"mixer: building CUDA kernels for {architecture} (once, up to a minute)",
@@ -189,7 +192,7 @@ def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) 
     # A name of its own each time: the compilers of a killed builder may live on for a while and
     # write into the old one.
     temporary = Path(
-        tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=".tmp", dir=directory.parent)
+        tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=TEMPORARY, dir=directory.parent)
     )
     try:
         (temporary / "build.ninja").write_text(ninja_file(sources, compiler, flags))
@@ -221,12 +224,12 @@ def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
     root = compiler.path.resolve().parent.parent
     # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
     has_runtime = (root / "lib" / "libcudart_static.a").exists()
-    search = [f"-L{escaped(root / 'lib')}"] if has_runtime else []
+    search = [f"-L{quoted(root / 'lib')}"] if has_runtime else []
     units = [path for path in source_files(sources) if path.suffix == ".cu"]
     if HOPPER_FLAG not in flags:
         units = [path for path in units if not path.name.startswith("hopper")]
     lines = [
-        f"nvcc = {escaped(compiler.path)}",
+        f"nvcc = {quoted(compiler.path)}",
         f"flags = {' '.join(flags)}",
         "rule compile",
         "  command = $nvcc $flags -c $in -o $out",
@@ -239,7 +242,12 @@ def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def escaped(path: Path) -> str:
+def quoted(path: Path) -> str:
+    """A path as ninja reads it in a command, which goes to the shell as it is."""
+    return escaped(shlex.quote(str(path)))
+
+
+def escaped(path: Path | str) -> str:
     """A path as ninja reads it; $in and $out are then quoted for the shell by ninja itself."""
     return str(path).replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
 

@@ -29,6 +29,12 @@ from mixer.evaluation.measure import Plan, Process
 from mixer.evaluation.report import evaluation_report
 
 CPU = Process(torch.device("cpu"))
+BAD_TEXTS = {
+    "empty.txt": b"",
+    "blank.txt": b" \n",
+    "short.txt": b"t",  # one token
+    "latin.txt": "café".encode("latin-1"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -381,31 +387,44 @@ def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
             "window",
         ),
         ({"window": 8, "stride": 9}, "stride 9 is outside 1..8"),
+        ({"batch_size": 0}, "batch_size 0 is too small"),
+        ({"max_tokens": -1}, "max_tokens -1 is too small"),
         ({"last_window": "none"}, "last_window 'none' is unknown: choose one of short, full"),
+        ({"dtype": "fp8"}, "dtype 'fp8' is unknown"),
+        ({"backend": "magic"}, "backend 'magic' is unknown"),
         (
             {"text": [], "hub": "{root}/nowhere"},
             "cannot read hub .*nowhere.*eval.py: --text or --hub",
         ),
         ({"hub": "{root}/dataset"}, "more than one text"),
-        (
-            {"text": ["{root}/rows.jsonl"]},
-            "has no field 'text'; its fields: content.*eval.py: --text-field",
-        ),
-        ({"text": ["{root}/empty.txt"]}, "empty.txt is empty: give a file with text"),
-        (
-            {"text": ["{root}/one.txt"]},
-            "one.txt is shorter than 2 tokens, so nothing can be predicted",
-        ),
+        ({"data": "{root}/dataset"}, "more than one text .*, not both or all"),
         (
             {"text": []},
             "does not say which data it was trained on: give --data DIR, --text FILE... or --hub "
             "NAME",
         ),
+        ({"text": [], "data": "{root}/no-data"}, "no-data holds no prepared data"),
+        ({"text": ["{root}/none.txt"]}, "none.txt does not exist"),
+        (
+            {"text": ["{root}/dataset"]},
+            "dataset is not a file: give the path of a UTF-8 text file",
+        ),
+        (
+            {"text": ["{root}/rows.jsonl"]},
+            "has no field 'text'; its fields: content.*eval.py: --text-field",
+        ),
+        ({"text": ["{root}/empty.txt"]}, "empty.txt is empty: give a file with text"),
+        ({"text": ["{root}/blank.txt"]}, "blank.txt is empty: give a file with text"),
+        (
+            {"text": ["{root}/short.txt"]},
+            "short.txt is shorter than 2 tokens, so nothing can be predicted",
+        ),
+        ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8 .byte 3"),
     ],
 )
 def test_each_bad_input_says_what_was_given_and_what_to_do(root, options, message):
-    (root / "empty.txt").write_text(" \n")
-    (root / "one.txt").write_text("t")
+    for name, content in BAD_TEXTS.items():
+        (root / name).write_bytes(content)
     options = {"text": [str(root / "0.txt")]} | options
 
     def fill(value):

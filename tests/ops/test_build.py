@@ -60,7 +60,7 @@ def fake_nvcc(
     return home
 
 
-def builder(sources: Path, output: Path) -> multiprocessing.Process:
+def builder(sources: Path, output: Path, **environment: str) -> multiprocessing.Process:
     """Another process that asks for the library, in a group of its own."""
     code = (
         "from pathlib import Path; from mixer.ops import build; print(build.library((8, 0), "
@@ -68,7 +68,8 @@ def builder(sources: Path, output: Path) -> multiprocessing.Process:
     )
     program = sources.parent / "builder.py"
     program.write_text(code)
-    return start_python(program, output=output, MIXER_CACHE=os.environ["MIXER_CACHE"])
+    environment["MIXER_CACHE"] = os.environ["MIXER_CACHE"]
+    return start_python(program, output=output, **environment)
 
 
 # ------------------------------------------------------------------------- real builds
@@ -213,6 +214,40 @@ def test_library_found_without_nvcc(tiny, monkeypatch):
     assert build.library((8, 0), tiny) == path
 
 
+def test_a_library_is_found_without_nvcc_only_when_it_is_whole(tiny, cache, tmp_path, monkeypatch):
+    """Not while another machine builds it in a shared cache, nor where its builder was killed."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    half = f'case "$out" in *.so) while test -e "{slow}"; do sleep 0.01; done;; esac'
+    home = fake_nvcc(tmp_path / "cuda", compiles=f'for out; do :; done; echo half > "$out"; {half}')
+
+    def assert_none_is_found() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(toolchain, "nvcc_candidates", lambda: iter([]))
+            with pytest.raises(toolchain.BuildError, match="need nvcc"):
+                build.library((8, 0), tiny)
+
+    process = builder(tiny, tmp_path / "printed", CUDA_HOME=str(home))
+    try:
+        deadline = time.monotonic() + 30
+        while not list(cache.glob(f"{build.source_name((8, 0), tiny)}-*/{build.LIBRARY}")):
+            assert time.monotonic() < deadline and process.is_alive()
+            time.sleep(0.005)
+        assert_none_is_found()
+        process.kill()
+        process.join()
+        assert_none_is_found()
+    finally:
+        slow.unlink()  # ends the compiler too
+        process.kill()
+        process.join()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    whole = build.library((8, 0), tiny)
+    shutil.copytree(whole.parent, whole.parent.with_suffix(".abc.tmp"))  # of one killed later
+    monkeypatch.setattr(toolchain, "nvcc_candidates", lambda: iter([]))
+    assert build.library((8, 0), tiny) == whole
+
+
 @needs_nvcc
 def test_command_line_prints_a_report(cache):
     build.library((9, 0))
@@ -334,6 +369,18 @@ def test_nvcc_behind_a_link_is_called_where_its_toolkit_is(tmp_path, monkeypatch
     (tmp_path / "local" / "bin" / "nvcc").symlink_to(home / "bin" / "nvcc")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "local"))
     assert toolchain.find_compiler().path == home / "bin" / "nvcc"
+
+
+def test_a_toolkit_in_a_directory_of_any_name_builds(tiny, tmp_path, monkeypatch):
+    """nvcc is called there, and finds its runtime."""
+    finds = 'for out; do case "$out" in -L*) found=$(ls "${out#-L}");; esac; done'
+    home = fake_nvcc(
+        tmp_path / "Ann's $HOME: CUDA 13 (new)", compiles=f'{finds}; echo "$found" > "$out"'
+    )
+    (home / "lib").mkdir()
+    (home / "lib" / "libcudart_static.a").touch()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    assert build.library((8, 0), tiny).read_text() == "libcudart_static.a\n"
 
 
 def test_volta_under_cuda_13_names_cuda_12(tmp_path, monkeypatch):

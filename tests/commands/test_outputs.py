@@ -1,5 +1,5 @@
-"""Every command on a disk that fills while it writes: one clear line, all as it was before, and the
-same command works when there is space.
+"""Every command where its output cannot be written, as on a disk that fills meanwhile: one clear
+line, all as it was before, and the same command works when there is space.
 """
 
 import json
@@ -58,6 +58,9 @@ def commands(inputs: Path, output: Path) -> dict[str, tuple[Callable, list, str]
     }
 
 
+NAMES = list(commands(Path(), Path()))
+
+
 @pytest.fixture
 def call(monkeypatch, capsys):
     """A function that runs a command. What it prints goes to memory (capsys), not to a file."""
@@ -69,7 +72,24 @@ def call(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("name", list(commands(Path(), Path())))
+@pytest.mark.parametrize("name", NAMES)
+def test_where_no_results_can_go_is_said_before_they_are_computed(
+    inputs, tmp_path, call, capsys, name
+):
+    file = tmp_path / "file"
+    file.write_text("a file of the user's")
+    for place in (file, file / "new"):
+        main, arguments, output = commands(inputs, place)[name]
+        folder = output.parent if output.suffix else output
+        problem = f"results cannot go to {folder}: of {file}, it is a file"
+        if output == file and name in ("convert", "export", "inspect"):
+            problem = f"{file} exists already"
+        with pytest.raises(UserError, match=f"^{problem}; choose another --output"):
+            call(main, arguments)
+    assert capsys.readouterr().out == "" and file.read_text() == "a file of the user's"
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_command_that_cannot_write_leaves_nothing_and_works_afterwards(
     inputs, tmp_path, call, name
 ):

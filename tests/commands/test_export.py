@@ -1,0 +1,224 @@
+"""A checkpoint is exported with its model card; one that is damaged or not finite is refused by
+every command that loads it.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from launching import run_python
+from runs import ROOT
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    pipeline,
+)
+
+from mixer.checkpoints.format import damage
+from mixer.checkpoints.pretrained import load_masked_mixer
+from mixer.common.errors import UserError
+from mixer.convert import convert, convert_back
+from mixer.data.tokenizer import train_tokenizer
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
+from mixer.export import export
+from mixer.export import main as export_command
+from mixer.generate import continuations
+from mixer.models.carried_code import CODE
+from mixer.models.masked_mixer.configuration import AUTO_MAP
+
+
+def evaluate(directory: Path, *checkpoints: Path) -> list[dict]:
+    """What eval.py reports of the checkpoints on a text in `directory`, where it also writes what
+    it prints.
+    """
+    (directory / "book.txt").write_text("def read(self, size): return self.text[:size]\n" * 9)
+    how = ["--text", directory / "book.txt", "--stride", 8, "--device", "cpu"]
+    done = run_python(
+        ROOT / "eval.py", "--checkpoint", *checkpoints, *how, output=directory / "printed.txt"
+    )
+    assert done.returncode == 0, done.stdout
+    return json.loads(
+        (checkpoints[0].parent / f"eval-{checkpoints[0].name}" / "report.json").read_text()
+    )
+
+
+def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path, monkeypatch):
+    last, given = finished / "step-12", tmp_path / "given"
+    assert {path.name for path in last.iterdir()} >= {path.name for path in CODE}
+    options = ["--output", str(given), "--license", "apache-2.0", "--dtype", "bf16"]
+    monkeypatch.setattr("sys.argv", ["export", str(last), *options])
+    export_command()
+    text = (given / "README.md").read_text()
+    card = ModelCard(text)
+    assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
+    assert (
+        "| tokens seen | 3,072 |" in text
+        and "| validation bits per byte | " in text
+        and "batch_size: 8" in text
+    )
+    assert str(tmp_path.parent) not in text and "trainer_state" not in os.listdir(given)
+    model = AutoModelForCausalLM.from_pretrained(given)
+    assert model.dtype == torch.bfloat16 and model.config.auto_map == AUTO_MAP
+    with pytest.raises(UserError, match="exists already"):
+        export(last, given, "apache-2.0")
+    (example,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    code = "import sys\nsys.modules['mixer'] = None  # as if it were not installed\n"
+    code += f"{example}assert len(tokenizer) == 400"
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
+    how = {
+        "cwd": tmp_path,
+        "env": environment,
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "text": True,
+    }
+    done = subprocess.run([sys.executable, "-c", code], **how)
+    assert done.returncode == 0, done.stderr
+    assert "[y/N]" not in done.stdout
+
+
+def test_the_saved_tokenizer_knows_the_context(finished, tmp_path):
+    last, long = finished / "step-12", "def read(self, size): return self.text[:size]\n" * 9
+    convert_back(last, tmp_path / "reference.safetensors", "mixerhead")
+    convert(tmp_path / "reference.safetensors", tmp_path / "converted", str(last))
+    export(last, tmp_path / "exported", "mit")
+    for directory in (last, tmp_path / "converted", tmp_path / "exported"):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        assert (
+            len(tokenizer(long).input_ids) > len(tokenizer(long, truncation=True).input_ids) == 32
+        )
+    writer = pipeline("text-generation", model=str(last))
+    (text,) = writer(
+        long, max_new_tokens=8, do_sample=False, handle_long_generation="hole", return_tensors=True
+    )
+    # the prompt's end, as much as leaves room for the new tokens
+    assert len(text["generated_token_ids"]) == 32
+
+
+def test_an_export_into_the_directory_one_stands_in_has_its_name(finished, tmp_path, monkeypatch):
+    (tmp_path / "my-mixer").mkdir()
+    monkeypatch.chdir(tmp_path / "my-mixer")
+    export(finished / "step-12", Path("."), "apache-2.0")
+    assert "# my-mixer\n" in Path("README.md").read_text()
+
+
+def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path, capsys):
+    last, earlier = finished / "step-12", finished / "step-8"
+
+    def card(checkpoint: Path, name: str) -> str:
+        export(checkpoint, tmp_path / name, "apache-2.0")
+        return (tmp_path / name / "README.md").read_text()
+
+    assert "## Evaluation" not in card(last, "unknown")
+    assert f"no evaluation; python eval.py --checkpoint {last}" in capsys.readouterr().out
+    results = evaluate(tmp_path, earlier, last)
+    rows = [
+        f"| book.txt | {r['tokens_scored']} | {r['loss']:.4f} | {r['token_perplexity']:.4f} |"
+        for r in results
+    ]
+    for checkpoint, (own, other) in ((earlier, rows), (last, rows[::-1])):
+        text = card(checkpoint, checkpoint.name)
+        assert own in text and other not in text
+        assert "windows of at most 32, stride 8" in text and str(tmp_path.parent) not in text
+        assert damage(checkpoint) is None
+    shutil.rmtree(earlier)  # as if another run had come in its place
+    shutil.copytree(last, earlier)
+    text = card(earlier, "replaced")
+    assert rows[1] in text and rows[0] not in text
+    report = finished / "eval-step-8" / "report.json"
+    report.write_text(report.read_text()[:100])
+    with pytest.raises(
+        UserError,
+        match="report.json is no report that eval.py wrote .*: evaluate again, or delete it",
+    ):
+        card(last, "damaged")
+    report.unlink()
+    whole = (finished / "config.yaml").read_text()
+    (finished / "config.yaml").write_text(whole + "{")
+    with pytest.raises(UserError, match="config.yaml cannot be read as YAML"):
+        card(last, "damaged")
+    for section in ("data: nothing\n", "data:\n", "model: [1]\n"):
+        (finished / "config.yaml").write_text(section)
+        with pytest.raises(
+            UserError, match="config.yaml: its section (data|model) is .*; it must hold keys"
+        ):
+            card(last, "damaged")
+    (finished / "config.yaml").write_text(whole)
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_a_changed_byte_of_a_checkpoint_is_refused(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path / "cache"))
+    checkpoint = finished / "step-12"
+    uses = (
+        lambda: evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu")),
+        lambda: continuations(str(checkpoint), ["def"], 2, 0.0, 0),
+        lambda: load_masked_mixer(checkpoint, ""),
+        lambda: export(checkpoint, tmp_path / "exported", "mit"),
+    )
+    load_masked_mixer(checkpoint, "")  # so that its files are known to be good
+    for name in ("model.safetensors", "config.json"):
+        content = (checkpoint / name).read_bytes()
+        changed = content[:-1] + bytes([content[-1] ^ 8])
+        if name == "config.json":  # which stays JSON
+            changed = content.replace(b'"hidden_size": 32', b'"hidden_size": 64')
+        (checkpoint / name).write_bytes(changed)
+        for use in uses:
+            with pytest.raises(UserError, match=f"is damaged: {name} is not what .*: copy it"):
+                use()
+        (checkpoint / name).write_bytes(content)
+    assert not (tmp_path / "exported").exists()
+    (checkpoint / "trainer_state" / "optimizer-1-of-1.safetensors").unlink()  # nobody loads it
+    load_masked_mixer(checkpoint, "")
+
+
+def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
+    checkpoint = shutil.copytree(finished / "step-12", tmp_path / "changed")
+    shutil.rmtree(checkpoint / "trainer_state")  # with what its files were
+    weights = load_file(checkpoint / "model.safetensors")
+
+    def export_with(value: float, dtype: str) -> None:
+        weights["lm_head.weight"][3, 5] = value
+        save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        export(checkpoint, tmp_path / dtype, "mit", dtype)
+
+    for value in (float("nan"), float("-inf")):
+        with pytest.raises(UserError, match="not finite .* in lm_head.weight: its training div"):
+            export_with(value, "fp32")
+    with pytest.raises(UserError, match="in lm_head.weight: fp16 does not reach that far: give"):
+        export_with(1e6, "fp16")
+    assert not (tmp_path / "fp32").exists() and not (tmp_path / "fp16").exists()
+    weights["lm_head.weight"] = weights["lm_head.weight"].sign() * 3e38  # finite; logits are not
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    for temperature in (0.0, 1.0):
+        with pytest.raises(UserError, match="logits after [0-9]+ tokens are not finite"):
+            continuations(str(checkpoint), ["def read"], 2, temperature, 0)
+    export_with(1e6, "fp32")
+
+
+def test_a_transformer_gets_no_mixers_card(tmp_path):
+    tokenizer = train_tokenizer(["def read(self, size):"] * 4, 300)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    for part in (tokenizer, LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))):
+        part.save_pretrained(tmp_path / "llama")
+    with pytest.raises(
+        UserError,
+        match="is a llama, and the model card .* is a masked mixer's: give one of a masked mixer",
+    ):
+        export(tmp_path / "llama", tmp_path / "given", "apache-2.0")
+    assert not (tmp_path / "given").exists()

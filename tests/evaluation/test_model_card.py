@@ -1,0 +1,106 @@
+"""What an exported model's card says, and does not say, of the machine that trained it, and what is
+refused of the reports beside the checkpoint.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from mixer.common.errors import UserError
+from mixer.evaluation.evaluate import EvalOptions, evaluate
+from mixer.export import export
+
+BOOK = "def read(self, size): return self.text[:size]\n" * 9
+HUB = {"source": "hub", "path": "ann/rows"}
+# Settings of a run's data, and what the card has under these keys: None where it has none.
+DATA = [
+    (
+        {"source": "text", "path": "/home/ann's/*", "validation_path": "own/a.txt"},
+        {"path": None, "directory": None, "validation_path": "a local text"},
+    ),
+    (HUB, HUB | {"tokenizer": "train", "validation_path": ""}),
+    (HUB | {"path": "own/rows"}, {"path": None}),
+    (HUB | {"path": "/home/ann's/rows"}, {"path": None}),  # of another machine
+    ({"tokenizer": "/home/ann's/bpe"}, {"tokenizer": "a local one, saved here"}),
+    ({"tokenizer": "ann/bpe"}, {"tokenizer": "ann/bpe"}),
+]
+
+
+def card(checkpoint: Path, output: Path) -> str:
+    export(checkpoint, output, "apache-2.0")
+    return (output / "README.md").read_text()
+
+
+def evaluate_texts(checkpoint: Path, home: Path) -> list[str]:
+    """Evaluates files, rows and prepared data by all kinds of paths, below `home` and relative to
+    it; returns the names that the card may show.
+    """
+    (home / "own/rows").mkdir(parents=True)
+    (home / "own/a book").write_text(BOOK)
+    (home / "own/rows/test.jsonl").write_text(json.dumps({"text": BOOK}) + "\n")
+    texts = {
+        "a book": {"text": ["own/a book"]},
+        "a book, a book": {"text": ["own/a book", f"{home}/own/a book"]},
+        "a book (first 9 tokens)": {"text": [f"{home}/own/a book"], "max_tokens": 9},
+        "rows test": {"hub": f"{home}/own/rows"},
+        "rows test (first 9 tokens)": {"hub": "own/rows", "max_tokens": 9},
+        "validation split of small": {},
+    }
+    for options in texts.values():
+        evaluate([EvalOptions(checkpoint=str(checkpoint), device="cpu", **options)])
+    return [*texts, report_of_the_hub(checkpoint.parent)]
+
+
+def report_of_the_hub(run: Path) -> str:
+    """A report as of a dataset that is on the hub, which tests cannot reach; returns its name."""
+    (result,) = json.loads((run / "eval-step-12-3/report.json").read_text())
+    name = "ann/rows v1.0 test (first 9 tokens)"
+    (run / "eval-hub").mkdir()
+    (run / "eval-hub/report.json").write_text(json.dumps([result | {"text": name}]))
+    return name
+
+
+def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path, monkeypatch):
+    last, home = finished / "step-12", tmp_path / "ann's home"
+    (home / "train").mkdir(parents=True)  # is no tokenizer: data.tokenizer=train makes a new one
+    monkeypatch.chdir(home)
+    names = evaluate_texts(last, home)
+    run = yaml.safe_load((finished / "config.yaml").read_text())
+    for number, (data, shown) in enumerate(DATA):
+        (finished / "config.yaml").write_text(yaml.safe_dump(run | {"data": run["data"] | data}))
+        text = card(last, tmp_path / f"exported-{number}")
+        assert not [place for place in ("ann's", "own/", str(tmp_path.parent)) if place in text]
+        assert [
+            name for name in names if f"| {name} |" not in text or f"; {name}, " not in text
+        ] == []
+        printed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["data"]
+        assert {key: printed.get(key) for key in shown} == shown
+        assert ModelCard(text).data.datasets == (
+            ["ann/rows"] if "ann/rows" in shown.values() else None
+        )
+
+
+def test_an_older_report_is_named_with_what_it_lacks_and_another_evaluation_replaces_it(
+    finished, tmp_path
+):
+    last, book = finished / "step-12", tmp_path / "book.txt"
+    book.write_text(BOOK)
+    options = EvalOptions(checkpoint=str(last), text=[str(book)], device="cpu")
+    evaluate([options])
+    report = finished / "eval-step-12/report.json"
+    (result,) = json.loads(report.read_text())
+    for key in ("repeats_share", "repeats_loss", "others_loss"):
+        del result[key]
+    report.write_text(json.dumps([result]))
+    with pytest.raises(
+        UserError,
+        match=r"eval-step-12/report.json lacks 'repeats_share', .*: evaluate again in the same way "
+        "with eval.py, or delete it",
+    ):
+        card(last, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    evaluate([options])
+    assert "| book.txt |" in card(last, tmp_path / "given")

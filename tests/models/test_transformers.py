@@ -1,0 +1,271 @@
+"""At home with transformers: saved code, other dtypes and devices, its Trainer, and LoRA."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+from models import MIXINGS, generate, lively_model, padded, small_model, tokens
+from runs import ROOT
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from mixer.data.tokenizer import train_tokenizer
+from mixer.models.carried_code import CODE
+from mixer.models.masked_mixer.configuration import AUTO_MAP
+from mixer.models.masked_mixer.modeling import logger
+
+LOAD_ELSEWHERE = """
+import sys, torch
+if {hidden}: sys.modules["mixer"] = None  # as if it were not installed
+from transformers import AutoModel, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("{model}", trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+saved = torch.load("{expected}")
+ids, mask = saved["ids"], saved["mask"]
+body = AutoModel.from_pretrained("{model}", trust_remote_code=True)
+hidden = body(ids, attention_mask=mask).last_hidden_state
+for logits in (model(ids, attention_mask=mask).logits, model.lm_head(hidden)):
+    torch.testing.assert_close(logits, saved["logits"], rtol=1e-4, atol=1e-5)
+how = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+written = model.generate(ids, attention_mask=mask, **how)
+assert torch.equal(written, saved["written"])
+model(ids, labels=ids).loss.backward()
+kernels = "mixer.ops" in sys.modules
+assert kernels != {hidden}
+model.save_pretrained("{again}")
+"""
+
+
+def test_modeling_itself_imports_every_other_file_of_the_saved_code():
+    """transformers up to 5.9 copies no file of a local model but these, and then cannot load it."""
+    code = next(path for path in CODE if path.name == "modeling.py").read_text()
+    imported = set(re.findall(r"^from \.(\w+) import", code, re.MULTILINE))
+    assert imported == {path.stem for path in CODE} - {"modeling"}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "mixing"),
+    [(True, "projected-expansion"), (False, "gate-heads")],
+    ids=["package-absent", "package-there"],
+)
+def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, mixing, tmp_path):
+    variant = MIXINGS[mixing] | {"mixer_kernel_size": 3}
+    model, (ids, mask) = lively_model(**variant), padded("left")
+    model.save_pretrained(tmp_path / "model")
+    torch.save(
+        {
+            "ids": ids,
+            "mask": mask,
+            "logits": model(ids, attention_mask=mask).logits.detach(),
+            "written": model.generate(
+                ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0
+            ),
+        },
+        tmp_path / "expected.pt",
+    )
+    paths = {
+        "model": tmp_path / "model",
+        "expected": tmp_path / "expected.pt",
+        "again": tmp_path / "again",
+    }
+    root = "" if hidden else str(ROOT)
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": root}
+    code = LOAD_ELSEWHERE.format(hidden=hidden, **paths)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "again").iterdir()} >= {path.name for path in CODE}
+    # with the package imported: its own class
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert type(again) is type(model) and again.config.auto_map == AUTO_MAP
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loading_in_half_precision(dtype, tmp_path):
+    model = small_model(num_mixer_heads=2)
+    model.save_pretrained(tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+    torch.testing.assert_close(
+        half(tokens()).logits.float(), model(tokens()).logits, rtol=5e-2, atol=5e-2
+    )
+
+
+def test_a_device_map_spreads_the_blocks(tmp_path):
+    model, ids = lively_model(mixer_expansion=True), tokens(batch=2, length=4)
+    model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    parts |= {"model.norm": "cpu", "lm_head": "disk"}
+    for device_map in ("auto", parts):
+        spread = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+        )
+        torch.testing.assert_close(spread(ids).logits, model(ids).logits)
+        written = [
+            m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+            for m in (spread, model)
+        ]
+        assert torch.equal(*written)
+    assert spread.model.layers[1].mixing.conv.weight.device.type == "meta"
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model, ids = small_model(num_mixer_heads=2).train(), tokens()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        with torch.profiler.profile() as profile:
+            model(ids, labels=ids).loss.backward()
+        counts = {event.key: event.count for event in profile.key_averages()}
+        # the blocks are computed once more
+        assert counts["token_mixing"] == (4 if checkpointing else 2)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradient_checkpointing_while_training_goes_without_a_cache(monkeypatch):
+    model, ids = lively_model().train(), tokens(batch=2, length=6)
+    expected, filled = generate(model, ids), model(ids, use_cache=True).past_key_values
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        said = []
+        monkeypatch.setattr(logger, "warning_once", said.append)
+        output = model(ids, labels=ids, use_cache=True)
+        assert (
+            (output.past_key_values is None)
+            == checkpointing
+            == ("Setting `use_cache=False`" in "".join(said))
+        )
+        output.loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    # as in the middle of training, where nothing is computed again
+    assert torch.equal(generate(model, ids), expected)
+    with pytest.raises(
+        ValueError, match="past_key_values holds tokens, which gradient checkpointing cannot follow"
+    ):
+        model(ids, past_key_values=filled)
+
+
+class Steps(TrainerCallback):
+    """The numbers of the steps that a Trainer takes."""
+
+    def __init__(self):
+        self.done = []
+
+    def on_step_end(self, args, state, control, **_):
+        self.done.append(state.global_step)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_transformers_trainer_resumes_and_ends_with_the_weights_of_a_run_never_stopped(
+    side, tmp_path
+):
+    tokenizer = train_tokenizer(["def read(self, size):", "def write(self, text):"] * 4, 300)
+    tokenizer.padding_side = side
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    texts = ["def read(self, size):", "def write(self, text): return", "def read", "self"] * 6
+    rows = [{"input_ids": tokenizer(text).input_ids} for text in texts]
+
+    def trainer() -> Trainer:
+        """With a new model, whose weights are the same each time."""
+        model = small_model(vocab_size=len(tokenizer), max_position_embeddings=32)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=30,
+            per_device_train_batch_size=8,
+            learning_rate=1e-2,
+            save_steps=10,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            gradient_checkpointing=True,
+        )
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        return Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:4], data_collator=collator
+        )
+
+    whole = trainer()
+    before = whole.evaluate()["eval_loss"]
+    whole.train()
+    assert whole.evaluate()["eval_loss"] < before / 2
+    shutil.rmtree(tmp_path / "checkpoint-30")  # as if it had stopped after step 20, inside an epoch
+    resumed, steps = trainer(), Steps()
+    torch.nn.init.zeros_(resumed.model.lm_head.weight)  # its weights are the checkpoint's alone
+    resumed.add_callback(steps)
+    resumed.train(resume_from_checkpoint=True)
+    assert steps.done == list(range(21, 31))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-30")
+    for model in (resumed.model, loaded):
+        torch.testing.assert_close(model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+def test_label_smoothing_of_the_trainer_is_that_of_the_next_token(tmp_path):
+    model, ids = small_model(), tokens()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True
+    )
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits, targets = model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    torch.testing.assert_close(
+        loss, torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
+    )
+
+
+def test_lora_on_the_linear_layers(tmp_path):
+    model, (ids, mask) = lively_model(num_mixer_heads=2), padded("left")
+    base = model(ids, attention_mask=mask).logits
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    places = {
+        name.split(".lora_A")[0].rpartition(".")[2]
+        for name, _ in adapted.named_parameters()
+        if "lora_A" in name
+    }
+    assert places == {"in_proj", "out_proj", "up_proj", "down_proj"}
+    torch.testing.assert_close(adapted(ids, attention_mask=mask).logits, base)
+    optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = adapted(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    expected = adapted(ids, attention_mask=mask).logits
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    written = adapted.generate(input_ids=ids, **how)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(
+        merged(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(merged.generate(ids, **how), written)
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(
+        loaded(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4
+    )
