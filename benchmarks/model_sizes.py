@@ -228,7 +228,7 @@ def work(study: Study) -> tuple[list[str], list[str]]:
             if isinstance(error, NoTime):
                 left.append(str(error))
             elif error is not None:  # the other jobs go on
-                problems.append(f"{getattr(about, 'name', about)}: {first_line(error)}")
+                problems.append(f"{name_of(about)}: {first_line(error)}")
             elif function is train_model:
                 sizes_left[about.kind] -= 1
                 if not sizes_left[about.kind]:
@@ -236,8 +236,13 @@ def work(study: Study) -> tuple[list[str], list[str]]:
                     waiting += [(train_best, study, about.kind, seconds) for seconds in longer]
     for worker in free:
         worker.shutdown()
-    left += [getattr(about, "name", about) for _, _, about, *_ in waiting]  # no worker is alive
+    left += [name_of(about) for _, _, about, *_ in waiting]  # no worker is alive
     return left, problems
+
+
+def name_of(about: Model | str) -> str:
+    """Of what a job trains: a model, or the best of a kind."""
+    return about if isinstance(about, str) else about.name
 
 
 def train_model(study: Study, model: Model) -> None:

@@ -320,6 +320,7 @@ def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
         eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
     return {
         "text": text.name,
+        "public_text": text.public_name,
         "bytes": text.bytes,
         "words": text.words,
         "sizes_counted_from": text.counted,

@@ -2,7 +2,6 @@
 what eval.py reported of its weights.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ OF_ONE_EVALUATION = ("label", "tokens_per_second", "peak_memory_gb")
 EVALUATION_COLUMNS = {"text": "text"} | {
     title: key for title, key in COLUMNS.items() if key not in OF_ONE_EVALUATION
 }
-# A text of the hub as eval.py names it: OWNER/NAME, the subset if any, and the split.
-HUB_TEXT = re.compile(r"([\w.-]+/[\w.-]+)( \S+)? \w+( \(first \d+ tokens\))?")
 TEXT = """\
 ---
 {header}
@@ -118,28 +115,14 @@ def _facts(model: MaskedMixerForCausalLM, checkpoint: Path) -> dict[str, str]:
 
 
 def _evaluation(results: list[dict], title: str, dtype: torch.dtype) -> str:
-    """A table with a row for each evaluation, and their conventions below it. Of the paths of texts
-    only the last name is shown.
-    """
-    rows = [result | {"label": title, "text": _text_name(result)} for result in results]
+    """A table with a row for each evaluation, and their conventions below it."""
+    rows = [result | {"label": title} for result in results]
     notes = [evaluation_notes(row) for row in rows]
     if dtype != torch.float32:
         notes.append(
             f"- Evaluated before the weights were rounded to {str(dtype).removeprefix('torch.')}."
         )
     return table([select(row, EVALUATION_COLUMNS) for row in rows]) + "\n\n" + "\n".join(notes)
-
-
-def _text_name(result: dict) -> str:
-    """The evaluated text's name without directories. Reports have no more of it than one line,
-    which names files, a dataset of the hub or prepared data.
-    """
-    text = result["text"]
-    hub = result["sizes_counted_from"] != "the files" and HUB_TEXT.fullmatch(text)
-    if hub and not _is_local(hub[1]):
-        return text
-    parts = text.split(", ")  # as eval.py joins files
-    return ", ".join(re.sub(r"^(validation split of )?.*/", r"\1", part) for part in parts)
 
 
 def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:

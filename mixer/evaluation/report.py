@@ -149,7 +149,8 @@ def asked(results: list[dict]) -> list[list]:
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:
-    """The results for exactly these weights in all reports beside the checkpoint (eval-*).
+    """The results for exactly these weights in all reports beside the checkpoint (eval-*), with
+    the public names of their texts.
 
     Raises UserError for a report that cannot be read, or lacks what reports say of a result.
     """
@@ -157,10 +158,10 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
     for file in sorted(checkpoint.resolve().parent.glob("eval-*/report.json")):
         try:
             results = json.loads(file.read_text(encoding="utf-8"))
-            own = [result for result in results if result.get("weights_sha256") == weights]
-            for result in own:
-                evaluation_report([result])  # reads all that a card needs
-            found += own
+            for result in results:
+                if result.get("weights_sha256") == weights:
+                    found.append(result | {"text": result["public_text"]})
+                    evaluation_report(found[-1:])  # reads all that a card needs
         except KeyError as error:
             raise UserError(
                 f"{file} lacks {error}, which eval.py writes now; an earlier version may have "

@@ -26,6 +26,7 @@ class Text:
     """Token streams to score, and the size of the text they stand for."""
 
     name: str
+    public_name: str  # without directories of this machine
     streams: list[np.ndarray] = field(default_factory=list)  # each (tokens,)
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
@@ -63,12 +64,13 @@ def text_from_files(
     space alone count. Raises UserError for a file that is missing, not UTF-8, empty, or too short.
     """
     encode = raw_encoder(tokenizer)
-    text = Text(", ".join(str(path) for path in paths), counted="the files")
+    names = [Path(path).name for path in paths]
+    text = Text(", ".join(map(str, paths)), ", ".join(names), counted="the files")
     for path in map(Path, paths):
         if not path.is_file():
             problem = "is not a file" if path.exists() else "does not exist"
             raise UserError(f"text file {path} {problem}: give the path of a UTF-8 text file")
-        alone = Text(f"text file {path}")
+        alone = Text(f"text file {path}", path.name)
         for document in read_documents(path, text_field, max_documents, every_token):
             alone.add(document, encode)
         alone.check(1 if every_token else 2)
@@ -115,7 +117,9 @@ def text_from_hub(
         text_field=text_field,
         max_documents=max_documents,
     )
-    text = Text(" ".join(filter(None, (name, subset, split))), counted="the documents")
+    public_name = Path(name).resolve().name if Path(name).exists() else name
+    names = (" ".join(filter(None, (one, subset, split))) for one in (name, public_name))
+    text = Text(*names, counted="the documents")
     encode = raw_encoder(tokenizer)
     for document in documents(settings, blank=every_token):
         text.add(document, encode)
@@ -141,9 +145,8 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
         else np.split(split.tokens, split.document_ends[:-1].astype(np.int64))
     )
     counts = split.manifest.splits["validation"]
-    return Text(
-        f"validation split of {directory}", streams, counts.bytes, counts.words, "the manifest"
-    )
+    names = (f"validation split of {one}" for one in (directory, directory.resolve().name))
+    return Text(*names, streams, counts.bytes, counts.words, "the manifest")
 
 
 def decoded_size(
@@ -181,7 +184,8 @@ def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Te
         kept.append(tokens[: left + 1])
         left -= len(kept[-1]) - 1
     size, words = decoded_size(kept, tokenizer)
-    return Text(f"{text.name} (first {max_tokens} tokens)", kept, size, words, "the decoded tokens")
+    names = (f"{one} (first {max_tokens} tokens)" for one in (text.name, text.public_name))
+    return Text(*names, kept, size, words, "the decoded tokens")
 
 
 def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> Text:

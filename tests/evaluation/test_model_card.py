@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from mixer.common.errors import UserError
+from mixer.evaluation import texts
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 from mixer.export import export
 
@@ -38,41 +39,42 @@ def evaluate_texts(checkpoint: Path, home: Path) -> list[str]:
     """Evaluates files, rows and prepared data by all kinds of paths, below `home` and relative to
     it; returns the names that the card may show.
     """
-    (home / "own/rows").mkdir(parents=True)
+    (home / "own, all/rows").mkdir(parents=True)
+    (home / "own").symlink_to("own, all")
     (home / "own/a book").write_text(BOOK)
     (home / "own/rows/test.jsonl").write_text(json.dumps({"text": BOOK}) + "\n")
-    texts = {
+    evaluated = {
         "a book": {"text": ["own/a book"]},
-        "a book, a book": {"text": ["own/a book", f"{home}/own/a book"]},
+        "a book, a book": {"text": ["own/a book", f"{home}/own, all/a book"]},
         "a book (first 9 tokens)": {"text": [f"{home}/own/a book"], "max_tokens": 9},
         "rows test": {"hub": f"{home}/own/rows"},
         "rows test (first 9 tokens)": {"hub": "own/rows", "max_tokens": 9},
+        "ann/rows test": {"hub": "ann/rows"},
         "validation split of small": {},
     }
-    for options in texts.values():
+    for options in evaluated.values():
         evaluate([EvalOptions(checkpoint=str(checkpoint), device="cpu", **options)])
-    return [*texts, report_of_the_hub(checkpoint.parent)]
-
-
-def report_of_the_hub(run: Path) -> str:
-    """A report as of a dataset that is on the hub, which tests cannot reach; returns its name."""
-    (result,) = json.loads((run / "eval-step-12-3/report.json").read_text())
-    name = "ann/rows v1.0 test (first 9 tokens)"
-    (run / "eval-hub").mkdir()
-    (run / "eval-hub/report.json").write_text(json.dumps([result | {"text": name}]))
-    return name
+    return list(evaluated)
 
 
 def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path, monkeypatch):
     last, home = finished / "step-12", tmp_path / "ann's home"
     (home / "train").mkdir(parents=True)  # is no tokenizer: data.tokenizer=train makes a new one
     monkeypatch.chdir(home)
+    read = texts.documents
+    monkeypatch.setattr(  # there is no hub here
+        texts,
+        "documents",
+        lambda data, blank: [BOOK] if data.path == "ann/rows" else read(data, blank=blank),
+    )
     names = evaluate_texts(last, home)
     run = yaml.safe_load((finished / "config.yaml").read_text())
     for number, (data, shown) in enumerate(DATA):
         (finished / "config.yaml").write_text(yaml.safe_dump(run | {"data": run["data"] | data}))
         text = card(last, tmp_path / f"exported-{number}")
-        assert not [place for place in ("ann's", "own/", str(tmp_path.parent)) if place in text]
+        assert not [
+            place for place in ("ann's", "own/", "all/", str(tmp_path.parent)) if place in text
+        ]
         assert [
             name for name in names if f"| {name} |" not in text or f"; {name}, " not in text
         ] == []
@@ -92,15 +94,15 @@ def test_an_older_report_is_named_with_what_it_lacks_and_another_evaluation_repl
     evaluate([options])
     report = finished / "eval-step-12/report.json"
     (result,) = json.loads(report.read_text())
-    for key in ("repeats_share", "repeats_loss", "others_loss"):
-        del result[key]
-    report.write_text(json.dumps([result]))
-    with pytest.raises(
-        UserError,
-        match=r"eval-step-12/report.json lacks 'repeats_share', .*: evaluate again in the same way "
-        "with eval.py, or delete it",
-    ):
-        card(last, tmp_path / "refused")
+    for key in ("repeats_share", "public_text"):
+        older = {name: value for name, value in result.items() if name != key}
+        report.write_text(json.dumps([older]))
+        with pytest.raises(
+            UserError,
+            match=rf"eval-step-12/report.json lacks '{key}', .*: evaluate again in the same way "
+            "with eval.py, or delete it",
+        ):
+            card(last, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     evaluate([options])
     assert "| book.txt |" in card(last, tmp_path / "given")

@@ -13,12 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from launching import start_python
 from toolchain import needs_nvcc
 
 from mixer.common.errors import UserError
-from mixer.ops import build, choice, cuda, toolchain
+from mixer.ops import build, toolchain
 
 ROOT = Path(build.__file__).parents[2]
 TINY = (
@@ -263,58 +262,6 @@ def test_command_line_prints_a_report(cache):
     assert "Warning" not in result.stderr
 
 
-# ------------------------------------------------------------------------- interface
-
-
-@needs_nvcc
-def test_library_loads_without_a_gpu():
-    library = cuda.load(str(build.library((9, 0))))
-    assert library.mixer_params_size() == ctypes.sizeof(cuda.Params)
-    assert library.mixer_abi_version() == cuda.ABI_VERSION
-    assert b"driver" in library.mixer_error_string(35)
-
-
-@needs_nvcc
-def test_workspace_grows_until_the_gpu_is_full():
-    library = cuda.load(str(build.library((9, 0))))
-
-    def workspace(tokens: int, batch: int) -> int:
-        params = cuda.Params(
-            batch=batch,
-            tokens=tokens,
-            channels=1024,
-            context=tokens,
-            heads=1,
-            taps=1,
-            columns=tokens,
-            processors=132,
-        )
-        return library.mixer_grad_weight_workspace(ctypes.byref(params))
-
-    tile = 64 * 64 * 4
-    assert workspace(64, 0) == 0
-    assert workspace(64, 1) == 4 * tile  # 64 slices of the channels, at least 16 a split
-    # 36 lower tiles; 30 splits make 8 blocks for each of 132 processors
-    assert workspace(512, 128) == 36 * 30 * tile
-    assert workspace(8192, 8) == 128 * 129 // 2 * tile  # enough tiles: one split
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
-def test_structure_and_c_struct_agree(tmp_path):
-    checks = []
-    for name, _ in cuda.Params._fields_:
-        field = getattr(cuda.Params, name)
-        same_place = f"offsetof(TriangularConvParams, {name}) == {field.offset}"
-        same_size = f"sizeof(TriangularConvParams::{name}) == {field.size}"
-        checks.append(f'static_assert({same_place} && {same_size}, "{name}");')
-    size = f'static_assert(sizeof(TriangularConvParams) == {ctypes.sizeof(cuda.Params)}, "size");'
-    source = tmp_path / "layout.cpp"
-    source.write_text("\n".join(["#include <cstddef>", '#include "params.h"', *checks, size]))
-    subprocess.run(
-        ["g++", "-std=c++17", "-fsyntax-only", f"-I{build.SOURCES}", str(source)], check=True
-    )
-
-
 # ------------------------------------------------------------------------- messages
 
 
@@ -486,23 +433,3 @@ def test_user_without_home_needs_only_the_variable(tmp_path, monkeypatch):
     monkeypatch.delenv("MIXER_CACHE")
     with pytest.raises(UserError, match="no home.*`export MIXER_CACHE="):
         build.cache_directory()
-
-
-def test_cpu_tensor_is_told_why():
-    assert "x is on cpu" in choice.unavailable_reason(torch.zeros(1, 1, 1))
-
-
-def test_driver_older_than_the_build_names_the_toolkit():
-    class Library:
-        mixer_runtime_version = staticmethod(lambda: 13000)
-        mixer_driver_version = staticmethod(lambda: 12040)
-        mixer_error_string = staticmethod(
-            lambda status: b"CUDA driver version is insufficient for CUDA runtime version"
-        )
-
-    message = choice.probe_message(Library(), 35, "NVIDIA X")
-    assert (
-        "built with CUDA 13.0" in message
-        and "supports 12.4" in message
-        and "CUDA 12.x toolkit" in message
-    )
