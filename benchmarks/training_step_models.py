@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.comparison.no_mixing import NoMixing
 from mixer.models.architecture import ModelConfig, model_config
-from mixer.models.llama import Llama
+from mixer.models.transformer import Llama
 from mixer.training.clipping import clip, gradient_norm
 from mixer.training.compile import begin_graphs, compiled, compiled_parts
 from mixer.training.guard import Guard

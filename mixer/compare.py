@@ -2,7 +2,7 @@
 and the share of token mixing in a step.
 
     python -m mixer.compare --config configs/demo.yaml --backends dense panels train.steps=200
-    python -m mixer.compare --config configs/comparison.yaml --backends cuda dense llama \\
+    python -m mixer.compare --config configs/comparison.yaml --backends cuda dense qwen3 \\
         --seconds 100 --tune lr --seeds 3 optim.warmup_steps=100
 
 Every run is a training in a process of its own (--processes N: in N, by torchrun), with the same
@@ -16,7 +16,7 @@ that gave it the lowest validation loss. With --seeds N it trains N times; the r
 and the range. --models FILE names models of other sizes and options, a line for each:
 
     small mixer: {model.hidden_size: 256}
-    small llama: {model.architecture: llama, model.hidden_size: 256}
+    small transformer: {model.architecture: qwen3, model.hidden_size: 256}
 
 The output directory gets report.md, report.json, pictures, the metrics of each full run, the runs
 themselves under runs/, and what each printed under comparison-logs/. Only a run that has its log
@@ -29,6 +29,7 @@ import sys
 
 from mixer.common.errors import UserError, run_command
 from mixer.comparison.compare import CompareOptions, compare
+from mixer.models.architecture import TRANSFORMERS
 from mixer.models.masked_mixer.plain import BACKENDS
 
 
@@ -44,7 +45,7 @@ def parse(arguments: list[str] | None) -> CompareOptions:
         required=True,
         help="YAML file, see configs/; section.key=value overrides follow",
     )
-    names = f"{', '.join(BACKENDS)}, llama, llama:HIDDENxHEADS"
+    names = f"{', '.join([*BACKENDS, *TRANSFORMERS])}, qwen3:HIDDENxHEADS"
     add("--backends", nargs="+", default=[], help=names)
     add("--models", default="", help="YAML file with models and their options, see above")
     add("--output", default="runs/compare", help="a new directory")

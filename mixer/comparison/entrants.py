@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mixer.common.errors import UserError
 from mixer.common.yaml_file import read_yaml
-from mixer.models.architecture import OF_LLAMA, OF_MIXERS, ModelConfig
+from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
 from mixer.models.masked_mixer.plain import BACKENDS
 
 
@@ -24,25 +24,25 @@ class Entrant:
 
 
 def entrant(name: str) -> Entrant:
-    """The entrant of a name: a mixing backend, llama (as wide as the configuration's model), or
-    llama:HIDDENxHEADS.
+    """The entrant of a name: a mixing backend, or a transformer: qwen3 or llama (as wide as the
+    configuration's model), qwen3:HIDDENxHEADS or llama:HIDDENxHEADS.
 
     Raises UserError for any other name.
     """
     if name in BACKENDS:
-        unused = [f"model.{key}=null" for key in OF_LLAMA]
+        unused = [f"model.{key}=null" for key in OF_TRANSFORMERS]
         chosen = ("model.architecture=masked_mixer", f"model.mixing_backend={name}")
         return Entrant(name, (*chosen, *unused))
     kind, _, size = name.partition(":")
     hidden, _, heads = size.partition("x")
-    if kind != "llama" or (size and not (hidden.isdecimal() and heads.isdecimal())):
+    if kind not in TRANSFORMERS or (size and not (hidden.isdecimal() and heads.isdecimal())):
         raise UserError(
-            f"--backends {name}; allowed: {', '.join(BACKENDS)}, llama (as wide as the "
-            "configuration's model), or llama:HIDDENxHEADS such as llama:512x4"
+            f"--backends {name}; allowed: {', '.join([*BACKENDS, *TRANSFORMERS])} (as wide as the "
+            "configuration's model), or a transformer's HIDDENxHEADS such as qwen3:512x4"
         )
-    # The MLP gets its default width, so that llama has about as many parameters as a masked mixer
+    # The MLP gets its default width, so that it has about as many parameters as a masked mixer
     # of its width, even where the configuration sets the mixer's.
-    settings = ["model.architecture=llama", "model.intermediate_size=null"]
+    settings = [f"model.architecture={kind}", "model.intermediate_size=null"]
     settings.append("optim.shared_lags=false")  # there are no mixing weights
     defaults = ModelConfig()
     settings += [f"model.{key}={json.dumps(getattr(defaults, key))}" for key in OF_MIXERS]
@@ -56,9 +56,9 @@ def entrants_of(file: str) -> list[Entrant]:
     configuration:
 
         small mixer: {model.hidden_size: 256}
-        small llama: {model.architecture: llama, model.hidden_size: 256, optim.lr: 1e-3}
+        small transformer: {model.architecture: qwen3, model.hidden_size: 256, optim.lr: 1e-3}
 
-    Options of masked mixers that the configuration sets are taken back for a llama.
+    Options of masked mixers that the configuration sets are taken back for a transformer.
 
     Raises UserError for a file that cannot be read or says something else.
     """
@@ -69,7 +69,8 @@ def entrants_of(file: str) -> list[Entrant]:
                 f"--models {file}: {name!r} has {options!r}; allowed: a name with options, such as "
                 "`small: {model.hidden_size: 256}`"
             )
-        kind = entrant("llama" if options.get("model.architecture") == "llama" else "auto")
+        architecture = options.get("model.architecture")
+        kind = entrant(architecture if architecture in TRANSFORMERS else "auto")
         own = tuple(f"{key}={json.dumps(value)}" for key, value in options.items())
         found.append(Entrant(str(name), (*kind.overrides, *own), is_backend=False))
     return found

@@ -11,8 +11,8 @@ import argparse
 from torch import Tensor
 
 from mixer.common.errors import run_command
-from mixer.models.llama import in_autocast_type
 from mixer.models.masked_mixer.mixing import VARIANTS, TokenMixing
+from mixer.models.masked_mixer.modeling import in_autocast_type
 from mixer.training.config import load_config
 from mixer.training.loop import train
 

@@ -159,7 +159,7 @@ def notes(result: dict) -> str:
         *(
             shape(name, model["model"])
             for name, model in result["models"].items()
-            if model["model"]["architecture"] == "llama"
+            if model["model"]["architecture"] != "masked_mixer"
         ),
         f"{batches(result)} tokens a step, precision "
         f"{result['settings']['train']['mixed_precision']}, {seeds_of(result)}, "
@@ -188,7 +188,7 @@ def seeds_of(result: dict) -> str:
 def shape(name: str, model: dict) -> str:
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
     return (
-        f"{name}: transformers' LlamaForCausalLM, hidden {hidden}, "
+        f"{name}: transformers' {model['architecture'].title()}ForCausalLM, hidden {hidden}, "
         f"{heads} heads of {hidden // heads}, {model['num_hidden_layers']} layers, "
         f"gated MLP of {model['intermediate_size']}."
     )

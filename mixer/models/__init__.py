@@ -2,6 +2,6 @@
 
 masked_mixer  the masked mixer; its files are copied beside every saved model
 carried_code  copies them
-llama         the transformer that it is compared with
-architecture  a run's model, one of the two, from its configuration
+transformer   the transformers that it is compared with
+architecture  a run's model, one of these, from its configuration
 """

@@ -1,44 +1,46 @@
-"""The model of a run, built from its configuration: a masked mixer, or the Llama that masked mixers
-are compared with.
+"""The model of a run, built from its configuration: a masked mixer, or a transformer that masked
+mixers are compared with.
 """
 
 from dataclasses import asdict, dataclass, fields
 
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from mixer.common.options import option, option_problems
-from mixer.models.llama import Llama
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig, MixerOptions, shape_problems
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.models.transformer import Llama, Qwen3
 
-MODELS = {MaskedMixerConfig: MaskedMixerForCausalLM, LlamaConfig: Llama}
+MODELS = {MaskedMixerConfig: MaskedMixerForCausalLM, LlamaConfig: Llama, Qwen3Config: Qwen3}
+TRANSFORMERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by model.architecture
 
 
 @dataclass
 class ModelConfig(MixerOptions):
-    """The section `model` of a run's configuration: the options of a masked mixer, and what a Llama
-    needs besides. The vocabulary's size is the tokenizer's.
+    """The section `model` of a run's configuration: the options of a masked mixer, and what a
+    transformer needs besides. The vocabulary's size is the tokenizer's.
     """
 
     architecture: str = option(
         "masked_mixer",
-        "masked_mixer, or llama: a transformer to compare with, trained by the same loop; its "
-        "default intermediate_size is 8/3 x hidden_size, so that the three matrices of its MLP "
-        "have as many parameters as a mixer's two",
-        choices=("masked_mixer", "llama"),
+        "masked_mixer, or a transformer to compare with, trained by the same loop: qwen3, or "
+        "llama, which is qwen3 without norms of queries and keys; their default intermediate_size "
+        "is 8/3 x hidden_size, so that the three matrices of the MLP have as many parameters as a "
+        "mixer's two",
+        choices=("masked_mixer", *TRANSFORMERS),
     )
     num_attention_heads: int | None = option(
-        None, "attention heads of llama; null for heads of 64 channels", at_least=1
+        None, "attention heads of a transformer; null for heads of 64 channels", at_least=1
     )
 
 
-# Options that both architectures have. All others of MixerOptions are of masked mixers alone.
+# Options that all architectures have. All others of MixerOptions are of masked mixers alone.
 SHARED = (
     *("hidden_size", "num_hidden_layers", "max_position_embeddings", "intermediate_size"),
     *("layer_norm_eps", "tie_word_embeddings"),
 )
 OF_MIXERS = tuple(item.name for item in fields(MixerOptions) if item.name not in SHARED)
-OF_LLAMA = ("num_attention_heads",)
+OF_TRANSFORMERS = ("num_attention_heads",)
 
 
 def model_problems(model: ModelConfig) -> list[str]:
@@ -50,7 +52,7 @@ def model_problems(model: ModelConfig) -> list[str]:
     problems = [
         f"{name} is {getattr(model, name)!r}, which architecture {model.architecture} does not "
         "have; leave it out"
-        for name in (OF_LLAMA if is_mixer else OF_MIXERS)
+        for name in (OF_TRANSFORMERS if is_mixer else OF_MIXERS)
         if getattr(model, name) != getattr(defaults, name)
     ]
     problems += shape_problems(model) if is_mixer else []
@@ -65,7 +67,7 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 
 def attention_heads(model: ModelConfig) -> int:
-    """The number of a Llama's heads: as configured, or as many as have 64 channels each."""
+    """The number of a transformer's heads: as configured, or as many as have 64 channels each."""
     if model.num_attention_heads is None:
         return max(1, model.hidden_size // 64)
     return model.num_attention_heads
@@ -76,16 +78,19 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
     common = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
     if model.architecture == "masked_mixer":
         options = asdict(model)
-        for name in ("architecture", *OF_LLAMA):
+        for name in ("architecture", *OF_TRANSFORMERS):
             del options[name]
         return MaskedMixerConfig(**common, **options)
     default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
-    return LlamaConfig(
+    heads = attention_heads(model)
+    return TRANSFORMERS[model.architecture](
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
         max_position_embeddings=model.max_position_embeddings,
         intermediate_size=model.intermediate_size or default_width,
-        num_attention_heads=attention_heads(model),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=model.hidden_size // heads,
         rms_norm_eps=model.layer_norm_eps,
         tie_word_embeddings=model.tie_word_embeddings,
         bos_token_id=None,

@@ -233,7 +233,7 @@ def _value_problems(run: RunConfig) -> list[str]:
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     problems += _graph_problems(run.train) if run.train.cuda_graphs == "true" else []
-    problems += _llama_problems(run) if run.model.architecture == "llama" else []
+    problems += _transformer_problems(run) if run.model.architecture != "masked_mixer" else []
     if run.optim.warmup_steps > run.train.steps:
         problems.append(
             f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = "
@@ -252,18 +252,18 @@ def _name_problems(name: str) -> list[str]:
     return []
 
 
-def _llama_problems(run: RunConfig) -> list[str]:
-    """Settings of masked mixers that a Llama cannot have; see also `model_problems`."""
+def _transformer_problems(run: RunConfig) -> list[str]:
+    """Settings of masked mixers that a transformer cannot have; see also `model_problems`."""
     problems = []
     if run.train.recompute == "activation":
         problems.append(
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
-            "llama: none, block"
+            f"{run.model.architecture}: none, block"
         )
     if run.optim.shared_lags:
         problems.append(
             "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
-            "for architecture llama: false"
+            f"for architecture {run.model.architecture}: false"
         )
     return problems
 

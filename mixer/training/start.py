@@ -138,7 +138,8 @@ def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, say: Say)
 def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int) -> str:
     """What is printed before the first step: the model, the devices and the data."""
     parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
-    mixing = "attention" if run.model.architecture == "llama" else run.model.mixing_backend
+    is_mixer = run.model.architecture == "masked_mixer"
+    mixing = run.model.mixing_backend if is_mixer else "attention"
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     if not peak_tflops(device, run.train.mixed_precision):

@@ -1,18 +1,18 @@
-"""The transformer that masked mixers are compared with: the Llama of transformers, with what the
-training loop needs.
+"""The transformers that masked mixers are compared with: the Llama and the Qwen3 of transformers,
+with what the training loop needs. Qwen3 is that Llama with RMS-normed queries and keys.
 """
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedConfig, Qwen3ForCausalLM
 
 from mixer.models.masked_mixer.modeling import in_autocast_type
 
 
-class Llama(LlamaForCausalLM):
-    """LlamaForCausalLM with two things that a masked mixer has: `flops_per_token`, and under
-    autocast a residual stream in the autocast type. Its checkpoints are those of LlamaForCausalLM.
+class Transformer:
+    """What a masked mixer has and a model of transformers has not: `flops_per_token`, and under
+    autocast a residual stream in the autocast type. Checkpoints are those of the model's own class.
     """
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         self.model.embed_tokens.register_forward_hook(
             lambda embedding, arguments, x: in_autocast_type(x)
@@ -39,3 +39,11 @@ class Llama(LlamaForCausalLM):
             "executed": 3.0 * (others + 2 * product) + product,
             "token_mixing": 3.0 * 2 * product,
         }
+
+
+class Llama(Transformer, LlamaForCausalLM):
+    """Queries and keys without norms (arXiv 2302.13971)."""
+
+
+class Qwen3(Transformer, Qwen3ForCausalLM):
+    """RMS-normed queries and keys (arXiv 2505.09388): the transformer of today."""

@@ -1,4 +1,4 @@
-"""The transformer that masked mixers are compared with: trained, saved, resumed and counted as they
+"""The transformers that masked mixers are compared with: trained, saved, resumed and counted as they
 are.
 """
 
@@ -12,12 +12,14 @@ from mixer.common.errors import UserError
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import load_config
 
-LLAMA = "model.architecture=llama"
+LLAMA, QWEN3 = "model.architecture=llama", "model.architecture=qwen3"
+both = pytest.mark.parametrize("architecture", [LLAMA, QWEN3])
 
 
-def build(*overrides: str):
+def build(architecture: str, *overrides: str):
     model = load_config(
-        None, [LLAMA, "model.num_hidden_layers=2", "model.max_position_embeddings=64", *overrides]
+        None,
+        [architecture, "model.num_hidden_layers=2", "model.max_position_embeddings=64", *overrides],
     ).model
     config = model_config(model, vocab_size=500, eos_token_id=0)
     return model_class(config)(config)
@@ -25,29 +27,30 @@ def build(*overrides: str):
 
 def test_it_is_trained_resumed_and_saved_for_transformers(write_config, launch, tmp_path):
     config = write_config()
-    launch("--config", config, LLAMA, "name=whole", "optim.lr=1e-2", "train.steps=16").succeed()
-    launch("--config", config, LLAMA, "name=parts", "optim.lr=1e-2", "train.steps=16").until(
+    launch("--config", config, QWEN3, "name=whole", "optim.lr=1e-2", "train.steps=16").succeed()
+    launch("--config", config, QWEN3, "name=parts", "optim.lr=1e-2", "train.steps=16").until(
         lambda: (tmp_path / "runs/parts/step-4/trainer_state/files.json").exists()
     ).stop()
-    launch("--config", config, LLAMA, "name=parts", "optim.lr=1e-2", "train.steps=16").succeed()
+    launch("--config", config, QWEN3, "name=parts", "optim.lr=1e-2", "train.steps=16").succeed()
     losses = read_losses(tmp_path / "runs/whole")
     assert read_losses(tmp_path / "runs/parts") == losses
     assert losses[16] < losses[1] - 0.5
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/whole/step-16")
-    assert type(saved).__name__ == "LlamaForCausalLM" and saved.config.architectures == [
-        "LlamaForCausalLM"
+    assert type(saved).__name__ == "Qwen3ForCausalLM" and saved.config.architectures == [
+        "Qwen3ForCausalLM"
     ]
     assert not (tmp_path / "runs/whole/step-16/modeling.py").exists()
     other = launch("--config", config, "name=whole")
     assert other.wait() == [2]
     assert (
-        "model_type is llama in the checkpoint and masked_mixer in the configuration"
+        "model_type is qwen3 in the checkpoint and masked_mixer in the configuration"
         in other.output
     )
 
 
-def test_the_residual_stream_has_the_autocast_type():
-    model, types = build("model.hidden_size=64"), []
+@both
+def test_the_residual_stream_has_the_autocast_type(architecture):
+    model, types = build(architecture, "model.hidden_size=64"), []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda layer, inputs, output: types.append(output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
@@ -56,8 +59,9 @@ def test_the_residual_stream_has_the_autocast_type():
     assert types == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
-def test_its_operations_are_those_that_torch_counts_with_the_causal_half_of_attention():
-    model, tokens = build("model.hidden_size=128"), 64
+@both
+def test_its_operations_are_those_that_torch_counts_with_the_causal_half_of_attention(architecture):
+    model, tokens = build(architecture, "model.hidden_size=128"), 64
     model.set_attn_implementation("eager")  # whose products, of the masked half too, torch counts
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits.sum().backward()
@@ -76,9 +80,17 @@ def test_its_mlp_has_as_many_parameters_as_the_masked_mixers():
     with torch.device("meta"):
         sizes = [
             sum(p.numel() for p in model.model.layers[0].mlp.parameters())
-            for model in (build(), model_class(config)(config))
+            for model in (build(QWEN3), model_class(config)(config))
         ]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+
+
+def test_qwen3_is_llama_with_normed_queries_and_keys():
+    llama, qwen3 = (dict(build(architecture).named_parameters()) for architecture in (LLAMA, QWEN3))
+    norms = {name for name in qwen3 if name.endswith(("q_norm.weight", "k_norm.weight"))}
+    assert norms and {name: p.shape for name, p in qwen3.items() if name not in norms} == {
+        name: p.shape for name, p in llama.items()
+    }
 
 
 def test_keys_of_the_other_architecture_are_refused():
@@ -103,5 +115,7 @@ def test_keys_of_the_other_architecture_are_refused():
         match="recompute = 'activation', .* masked mixers; allowed for architecture llama",
     ):
         load_config(None, [LLAMA, "train.recompute=activation"])
-    with pytest.raises(UserError, match="architecture = 'gpt'; allowed: masked_mixer, llama"):
+    with pytest.raises(
+        UserError, match="architecture = 'gpt'; allowed: masked_mixer, llama, qwen3"
+    ):
         load_config(None, ["model.architecture=gpt"])
