@@ -1,6 +1,4 @@
-"""The transformers that masked mixers are compared with: trained, saved, resumed and counted as they
-are.
-"""
+"""Transformers to compare with are trained, saved and counted as masked mixers are."""
 
 import pytest
 import torch
