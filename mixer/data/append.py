@@ -13,7 +13,7 @@ import numpy as np
 
 from mixer.common.errors import UserError
 from mixer.data.progress import PROGRESS_FILE, Progress
-from mixer.data.tokenise import Counts, Job
+from mixer.data.tokenise import IS_DELETED, Counts, Job
 
 BLOCK = 1 << 24  # bytes copied at once
 
@@ -30,10 +30,7 @@ class SplitFiles:
         for file, size in sizes.items():
             opened = open(directory / file, "a+b", buffering=0)
             if opened.seek(0, os.SEEK_END) < size:
-                raise UserError(
-                    f"{directory / file} is shorter than it was left; delete {directory} and "
-                    "prepare again"
-                )
+                raise UserError(f"{directory / file} is shorter than it was left: {IS_DELETED}")
             opened.truncate(size)
             opened.seek(0)
             self.files.append(opened)

@@ -394,7 +394,7 @@ def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
         ({"backend": "magic"}, "backend 'magic' is unknown"),
         (
             {"text": [], "hub": "{root}/nowhere"},
-            "cannot read hub .*nowhere.*eval.py: --text or --hub",
+            "cannot read row 1 .* hub dataset .*nowhere test: .*check these names",
         ),
         ({"hub": "{root}/dataset"}, "more than one text"),
         ({"data": "{root}/dataset"}, "more than one text .*, not both or all"),
@@ -404,22 +404,18 @@ def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
             "NAME",
         ),
         ({"text": [], "data": "{root}/no-data"}, "no-data holds no prepared data"),
-        ({"text": ["{root}/none.txt"]}, "none.txt does not exist"),
-        (
-            {"text": ["{root}/dataset"]},
-            "dataset is not a file: give the path of a UTF-8 text file",
-        ),
+        ({"text": ["{root}/none.txt"]}, "none.txt' is no file, no folder"),
         (
             {"text": ["{root}/rows.jsonl"]},
             "has no field 'text'; its fields: content.*eval.py: --text-field",
         ),
-        ({"text": ["{root}/empty.txt"]}, "empty.txt is empty: give a file with text"),
-        ({"text": ["{root}/blank.txt"]}, "blank.txt is empty: give a file with text"),
+        ({"text": ["{root}/empty.txt"]}, "no document with text in .*empty.txt"),
+        ({"text": ["{root}/blank.txt"]}, "no document with text in .*blank.txt"),
         (
             {"text": ["{root}/short.txt"]},
             "short.txt is shorter than 2 tokens, so nothing can be predicted",
         ),
-        ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8 .byte 3"),
+        ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8: byte 0xe9 at offset 3"),
     ],
 )
 def test_each_bad_input_says_what_was_given_and_what_to_do(root, options, message):
