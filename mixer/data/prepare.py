@@ -78,13 +78,10 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
         return manifest
     directory = Path(config.directory).absolute()
     lock, missing = directory.with_name(f"{directory.name}.lock"), missing_directories(directory)
-
-    def say_waiting() -> None:
-        say(f"waiting for another process, which prepares {config.directory} ({lock} is its lock)")
-
+    wait = f"waiting for another process, which prepares {config.directory} ({lock} is its lock)"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with locked(lock, say_waiting, remove=True):
+        with locked(lock, lambda: say(wait), remove=True):
             return _existing(config) or _make(config, directory, say)
     except Exception as error:
         remove_empty(missing)

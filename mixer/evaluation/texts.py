@@ -6,7 +6,7 @@ exactly as the preparation of training data does it. Packed prepared data is one
 after each document.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,13 +48,21 @@ class Text:
         self.bytes += len(document.encode("utf-8", errors="replace"))
         self.words += len(document.split())
 
-    def check(self, least: int) -> "Text":
+    def add_all(
+        self,
+        shards: Iterable[Shard],
+        settings: DataConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        every_token: bool,
+    ) -> None:
+        encode, least = raw_encoder(tokenizer), 1 if every_token else 2
+        for document in documents(shards, settings, every_token, say):
+            self.add(document, encode)
         if not any(len(tokens) >= least for tokens in self.streams):
             raise UserError(
                 f"{self.name} is shorter than {least} tokens, so nothing can be predicted: "
                 "give a longer text"
             )
-        return self
 
 
 def text_from_files(
@@ -71,7 +79,6 @@ def text_from_files(
     space alone count. Raises UserError for a path without files, and text that is not UTF-8, none,
     or too short.
     """
-    encode = raw_encoder(tokenizer)
     names = [Path(path).name for path in paths]
     text = Text(", ".join(map(str, paths)), ", ".join(names), counted="the files")
     for path in map(str, paths):
@@ -79,9 +86,7 @@ def text_from_files(
         settings = DataConfig(
             source="text", path=path, text_field=text_field, max_documents=max_documents
         )
-        for document in documents(_shards(settings), settings, every_token, say):
-            alone.add(document, encode)
-        alone.check(1 if every_token else 2)
+        alone.add_all(_shards(settings), settings, tokenizer, every_token)
         text.streams += alone.streams
         text.bytes += alone.bytes
         text.words += alone.words
@@ -119,11 +124,8 @@ def text_from_hub(
     public_name = Path(name).resolve().name if Path(name).exists() else name
     names = (" ".join(filter(None, (one, subset, split))) for one in (name, public_name))
     text = Text(*names, counted="the documents")
-    encode = raw_encoder(tokenizer)
-    shards = source_shards(settings, say)
-    for document in documents(shards, settings, every_token, say):
-        text.add(document, encode)
-    return text.check(1 if every_token else 2)
+    text.add_all(source_shards(settings, say), settings, tokenizer, every_token)
+    return text
 
 
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:

@@ -2,6 +2,7 @@
 each fault has its message.
 """
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -59,7 +60,7 @@ def evaluate(checkpoint, **options):
     return evaluate_checkpoint(EvalOptions(checkpoint=str(checkpoint), device="cpu", **options))
 
 
-def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(root):
+def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(root, tmp_path):
     fields = {"text_field": "content", "first_token": "eos"}
     rows = evaluate(root / "masked_mixer", text=[str(root / "rows.jsonl")], **fields)
     dataset = evaluate(root / "masked_mixer", hub=str(root / "dataset"), **fields)
@@ -67,6 +68,13 @@ def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(ro
     assert rows["nats"] == dataset["nats"] and rows["bytes"] == dataset["bytes"] == sum(
         len(t.encode()) for t in documents()
     )
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep/rows.jsonl.gz").write_bytes(gzip.compress((root / "rows.jsonl").read_bytes()))
+    (folder / "1.txt").symlink_to(root / "1.txt")
+    mixed = evaluate(root / "masked_mixer", text=[str(folder)], **fields)
+    assert mixed["streams"] == rows["streams"] + 1
+    assert mixed["bytes"] == rows["bytes"] + (root / "1.txt").stat().st_size
     long = [str(path) for path in sorted(root.glob("[0-9]*.txt"))]  # of the fixture
     files = evaluate(root / "masked_mixer", text=long, first_token="eos")
     alone = [
