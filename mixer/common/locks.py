@@ -15,12 +15,13 @@ from mixer.common.files import missing_directories, remove_empty
 def locked(
     file: Path, waiting: Callable[[], None] = lambda: None, remove: bool = False
 ) -> Iterator[None]:
-    """Holds an exclusive lock on a file, which is made if needed and, with `remove`, removed in the
-    end. The system drops the lock when this process dies.
+    """Holds an exclusive lock on a file, which is made if needed, as is its folder, and with
+    `remove` removed in the end. The system drops the lock when this process dies.
 
     `waiting` is called if another process holds the lock, before this one waits for it.
     """
     while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a") as opened:
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +62,6 @@ def run_locked(directory: Path) -> Iterator[None]:
         )
 
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         held.enter_context(locked(lock, refuse))
     except OSError as error:
         raise UserError(

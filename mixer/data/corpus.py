@@ -134,17 +134,17 @@ def documents(
 def say_left_out(counts: Any, config: DataConfig, say: Say) -> None:
     """Says what gave no document. Raises UserError where too many rows have no text field."""
     of_all = counts.documents + counts.missing + counts.blank
-    field = f"without text in field {config.text_field!r}"
-    missing = f"{counts.missing:,} {'not UTF-8' if config.source == 'builtin' else field}"
+    field = f"have no text in field {config.text_field!r}"
+    missing = f"{counts.missing:,} {'are not UTF-8' if config.source == 'builtin' else field}"
     if counts.missing > MOST_MISSING * of_all:
         raise UserError(
-            f"{_where(config)} has {missing}, of {of_all:,} documents; at most {MOST_MISSING:.0%} "
-            "may be left out. Give a field of all rows as data.text_field (eval.py: "
-            "--text-field), or remove the other rows"
+            f"of {of_all:,} entries of {_where(config)}, {missing}; at most {MOST_MISSING:.0%} may "
+            "be left out. Give a field of all rows as data.text_field (eval.py: --text-field), or "
+            "remove the other rows"
         )
     if counts.missing or counts.blank:
-        blank = f"{counts.blank:,} empty or of white space alone"
-        say(f"left out of {_where(config)}, of {of_all:,} documents: {missing}, {blank}")
+        blank = f"{counts.blank:,} are empty or white space alone"
+        say(f"left out: of {of_all:,} entries of {_where(config)}, {missing}, {blank}")
 
 
 def no_documents(config: DataConfig) -> UserError:

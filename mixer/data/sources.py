@@ -109,13 +109,10 @@ def cannot_read(where: str, config: DataConfig, error: Exception) -> UserError:
     """The error for what a library raised: datasets, pyarrow, json, zlib and the network each have
     kinds of their own.
     """
-    is_hub = config.source == "hub"
-    remedy = "check that the file is whole"
-    if is_hub:
-        remedy = "check these names, and that the network is reachable"
-    if is_hub and "zstd" in str(error):
-        remedy = "pip install backports.zstd, or give the files to data.source=jsonl"
-    kind = Interrupted if is_hub or is_refusal(error) else UserError
+    remedy = "correct the file, or copy it again if it is cut short"
+    if config.source == "hub":
+        remedy = "check these names and the network; for .zst files, pip install backports.zstd"
+    kind = Interrupted if config.source == "hub" or is_refusal(error) else UserError
     return kind(f"cannot read {where}: {first_line(error)}; {remedy}")
 
 

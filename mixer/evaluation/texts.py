@@ -6,7 +6,7 @@ exactly as the preparation of training data does it. Packed prepared data is one
 after each document.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,28 +39,23 @@ class Text:
     words: int = 0  # what str.split() counts
     counted: str = "the text"  # where bytes and words come from
 
-    def add(self, document: str, encode: Callable[[list[str]], list[list[int]]]) -> None:
-        self.streams.append(
-            np.concatenate(
-                [np.array(ids, dtype=np.int64) for ids in encode(list(pieces(document)))]
-            )
-        )
-        self.bytes += len(document.encode("utf-8", errors="replace"))
-        self.words += len(document.split())
-
-    def add_all(
+    def add(
         self,
         shards: Iterable[Shard],
         settings: DataConfig,
         tokenizer: PreTrainedTokenizerFast,
         every_token: bool,
     ) -> None:
-        encode, least = raw_encoder(tokenizer), 1 if every_token else 2
+        """Adds the documents of the shards. Raises UserError if all are too short to be scored."""
+        encode, before, least = raw_encoder(tokenizer), len(self.streams), 1 if every_token else 2
         for document in documents(shards, settings, every_token, say):
-            self.add(document, encode)
-        if not any(len(tokens) >= least for tokens in self.streams):
+            ids = [np.array(ids, dtype=np.int64) for ids in encode(list(pieces(document)))]
+            self.streams.append(np.concatenate(ids))
+            self.bytes += len(document.encode("utf-8", errors="replace"))
+            self.words += len(document.split())
+        if all(len(tokens) < least for tokens in self.streams[before:]):
             raise UserError(
-                f"{self.name} is shorter than {least} tokens, so nothing can be predicted: "
+                f"{settings.path} is shorter than {least} tokens, so nothing can be predicted: "
                 "give a longer text"
             )
 
@@ -82,14 +77,10 @@ def text_from_files(
     names = [Path(path).name for path in paths]
     text = Text(", ".join(map(str, paths)), ", ".join(names), counted="the files")
     for path in map(str, paths):
-        alone = Text(f"text {path}", Path(path).name)
         settings = DataConfig(
             source="text", path=path, text_field=text_field, max_documents=max_documents
         )
-        alone.add_all(_shards(settings), settings, tokenizer, every_token)
-        text.streams += alone.streams
-        text.bytes += alone.bytes
-        text.words += alone.words
+        text.add(_shards(settings), settings, tokenizer, every_token)
     return text
 
 
@@ -124,7 +115,7 @@ def text_from_hub(
     public_name = Path(name).resolve().name if Path(name).exists() else name
     names = (" ".join(filter(None, (one, subset, split))) for one in (name, public_name))
     text = Text(*names, counted="the documents")
-    text.add_all(source_shards(settings, say), settings, tokenizer, every_token)
+    text.add(source_shards(settings, say), settings, tokenizer, every_token)
     return text
 
 

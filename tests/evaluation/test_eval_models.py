@@ -402,7 +402,7 @@ def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
         ({"backend": "magic"}, "backend 'magic' is unknown"),
         (
             {"text": [], "hub": "{root}/nowhere"},
-            "cannot read row 1 .* hub dataset .*nowhere test: .*check these names",
+            "cannot read row 1 .* hub dataset .*nowhere test: .*check these names and the network",
         ),
         ({"hub": "{root}/dataset"}, "more than one text"),
         ({"data": "{root}/dataset"}, "more than one text .*, not both or all"),
