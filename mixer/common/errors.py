@@ -23,6 +23,12 @@ class NotFinite(UserError):
     """
 
 
+class Interrupted(UserError):
+    """Work ended by what is outside of it, such as a network or a killed process: given the same
+    command again, it goes on from what is done.
+    """
+
+
 # What a system refuses for reasons outside of the program: no space, no access, a broken disk, or a
 # path that cannot be.
 SYSTEM_REFUSALS = {

@@ -2,24 +2,47 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from mixer.common.errors import UserError
 from mixer.common.files import missing_directories, remove_empty
 
 
 @contextmanager
-def locked(file: Path, wait: bool = True) -> Iterator[None]:
-    """Holds an exclusive lock on a file, which is made if needed and never removed (removing it
-    would be a race). The system drops the lock when this process dies.
+def locked(
+    file: Path, waiting: Callable[[], None] = lambda: None, remove: bool = False
+) -> Iterator[None]:
+    """Holds an exclusive lock on a file, which is made if needed, as is its folder, and with
+    `remove` removed in the end. The system drops the lock when this process dies.
 
-    Without `wait`, raises BlockingIOError if another process holds the lock.
+    `waiting` is called if another process holds the lock, before this one waits for it.
     """
-    with open(file, "a") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a") as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(opened, fcntl.LOCK_EX)
+            if not _is_at(opened, file):  # who held the lock has removed the file
+                continue
+            try:
+                yield
+            finally:
+                if remove:
+                    file.unlink(missing_ok=True)
+            return
+
+
+def _is_at(opened: IO, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(opened.fileno()), os.stat(file))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -31,14 +54,15 @@ def run_locked(directory: Path) -> Iterator[None]:
     and if the directory cannot be written to.
     """
     held, lock, missing = ExitStack(), directory / ".lock", missing_directories(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        held.enter_context(locked(lock, wait=False))
-    except BlockingIOError:
+
+    def refuse() -> None:
         raise UserError(
             f"{directory} is being trained by another process (pgrep -f train shows it); wait for "
             "it, end it, or choose another name"
-        ) from None
+        )
+
+    try:
+        held.enter_context(locked(lock, refuse))
     except OSError as error:
         raise UserError(
             f"{directory} cannot be written to: {error}; give access to it, or choose another "

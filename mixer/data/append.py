@@ -3,48 +3,39 @@
 They hold what the saved `Progress` says: a process that is killed may leave more, which is cut off.
 """
 
-import hashlib
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
 from mixer.data.progress import PROGRESS_FILE, Progress
-from mixer.data.tokenise import Counts, Job
+from mixer.data.tokenise import IS_DELETED, Counts, Job
 
 BLOCK = 1 << 24  # bytes copied at once
 
 
 class SplitFiles:
-    """The two files of a split, which shards are appended to, and their hashes."""
+    """The two files of a split, which shards are appended to."""
 
     def __init__(self, directory: Path, name: str, dtype: str, counts: Counts):
+        self.name, self.files = name, []
         sizes = {
-            f"{name}.bin": counts.tokens * np.dtype(dtype).itemsize,
-            f"{name}.docs.bin": counts.documents * 8,
+            ".bin": counts.tokens * np.dtype(dtype).itemsize,
+            ".docs.bin": counts.documents * 8,
         }
-        self.name, self.files, self.hashes = name, [], []
-        for file, size in sizes.items():
-            opened = open(directory / file, "a+b", buffering=0)
-            if opened.seek(0, os.SEEK_END) < size:
-                raise UserError(
-                    f"{directory / file} is shorter than it was left; delete {directory} and "
-                    "prepare again"
-                )
-            opened.truncate(size)
-            opened.seek(0)
-            self.files.append(opened)
-            self.hashes.append(hashlib.sha256())
-            for block in _blocks(opened):
-                self.hashes[-1].update(block)
+        for suffix, size in sizes.items():
+            file = open(directory / f"{name}{suffix}", "ab", buffering=0)
+            if file.tell() < size:
+                raise UserError(f"{file.name} is shorter than it was left: {IS_DELETED}")
+            file.truncate(size)
+            self.files.append(file)
 
     def append(self, shard: Path, counts: Counts) -> None:
         """counts: of the split before this shard."""
         with open(shard / f"{self.name}.bin", "rb") as tokens:
-            for block in _blocks(tokens):
+            while block := tokens.read(BLOCK):
                 self._write(0, block)
         ends = np.fromfile(shard / f"{self.name}.docs.bin", dtype="<u8")
         self._write(1, (ends + np.uint64(counts.tokens)).tobytes())
@@ -53,14 +44,13 @@ class SplitFiles:
         left = memoryview(data)
         while left:  # an unbuffered file may take a part
             left = left[self.files[file].write(left) :]
-        self.hashes[file].update(data)
 
     def close(self) -> dict[str, str]:
-        """The hashes, under the manifest's names."""
+        """The files' hashes, under the manifest's names."""
         for file in self.files:
             file.close()
         names = ("tokens_sha256", "documents_sha256")
-        return {name: known.hexdigest() for name, known in zip(names, self.hashes, strict=True)}
+        return {name: sha256(file.name) for name, file in zip(names, self.files, strict=True)}
 
 
 def append_shard(
@@ -79,7 +69,3 @@ def append_shard(
     progress.shards = job.number + 1
     progress.save(shard.parent / PROGRESS_FILE)
     shutil.rmtree(shard)
-
-
-def _blocks(file) -> Iterator[bytes]:
-    return iter(lambda: file.read(BLOCK), b"")

@@ -9,9 +9,6 @@ from mixer.common.options import option, option_problems
 FILE_SOURCES = ("text", "jsonl", "parquet")
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
 BUILTIN_SUBSETS = ("", "packages")
-# For errors: the options that say where a text is.
-CORPUS_OPTIONS = ("data.path", "data.subset", "data.split")
-VALIDATION_OPTIONS = ("data.validation_path", "data.validation_split")
 
 
 @dataclass
@@ -48,7 +45,10 @@ class DataConfig:
         True, "true: documents joined by EOS, cut at the context; false: one document a row, padded"
     )
     validation_fraction: float = option(
-        0.01, "share of the documents held out for validation", above=0, below=1
+        0.01,
+        "share of the documents held out for validation; unused with a validation text of its own",
+        above=0,
+        below=1,
     )
     validation_path: str = option(
         "",
@@ -111,15 +111,6 @@ def _check_validation(config: DataConfig) -> None:
         raise UserError(
             f"data.split and data.validation_split are both {config.split!r}: the model would be "
             "validated on what it is trained on; name two splits"
-        )
-    name = "validation_path" if config.validation_path else "validation_split"
-    default = DataConfig.validation_fraction
-    if getattr(config, name) and config.validation_fraction != default:
-        raise UserError(
-            f"data.{name} is {getattr(config, name)!r} and data.validation_fraction is "
-            f"{config.validation_fraction}: the validation text is either its own or a share of "
-            f"the documents. Leave out data.validation_fraction (its default is {default}), or "
-            f"data.{name}"
         )
 
 

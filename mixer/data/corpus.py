@@ -5,25 +5,23 @@ Local text files are the exception: each is read whole, one at a time.
 """
 
 import itertools
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 from mixer.common.errors import UserError
-from mixer.data.config import (
-    CORPUS_OPTIONS,
-    FILE_SOURCES,
-    VALIDATION_OPTIONS,
-    DataConfig,
-    check,
-    validation_source,
-)
+from mixer.common.say import Say, say_on_stderr
+from mixer.data.config import DataConfig, check, validation_source
 from mixer.data.readers import shard_texts
-from mixer.data.sources import Shard, local_files, source_shards, text_hash
+from mixer.data.sources import Shard, source_shards, text_hash
 
 SplitShards = list[tuple[str, Shard]]  # see split_shards
 FixedSplits = dict[int, str]  # the split by the hash of a text, see fixed_splits
+MOST_MISSING = 0.1  # share of rows without the text field; with more, that is no field of all rows
 
 
-def split_shards(config: DataConfig) -> SplitShards:
+def split_shards(config: DataConfig, say: Say = say_on_stderr) -> SplitShards:
     """(split, shard) of all shards of the corpus, in the order of the documents. The split is ""
     where each document has its own (`split_of`).
 
@@ -32,13 +30,14 @@ def split_shards(config: DataConfig) -> SplitShards:
     check(config)
     held_out = validation_source(config)
     if held_out is None:
-        return [("", shard) for shard in source_shards(config, CORPUS_OPTIONS)]
+        return [("", shard) for shard in source_shards(config, say)]
+    validation = source_shards(held_out, say)
     # Errors in the validation text are found now, not after hours with the training text.
-    next(documents(held_out, VALIDATION_OPTIONS))
-    _refuse_common_files(config, held_out)
-    training = [("train", shard) for shard in source_shards(config, CORPUS_OPTIONS)]
-    validation = [("validation", shard) for shard in source_shards(held_out, VALIDATION_OPTIONS)]
-    return training + validation
+    next(documents(validation, held_out))
+    training = source_shards(config, say)
+    _refuse_common_files(training, validation)
+    splits = {"train": training, "validation": validation}
+    return [(split, shard) for split, shards in splits.items() for shard in shards]
 
 
 def training_documents(
@@ -85,52 +84,76 @@ def _with_split(shards: SplitShards, config: DataConfig) -> Iterator[tuple[str, 
     return itertools.islice(texts, config.max_documents or None)
 
 
-def shard_documents(shard: Shard) -> Iterator[str]:
-    """The documents of a shard: its texts but those of nothing but white space."""
-    return (text for text in shard_texts(shard) if text and not text.isspace())
+def shard_documents(shard: Shard, counts: Any = None, blank: bool = False) -> Iterator[str]:
+    """The documents of a shard: its texts but those of nothing but white space; with `blank`, these
+    too. What is left out is counted: `counts.missing` texts, and `counts.blank` ones.
+    """
+    counts = counts or SimpleNamespace(missing=0, blank=0)
+    for text in shard_texts(shard):
+        if text is None:
+            counts.missing += 1
+        elif not text or (text.isspace() and not blank):
+            counts.blank += 1
+        else:
+            yield text
 
 
-def _refuse_common_files(config: DataConfig, held_out: DataConfig) -> None:
-    if config.source not in FILE_SOURCES:
-        return
-    held_out_files = {file.resolve() for file in local_files(held_out, VALIDATION_OPTIONS)}
-    common = [
-        file for file in local_files(config, CORPUS_OPTIONS) if file.resolve() in held_out_files
-    ]
+def _refuse_common_files(training: list[Shard], validation: list[Shard]) -> None:
+    def files(shards: list[Shard]) -> dict:  # by what all links to a file have in common
+        found = {file: os.stat(file) for shard in shards for file in shard.files}
+        return {(stat.st_dev, stat.st_ino): file for file, stat in found.items()}
+
+    common = files(training).keys() & files(validation)
     if common:
         raise UserError(
-            f"{common[0]} belongs to both data.path and data.validation_path: the model would be "
-            "validated on what it is trained on; move the validation text out of data.path, or "
-            "name the training files alone"
+            f"{min(map(str, map(files(training).get, common)))} belongs to both data.path and "
+            "data.validation_path: the model would be validated on what it is trained on; move the "
+            "validation text out of data.path, or name the training files alone"
         )
 
 
 def documents(
-    config: DataConfig, options: tuple[str, ...] = CORPUS_OPTIONS, blank: bool = False
+    shards: Iterable[Shard], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
-    """Every document of the source, in an order that does not change; without `blank`, documents of
-    nothing but white space are left out, and empty ones always.
+    """The documents of the shards, the first `max_documents` of them; see `shard_documents`. Says
+    how many rows gave none.
 
-    `options` names, for errors, the options that say where to read. Raises UserError for a missing
-    file or dataset, text that is not UTF-8, a missing text field, or a source without documents.
+    Raises UserError for text that is not UTF-8, too many rows without the text field, and where
+    there is no document.
     """
-    check(config)
-    read = shard_texts if blank else shard_documents
-    texts = (text for shard in source_shards(config, options) for text in read(shard) if text)
-    found = 0
+    counts = SimpleNamespace(documents=0, missing=0, blank=0)
+    texts = (text for shard in shards for text in shard_documents(shard, counts, blank))
     for text in itertools.islice(texts, config.max_documents or None):
-        found += 1
+        counts.documents += 1
         yield text
-    if not found:
+    if not counts.documents:
         raise no_documents(config)
+    say_left_out(counts, config, say)
+
+
+def say_left_out(counts: Any, config: DataConfig, say: Say) -> None:
+    """Says what gave no document. Raises UserError where too many rows have no text field."""
+    of_all = counts.documents + counts.missing + counts.blank
+    field = f"have no text in field {config.text_field!r}"
+    missing = f"{counts.missing:,} {'are not UTF-8' if config.source == 'builtin' else field}"
+    if counts.missing > MOST_MISSING * of_all:
+        raise UserError(
+            f"of {of_all:,} entries of {_where(config)}, {missing}; at most {MOST_MISSING:.0%} may "
+            "be left out. Give a field of all rows as data.text_field (eval.py: --text-field), or "
+            "remove the other rows"
+        )
+    if counts.missing or counts.blank:
+        blank = f"{counts.blank:,} are empty or white space alone"
+        say(f"left out: of {of_all:,} entries of {_where(config)}, {missing}, {blank}")
 
 
 def no_documents(config: DataConfig) -> UserError:
     """The error for a source without a document."""
-    where = "the standard library" if config.source == "builtin" else config.path
-    return UserError(
-        f"the corpus is empty: no document with text in {where} (source {config.source!r})"
-    )
+    return UserError(f"the corpus is empty: no document with text in {_where(config)}")
+
+
+def _where(config: DataConfig) -> str:
+    return config.path or "the standard library"
 
 
 def split_of(text: str, validation_fraction: float, fixed: FixedSplits) -> str:

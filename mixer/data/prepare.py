@@ -15,26 +15,34 @@ import os
 import shutil
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from mixer.common.checksums import sha256
-from mixer.common.errors import UserError
-from mixer.common.files import as_system_error, flush_tree, publish, write_text
+from mixer.common.errors import Interrupted, UserError
+from mixer.common.files import (
+    as_system_error,
+    flush_tree,
+    missing_directories,
+    publish,
+    remove_empty,
+    write_text,
+)
 from mixer.common.locks import locked
 from mixer.common.say import Say
 from mixer.data.append import SplitFiles
-from mixer.data.config import DataConfig, check
+from mixer.data.config import DataConfig, check, validation_source
 from mixer.data.corpus import (
     FixedSplits,
     SplitShards,
     fixed_splits,
+    say_left_out,
     split_shards,
     training_documents,
 )
 from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
 from mixer.data.progress import PROGRESS_FILE, Progress
-from mixer.data.tokenise import TokeniseShard
+from mixer.data.tokenise import Counts, TokeniseShard
 from mixer.data.tokenise_all import tokenise_all
 from mixer.data.tokenizer import (
     existing_tokenizer,
@@ -50,7 +58,7 @@ NOT_COMPARED = ("directory", "workers")  # settings that do not change what is w
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
 ADDED_LATER = ("validation_path", "validation_split")
-IDENTITY_FILE = "plan.json"  # as in preparations that an earlier version began
+IDENTITY_FILE = "identity.json"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -61,19 +69,21 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     Safe to call from several processes at once: one works, the others wait and find it done.
     `say` is told how far it is. Files of the source that change later are not noticed: a directory
     stands for the settings it was made with. Raises UserError for a source that cannot be used (see
-    `corpus.documents`) and for a directory that holds anything else than data of the same settings;
-    nothing is ever overwritten.
+    `corpus.documents`) and for a directory that holds anything else than data of the same
+    settings; nothing is ever overwritten, and a refusal leaves nothing behind.
     """
     check(config)
     # Before the lock, so that prepared data can be used where nothing can be written.
     if (manifest := _existing(config)) is not None:
         return manifest
     directory = Path(config.directory).absolute()
+    lock, missing = directory.with_name(f"{directory.name}.lock"), missing_directories(directory)
+    wait = f"waiting for another process, which prepares {config.directory} ({lock} is its lock)"
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with locked(directory.with_name(directory.name + ".lock")):
+        with locked(lock, lambda: say(wait), remove=True):
             return _existing(config) or _make(config, directory, say)
     except Exception as error:
+        remove_empty(missing)
         system = as_system_error(error)
         if not isinstance(system, OSError):
             raise
@@ -85,7 +95,7 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 
 def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write everything beside `directory`, then give it that name. The lock is held."""
-    shards = split_shards(config)
+    shards = split_shards(config, say)
     fixed = fixed_splits(shards, config)
     # The host is in the name because locks do not reach across machines on every shared file
     # system. On this host nobody else writes such a directory, since we hold the lock.
@@ -96,16 +106,21 @@ def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write_text(known, identity)
-    if not (partial / "manifest.json").is_file():
-        _write(config, shards, fixed, partial, say)
+    try:
+        if not (partial / "manifest.json").is_file():
+            _write(config, shards, fixed, partial, say)
+        manifest = Manifest.load(partial)
+    except UserError as error:
+        if not isinstance(error, Interrupted):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     try:
         _publish(partial, directory)
     except FileExistsError:  # another machine was first
         shutil.rmtree(partial, ignore_errors=True)
         if (manifest := _existing(config)) is None:
             raise
-        return manifest
-    return Manifest.load(directory)
+    return manifest
 
 
 def _identity(config: DataConfig, shards: SplitShards) -> str:
@@ -149,6 +164,8 @@ def _existing(config: DataConfig) -> Manifest | None:
 
 def _settings(config: DataConfig) -> dict:
     """What the manifest records: the settings that decide what is written."""
+    if validation_source(config):  # then the share is not used
+        config = replace(config, validation_fraction=DataConfig.validation_fraction)
     settings = asdict(config).items()
     left_out = {*NOT_COMPARED, *(name for name in ADDED_LATER if not getattr(config, name))}
     return {name: value for name, value in settings if name not in left_out}
@@ -172,10 +189,16 @@ def _write(
     )
     files = {name: SplitFiles(partial, name, dtype, progress.splits[name]) for name in SPLITS}
     tokenise_all(config, shards, task, progress, files, say)
-    splits = {
-        name: SplitManifest(**asdict(progress.splits[name]), **files[name].close())
-        for name in SPLITS
-    }
+    held_out = validation_source(config)
+    if held_out:
+        say_left_out(progress.splits["validation"], held_out, say)
+    of_config = ["train"] if held_out else SPLITS
+    say_left_out(sum((progress.splits[name] for name in of_config), Counts()), config, say)
+    splits = {}
+    for name, counts in progress.splits.items():
+        values = asdict(counts) | files[name].close()
+        del values["missing"], values["blank"]
+        splits[name] = SplitManifest(**values)
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,

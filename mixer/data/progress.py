@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from mixer.common.json_file import read_json
 from mixer.common.say import Say
 from mixer.data.manifest import SPLITS
-from mixer.data.tokenise import Counts, totals
+from mixer.data.tokenise import IS_DELETED, Counts, totals
 
-PROGRESS_FILE = "joined.json"  # as in preparations that an earlier version began
+PROGRESS_FILE = "progress.json"
 REPORT_SECONDS = 5.0
 
 
@@ -30,7 +31,8 @@ class Progress:
 
     @classmethod
     def load(cls, file: Path) -> "Progress":
-        values = json.loads(file.read_text())
+        kinds = {"tokenizer_bytes": int, "shards": int, "splits": dict}
+        values = read_json(file, IS_DELETED, required=kinds)
         return cls(**values | {"splits": {k: Counts(**v) for k, v in values["splits"].items()}})
 
     def save(self, file: Path) -> None:

@@ -14,18 +14,24 @@ from pathlib import Path
 
 import numpy as np
 
+from mixer.common.json_file import read_json
 from mixer.data.corpus import FixedSplits, shard_documents, split_of
 from mixer.data.manifest import SPLITS
 from mixer.data.sources import Shard
 from mixer.data.tokenizer import pieces, token_encoder
 
 UPDATE_SECONDS = 0.5
+IS_DELETED = "what was left of the preparation is deleted; give the same command again"
 
 
 @dataclass
 class Counts:
-    """Of the documents of one split: in all, or in one shard."""
+    """Of the documents of one split: in all, or in one shard. missing, blank: of texts that are
+    left out (see `shard_documents`); where both splits have one source, all are of `train`.
+    """
 
+    missing: int = 0
+    blank: int = 0
     documents: int = 0
     bytes: int = 0
     words: int = 0
@@ -75,7 +81,7 @@ class TokeniseShard:
         """
         final = self.place(job)
         if final.is_dir():  # finished before a kill
-            values = json.loads((final / "counts.json").read_text())
+            values = read_json(final / "counts.json", IS_DELETED)
             counts = {name: Counts(**value) for name, value in values.items()}
             send_update(totals(counts.values()))
             return counts
@@ -85,7 +91,7 @@ class TokeniseShard:
         writers = {name: _ShardWriter(partial, name, self) for name in SPLITS}
         counts = {name: writer.counts for name, writer in writers.items()}
         sent, sent_at = (0, 0, 0), time.perf_counter()
-        for split, text in self._documents(job):
+        for split, text in self._documents(job, counts[job.split or "train"]):
             writers[split].add(text)
             if time.perf_counter() - sent_at > UPDATE_SECONDS:
                 now = totals(counts.values())
@@ -99,8 +105,8 @@ class TokeniseShard:
         os.rename(partial, final)
         return counts
 
-    def _documents(self, job: Job) -> Iterator[tuple[str, str]]:
-        texts = itertools.islice(shard_documents(job.shard), job.limit)
+    def _documents(self, job: Job, left_out: Counts) -> Iterator[tuple[str, str]]:
+        texts = itertools.islice(shard_documents(job.shard, left_out), job.limit)
         for text in texts:
             yield job.split or split_of(text, self.validation_fraction, self.fixed), text
 

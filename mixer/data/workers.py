@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
 
-from mixer.common.errors import UserError
+from mixer.common.errors import Interrupted, UserError
 
 # Jobs handed out beyond the one whose result is next, for each worker.
 AHEAD = 8
@@ -119,10 +119,10 @@ class _Worker:
         except (EOFError, OSError):
             raise self._ended() from None
 
-    def _ended(self) -> UserError:
+    def _ended(self) -> Interrupted:
         status = self.process.wait()
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        return UserError(
+        return Interrupted(
             f"a worker process ended {how} before it was done; if memory is short, set a smaller "
             "data.workers. Started again, the preparation goes on from what is done"
         )

@@ -54,7 +54,8 @@ class EvalOptions:
     )
     text: Sequence[str] = option(
         (),
-        "UTF-8 text files to score, a document each; of .jsonl and .parquet files each row is one",
+        "files, folders or globs to score: each UTF-8 text file is a document, and each row of a "
+        ".jsonl or .parquet file",
     )
     data: str = option("", "prepared data directory; default: the one of the run")
     hub: str = option("", "dataset of the hub to score, each row a document")

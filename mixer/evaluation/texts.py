@@ -6,19 +6,26 @@ exactly as the preparation of training data does it. Packed prepared data is one
 after each document.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
+from mixer.common.say import say_on_stderr
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
-from mixer.data.sources import SUFFIXES
+from mixer.data.sources import SUFFIXES, Shard, file_shards, local_files, source_shards
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder
+from mixer.evaluation.measure import is_first_process
+
+
+def say(line: str) -> None:
+    if is_first_process():
+        say_on_stderr(line)
 
 
 @dataclass
@@ -32,22 +39,25 @@ class Text:
     words: int = 0  # what str.split() counts
     counted: str = "the text"  # where bytes and words come from
 
-    def add(self, document: str, encode: Callable[[list[str]], list[list[int]]]) -> None:
-        self.streams.append(
-            np.concatenate(
-                [np.array(ids, dtype=np.int64) for ids in encode(list(pieces(document)))]
-            )
-        )
-        self.bytes += len(document.encode("utf-8", errors="replace"))
-        self.words += len(document.split())
-
-    def check(self, least: int) -> "Text":
-        if not any(len(tokens) >= least for tokens in self.streams):
+    def add(
+        self,
+        shards: Iterable[Shard],
+        settings: DataConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        every_token: bool,
+    ) -> None:
+        """Adds the documents of the shards. Raises UserError if all are too short to be scored."""
+        encode, before, least = raw_encoder(tokenizer), len(self.streams), 1 if every_token else 2
+        for document in documents(shards, settings, every_token, say):
+            ids = [np.array(ids, dtype=np.int64) for ids in encode(list(pieces(document)))]
+            self.streams.append(np.concatenate(ids))
+            self.bytes += len(document.encode("utf-8", errors="replace"))
+            self.words += len(document.split())
+        if all(len(tokens) < least for tokens in self.streams[before:]):
             raise UserError(
-                f"{self.name} is shorter than {least} tokens, so nothing can be predicted: "
+                f"{settings.path} is shorter than {least} tokens, so nothing can be predicted: "
                 "give a longer text"
             )
-        return self
 
 
 def text_from_files(
@@ -57,44 +67,29 @@ def text_from_files(
     max_documents: int = 0,
     every_token: bool = False,
 ) -> Text:
-    """A document for each plain file, and for each row of a .jsonl, .json or .parquet file (also
-    .gz, .zst).
+    """The documents of files, folders and globs: each plain file is one, and each row of a .jsonl,
+    .json or .parquet file (also .gz, .bz2, .xz, .zst).
 
     every_token: whether first tokens are scored too; then one token is enough, and rows of white
-    space alone count. Raises UserError for a file that is missing, not UTF-8, empty, or too short.
+    space alone count. Raises UserError for a path without files, and text that is not UTF-8, none,
+    or too short.
     """
-    encode = raw_encoder(tokenizer)
     names = [Path(path).name for path in paths]
     text = Text(", ".join(map(str, paths)), ", ".join(names), counted="the files")
-    for path in map(Path, paths):
-        if not path.is_file():
-            problem = "is not a file" if path.exists() else "does not exist"
-            raise UserError(f"text file {path} {problem}: give the path of a UTF-8 text file")
-        alone = Text(f"text file {path}", path.name)
-        for document in read_documents(path, text_field, max_documents, every_token):
-            alone.add(document, encode)
-        alone.check(1 if every_token else 2)
-        text.streams += alone.streams
-        text.bytes += alone.bytes
-        text.words += alone.words
+    for path in map(str, paths):
+        settings = DataConfig(
+            source="text", path=path, text_field=text_field, max_documents=max_documents
+        )
+        text.add(_shards(settings), settings, tokenizer, every_token)
     return text
 
 
-def read_documents(path: Path, text_field: str, max_documents: int, blank: bool) -> Iterable[str]:
-    settings = {"text_field": text_field, "max_documents": max_documents}
-    for source, suffixes in SUFFIXES.items():
-        if path.name.endswith(suffixes):
-            return documents(DataConfig(source=source, path=str(path), **settings), blank=blank)
-    try:
-        content = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"text file {path} is not UTF-8 (byte {error.start}): "
-            "convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from None
-    if not content.strip():
-        raise UserError(f"text file {path} is empty: give a file with text in it")
-    return [content]
+def _shards(settings: DataConfig) -> Iterator[Shard]:
+    """The shards of all files that a path names, each read as its name says."""
+    for file in local_files(settings, say):
+        kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
+        as_named = replace(settings, source=next(kinds, "text"))
+        yield from file_shards(as_named, [file])
 
 
 def text_from_hub(
@@ -120,10 +115,8 @@ def text_from_hub(
     public_name = Path(name).resolve().name if Path(name).exists() else name
     names = (" ".join(filter(None, (one, subset, split))) for one in (name, public_name))
     text = Text(*names, counted="the documents")
-    encode = raw_encoder(tokenizer)
-    for document in documents(settings, blank=every_token):
-        text.add(document, encode)
-    return text.check(1 if every_token else 2)
+    text.add(source_shards(settings, say), settings, tokenizer, every_token)
+    return text
 
 
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:

@@ -259,7 +259,7 @@ def test_a_run_that_fails_ends_the_comparison_with_its_own_words(
     write_config, tmp_path, forked_runs
 ):
     keys = ["data.source=text", "data.path=none.txt", f"data.directory={tmp_path / 'data'}"]
-    words = r"dense-timing-1 ended with status 2(.|\n)*data.path 'none.txt' is no file"
+    words = r"dense-timing-1 ended with status 2(.|\n)*'none.txt' is no file"
     with pytest.raises(UserError, match=words):
         main([*options(write_config(), tmp_path / "out"), "--backends", "dense", *keys])
 

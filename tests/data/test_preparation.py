@@ -131,7 +131,6 @@ def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, processes):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "lines",
         "prepared",
-        "prepared.lock",
         "texts",
     ]
 

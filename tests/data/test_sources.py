@@ -7,11 +7,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from texts import HARD, corpus, quiet
+from texts import HARD, corpus, documents_of, quiet
 
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.corpus import documents
 from mixer.data.prepare import prepare
 
 
@@ -19,7 +18,7 @@ def test_builtin_corpus_is_prepared_from_the_running_python(tmp_path):
     config = DataConfig(directory=str(tmp_path / "b"), max_documents=50, vocab_size=400)
     manifest = prepare(config, quiet)
     assert sum(split.documents for split in manifest.splits.values()) == 50
-    everything = set(documents(dataclasses.replace(config, max_documents=0)))
+    everything = set(documents_of(dataclasses.replace(config, max_documents=0)))
     assert Path(os.__file__).read_text() in everything
     assert Path(pytest.__file__).read_text() not in everything  # of the standard library alone
 
@@ -42,14 +41,14 @@ def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp
         "platlib": str(folders["purelib"])
     }
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
-    everything = list(documents(DataConfig(subset="packages")))
+    everything = documents_of(DataConfig(subset="packages"))
     assert sorted(everything) == ["first a", "system", "third"]
-    assert list(documents(DataConfig(subset="packages", max_documents=2))) == everything[:2]
-    assert list(documents(DataConfig())) == ["system"]
+    assert documents_of(DataConfig(subset="packages", max_documents=2)) == everything[:2]
+    assert documents_of(DataConfig()) == ["system"]
     # the order is that of the names below the folder
     shutil.move(folders["purelib"], tmp_path / "elsewhere")
     paths["purelib"] = paths["platlib"] = str(tmp_path / "elsewhere")
-    assert list(documents(DataConfig(subset="packages"))) == everything
+    assert documents_of(DataConfig(subset="packages")) == everything
 
 
 @pytest.mark.parametrize("form", ["file", "directory", "glob"])
@@ -59,7 +58,7 @@ def test_text_is_one_document_a_file(tmp_path, form):
     (folder / "empty.txt").write_text(" \n")
     path = {"file": folder / "00000.txt", "directory": folder, "glob": folder / "0*.txt"}[form]
     expected = ["first\r\n"] if form == "file" else ["first\r\n", "second"]
-    assert list(documents(DataConfig(source="text", path=str(path)))) == expected
+    assert documents_of(DataConfig(source="text", path=str(path))) == expected
 
 
 def test_jsonl_and_parquet_give_the_same_documents(tmp_path):
@@ -70,24 +69,24 @@ def test_jsonl_and_parquet_give_the_same_documents(tmp_path):
     rows.to_parquet(tmp_path / "rows.parquet")
     for source in ("jsonl", "parquet"):
         config = DataConfig(source=source, path=str(tmp_path), text_field="body")
-        assert list(documents(config)) == ["one", HARD, "three"]
+        assert documents_of(config) == ["one", HARD, "three"]
 
 
 def test_hub_dataset_streams_a_split(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}\n')
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n')
     (tmp_path / "test.jsonl").write_text('{"text": "held out"}\n')
     config = DataConfig(source="hub", path=str(tmp_path))
-    assert list(documents(config)) == ["a", "b"]
-    assert list(documents(dataclasses.replace(config, split="test"))) == ["held out"]
-    assert list(documents(dataclasses.replace(config, max_documents=1))) == ["a"]
-    with pytest.raises(UserError, match="Bad split: nope.*data.split"):
-        list(documents(dataclasses.replace(config, split="nope")))
+    assert documents_of(config) == ["a", "b"]
+    assert documents_of(dataclasses.replace(config, split="test")) == ["held out"]
+    assert documents_of(dataclasses.replace(config, max_documents=1)) == ["a"]
+    with pytest.raises(UserError, match="hub dataset .* nope: .*Bad split"):
+        documents_of(dataclasses.replace(config, split="nope"))
 
 
 def test_source_errors_say_what_to_do(tmp_path):
     def refused(match, **settings):
         with pytest.raises(UserError, match=match):
-            list(documents(DataConfig(**settings)))
+            documents_of(DataConfig(**settings))
 
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin1"))
     (tmp_path / "blank.txt").write_text("\n")
@@ -97,21 +96,21 @@ def test_source_errors_say_what_to_do(tmp_path):
     refused("'csv'; allowed: builtin, text, jsonl, parquet, hub", source="csv")
     refused("data.path is empty", source="text")
     refused("data.path is 'mine', which source 'builtin' does not read", path="mine")
-    refused("no file or directory", source="text", path=str(tmp_path / "missing.txt"))
+    refused("is no file, no folder", source="text", path=str(tmp_path / "missing.txt"))
     refused(
         r"latin.txt is not UTF-8: byte 0xe9 at offset 3.*iconv",
         source="text",
         path=str(tmp_path / "latin.txt"),
     )
     refused("corpus is empty", source="text", path=str(tmp_path / "blank.txt"))
-    refused("holds no file ending in .parquet", source="parquet", path=str(tmp_path))
+    refused("no folder that holds a file ending in .parquet", source="parquet", path=str(tmp_path))
     refused(
         "no field 'text'; its fields: body, id", source="jsonl", path=str(tmp_path / "rows.jsonl")
     )
     refused(
         "holds int, not text", source="jsonl", path=str(tmp_path / "rows.jsonl"), text_field="id"
     )
-    refused("cannot read jsonl .*broken", source="jsonl", path=str(tmp_path / "broken.jsonl"))
+    refused("cannot read line 2 of .*broken", source="jsonl", path=str(tmp_path / "broken.jsonl"))
     refused("corpus is empty", source="jsonl", path=str(tmp_path / "none.jsonl"))
     refused("data.subset is 'sample-10BT'; source builtin allows packages", subset="sample-10BT")
     refused("vocab_size = 256; allowed: 257 or more", vocab_size=256)

@@ -95,18 +95,16 @@ def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_pa
         assert not (tmp_path / "prepared").exists()
         assert not list(tmp_path.glob("prepared.partial-*"))
 
-    refused("correct data.validation_path", validation_path=str(tmp_path / "missing"))
+    refused("missing' is no file", validation_path=str(tmp_path / "missing"))
     (tmp_path / "blank.txt").write_text("\n")
     refused("no document with text in .*blank", validation_path=str(tmp_path / "blank.txt"))
-    both = dict(validation_path=path, validation_fraction=0.2)
-    refused("Leave out data.validation_fraction .* or data.validation_path", **both)
     refused("00001.txt belongs to both", validation_path=f"{path}/00001.txt")
     refused("source 'builtin' cannot read", source="builtin", path="", validation_path=path)
     refused("set data.validation_split instead", source="hub", validation_path="test")
     refused("for files, set data.validation_path", validation_split="test")
     refused("both 'train'", source="hub", validation_split="train")
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "a"}\n')
-    refused("Bad split: nope.*data.validation_split", source="hub", validation_split="nope")
+    refused("texts nope: .*Bad split", source="hub", validation_split="nope")
 
 
 def test_data_prepared_before_there_were_validation_texts_is_used_as_it_is(tmp_path):

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from texts import quiet
+from texts import documents_of, quiet
 
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
 from mixer.data import sources, tokenise_all
 from mixer.data.config import DataConfig
-from mixer.data.corpus import documents
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import WORDS_KEPT, raw_encoder, token_encoder, train_tokenizer
 from mixer.data.workers import results
@@ -109,7 +108,7 @@ def test_every_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer, monk
         config = DataConfig(**settings, directory=directory, workers=workers)
         manifest = prepare(config, quiet)
         found.append(written(directory))
-        assert list(documents(config)) == [text for text in texts if not text.isspace()]
+        assert documents_of(config) == [text for text in texts if not text.isspace()]
     assert all(files == found[0] for files in found)
     assert manifest.splits["validation"].documents > 1
     monkeypatch.setattr(sources, "SHARD_BYTES", 10**9)  # nor does the cut into shards matter
@@ -145,14 +144,15 @@ def test_a_validation_text_and_a_limit_of_documents_are_cut_alike(tmp_path, toke
 
 def test_rows_without_the_field_are_no_error_wherever_the_source_is_cut(tmp_path, monkeypatch):
     file, wrong = tmp_path / "rows.jsonl", tmp_path / "wrong.jsonl"
-    rows = [{"text": f"document {n}"} if n < 5 else {"title": "of no text"} for n in range(40)]
+    rows = [{"text": f"document {n}"} if n < 36 else {"title": "of no text"} for n in range(40)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wrong.write_text("".join(json.dumps(row) + "\n" for row in rows[5:]))
+    wrong.write_text("".join(json.dumps(row) + "\n" for row in rows[36:]))
     monkeypatch.setattr(sources, "SHARD_BYTES", 100)
-    texts = documents(DataConfig(source="jsonl", path=str(file)))
-    assert list(texts) == [f"document {n}" for n in range(5)]
+    assert documents_of(DataConfig(source="jsonl", path=str(file))) == [
+        f"document {n}" for n in range(36)
+    ]
     with pytest.raises(UserError, match="line 1 of .*wrong.jsonl has no field 'text'"):
-        list(documents(DataConfig(source="jsonl", path=str(wrong))))
+        documents_of(DataConfig(source="jsonl", path=str(wrong)))
 
 
 def test_tokens_are_those_of_the_tokenizer_itself(tokenizer, monkeypatch):
@@ -295,7 +295,7 @@ def _start_and_kill(config: DataConfig, seconds: float) -> None:
 
 def _progress(folder: Path) -> tuple[int, int]:
     """How many shards are finished, and how many are half done."""
-    files = list(folder.glob("killed.partial-*/shards/joined.json"))
+    files = list(folder.glob("killed.partial-*/shards/progress.json"))
     if not files:
         return 0, 0
     appended = json.loads(files[0].read_text())["shards"]

@@ -2,6 +2,7 @@
 each fault has its message.
 """
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -59,7 +60,7 @@ def evaluate(checkpoint, **options):
     return evaluate_checkpoint(EvalOptions(checkpoint=str(checkpoint), device="cpu", **options))
 
 
-def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(root):
+def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(root, tmp_path):
     fields = {"text_field": "content", "first_token": "eos"}
     rows = evaluate(root / "masked_mixer", text=[str(root / "rows.jsonl")], **fields)
     dataset = evaluate(root / "masked_mixer", hub=str(root / "dataset"), **fields)
@@ -67,6 +68,13 @@ def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(ro
     assert rows["nats"] == dataset["nats"] and rows["bytes"] == dataset["bytes"] == sum(
         len(t.encode()) for t in documents()
     )
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep/rows.jsonl.gz").write_bytes(gzip.compress((root / "rows.jsonl").read_bytes()))
+    (folder / "1.txt").symlink_to(root / "1.txt")
+    mixed = evaluate(root / "masked_mixer", text=[str(folder)], **fields)
+    assert mixed["streams"] == rows["streams"] + 1
+    assert mixed["bytes"] == rows["bytes"] + (root / "1.txt").stat().st_size
     long = [str(path) for path in sorted(root.glob("[0-9]*.txt"))]  # of the fixture
     files = evaluate(root / "masked_mixer", text=long, first_token="eos")
     alone = [
@@ -394,7 +402,7 @@ def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
         ({"backend": "magic"}, "backend 'magic' is unknown"),
         (
             {"text": [], "hub": "{root}/nowhere"},
-            "cannot read hub .*nowhere.*eval.py: --text or --hub",
+            "cannot read row 1 .* hub dataset .*nowhere test: .*check these names and the network",
         ),
         ({"hub": "{root}/dataset"}, "more than one text"),
         ({"data": "{root}/dataset"}, "more than one text .*, not both or all"),
@@ -404,22 +412,18 @@ def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
             "NAME",
         ),
         ({"text": [], "data": "{root}/no-data"}, "no-data holds no prepared data"),
-        ({"text": ["{root}/none.txt"]}, "none.txt does not exist"),
-        (
-            {"text": ["{root}/dataset"]},
-            "dataset is not a file: give the path of a UTF-8 text file",
-        ),
+        ({"text": ["{root}/none.txt"]}, "none.txt' is no file, no folder"),
         (
             {"text": ["{root}/rows.jsonl"]},
             "has no field 'text'; its fields: content.*eval.py: --text-field",
         ),
-        ({"text": ["{root}/empty.txt"]}, "empty.txt is empty: give a file with text"),
-        ({"text": ["{root}/blank.txt"]}, "blank.txt is empty: give a file with text"),
+        ({"text": ["{root}/empty.txt"]}, "no document with text in .*empty.txt"),
+        ({"text": ["{root}/blank.txt"]}, "no document with text in .*blank.txt"),
         (
             {"text": ["{root}/short.txt"]},
             "short.txt is shorter than 2 tokens, so nothing can be predicted",
         ),
-        ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8 .byte 3"),
+        ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8: byte 0xe9 at offset 3"),
     ],
 )
 def test_each_bad_input_says_what_was_given_and_what_to_do(root, options, message):

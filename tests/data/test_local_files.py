@@ -1,0 +1,245 @@
+"""Local files: the same documents however they are named, compressed and linked. Nothing is left
+out without a word, and a refusal leaves nothing behind.
+"""
+
+import bz2
+import dataclasses
+import gzip
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+
+import pyarrow
+import pytest
+from texts import HARD, documents_of, quiet
+
+from mixer.common.errors import UserError
+from mixer.common.locks import locked
+from mixer.data import readers, sources
+from mixer.data.config import DataConfig
+from mixer.data.prepare import prepare
+from mixer.data.workers import START
+from mixer.training.config import load_config
+
+
+def zstd(data: bytes) -> bytes:
+    """In two frames, as parallel compressors write them."""
+    codec = pyarrow.Codec("zstd")
+    return codec.compress(data[:10], asbytes=True) + codec.compress(data[10:], asbytes=True)
+
+
+COMPRESSIONS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
+
+
+def lines(rows: list) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def settings(path, **changes) -> DataConfig:
+    return DataConfig(source="jsonl", path=str(path), vocab_size=300, workers=1, **changes)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_lines_are_read_alike_whatever_compresses_them(tmp_path, monkeypatch, suffix):
+    """Also where another field changes its type late, and after a byte order mark."""
+    file = tmp_path / f"rows.jsonl{suffix}"
+    rows = [{"text": f"document {n}", "note": None} for n in range(2000)]
+    rows += [{"text": HARD, "note": "text"}, {"text": "x" * 5000, "note": [3, {}]}, {"text": "end"}]
+    data = b"\xef\xbb\xbf" + lines(rows[:1]) + b"\n" + lines(rows[1:])
+    monkeypatch.setattr(sources, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(readers, "BLOCK", 100)
+    file.write_bytes(COMPRESSIONS[suffix](data))
+    assert documents_of(settings(tmp_path)) == [row["text"] for row in rows]
+    text = DataConfig(source="text", path=str(file))
+    assert documents_of(text) == [data.decode()]
+    for line, problem in ((b'{"text": "\\ud83d"}\n', "surrogates"), (b'{"text": \n', "Expecting")):
+        file.write_bytes(COMPRESSIONS[suffix](data + line + lines(rows)))
+        with pytest.raises(UserError, match=f"cannot read line 2005 of {file}: .*{problem}"):
+            documents_of(settings(file))
+    file.write_bytes(COMPRESSIONS[suffix](data)[:-30])
+    with pytest.raises(UserError, match=f"cannot read .*{file}: .*cut short"):
+        documents_of(settings(file))
+
+
+@pytest.mark.parametrize(
+    "rows", [b'[{"text": "one"}, {"text": "two"}]', b"[\n%s,\n%s\n]", b"%s\n%s"]
+)
+def test_rows_of_several_lines_are_read_too(tmp_path, monkeypatch, rows):
+    if b"%" in rows:
+        rows %= (b'{\n "text": "one"\n}', b'{\n "text": "two", "n": 3\n}')
+    (tmp_path / "rows.json").write_bytes(rows)
+    assert documents_of(settings(tmp_path)) == ["one", "two"]
+    monkeypatch.setattr(readers, "LONGEST_LINE", 20)  # they are held in memory
+    with pytest.raises(UserError, match="row 1 of .*rows.json: .* more than .* give a row a line"):
+        documents_of(settings(tmp_path))
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """A folder with a folder, a link to another one, and links in a circle."""
+    for name in ("corpus/a/deep", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    for number, name in enumerate(("corpus/a/deep/p.jsonl", "elsewhere/q.jsonl", "corpus/r.jsonl")):
+        (tmp_path / name).write_bytes(lines([{"text": f"document {number}"}]))
+    (tmp_path / "corpus/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus/a/circle").symlink_to(tmp_path / "corpus")
+    (tmp_path / "elsewhere/circle").symlink_to(tmp_path / "corpus")
+    (tmp_path / "corpus/c.jsonl").symlink_to(tmp_path / "corpus/r.jsonl")
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("names", ["", "/*", "/**", "/**/*", "/**/*.jsonl", "/../c*/**/*.jsonl"])
+def test_every_way_of_naming_files_finds_the_same(linked, names):
+    assert sorted(documents_of(settings(f"{linked}{names}"))) == [f"document {n}" for n in range(3)]
+
+
+def test_what_is_not_read_in_a_folder_is_said_or_refused(linked, capsys):
+    (linked / "a/more.jsonl.7z").touch()
+    (linked / "a/.hidden").touch()
+    documents_of(settings(linked))
+    assert f"left out of {linked}: files not ending in .jsonl, " in capsys.readouterr().err
+    (linked / "a/gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(UserError, match="a/gone.jsonl cannot be read .No such file"):
+        documents_of(settings(linked))
+
+
+def test_a_folder_without_permission_is_named(linked):
+    (linked / "a/deep").chmod(0)
+    give_up = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    give_up = give_up if os.getuid() == 0 else []
+    if give_up and (not shutil.which("setpriv") or subprocess.run([*give_up, "true"]).returncode):
+        pytest.skip("root without setpriv")
+    program = START.partition("from mixer")[0] + (
+        "from mixer.data.sources import *\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: print(local_files(DataConfig(source='jsonl', path=path)))\n"
+        "    except UserError as error: print(error)\n"
+    )
+    paths = [f"{linked}{names}" for names in ("", "/**/*.jsonl", "/*", "/a/*/*.jsonl")]
+    found = subprocess.check_output([*give_up, sys.executable, "-c", program, *paths], text=True)
+    assert found.count("/a/deep cannot be read (Permission denied)") == len(paths), found
+
+
+@pytest.mark.parametrize("missing", [40, 5])
+def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsys, missing):
+    rows = [{"text": f"document {n}"} for n in range(100 - missing)] + [{"text": " "}, {"text": ""}]
+    rows += [{"content": "other"}, {"text": None}] * (missing // 2) + [{}] * (missing % 2)
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows))
+    config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "data/d")), []
+    if missing > 10:
+        for read in (documents_of, prepare):
+            with pytest.raises(UserError, match="of 102 entries .* 40 have no text in field"):
+                read(config)
+        assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+        return
+    assert len(documents_of(config)) == 95
+    prepare(config, said.append)
+    expected = f"left out: of 102 entries of {config.path}, 4 have no text in field 'text', 3 are "
+    expected += "empty or white space alone"
+    assert expected in said and expected in capsys.readouterr().err
+
+
+def test_a_refused_or_failed_preparation_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SHARD_BYTES", 200)
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/tokenizer.json").write_text("{}")
+    rows = [{"text": f"document {n}"} for n in range(100)]
+    (tmp_path / "good.jsonl").write_bytes(lines(rows))
+    (tmp_path / "bad.jsonl").write_bytes(lines(rows + [{"text": 3}]))
+    before = set(tmp_path.rglob("*"))
+    for name, changes in (("good", {"tokenizer": str(tmp_path / "t")}), ("bad", {})):
+        for workers in (1, 2):
+            config = settings(
+                tmp_path / f"{name}.jsonl", directory=str(tmp_path / "d/e"), **changes
+            )
+            with pytest.raises(UserError):
+                prepare(dataclasses.replace(config, workers=workers), quiet)
+            assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["progress.json", "*/counts.json", "train.bin"])
+def test_damage_to_an_unfinished_preparation_is_named_and_the_next_one_works(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(sources, "SHARD_BYTES", 200)
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": f"document {n}"} for n in range(100)]))
+    config = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "d"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("mixer.data.tokenise_all.append_shard", interrupt)
+        prepare(config, quiet)
+    (partial,) = tmp_path.glob("d.partial-*")
+    if name == "train.bin":
+        progress = json.loads((partial / "shards/progress.json").read_text())
+        progress["splits"]["train"]["tokens"] = 10**6
+        (partial / "shards/progress.json").write_text(json.dumps(progress))
+    for file in partial.glob(f"shards/{name}"):
+        file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(UserError, match=f"{name.strip('*/')} is .*give the same command again"):
+        prepare(config, quiet)
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+    prepare(config, quiet)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_preparation_says_that_it_waits_for_another_one(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "one"}, {"text": "two"}]))
+    config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "d")), []
+    other = locked(tmp_path / "d.lock", remove=True)
+    other.__enter__()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 1:
+            other.__exit__(None, None, None)
+
+    prepare(config, say)
+    assert "waiting for another process" in said[0] and "d.lock" in said[0]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["d", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["recipe", "comparison", "keyed", "v100"])
+def test_the_shipped_configurations_take_a_validation_text_of_ones_own(tmp_path, name):
+    for file in ("train", "held-out"):
+        (tmp_path / f"{file}.jsonl").write_bytes(lines([{"text": f"{file} one"}]))
+    given = f"source=jsonl path={tmp_path}/train.jsonl vocab_size=300 directory={tmp_path}/d"
+    given = [f"data.{one}" for one in given.split()]
+    given += [f"data.validation_path={tmp_path}/held-out.jsonl"]
+    config = load_config(f"configs/{name}.yaml", given).data
+    manifest = prepare(config, quiet)
+    assert [split.documents for split in manifest.splits.values()] == [1, 1]
+    other = dataclasses.replace(config, validation_fraction=0.3)  # which is not used
+    assert prepare(other, quiet) == manifest
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_the_training_text_under_another_name_is_no_validation_text(tmp_path, link):
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "one"}, {"text": "two"}]))
+    link(tmp_path / "rows.jsonl", tmp_path / "other.jsonl")
+    changes = {"validation_path": f"{tmp_path}/other.jsonl", "directory": f"{tmp_path}/d"}
+    with pytest.raises(UserError, match="rows.jsonl belongs to both data.path and data.validation"):
+        prepare(settings(tmp_path / "rows.jsonl", **changes), quiet)
+
+
+def test_a_dataset_saved_to_disk_is_read_and_named_where_it_is_no_source(tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path / "[saved]")
+    hub = DataConfig(source="hub", path=str(tmp_path / "[saved]"))
+    assert documents_of(hub) == ["one", "two"]
+    for source in ("jsonl", "parquet", "text"):
+        with pytest.raises(
+            UserError, match=r"saved\] was written by save_to_disk.*data.source=hub"
+        ):
+            documents_of(DataConfig(source=source, path=str(tmp_path)))
