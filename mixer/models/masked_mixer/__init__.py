@@ -7,6 +7,7 @@ plain          the triangular convolution in plain PyTorch
 linear, gelu   two layers in forms that compile better
 flops          counts operations
 generation     what generate() needs
+trainer        what transformers' Trainer needs
 cache, memory  the inputs of earlier tokens, kept while a text is generated
 captured_step  a decoding step as a CUDA graph
 """
