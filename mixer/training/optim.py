@@ -14,8 +14,6 @@ from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.common.options import option
-from mixer.models.masked_mixer.linear import Linear
-from mixer.models.masked_mixer.mixing import TriangularConv
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
 from mixer.optimizers.shared_lags import row_parts
@@ -74,33 +72,32 @@ class Kinds:
     # values do.
     rows: dict[nn.Parameter, tuple[int, ...]] = field(default_factory=dict)
     mixing: list[nn.Parameter] = field(default_factory=list)  # (heads, taps, context, context)
+    lags: list[nn.Parameter] = field(default_factory=list)  # what mixing weights are computed from
     embeddings: list[nn.Parameter] = field(default_factory=list)  # of tokens, input and output
     vectors: list[nn.Parameter] = field(default_factory=list)  # biases and norms
 
 
 def kinds_of(model: nn.Module) -> Kinds:
-    """Sorts a model's parameters; a mixing bias (heads, context) counts as a vector."""
+    """Sorts a model's parameters. A module with a method `kind_of(name)` says what its own are; a
+    mixing bias (heads, context) counts as a vector.
+    """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    matrices = {
-        id(module.weight): module.parts if isinstance(module, Linear) else ()
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not output
-    }
-    mixing = {id(module.weight) for module in model.modules() if isinstance(module, TriangularConv)}
-    kinds = Kinds()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in mixing:
-            kinds.mixing.append(parameter)
-        elif name.endswith("bias") or parameter.ndim == 1:
-            kinds.vectors.append(parameter)
-        elif id(parameter) in matrices:
-            kinds.matrices.append(parameter)
-            if len(matrices[id(parameter)]) > 1:
-                kinds.rows[parameter] = matrices[id(parameter)]
-        else:
-            kinds.embeddings.append(parameter)
+    kinds, seen = Kinds(), set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or parameter in seen:  # tied weights have two owners
+                continue
+            seen.add(parameter)
+            if hasattr(module, "kind_of"):
+                kind = module.kind_of(name)
+            elif name.endswith("bias") or parameter.ndim == 1:
+                kind = "vectors"
+            else:
+                is_matrix = isinstance(module, nn.Linear) and module is not output
+                kind = "matrices" if is_matrix else "embeddings"
+            getattr(kinds, kind).append(parameter)
+            if kind == "matrices" and len(getattr(module, "parts", ())) > 1:
+                kinds.rows[parameter] = module.parts
     return kinds
 
 
@@ -136,6 +133,7 @@ def adamw(
     decay = config.weight_decay
     groups = [
         {"params": kinds.matrices, "weight_decay": decay, "lr_factor": config.matrices_lr},
+        {"params": kinds.lags, "weight_decay": decay, "lr_factor": config.mixing_lr},
         {"params": kinds.embeddings, "weight_decay": decay},
         {"params": kinds.vectors, "weight_decay": 0.0, "lr_factor": config.vectors_lr},
     ]

@@ -1,10 +1,12 @@
 """At home with transformers: saved code, other dtypes and devices, its Trainer, and LoRA."""
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 
 import peft
 import pytest
@@ -21,6 +23,7 @@ from transformers import (
 
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.carried_code import CODE
+from mixer.models.masked_mixer import mixing
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 from mixer.models.masked_mixer.modeling import logger
 
@@ -90,6 +93,32 @@ def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, mixing, 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again) is type(model) and again.config.auto_map == AUTO_MAP
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("modules", "problem"),
+    [
+        ({"mixer.ops": None}, None),
+        ({"mixer": None, "mixer.ops": None}, None),
+        ({"mixer.ops": types.ModuleType("mixer.ops")}, "cannot import name 'keyed_conv'"),
+        ({"mixer.ops.operator": None}, "cannot import name 'operator'|mixer.ops.operator"),
+        ({"mixer.ops.row_operator": None}, "mixer.ops.row_operator"),
+    ],
+    ids=["not-installed", "absent", "other-version", "broken", "broken-inside"],
+)
+def test_a_package_that_is_there_and_cannot_be_imported_is_an_error(modules, problem, monkeypatch):
+    """And not plain PyTorch without a word, at a fraction of the speed."""
+    monkeypatch.delitem(sys.modules, "mixer.ops")
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = importlib.util.spec_from_file_location(f"{mixing.__package__}.again", mixing.__file__)
+    again = importlib.util.module_from_spec(spec)
+    if problem:
+        with pytest.raises(ImportError, match=problem):
+            spec.loader.exec_module(again)
+    else:
+        spec.loader.exec_module(again)
+        assert again.triangular_conv.__module__ == again.keyed_conv.__module__ == again.__name__
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -33,20 +33,18 @@ from .plain import (
     write_rows,
 )
 
-try:
-    from mixer.ops import mix_row, triangular_conv  # with the kernels, where they can run
-except ImportError:  # loaded with trust_remote_code where this package is not installed
+try:  # with the kernels, where they can run
+    from mixer.ops import keyed_conv, mix_row, triangular_conv
+except ModuleNotFoundError as error:
+    if error.name not in ("mixer", "mixer.ops"):  # the package is there, but does not work
+        raise
+    # loaded with trust_remote_code where this package is not installed
 
     def triangular_conv(
         x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str
     ) -> Tensor:
         """The masked-weight matmul, whichever backend is asked for."""
         return dense(x, weight, bias, residual)
-
-
-try:
-    from mixer.ops import keyed_conv
-except ImportError:  # or where this package is older
 
     def keyed_conv(
         query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, backend: str
@@ -73,17 +71,41 @@ class TriangularConv(nn.Module):
     The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
     context). `mixer.ops.triangular_conv` defines the result. It has the configuration's heads and
     channels; `heads` gives it another number of heads.
+
+    A subclass may compute the weight from other parameters: see `make_weight`, `mixing_weight` and
+    `set_mixing_weight`.
     """
 
     def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
         super().__init__()
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
-        self.weight = nn.Parameter(torch.empty(self.heads, self.taps, self.context, self.context))
-        self.bias = nn.Parameter(torch.empty(self.heads, self.context))
         self.backend, self.initial = config.mixing_backend, config.mixing_init
         self.block = 0  # the number of the block that it stands in, which the model sets
-        self.reset_parameters()
+        self.make_weight()
+        self.bias = nn.Parameter(torch.empty(self.heads, self.context))
+        self._draw()
+
+    def make_weight(self) -> None:
+        """Creates the parameters that `mixing_weight` is computed from, with any values."""
+        self.weight = nn.Parameter(torch.empty(self.heads, self.taps, self.context, self.context))
+
+    def mixing_weight(self) -> Tensor:
+        """The weight that tokens are mixed with, (heads, taps, context, context), out then in. What
+        stands in the strictly upper triangle has no meaning.
+        """
+        return self.weight
+
+    @torch.no_grad()
+    def set_mixing_weight(self, weight: Tensor) -> None:
+        """Sets the parameters so that `mixing_weight` returns the lower triangle of `weight`, or
+        what comes nearest.
+        """
+        self.weight.copy_(weight.tril())
+
+    def kind_of(self, name: str) -> str:
+        """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
+        return {"weight": "mixing", "bias": "vectors"}.get(name, "lags")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -91,40 +113,34 @@ class TriangularConv(nn.Module):
 
         reference: those of nn.Conv1d(context, context, taps), as the reference implementation has
         them. zero: none, so that no token gets noise from others before there is something to
-        learn from them. shift: 0.3 times the reference's, and on one diagonal of each head 1, so
-        that a head starts by passing on the token that stands LAGS[block + head] places back.
-        The bias is the reference's in all of them.
+        learn from them. shift: see `_shifted`. The bias is the reference's in all of them.
         """
-        bound = 1 / math.sqrt(self.context * self.taps)
-        initialization.uniform_(self.weight, -bound, bound)
-        initialization.uniform_(self.bias, -bound, bound)
-        loaded = getattr(self.weight, "_is_hf_initialized", False)
-        if not loaded:  # transformers calls this for loaded weights too, which must not change
-            self.weight.tril_()
-            if self.initial == "zero":
-                self.weight.zero_()
-            if self.initial == "shift":
-                self._set_shifts()
+        self._draw()
+        own = [part for name, part in self.named_parameters(recurse=False) if name != "bias"]
+        if any(getattr(part, "_is_hf_initialized", False) for part in own):
+            return  # transformers calls this for loaded weights too, which must not change
+        weight = self.mixing_weight().tril()
+        if self.initial == "zero":
+            weight.zero_()
+        if self.initial == "shift":
+            weight = self._shifted(weight)
+        self.set_mixing_weight(weight)
 
-    def _set_shifts(self) -> None:
-        self.weight.mul_(SHIFT_NOISE)
+    def _draw(self) -> None:
+        bound = 1 / math.sqrt(self.context * self.taps)
+        for parameter in self.parameters(recurse=False):
+            initialization.uniform_(parameter, -bound, bound)
+
+    def _shifted(self, weight: Tensor) -> Tensor:
+        """0.3 times the reference's, and on one diagonal of each head 1, so that a head starts by
+        passing on the token that stands LAGS[block + head] positions back.
+        """
+        weight = weight * SHIFT_NOISE
         for head in range(self.heads):
             lag = min(LAGS[(self.block + head) % len(LAGS)], self.context - 1)
             middle = (self.taps - 1) // 2  # the tap that looks at the same channel
-            self.weight[head, middle].diagonal(-lag).add_(1.0)
-
-    def mixing_weight(self) -> Tensor:
-        """The weight that tokens are mixed with, (heads, taps, context, context), out then in.
-
-        Nothing else reads the parameter, so another parametrisation is a change of this method and
-        of `set_mixing_weight`. What stands in the strictly upper triangle has no meaning.
-        """
-        return self.weight
-
-    @torch.no_grad()
-    def set_mixing_weight(self, weight: Tensor) -> None:
-        """Sets the parameters so that `mixing_weight` returns the lower triangle of `weight`."""
-        self.weight.copy_(weight.tril())
+            weight[head, middle].diagonal(-lag).add_(1.0)
+        return weight
 
     def forward(
         self,
@@ -178,16 +194,17 @@ class KeyedConv(TriangularConv):
         super().__init__(config)
         self.key_size = config.mixer_key_size  # n
 
-    def _set_shifts(self) -> None:
+    def _shifted(self, weight: Tensor) -> Tensor:
         """In place of shifts, weights that fall with the distance: exp(-lag / SPANS[block + head]),
         those of a token adding up to 1, as those of attention do. While all keys fit alike, a head
         starts as a mean of earlier tokens, of all of them where the span is infinite.
         """
-        lags = torch.arange(self.context, device=self.weight.device)
+        lags = torch.arange(self.context, device=weight.device)
         lag = (lags[:, None] - lags).clamp(min=0)
         for head in range(self.heads):
             falling = (-lag / SPANS[(self.block + head) % len(SPANS)]).exp().tril()
-            self.weight[head, 0] = falling / falling.sum(-1, keepdim=True)
+            weight[head, 0] = falling / falling.sum(-1, keepdim=True)
+        return weight
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, memory: Memory, positions: Tensor | None
@@ -231,7 +248,7 @@ class TokenMixing(nn.Module):
     """residual + mix(x): what a block calls to mix its tokens. A variant of it defines `mix`.
 
     A variant with other than one convolution says how many in `convolutions`: generation keeps a
-    memory for each.
+    memory for each. Blocks may have different numbers.
     """
 
     convolutions = 1
@@ -299,29 +316,21 @@ class Projected(TokenMixing):
         super().__init__()
         self.in_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
         self.conv = TriangularConv(config)
+        if self.convolutions == 2:
+            self.second_conv = TriangularConv(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
         x = self.conv(self.in_proj(x), None, memories[0], positions)
+        if self.convolutions == 2:
+            x = self.second_conv(gelu(x), None, memories[1], positions)
         return residual + self.out_proj(x)
 
 
-class ProjectedExpanded(TokenMixing):
+class ProjectedExpanded(Projected):
     """Projected, with two convolutions of each head and a GELU between."""
 
     convolutions = 2
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        self.in_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
-        self.conv = TriangularConv(config)
-        self.second_conv = TriangularConv(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
-
-    def mix(self, x, residual, memories, positions):
-        x = gelu(self.conv(self.in_proj(x), None, memories[0], positions))
-        x = self.second_conv(x, None, memories[1], positions)
-        return residual + self.out_proj(x)
 
 
 class Gated(TokenMixing):

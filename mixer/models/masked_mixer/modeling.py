@@ -11,6 +11,7 @@ There is no norm after the last block unless `final_norm` is set, and lm_head ha
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -209,11 +210,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         embedding and the output of each block, the last one after the norm.
         """
         x = in_autocast_type(self.embed_tokens(input_ids))
-        each = len(memories) // len(self.layers)  # convolutions in a block
-        for number, layer in enumerate(self.layers):
+        memories = iter(memories)
+        for layer in self.layers:
             if states is not None:
                 states.append(x)
-            own = memories[number * each : (number + 1) * each]
+            own = list(islice(memories, layer.mixing.convolutions))
             x = layer(x, own, positions.to(x.device)) if own else layer(x)
         x = self.norm(x)
         if states is not None:
@@ -264,12 +265,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             )
         (batch, new), context = input_ids.shape, self.config.max_position_embeddings
         memories = cache.layers if cache is not None else ()
-        # With fewer memories than blocks, none would be used.
-        if memories and (len(memories) < len(self.layers) or memories[0].context != context):
+        needed = sum(layer.mixing.convolutions for layer in self.layers)
+        if memories and (len(memories) != needed or memories[0].context != context):
             raise ValueError(
                 f"past_key_values has {len(memories)} memories of {memories[0].context} tokens, so "
-                f"it is another model's: this one has {len(self.layers)} blocks and a context of "
-                f"{context}; give MixingCache(model.config)"
+                f"it is another model's: this one needs {needed} and has a context of {context}; "
+                "give MixingCache(model.config)"
             )
         past = cache.get_seq_length() if cache is not None else 0
         if new == 0:  # generate() removes from its input the tokens that are in the cache
