@@ -34,6 +34,9 @@ class TrainConfig:
     """The loop."""
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1)
+    init_from: str = option(
+        "", "a checkpoint or an exported model whose weights a new run starts from; empty for none"
+    )
     batch_size: int = option(32, "samples per process and micro-batch", at_least=1)
     gradient_accumulation_steps: int = option(1, "micro-batches per optimizer step", at_least=1)
     mixed_precision: str = option(
