@@ -237,6 +237,11 @@ def _value_problems(run: RunConfig) -> list[str]:
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     problems += _graph_problems(run.train) if run.train.cuda_graphs == "true" else []
     problems += _llama_problems(run) if run.model.architecture == "llama" else []
+    if run.optim.shared_lags and run.model.mixing_weight == "lags":
+        problems.append(
+            "optim.shared_lags = true with model.mixing_weight = 'lags', where lags are the weight "
+            "itself; allowed with it: false"
+        )
     if run.optim.warmup_steps > run.train.steps:
         problems.append(
             f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = "

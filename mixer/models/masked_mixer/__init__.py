@@ -4,6 +4,7 @@ configuration  its options
 modeling       the model: embedding, blocks, head, loss
 mixing         token mixing and its variants
 plain          the triangular convolution in plain PyTorch
+lags           mixing weights with one number for each distance of tokens
 linear, gelu   two layers in forms that compile better
 flops          counts operations
 generation     what generate() needs

@@ -30,6 +30,7 @@ from .configuration import MaskedMixerConfig
 from .flops import count_flops
 from .gelu import gelu
 from .generation import Generation
+from .lags import toeplitz  # noqa: F401
 from .linear import Linear
 from .memory import MixingMemory  # noqa: F401
 from .mixing import Memory, TriangularConv, mixing_class
