@@ -1,5 +1,6 @@
 """Resuming a run: which checkpoint it continues from, and loading that checkpoint's state."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import (
     FORMAT,
@@ -20,6 +21,7 @@ from mixer.checkpoints.format import (
     read_trainer,
     step_of,
 )
+from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.say import Say
 from mixer.data.manifest import Manifest
@@ -152,6 +154,37 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     Raises UserError if the model's configuration is not `config`, naming each differing field.
     """
     saved = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    check_same_model(checkpoint, saved, config, "choose another name to start afresh")
+    return model_class(config).from_pretrained(checkpoint, config=config, dtype=torch.float32)
+
+
+def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Gives a new model the weights of a checkpoint or of an exported model (train.init_from).
+
+    Raises UserError if that is another model, has another tokenizer, or cannot be read.
+    """
+    try:
+        loaded, own = load_checkpoint(directory, torch.device("cpu"))
+        check_same_model(directory, loaded.config, model.config, "give another checkpoint")
+        if specification(own) != specification(tokenizer):
+            raise UserError(
+                f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer = "
+                f"{directory}, and data.directory to a new folder"
+            )
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from None
+    model.load_state_dict(loaded.state_dict())
+
+
+def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What decides which ids a text becomes."""
+    return json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+
+
+def check_same_model(
+    checkpoint: Path, saved: PreTrainedConfig, config: PreTrainedConfig, otherwise: str
+) -> None:
+    """Raises UserError naming each field in which a checkpoint's configuration is not `config`."""
     fields = [name for name in type(config)().to_dict() if hasattr(config, name)]
     if type(saved) is not type(config):
         fields = ["model_type"]
@@ -171,9 +204,8 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {'; '.join(differing)}; set these keys "
             "(model.*; model_type is model.architecture; vocab_size and eos_token_id come from "
-            "data.*) to the checkpoint's values, or choose another name to start afresh"
+            f"data.*) to the checkpoint's values, or {otherwise}"
         )
-    return model_class(config).from_pretrained(checkpoint, config=config, dtype=torch.float32)
 
 
 def warn_of_threads(trainer: dict[str, Any], device: torch.device, say: Say = print) -> None:

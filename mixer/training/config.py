@@ -34,6 +34,9 @@ class TrainConfig:
     """The loop."""
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1)
+    init_from: str = option(
+        "", "a checkpoint or an exported model whose weights a new run starts from; empty for none"
+    )
     batch_size: int = option(32, "samples per process and micro-batch", at_least=1)
     gradient_accumulation_steps: int = option(1, "micro-batches per optimizer step", at_least=1)
     mixed_precision: str = option(
@@ -234,6 +237,11 @@ def _value_problems(run: RunConfig) -> list[str]:
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     problems += _graph_problems(run.train) if run.train.cuda_graphs == "true" else []
     problems += _transformer_problems(run) if run.model.architecture != "masked_mixer" else []
+    if run.optim.shared_lags and run.model.mixing_weight == "lags":
+        problems.append(
+            "optim.shared_lags = true with model.mixing_weight = 'lags', where lags are the weight "
+            "itself; allowed with it: false"
+        )
     if run.optim.warmup_steps > run.train.steps:
         problems.append(
             f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = "

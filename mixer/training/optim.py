@@ -14,11 +14,9 @@ from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.common.options import option
-from mixer.models.masked_mixer.linear import Linear
-from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.models.masked_mixer.lags import row_parts
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
-from mixer.optimizers.shared_lags import row_parts
 from mixer.optimizers.triangular_adamw import TriangularAdamW
 
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
@@ -50,16 +48,18 @@ class OptimConfig:
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
     shared_lags: bool = option(
-        False, "mixing weights also learn as their lags: one number for each distance of tokens"
+        False,
+        "full mixing weights (model.mixing_weight) also learn as their lags: one number for each "
+        "distance of tokens",
     )
     shared_lags_lr: float | None = option(
         None,
-        "the lags' learning rate as a multiple of lr; "
+        "the learning rate of lags, shared or the weight itself, as a multiple of lr; "
         f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} where the context is above {LONG} tokens",
         above=0,
     )
     mixing_lr: float = option(
-        1.0, "that of mixing weights, each by itself (their lags have their own), likewise", above=0
+        1.0, "that of full mixing weights, each by itself (lags have their own), likewise", above=0
     )
     matrices_lr: float = option(1.0, "that of linear layers' matrices, likewise", above=0)
     vectors_lr: float = option(1.0, "that of biases and norms, likewise", above=0)
@@ -74,33 +74,32 @@ class Kinds:
     # values do.
     rows: dict[nn.Parameter, tuple[int, ...]] = field(default_factory=dict)
     mixing: list[nn.Parameter] = field(default_factory=list)  # (heads, taps, context, context)
+    lags: list[nn.Parameter] = field(default_factory=list)  # (heads, taps, context)
     embeddings: list[nn.Parameter] = field(default_factory=list)  # of tokens, input and output
     vectors: list[nn.Parameter] = field(default_factory=list)  # biases and norms
 
 
 def kinds_of(model: nn.Module) -> Kinds:
-    """Sorts a model's parameters; a mixing bias (heads, context) counts as a vector."""
+    """Sorts a model's parameters. A module with a method `kind_of(name)` says what its own are; a
+    mixing bias (heads, context) counts as a vector.
+    """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    matrices = {
-        id(module.weight): module.parts if isinstance(module, Linear) else ()
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not output
-    }
-    mixing = {id(module.weight) for module in model.modules() if isinstance(module, TriangularConv)}
-    kinds = Kinds()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in mixing:
-            kinds.mixing.append(parameter)
-        elif name.endswith("bias") or parameter.ndim == 1:
-            kinds.vectors.append(parameter)
-        elif id(parameter) in matrices:
-            kinds.matrices.append(parameter)
-            if len(matrices[id(parameter)]) > 1:
-                kinds.rows[parameter] = matrices[id(parameter)]
-        else:
-            kinds.embeddings.append(parameter)
+    kinds, seen = Kinds(), set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or parameter in seen:  # tied weights have two owners
+                continue
+            seen.add(parameter)
+            if hasattr(module, "kind_of"):
+                kind = module.kind_of(name)
+            elif name.endswith("bias") or parameter.ndim == 1:
+                kind = "vectors"
+            else:
+                is_matrix = isinstance(module, nn.Linear) and module is not output
+                kind = "matrices" if is_matrix else "embeddings"
+            getattr(kinds, kind).append(parameter)
+            if kind == "matrices" and len(getattr(module, "parts", ())) > 1:
+                kinds.rows[parameter] = module.parts
     return kinds
 
 
@@ -127,19 +126,22 @@ def adamw(
     processes: dist.ProcessGroup | None,
     compile: Callable[[Callable], Callable] | None,
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for everything; weights decay, biases and norms do not.
+    """AdamW for everything; weights decay, biases, norms and lags do not.
 
     The triangles of mixing weights are updated alone where weights learn as their lags, and where
     it saves memory traffic: compiled, and of large weights.
     """
-    lags = lags_lr(config, kinds.mixing[0].shape[-1]) if kinds.mixing else 0.0
+    context = max((part.shape[-1] for part in kinds.mixing + kinds.lags), default=0)
+    lags = lags_lr(config, context)
     decay = config.weight_decay
     groups = [
         {"params": kinds.matrices, "weight_decay": decay, "lr_factor": config.matrices_lr},
+        {"params": kinds.lags, "weight_decay": 0.0, "lr_factor": lags},
         {"params": kinds.embeddings, "weight_decay": decay},
         {"params": kinds.vectors, "weight_decay": 0.0, "lr_factor": config.vectors_lr},
     ]
-    own = {"lr_factor": config.mixing_lr, "shared_lags": lags / config.mixing_lr}
+    shared = lags / config.mixing_lr if config.shared_lags else 0.0
+    own = {"lr_factor": config.mixing_lr, "shared_lags": shared}
     mixing = [{"params": kinds.mixing, "weight_decay": decay} | own]
     saves = compile is not None and any(len(row_parts(w.shape[-1])) > 1 for w in kinds.mixing)
     triangular = kinds.mixing and (config.shared_lags or saves)
@@ -153,9 +155,7 @@ def adamw(
 
 
 def lags_lr(config: OptimConfig, context: int) -> float:
-    """The lags' learning rate as a multiple of lr; 0 where lags are not shared."""
-    if not config.shared_lags:
-        return 0.0
+    """The lags' learning rate as a multiple of lr."""
     if config.shared_lags_lr is not None:
         return config.shared_lags_lr
     return LAGS_LR if context <= LONG else LONG_LAGS_LR

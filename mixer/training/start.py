@@ -91,6 +91,10 @@ def start_state(
     trainer, progress, wandb_id = {}, Progress(), None
     if resumed is None:
         model = model_class(config)(config)
+        if run.train.init_from:
+            source = Path(run.train.init_from)
+            hosts.require_shared(f"train.init_from = {source}", source.is_dir())
+            restore.start_from(source, model, data.tokenizer)
     else:
         allow_other_data = run.checkpoint.allow_other_data
         trainer = restore.load_trainer(
@@ -146,7 +150,8 @@ def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int)
         name += "; its peak is not known, so no share of it is reported"
     engine = ", FSDP" if accelerator.distributed_type == DistributedType.FSDP else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
-    begins = f"resuming {state.resumed}" if state.resumed else "a fresh start"
+    fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
+    begins = f"resuming {state.resumed}" if state.resumed else fresh
     step, steps = state.progress.step, run.train.steps
     passes = steps * batch / samples
     if step >= steps:

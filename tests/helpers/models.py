@@ -23,6 +23,13 @@ MIXINGS = {
     "gate-heads": {"mixer_gate": True, "num_mixer_heads": 4},
     "keyed": {"mixer_key_size": 3, "num_mixer_heads": 2},
     "keyed-flat": {"mixer_key_size": 5, "mixer_keyed_every": 2, "num_mixer_heads": 4},
+    "lags": {"mixing_weight": "lags", "mixer_kernel_size": 3, "num_mixer_heads": 2},
+    "keyed-lags": {
+        "mixing_weight": "lags",
+        "mixing_init": "shift",
+        "mixer_key_size": 3,
+        "num_mixer_heads": 2,
+    },
     "no-biases-relu2": {"linear_bias": False, "hidden_act": "relu2", "num_mixer_heads": 2},
 }
 LENGTHS = (4, 1, 6, 3)

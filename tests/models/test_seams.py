@@ -1,20 +1,26 @@
 """Where the package is meant to be extended, one class is enough: a token mixing that is defined
-here is trained, saved, loaded, generated from and counted, and nothing in the package knows it.
+here is trained, saved, loaded, generated from and counted, and nothing in the package knows it. The
+code of docs/add_a_mixing_variant.md runs as it stands there.
 """
+
+import re
+import sys
 
 import pytest
 import torch
 from models import generate, small_model, tokens
-from runs import read_losses
+from runs import ROOT, read_losses
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from mixer.analysis.matrices import mixing_matrices
-from mixer.models.masked_mixer import mixing
+from mixer.models.masked_mixer import cache, mixing, modeling
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.mixing import TokenMixing, TriangularConv
 from mixer.training.config import load_config
 from mixer.training.loop import train
+from mixer.training.optim import kinds_of
 
 
 class Product(TokenMixing):
@@ -56,10 +62,10 @@ def test_a_new_variant_is_generated_from_with_a_cache(product, static):
         for module in model.modules():
             if isinstance(module, TriangularConv):  # so that a wrong row changes the tokens
                 module.set_mixing_weight(8 * module.mixing_weight())
-    cache = MixingCache(model.config, static)
-    assert len(cache.layers) == 4
-    written = generate(model, ids, past_key_values=cache)
-    assert cache.get_seq_length() == 11
+    memories = MixingCache(model.config, static)
+    assert len(memories.layers) == 4
+    written = generate(model, ids, past_key_values=memories)
+    assert memories.get_seq_length() == 11
     assert torch.equal(written, generate(model, ids, use_cache=False))
 
 
@@ -69,6 +75,98 @@ def test_a_new_variant_is_counted_by_its_parts(product):
     linear = 2 * (2 * 16 * 16 + 2 * 2 * 16 * 64) + 2 * 16 * 50  # out_proj, MLP; lm_head
     assert counts["token_mixing"] == 3 * mixing
     assert counts["useful"] == 3 * (mixing + linear)
+
+
+PAGE = (ROOT / "docs/add_a_mixing_variant.md").read_text()
+VARIANT, BY_LAG = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def run_page(code: str, write_config, monkeypatch, *overrides: str) -> None:
+    """Runs code of the page as a file of one's own, with a configuration and overrides."""
+    monkeypatch.setattr(sys, "argv", ["mine.py", str(write_config()), "name=mine", *overrides])
+    monkeypatch.setattr(mixing, "VARIANTS", list(mixing.VARIANTS))
+    exec(compile(code, "mine.py", "exec"), {"__name__": "__main__"})
+
+
+def test_the_pages_variant_trains(write_config, monkeypatch, tmp_path):
+    run_page(VARIANT, write_config, monkeypatch, "optim.lr=1e-2")
+    losses = read_losses(tmp_path / "runs/mine")
+    assert losses[12] < losses[1] - 0.2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/mine/step-12")
+    assert type(model.model.layers[0].mixing).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(("optimizer", "initial"), [("adamw", "reference"), ("muon", "zero")])
+def test_the_pages_convolution_trains_and_each_lag_stays_one_number(
+    optimizer, initial, write_config, monkeypatch, tmp_path
+):
+    code = BY_LAG + VARIANT.replace("= TriangularConv(config)", "= ByLag(config)")
+    how = [f"optim.name={optimizer}", f"model.mixing_init={initial}", "optim.lr=1e-2"]
+    run_page(code, write_config, monkeypatch, "train.compile=no", *how)
+    losses = read_losses(tmp_path / "runs/mine")
+    assert losses[12] < losses[1] - 0.2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/mine/step-12")
+    saved = load_file(tmp_path / "runs/mine/step-12/model.safetensors")
+    lags = {name: part for name, part in model.named_parameters() if name.endswith("conv.lags")}
+    assert len(lags) == len(model.model.layers)
+    assert all(torch.equal(part, saved[name]) for name, part in lags.items())
+    for matrices in mixing_matrices(model):
+        assert (matrices["W"].diagonal(-3) == matrices["W"][3, 0]).all()
+    ids = tokens(batch=2, length=4)
+    assert torch.equal(generate(model, ids), generate(model, ids, use_cache=False))
+
+
+def test_the_optimizer_takes_a_parameter_for_what_its_module_says(monkeypatch):
+    namespace = {}
+    exec(BY_LAG, namespace)
+    monkeypatch.setattr(mixing, "TriangularConv", namespace["ByLag"])
+    model = small_model(mixing_init="shift")
+    for number, block in enumerate(model.model.layers):
+        weight = block.mixing.conv.mixing_weight()[0, 0]
+        assert weight.diagonal(-mixing.LAGS[number]).mean() > 0.5  # it starts as a weight does
+    kinds = kinds_of(model)
+    assert [tuple(part.shape) for part in kinds.lags] == [(1, 1, 12)] * 2 and not kinds.mixing
+    names = {id(part): name for name, part in model.named_parameters()}
+    embeddings = [names[id(part)] for part in kinds.embeddings]
+    assert embeddings == ["model.embed_tokens.weight", "lm_head.weight"]
+
+
+class Uneven(TokenMixing):
+    """As many convolutions, one after another, as its subclasses say."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.parts = nn.ModuleList(TriangularConv(config) for _ in range(self.convolutions))
+
+    def mix(self, x, residual, memories, positions):
+        for conv, memory in zip(self.parts, memories, strict=True):
+            x = conv(x, None, memory, positions)
+        return residual + x
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1, 1), (1, 0, 3)])
+def test_blocks_may_have_different_numbers_of_convolutions(counts, static, monkeypatch):
+    kinds = [type(f"Uneven{count}", (Uneven,), {"convolutions": count}) for count in counts]
+
+    def kind(config, block: int) -> type[TokenMixing]:
+        return kinds[block]
+
+    for module in (cache, modeling):
+        monkeypatch.setattr(module, "mixing_class", kind)
+    model, ids = small_model(num_hidden_layers=len(counts)), tokens(batch=2, length=4)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, TriangularConv):
+                module.set_mixing_weight(8 * module.mixing_weight())
+    memories = MixingCache(model.config, static)
+    assert len(memories.layers) == sum(counts)
+    written = generate(model, ids, past_key_values=memories)
+    assert torch.equal(written, generate(model, ids, use_cache=False))
+    another = MixingCache(model.config, static)
+    another.layers = another.layers[:-1]
+    with pytest.raises(ValueError, match=f"has {sum(counts) - 1} memories .* needs {sum(counts)}"):
+        model(ids, past_key_values=another)
 
 
 class Softmax(TriangularConv):

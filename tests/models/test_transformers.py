@@ -1,10 +1,12 @@
 """At home with transformers: saved code, other dtypes and devices, its Trainer, and LoRA."""
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 
 import peft
 import pytest
@@ -21,6 +23,7 @@ from transformers import (
 
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.carried_code import CODE
+from mixer.models.masked_mixer import mixing
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 from mixer.models.masked_mixer.modeling import logger
 
@@ -90,6 +93,32 @@ def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, mixing, 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again) is type(model) and again.config.auto_map == AUTO_MAP
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("modules", "problem"),
+    [
+        ({"mixer.ops": None}, None),
+        ({"mixer": None, "mixer.ops": None}, None),
+        ({"mixer.ops": types.ModuleType("mixer.ops")}, "cannot import name 'keyed_conv'"),
+        ({"mixer.ops.operator": None}, "cannot import name 'operator'|mixer.ops.operator"),
+        ({"mixer.ops.row_operator": None}, "mixer.ops.row_operator"),
+    ],
+    ids=["not-installed", "absent", "other-version", "broken", "broken-inside"],
+)
+def test_a_package_that_is_there_and_cannot_be_imported_is_an_error(modules, problem, monkeypatch):
+    """And not plain PyTorch without a word, at a fraction of the speed."""
+    monkeypatch.delitem(sys.modules, "mixer.ops")
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = importlib.util.spec_from_file_location(f"{mixing.__package__}.again", mixing.__file__)
+    again = importlib.util.module_from_spec(spec)
+    if problem:
+        with pytest.raises(ImportError, match=problem):
+            spec.loader.exec_module(again)
+    else:
+        spec.loader.exec_module(again)
+        assert again.triangular_conv.__module__ == again.keyed_conv.__module__ == again.__name__
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -219,6 +248,71 @@ def test_transformers_trainer_resumes_and_ends_with_the_weights_of_a_run_never_s
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-30")
     for model in (resumed.model, loaded):
         torch.testing.assert_close(model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+LENGTHS = (2, 3, 1, 11, 12, 7)
+
+
+def padded_row(number: int, side: str) -> dict[str, torch.Tensor]:
+    """A text of LENGTHS[number] tokens; `mixed` pads every other one on the left, `inside` on both
+    sides of its first token. The last text has a prompt before it that is not scored.
+    """
+    text, width = tokens()[number % 3][: LENGTHS[number]], 12 if number > 2 else 4
+    left = {"left": 1, "right": 0, "mixed": number % 2, "inside": 0.5}[side]
+    before = int(left * (width - len(text)))
+    places = torch.arange(before, before + len(text))
+    if side == "inside":
+        places[0] = 0
+    row = {"input_ids": torch.zeros(width, dtype=torch.int64)}
+    row["labels"], row["attention_mask"] = row["input_ids"] - 100, row["input_ids"].clone()
+    row["input_ids"][places], row["labels"][places], row["attention_mask"][places] = text, text, 1
+    if number == 5:
+        row["labels"][places[:4]] = -100
+    return row
+
+
+@pytest.mark.parametrize("side", ["left", "left-lora", "right", "mixed", "inside"])
+def test_a_step_of_the_trainer_is_the_mean_over_its_tokens_however_texts_are_padded(side, tmp_path):
+    """In micro-batches of different lengths, with SGD at a rate of 1: a step is the gradient."""
+    side, _, adapter = side.partition("-")
+    model = lively_model(max_position_embeddings=12)
+    rows = [padded_row(number, side) for number in range(6)]
+    texts = [
+        (row["input_ids"][row["attention_mask"] == 1], row["labels"][row["attention_mask"] == 1])
+        for row in rows
+    ]
+    if adapter:
+        linear = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, linear)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    losses = [
+        torch.nn.functional.cross_entropy(
+            model(ids[None]).logits[0, :-1], labels[1:], reduction="sum"
+        )
+        for ids, labels in texts
+    ]
+    scored = [(labels[1:] != -100).sum() for _, labels in texts]
+    gradient = torch.autograd.grad(sum(losses) / sum(scored), trained)
+    expected = [weight.detach() - change for weight, change in zip(trained, gradient, strict=True)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=6,
+        max_grad_norm=0,
+        learning_rate=1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[3:])
+    mean = (sum(losses[3:]) / sum(scored[3:])).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(mean)
+    trainer.train()
+    torch.testing.assert_close(trained, expected)
 
 
 def test_label_smoothing_of_the_trainer_is_that_of_the_next_token(tmp_path):

@@ -5,12 +5,13 @@ import torch
 from models import small_model
 from torch import nn
 
+from mixer.models.masked_mixer import lags as lags_module
+from mixer.models.masked_mixer.lags import diagonal_sums, row_parts, toeplitz_rows
 from mixer.models.masked_mixer.plain import dense
-from mixer.optimizers import muon, shared_lags
+from mixer.optimizers import muon
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
 from mixer.optimizers.newton_schulz import STEPS, A, B, C, iterate, normalized
-from mixer.optimizers.shared_lags import diagonal_sums, row_parts, toeplitz_rows
 from mixer.optimizers.triangular_adamw import TriangularAdamW
 from mixer.training.optim import OptimConfig, build_optimizer
 
@@ -191,7 +192,7 @@ def test_shared_lags_are_training_of_a_weight_and_its_lags():
 
 @pytest.mark.parametrize("rows", (2, 8), ids=("in parts", "at once"))
 def test_lags_are_summed_and_spread_along_diagonals(rows, monkeypatch):
-    monkeypatch.setattr(shared_lags, "ROWS", rows)
+    monkeypatch.setattr(lags_module, "ROWS", rows)
     assert len(row_parts(7)) == (3 if rows == 2 else 1)
     x, lags = torch.randn(2, 3, 7, 7).double(), torch.randn(2, 3, 7).double()
     found, squares = diagonal_sums(x)
@@ -206,7 +207,7 @@ def test_lags_are_summed_and_spread_along_diagonals(rows, monkeypatch):
 @pytest.mark.parametrize("rows", (2, 8), ids=("in parts", "at once"))
 def test_the_update_of_triangles_is_torchs_and_leaves_what_is_dead(rows, monkeypatch):
     """Step by step, with clipping and weight decay, and from one's state on by the other."""
-    monkeypatch.setattr(shared_lags, "ROWS", rows)
+    monkeypatch.setattr(lags_module, "ROWS", rows)
     weights = [torch.randn(2, 1, 7, 7, dtype=torch.float64) for _ in range(3)]
     gradients = [[torch.randn_like(weight).tril() for weight in weights] for _ in range(6)]
     ours, theirs = ([nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))

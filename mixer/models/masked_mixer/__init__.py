@@ -4,9 +4,11 @@ configuration  its options
 modeling       the model: embedding, blocks, head, loss
 mixing         token mixing and its variants
 plain          the triangular convolution in plain PyTorch
+lags           mixing weights with one number for each distance of tokens
 linear, gelu   two layers in forms that compile better
 flops          counts operations
 generation     what generate() needs
+trainer        what transformers' Trainer needs
 cache, memory  the inputs of earlier tokens, kept while a text is generated
 captured_step  a decoding step as a CUDA graph
 """

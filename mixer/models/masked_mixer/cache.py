@@ -35,7 +35,8 @@ class MixingCache(Cache):
 
     def __init__(self, config, static: bool = False, compiled: bool = False):
         self.static, self.compiled, self.stepped, self.captured = static, compiled, False, None
-        count = config.num_hidden_layers * mixing_class(config, block=0).convolutions
+        blocks = range(config.num_hidden_layers)
+        count = sum(mixing_class(config, block).convolutions for block in blocks)
         super().__init__(
             layers=[MixingMemory(config.max_position_embeddings, static) for _ in range(count)]
         )

@@ -73,6 +73,12 @@ class MixerOptions:
         "others have gated mixing with mixer_gate, else flat mixing with one head",
         at_least=1,
     )
+    mixing_weight: str = option(
+        "full",
+        "what a mixing weight is: full, a number for each pair of positions, or lags, one for each "
+        "distance of two tokens, so that nothing grows with the square of the context",
+        choices=("full", "lags"),
+    )
     mixing_init: str = option(
         "reference",
         "initial mixing weights: reference (random, as nn.Conv1d's), zero (a block starts as its "
@@ -182,6 +188,11 @@ def shape_problems(options: MixerOptions) -> list[str]:
         problems.append(
             f"mixer_key_size is {size} and mixer_projections false, but queries, keys and values "
             "are projections; leave out mixer_projections"
+        )
+    if size and options.mixing_weight == "lags" and options.mixing_init != "shift":
+        problems.append(
+            f"mixing_init is {options.mixing_init} with mixer_key_size {size} and mixing_weight "
+            "lags; allowed with them: shift"
         )
     if size and options.mixer_kernel_size > 1:
         problems.append(

@@ -11,6 +11,7 @@ There is no norm after the last block unless `final_norm` is set, and lm_head ha
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
 # Imports are relative because these files are copied beside every saved model, and transformers
@@ -30,15 +30,14 @@ from .configuration import MaskedMixerConfig
 from .flops import count_flops
 from .gelu import gelu
 from .generation import Generation
+from .lags import toeplitz  # noqa: F401
 from .linear import Linear
 from .memory import MixingMemory  # noqa: F401
 from .mixing import Memory, TriangularConv, mixing_class
 from .plain import BACKENDS  # noqa: F401
+from .trainer import Training
 
 logger = logging.get_logger(__name__)
-# With label smoothing, transformers' Trainer shifts the labels by one token only for the models in
-# this table. A model that is not in it would be trained to repeat its input.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -212,11 +211,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         embedding and the output of each block, the last one after the norm.
         """
         x = in_autocast_type(self.embed_tokens(input_ids))
-        each = len(memories) // len(self.layers)  # convolutions in a block
-        for number, layer in enumerate(self.layers):
+        memories = iter(memories)
+        for layer in self.layers:
             if states is not None:
                 states.append(x)
-            own = memories[number * each : (number + 1) * each]
+            own = list(islice(memories, layer.mixing.convolutions))
             x = layer(x, own, positions.to(x.device)) if own else layer(x)
         x = self.norm(x)
         if states is not None:
@@ -267,12 +266,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             )
         (batch, new), context = input_ids.shape, self.config.max_position_embeddings
         memories = cache.layers if cache is not None else ()
-        # With fewer memories than blocks, none would be used.
-        if memories and (len(memories) < len(self.layers) or memories[0].context != context):
+        needed = sum(layer.mixing.convolutions for layer in self.layers)
+        if memories and (len(memories) != needed or memories[0].context != context):
             raise ValueError(
                 f"past_key_values has {len(memories)} memories of {memories[0].context} tokens, so "
-                f"it is another model's: this one has {len(self.layers)} blocks and a context of "
-                f"{context}; give MixingCache(model.config)"
+                f"it is another model's: this one needs {needed} and has a context of {context}; "
+                "give MixingCache(model.config)"
             )
         past = cache.get_seq_length() if cache is not None else 0
         if new == 0:  # generate() removes from its input the tokens that are in the cache
@@ -294,7 +293,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
-class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationMixin):
+class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, GenerationMixin):
     """The language model: MaskedMixerModel and lm_head.
 
     `AutoModelForCausalLM.from_pretrained` loads one after `import mixer`, and with
@@ -339,6 +338,8 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationM
             use_cache: return a cache; generate() sets it. While training with gradient
                 checkpointing there is none.
             output_hidden_states: return them too; None for what the configuration says.
+            num_items_in_batch: how many labels are scored in all micro-batches of a step. The loss
+                is then a sum divided by this number, in place of a mean.
 
         Returns:
             CausalLMOutputWithPast with logits (batch, kept tokens, vocab_size), loss,
@@ -364,39 +365,15 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationM
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self._loss(logits, labels, attention_mask, **kwargs)
+            labels = self.predicted_labels(labels, attention_mask)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
-        )
-
-    def _loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs,
-    ) -> Tensor:
-        """The mean over the labels that a token predicts, or their sum / num_items_in_batch, which
-        transformers' Trainer counts over all micro-batches of a step.
-        """
-        if attention_mask is not None:
-            places = Places(attention_mask, labels.shape[1])
-            scored = labels.masked_fill(places.unpredicted(), -100)
-            if num_items_in_batch is not None:
-                # The Trainer knows of no mask: it also counts the first token after padding.
-                share = count_labels(scored) / count_labels(labels)
-                num_items_in_batch = num_items_in_batch * share
-            labels = scored
-        return self.loss_function(
-            logits=logits,
-            labels=labels,
-            vocab_size=self.config.vocab_size,
-            num_items_in_batch=num_items_in_batch,
-            **kwargs,
         )
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
@@ -417,10 +394,3 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, GenerationM
         tokens = self.config.max_position_embeddings if tokens is None else tokens
         flops = count_flops(self, tokens)
         return {name: 3.0 * count / tokens for name, count in asdict(flops).items()}
-
-
-def count_labels(labels: Tensor) -> Tensor:
-    """How many of the labels (batch, tokens) count in the loss, 1 if none does: the first column is
-    shifted out, and -100 means none.
-    """
-    return labels[:, 1:].ne(-100).sum().clamp(min=1)

@@ -72,22 +72,22 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
     return y.contiguous()  # of one text or token, a transposed view may have come so far
 
 
-def mix_rows(memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
-    """The triangular convolution of a few new tokens, given the inputs of all tokens so far. Each
-    new token needs one row of the weight.
+def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
+    """The triangular convolution of a few new tokens, given the inputs of all tokens so far.
 
     Args:
         memory: (batch, heads, length, channels of a head), the inputs of positions 0 to length - 1,
             those of the new tokens included. A token does not read positions after its own.
-        weight: (heads, taps, context, context); bias: (heads, context).
+        rows: those of the weight that the new tokens have, (batch or 1, heads, taps, new, length),
+            as `rows_at` returns them.
+        bias: (heads, context).
         positions: (batch or 1, new tokens) int64, where each new token stands; 1 if that is the
             same in all texts.
 
     Returns:
         (batch, new tokens, channels), in memory's dtype.
     """
-    taps, new = weight.shape[1], positions.shape[1]
-    rows = rows_at(positions, weight, memory)
+    taps, new = rows.shape[2:4]
     # One product for all taps, so that the memory is read once.
     products = (rows.flatten(2, 3) @ memory).unflatten(2, (taps, new))
     # A shift over the channels may come before or after the mixing of tokens. Shifting the few
@@ -157,7 +157,7 @@ def relative_fits(products: Tensor, positions: Tensor, size: int) -> Tensor:
 
 
 def keyed_rows(
-    query: Tensor, memory: Tensor, weight: Tensor, bias: Tensor, positions: Tensor
+    query: Tensor, memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor
 ) -> Tensor:
     """Keyed mixing of a few new tokens, as `keyed`, given the keys and values of all tokens so far.
 
@@ -165,7 +165,7 @@ def keyed_rows(
         query: (batch, heads, new tokens, size of a key).
         memory: (batch, heads, length, size of a key + channels of a head), keys and values of
             positions 0 to length - 1, those of the new tokens included.
-        weight, bias, positions: as in `mix_rows`.
+        rows, bias, positions: as in `mix_rows`.
 
     Returns:
         (batch, new tokens, channels).
@@ -174,8 +174,7 @@ def keyed_rows(
     key, value = memory[..., :size], memory[..., size:]
     products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
     fits = relative_fits(products, positions[:, None, :, None], size)
-    rows = rows_at(positions, weight, memory)[:, :, 0]
-    y = (fits * rows.to(fits.dtype)).to(value.dtype) @ value
+    y = (fits * rows[:, :, 0].to(fits.dtype)).to(value.dtype) @ value
     y = y + bias[:, positions].transpose(0, 1)[..., None].to(y.dtype)
     return y.transpose(1, 2).flatten(2)
 
@@ -205,7 +204,7 @@ def mix_row(
     This is `mixer.ops.mix_row` in plain PyTorch, with the same arguments; `backend` has no effect.
     """
     write_rows(memory, split_heads(x, weight.shape[0]).transpose(0, 1), positions)
-    y = mix_rows(memory, weight, bias, positions)
+    y = mix_rows(memory, rows_at(positions, weight, memory), bias, positions)
     # Under autocast the residual stream has the autocast type, as y has.
     return y if residual is None else y + residual.to(y.dtype)
 

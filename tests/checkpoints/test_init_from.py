@@ -1,0 +1,94 @@
+"""train.init_from: a new run starts from the weights of a checkpoint or of an exported model."""
+
+import json
+import shutil
+
+import pytest
+from runs import read_lines
+from safetensors.torch import load_file
+
+from mixer.common.errors import UserError
+from mixer.export import export
+from mixer.training.config import load_config
+from mixer.training.loop import train
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["checkpoint", "exported"])
+def test_a_run_starts_from_given_weights_and_a_resume_needs_them_no_more(
+    exported, write_config, finished, tmp_path
+):
+    source = finished / "step-12"
+    if exported:
+        source = tmp_path / "model"
+        export(finished / "step-12", source, "apache-2.0", "fp32")
+    how = [f"train.init_from={source}", "name=tuned", "optim.name=muon", "optim.lr=0"]
+    if exported:  # as on a text of one's own
+        data = shutil.copytree(source, tmp_path / "tokenizer")
+        how += [f"data.tokenizer={data}", f"data.directory={tmp_path / 'data'}"]
+
+    def tune(*overrides: str) -> None:
+        train(load_config(str(write_config()), [*how, *overrides]))
+
+    tune("train.steps=4")
+    weights = load_file(source / "model.safetensors")
+    written = load_file(tmp_path / "runs/tuned/step-4/model.safetensors")
+    assert all((written[name] == weight).all() for name, weight in weights.items())
+    ends = [line for line in read_lines(finished) if "validation_loss" in line]
+    lines = read_lines(tmp_path / "runs/tuned")
+    starts = [line for line in lines if "validation_loss" in line]
+    assert starts[0]["step"] == starts[0]["tokens"] == 0
+    assert starts[0]["validation_loss"] == pytest.approx(ends[-1]["validation_loss"])
+    trainer = tmp_path / "runs/tuned/step-4/trainer_state/trainer.json"
+    assert json.loads(trainer.read_text())["samples"] == 4 * 8  # the data from its beginning
+    assert f"init_from: {source}" in (tmp_path / "runs/tuned/config.yaml").read_text()
+    shutil.rmtree(source)
+    tune("train.steps=6")
+    assert [line["step"] for line in read_lines(tmp_path / "runs/tuned") if "lr" in line] == [
+        *range(1, 7)
+    ]
+
+
+def swap_merges(source) -> None:
+    """Another tokenizer with as many ids."""
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    merges = tokenizer["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+REFUSED = {
+    "width": (None, ["model.hidden_size=64"], "hidden_size is 32 in the checkpoint and 64 in"),
+    "depth": (None, ["model.num_hidden_layers=3"], "num_hidden_layers is 2 in the .* and 3 in"),
+    "context": (None, ["model.max_position_embeddings=16"], "max_position_embeddings is 32"),
+    "other-mixing": (None, ["model.num_mixer_heads=2"], "num_mixer_heads is 1 .* and 2 in"),
+    "llama": (None, ["model.architecture=llama"], "model_type is masked_mixer .* and llama"),
+    "tokenizer": (swap_merges, [], "has another tokenizer than the data; set data.tokenizer = "),
+    "no-tokenizer": (
+        lambda source: (source / "tokenizer.json").unlink(),
+        [],
+        "is incomplete, it lacks tokenizer.json",
+    ),
+    "absent": (shutil.rmtree, [], "is not a directory: give one such as"),
+}
+
+
+@pytest.mark.parametrize(("change", "overrides", "problem"), REFUSED.values(), ids=REFUSED)
+def test_weights_that_do_not_fit_are_refused_in_one_line(
+    change, overrides, problem, write_config, finished, tmp_path
+):
+    source = shutil.copytree(finished / "step-12", tmp_path / "source")
+    shutil.rmtree(source / "trainer_state")
+    if change:
+        change(source)
+    how = [f"train.init_from={source}", "name=tuned", *overrides]
+    with pytest.raises(UserError, match=f"^train.init_from: checkpoint .*{problem}") as error:
+        train(load_config(str(write_config()), how))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "runs/tuned").exists()
+
+
+def test_another_vocabulary_is_refused(write_config, finished, tmp_path):
+    how = [f"train.init_from={finished / 'step-12'}", "name=tuned", "data.vocab_size=300"]
+    how += [f"data.directory={tmp_path / 'other'}", "data.max_documents=5"]
+    with pytest.raises(UserError, match="^train.init_from: .*vocab_size is 400 .* and 300 in the"):
+        train(load_config(str(write_config()), how))

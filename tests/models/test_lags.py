@@ -1,0 +1,91 @@
+"""Mixing weights by lag: one number for each distance of two tokens, and nothing larger."""
+
+import pytest
+import torch
+from models import MIXINGS, small_model, tokens
+from runs import read_losses
+from safetensors.torch import load_file
+
+from mixer.common.errors import UserError
+from mixer.models.masked_mixer.lags import toeplitz
+from mixer.models.masked_mixer.mixing import LAGS, SPANS
+from mixer.training.config import load_config
+from mixer.training.loop import train
+
+BY_LAG = ["model.mixing_weight=lags", "model.num_mixer_heads=2", "model.mixing_init=shift"]
+
+CONTEXT = "model.max_position_embeddings=24"  # no other size of the small run
+
+
+@pytest.mark.parametrize("length", (1, 7, 10))
+def test_a_lags_gradient_is_the_sum_over_its_diagonal(length):
+    lags = torch.randn(2, 3, 10, dtype=torch.float64, requires_grad=True)
+    weight, slope = toeplitz(lags, length), torch.randn(2, 3, length, length).double()
+    position = torch.arange(length)
+    lag = position[:, None] - position
+    expected = torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0)  # autograd sums by itself
+    assert torch.equal(weight, expected)
+    found, known = (torch.autograd.grad((y * slope).sum(), lags)[0] for y in (weight, expected))
+    assert torch.allclose(found, known, rtol=1e-12)
+
+
+@pytest.mark.parametrize("keyed", (False, True), ids=("flat", "keyed"))
+def test_a_full_weight_that_is_one_by_lag_computes_the_same(keyed):
+    kind = MIXINGS["keyed-lags" if keyed else "lags"]
+    by_lag, full = small_model(**kind), small_model(**(kind | {"mixing_weight": "full"}))
+    shared = {key: x for key, x in by_lag.state_dict().items() if key in full.state_dict()}
+    full.load_state_dict(shared, strict=False)
+    for ours, theirs in zip(by_lag.modules(), full.modules(), strict=True):
+        if hasattr(ours, "lags"):
+            theirs.set_mixing_weight(ours.mixing_weight())
+    ids = tokens()
+    assert torch.allclose(by_lag(ids).logits, full(ids).logits, atol=1e-6)
+    for ours, theirs in zip(by_lag.modules(), full.modules(), strict=True):
+        if hasattr(ours, "lags"):  # and back
+            lags = ours.lags.clone()
+            ours.set_mixing_weight(theirs.mixing_weight().tril())
+            assert torch.allclose(ours.lags, lags, atol=1e-6)
+
+
+def test_initial_lags_are_those_that_full_weights_start_from():
+    small = {"num_mixer_heads": 4, "mixing_init": "shift", "mixing_weight": "lags"}
+    for number, layer in enumerate(small_model(**small).model.layers):
+        lags = layer.mixing.conv.lags[:, 0]
+        for head in range(4):
+            lag = min(LAGS[number + head], 11)
+            assert lags[head, lag] > 0.5 and (lags[head].abs() > 0.5).sum() == 1
+    zero = small_model(mixing_init="zero", mixing_weight="lags").model.layers[0].mixing.conv
+    assert (zero.mixing_weight() == 0).all()
+    keyed = small | {"mixer_key_size": 2, "max_position_embeddings": 512}
+    full = small_model(**(keyed | {"mixing_weight": "full"}))
+    for ours, theirs in zip(small_model(**keyed).model.layers, full.model.layers, strict=True):
+        ours, theirs = ours.mixing.keyed_conv, theirs.mixing.keyed_conv
+        assert torch.allclose(ours.mixing_weight().tril(), theirs.mixing_weight(), atol=1e-6)
+        assert ours.decay.tolist() == pytest.approx(
+            [1 / SPANS[ours.block + h & 3] for h in range(4)]
+        )
+
+
+@pytest.mark.parametrize(
+    "kind", (["model.mixer_gate=true"], ["model.mixer_key_size=4"]), ids=("gated", "keyed")
+)
+def test_training_keeps_nothing_that_grows_with_the_square_of_the_context(
+    kind, write_config, tmp_path
+):
+    path = str(write_config(name="lags"))
+    model = train(load_config(path, [*BY_LAG, *kind, "optim.name=muon", "optim.lr=1e-2", CONTEXT]))
+    losses = read_losses(tmp_path / "runs/lags")
+    assert losses[12] < losses[1] - 0.2
+    context, step = model.config.max_position_embeddings, tmp_path / "runs/lags/step-12"
+    for file in (step / "model.safetensors", *step.glob("trainer_state/optimizer*.safetensors")):
+        for name, tensor in load_file(file).items():
+            assert tensor.shape[-1:] != (context,) or tensor.numel() < context**2, (
+                f"{name} in {file.name}"
+            )
+
+
+def test_what_lags_do_not_have_is_refused():
+    with pytest.raises(UserError, match="optim.shared_lags = true with .*; allowed with it: false"):
+        load_config(None, [*BY_LAG, "optim.shared_lags=true"])
+    with pytest.raises(UserError, match="mixing_init is zero with mixer_key_size 4 .*: shift"):
+        load_config(None, [*BY_LAG[:2], "model.mixer_key_size=4", "model.mixing_init=zero"])
