@@ -18,7 +18,7 @@ from transformers import (
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError, run_command
 from mixer.common.memory import memory_for
-from mixer.evaluation.measure import choose_device
+from mixer.evaluation.measure import choose_device, reads
 
 LOWEST_TEMPERATURE = 1e-4
 
@@ -109,7 +109,7 @@ def check_context(model: PreTrainedModel, prompt: int, new: int) -> None:
     write nonsense.
     """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and prompt + new > context:
+    if context is not None and not reads(model, prompt + new):
         raise UserError(
             f"the prompt has {prompt} tokens and --new-tokens is {new}, {prompt + new} together; "
             f"the model's context is {context}: shorten the prompt, or give fewer new tokens"

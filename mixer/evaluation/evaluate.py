@@ -26,6 +26,7 @@ from mixer.evaluation.measure import (
     join_processes,
     leave_if_joined,
     measure,
+    reads,
 )
 from mixer.evaluation.report import asked, evaluation_report, tell_apart, write_evaluation
 from mixer.evaluation.scoring import TokenScores, check_stride
@@ -63,7 +64,11 @@ class EvalOptions:
     split: str = option("test", "hub: the split to read")
     text_field: str = option("text", "field of a row that holds its text")
     max_documents: int = option(0, "score at most that many rows of a file or dataset; 0: all")
-    window: int | None = option(None, "longest window in tokens; default: the model's context")
+    window: int | None = option(
+        None,
+        "longest window in tokens; default: the model's context, which "
+        "mixing weights by lag can exceed",
+    )
     stride: int | None = option(
         None, "tokens between windows, 1..window; default: the window (disjoint windows)"
     )
@@ -188,7 +193,7 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
             f"{options.checkpoint} does not say its context (max_position_embeddings): "
             "give --window N"
         )
-    if context is not None and window > context:
+    if context is not None and not reads(model, window):
         raise UserError(
             f"window {window} is larger than the context of {options.checkpoint}: give 1..{context}"
         )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from torch import nn
+from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import peak_memory_gb
@@ -48,6 +49,15 @@ class Plan:
     last_window: str = "short"
     batch_size: int = 16
     dtype: str = "fp32"
+
+
+def reads(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a model reads so many tokens; one with mixing weights by lag is extended to."""
+    context = model.config.get_text_config().max_position_embeddings
+    by_lag = getattr(model.config, "mixing_weight", None) == "lags"
+    if tokens > context and by_lag:
+        model.extend_context(tokens)
+    return tokens <= context or by_lag
 
 
 def choose_device(name: str, dtype: str) -> torch.device:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import MIXINGS, small_model, tokens
+from models import MIXINGS, generate, small_model, tokens
 from runs import read_losses
 from safetensors.torch import load_file
 
@@ -64,6 +64,20 @@ def test_initial_lags_are_those_that_full_weights_start_from():
         assert ours.decay.tolist() == pytest.approx(
             [1 / SPANS[ours.block + h & 3] for h in range(4)]
         )
+
+
+@pytest.mark.parametrize("kind", ("lags", "keyed-lags"))
+def test_a_model_reads_and_writes_beyond_its_context(kind):
+    model, ids = small_model(**MIXINGS[kind]), tokens(batch=2, length=30)
+    before = model(ids[:, :12]).logits
+    with pytest.raises(ValueError, match="the input has 30 tokens, the model's context is 12"):
+        model(ids)
+    model.extend_context(40)
+    assert torch.allclose(model(ids).logits[:, :12], before, atol=1e-6)
+    written = generate(model, ids)
+    assert torch.equal(written, generate(model, ids, use_cache=False))
+    with pytest.raises(ValueError, match="'full' and a context of 12; allowed: a longer context"):
+        small_model().extend_context(40)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
@@ -126,6 +127,15 @@ class TriangularConv(nn.Module):
             self.lags.copy_(diagonal_sums(weight)[0] / numbers)
         else:
             self.weight.copy_(weight.tril())
+
+    @torch.no_grad()
+    def extend(self, context: int) -> None:
+        """Gives a weight by lag more tokens: further lags are zero, further biases the last."""
+        more = context - self.context
+        self.lags = nn.Parameter(F.pad(self.lags, (0, more)))
+        last = self.bias[:, -1:].expand(-1, more)
+        self.bias = nn.Parameter(torch.cat([self.bias, last], -1))
+        self.context = context
 
     def kind_of(self, name: str) -> str:
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""

@@ -376,6 +376,26 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
             hidden_states=output.hidden_states,
         )
 
+    def extend_context(self, context: int) -> None:
+        """Lets a model with mixing weights by lag read more tokens than it was trained with, up to
+        `context`. Distances beyond the trained ones get no weight of their own: in keyed mixing the
+        initial decay goes on, elsewhere the weight is zero.
+
+        Raises ValueError for full mixing weights, which have no rows for more tokens, and for a
+        context below the present one.
+        """
+        present = self.config.max_position_embeddings
+        if self.config.mixing_weight != "lags" or context < present:
+            raise ValueError(
+                f"extend_context({context}) of a model with mixing_weight "
+                f"{self.config.mixing_weight!r} and a context of {present}; allowed: a longer "
+                "context, for mixing_weight 'lags'"
+            )
+        for module in self.modules():
+            if isinstance(module, TriangularConv):
+                module.extend(context)
+        self.config.max_position_embeddings = context
+
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
         """Floating-point operations of one training step per token: forward, and backward, which
         costs twice as much.
