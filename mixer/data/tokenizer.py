@@ -83,7 +83,7 @@ def _read_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     if isinstance(own_code, dict):
         own_code = own_code.get("AutoTokenizer")
     if own_code:
-        raise UserError(f"its auto_map names code of its own ({own_code!s:.60}), which is not run")
+        raise UserError(f"it has code of its own (auto_map: {own_code!s:.60}), which is never run")
     options["trust_remote_code"] = False
     if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options):
         # AutoTokenizer would put parts of a class that it knows in place of the file's.

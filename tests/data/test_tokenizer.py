@@ -170,7 +170,7 @@ def test_code_of_a_tokenizer_is_refused_by_name_and_never_run(tmp_path, monkeypa
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     tokenizer = saved(tmp_path / "tok", auto_map=auto_map, tokenizer_class="Own")
     (tmp_path / "tok/own.py").write_text(f"open({str(tmp_path / 'RAN')!r}, 'w')")
-    with pytest.raises(UserError, match="tok' cannot be read: its auto_map names code .*; give"):
+    with pytest.raises(UserError, match="tok' cannot be read: it has code of its own .*; give"):
         prepare(config_of(tmp_path, ["a", "b"], tokenizer=tokenizer), quiet)
     assert not (tmp_path / "RAN").exists() and not (tmp_path / "prepared").exists()
 
