@@ -15,7 +15,7 @@ from transformers import (
     set_seed,
 )
 
-from mixer.checkpoints.pretrained import load_checkpoint
+from mixer.checkpoints.pretrained import check_token, load_checkpoint
 from mixer.common.errors import UserError, run_command
 from mixer.common.memory import memory_for
 from mixer.evaluation.measure import choose_device, reads
@@ -39,6 +39,7 @@ def continuations(
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
         model, tokenizer = load_checkpoint(Path(checkpoint), device)
         inputs = encode(tokenizer, prompts).to(device)  # (prompts, tokens)
+        check_token(int(inputs.input_ids.max()), model, "a prompt")
         check_context(model, inputs.input_ids.shape[1], new_tokens)
         set_seed(seed)
         output = generate(model, inputs, new_tokens, temperature, tokenizer.pad_token_id)

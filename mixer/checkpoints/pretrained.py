@@ -10,7 +10,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -22,7 +21,7 @@ from mixer.common.checksums import sha256
 from mixer.common.errors import UserError, first_line
 from mixer.common.json_file import NONE, read_json
 from mixer.common.memory import is_out_of_memory
-from mixer.data.tokenizer import vocabulary_size
+from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 INDEX = "model.safetensors.index.json"
@@ -149,9 +148,10 @@ def load_checkpoint(
     config = load_model_config(directory)
     if backend and isinstance(config, MaskedMixerConfig):
         config.mixing_backend = backend
-    tokenizer = load_fast_tokenizer(directory)
+    tokenizer = read_tokenizer(str(directory))
     vocab_size, what = config.get_text_config().vocab_size, f"the tokenizer in {directory}"
-    check_vocabulary(tokenizer, vocab_size, what, REMEDIES["tokenizer.json"])
+    if vocab_size > vocabulary_size(tokenizer):  # ids beyond the model's are refused in texts
+        check_vocabulary(tokenizer, vocab_size, what, REMEDIES["tokenizer.json"])
     return load_model(directory, config).to(device).eval(), tokenizer
 
 
@@ -280,25 +280,6 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def load_fast_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Raises UserError for a tokenizer that cannot be read, or has no fast version."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(directory), trust_remote_code=False, local_files_only=True
-        )
-    except Exception as error:  # transformers and tokenizers each raise their own kinds
-        raise UserError(
-            f"the tokenizer in checkpoint {directory} cannot be read ({first_line(error)}): "
-            f"{REMEDIES['tokenizer.json']}"
-        ) from error
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise UserError(
-            f"the tokenizer in checkpoint {directory} has no fast version (tokenizer.json): save "
-            "it as a fast one"
-        )
-    return tokenizer
-
-
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: str, remedy: str
 ) -> None:
@@ -310,4 +291,14 @@ def check_vocabulary(
         raise UserError(
             f"{what} has {ids} ids, the model {vocab_size}; allowed: as many, or up to "
             f"{LARGEST_PADDING} more in the model: {remedy}"
+        )
+
+
+def check_token(largest: int, model: PreTrainedModel, what: str) -> None:
+    """Raises UserError for a token that the model does not have. what: names its text."""
+    ids = model.config.get_text_config().vocab_size
+    if largest >= ids:
+        raise UserError(
+            f"{what} has token {largest}, the model's vocabulary ends at {ids - 1}: give another "
+            "text, or the tokenizer that the model was trained with"
         )

@@ -13,7 +13,7 @@ and for both
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ SPLITS = ("train", "validation")
 # Of manifest.json.
 KINDS = {"format": int, "fingerprint": str, "dtype": str, "vocab_size": int, "eos_token_id": int}
 KINDS |= {"tokenizer_sha256": str, "tokenizer_bytes": int, "settings": dict, "splits": dict}
+LATER_KINDS = {"tokenizer_files": dict, "tokenizer_loses": str}  # earlier versions wrote none
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Manifest:
     splits: dict[str, SplitManifest]
     fingerprint: str
     format: int = FORMAT
+    tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 of each by its name
+    tokenizer_loses: str = ""  # of a sample of the text, in words; see tokenizer.loss_of_text
 
     @classmethod
     def load(cls, directory: str | Path) -> "Manifest":
@@ -73,7 +76,7 @@ class Manifest:
                 "correct data.directory"
             )
         remedy = f"delete {directory} and prepare again"
-        values = read_json(file, remedy, required=KINDS)
+        values = read_json(file, remedy, required=KINDS, optional=LATER_KINDS)
         try:
             if values["format"] != FORMAT:
                 raise UserError(
@@ -112,14 +115,16 @@ class Manifest:
                         f"{directory / file} should have {size} bytes and is {found}: cut short or "
                         f"replaced; {again}"
                     )
-        tokenizer = directory / "tokenizer" / "tokenizer.json"
-        if not tokenizer.is_file():
-            raise UserError(f"{tokenizer} is missing; {again}")
-        if sha256(tokenizer) != self.tokenizer_sha256:
-            raise UserError(
-                f"{directory / 'tokenizer'} is not the tokenizer that made the token files; put it "
-                f"back, or {again}"
-            )
+        found = tokenizer_files(directory)
+        recorded = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
+        for name in recorded | (found if self.tokenizer_files else {}):
+            if found.get(name) != recorded.get(name):
+                problem = "changed" if name in recorded else "new"
+                problem = problem if name in found else "missing"
+                raise UserError(
+                    f"{directory / 'tokenizer'} is not the tokenizer that made the token files "
+                    f"({name} is {problem}); put it back, or {again}"
+                )
 
     def verify_content(self, directory: str | Path, split: str, say: Say = say_on_stderr) -> None:
         """Raise UserError unless a split's files have their recorded SHA-256, which is compared
@@ -141,6 +146,11 @@ class Manifest:
                     f"{file} is damaged: it is not what preparing wrote (its SHA-256 differs); "
                     f"copy it again, or delete {directory} and prepare again"
                 )
+
+
+def tokenizer_files(directory: Path) -> dict[str, str]:
+    """The SHA-256 of each file that a tokenizer may be read from, by its name."""
+    return {file.name: sha256(file) for file in sorted((directory / "tokenizer").glob("*.json"))}
 
 
 def fingerprint(values: dict) -> str:

@@ -40,13 +40,16 @@ from mixer.data.corpus import (
     split_shards,
     training_documents,
 )
-from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
+from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint, tokenizer_files
 from mixer.data.progress import PROGRESS_FILE, Progress
 from mixer.data.tokenise import Counts, TokeniseShard
 from mixer.data.tokenise_all import tokenise_all
 from mixer.data.tokenizer import (
+    TRAINING_PIECE,
     existing_tokenizer,
     load_tokenizer,
+    loss_of_text,
+    pieces,
     train_tokenizer,
     vocabulary_size,
 )
@@ -75,6 +78,8 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     check(config)
     # Before the lock, so that prepared data can be used where nothing can be written.
     if (manifest := _existing(config)) is not None:
+        if manifest.tokenizer_loses:
+            say(manifest.tokenizer_loses)
         return manifest
     directory = Path(config.directory).absolute()
     lock, missing = directory.with_name(f"{directory.name}.lock"), missing_directories(directory)
@@ -205,6 +210,8 @@ def _write(
         "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": sha256(partial / "tokenizer" / "tokenizer.json"),
         "tokenizer_bytes": progress.tokenizer_bytes,
+        "tokenizer_files": tokenizer_files(partial),
+        "tokenizer_loses": progress.tokenizer_loses,
         "settings": _settings(config),
         "splits": splits,
     }
@@ -221,7 +228,7 @@ def _tokenizer(
         progress = Progress.load(file)
         say(f"going on from {progress.shards} of {len(shards)} shards")
         return load_tokenizer(partial), progress  # config.tokenizer may be another one by now
-    tokenizer_bytes = 0
+    tokenizer_bytes, loses = 0, ""
     if config.tokenizer == "train":
         # The trainer has threads of its own. Their number is read once, at first use.
         if config.workers:
@@ -229,8 +236,10 @@ def _tokenizer(
         tokenizer, tokenizer_bytes = _train(config, shards, fixed, say)
     else:
         tokenizer = existing_tokenizer(config.tokenizer)
+        if loses := loss_of_text(tokenizer, training_documents(shards, config, fixed)):
+            say(loses)
     tokenizer.save_pretrained(str(partial / "tokenizer"))
-    progress = Progress(tokenizer_bytes)
+    progress = Progress(tokenizer_bytes, loses)
     file.parent.mkdir(exist_ok=True)
     progress.save(file)
     return tokenizer, progress
@@ -240,19 +249,20 @@ def _train(config: DataConfig, shards: SplitShards, fixed: FixedSplits, say: Say
     """Train the BPE on the training documents, or their first SAMPLE_BYTES. Returns it and how many
     bytes it saw.
     """
-    began, seen, truncated = time.perf_counter(), 0, False
+    began, seen = time.perf_counter(), 0
+    documents = training_documents(shards, config, fixed)
 
     def sample():
-        nonlocal seen, truncated
-        for text in training_documents(shards, config, fixed):
-            if seen >= SAMPLE_BYTES:
-                truncated = True
-                return
-            seen += len(text.encode())
-            yield text
+        nonlocal seen
+        while seen < SAMPLE_BYTES and (text := next(documents, None)) is not None:
+            for piece in pieces(text, TRAINING_PIECE):
+                seen += len(piece.encode())
+                yield piece
 
-    tokenizer = train_tokenizer(sample(), config.vocab_size)
-    part = "the first " if truncated else ""
+    texts = sample()
+    tokenizer = train_tokenizer(texts, config.vocab_size)
+    is_part = next(texts, None) is not None or next(documents, None) is not None
+    part = "the first " if is_part else ""
     too_small = len(tokenizer) < config.vocab_size
     note = f" (the corpus is too small for {config.vocab_size})" if too_small else ""
     say(

@@ -22,6 +22,7 @@ class Progress:
     """How far a preparation is: `shards` of them are in the token files, which hold `splits`."""
 
     tokenizer_bytes: int
+    tokenizer_loses: str = ""  # see tokenizer.loss_of_text
     shards: int = 0
     splits: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in SPLITS})
 

@@ -4,14 +4,18 @@ with it.
 
 import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, first_line
 
 # transformers is imported where it is used: workers need none of it, and it takes seconds.
 if TYPE_CHECKING:
@@ -24,56 +28,82 @@ PIECE = 1 << 20
 # The trainer takes time quadratic in the longest run without a break (a line of base64, say), so it
 # gets shorter ones.
 TRAINING_PIECE = 1 << 12
+# The trainer keeps each distinct word, in about 80 times its bytes. 100 MB of source code have 2 MB
+# of distinct words, 100 MB of a language without spaces nearly 100.
+DISTINCT_BYTES = 16_000_000
+DISTINCT_WORD = re.compile(r"[A-Za-z]+|[^\sA-Za-z]+")  # about the trainer's
 # Cuts a text into words that a byte-level BPE with GPT-2's pattern tokenises the same alone as in
 # the text: that pattern also ends a token before white space, and between an ASCII letter and
 # another ASCII character. \x1c-\x1f are white space to Python, but not to that pattern.
 WORD = re.compile(r" ?[A-Za-z]++(?![^\x00-@\[-`{-\x7f])|\s*[\S\x1c-\x1f]+|\s+")
-WORDS_KEPT = 1 << 18  # about 50 MB; English prose has half as many in 30 MB
+KEPT_BYTES = 50_000_000  # of words and their tokens; those of 30 MB of English take half as much
+LONGEST_KEPT = 64  # characters; longer words hardly ever come again
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerFast":
     """The tokenizer of the prepared data in `directory` (its tokenizer/ folder)."""
-    folder = Path(directory) / "tokenizer"
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(
-            f"{directory} holds no tokenizer/tokenizer.json; give a directory of prepared data "
-            "(data.directory)"
-        )
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder))
+    return read_tokenizer(str(Path(directory) / "tokenizer"))
 
 
 def existing_tokenizer(name: str) -> "PreTrainedTokenizerFast":
-    """A tokenizer from a local directory or the hub. Raises UserError if it cannot be had, is not a
-    fast one, or has no EOS.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    # Transformers, the hub client and the network each raise their own kinds.
-    except Exception as error:
-        raise UserError(
-            f"cannot load tokenizer {name!r}: {type(error).__name__}: {error}. "
-            "give a directory with a tokenizer.json or the name of a hub repository "
-            "(data.tokenizer=train makes a new one)"
-        ) from error
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise UserError(
-            f"tokenizer {name!r} has no fast version (tokenizer.json); choose one that has, or "
-            "data.tokenizer: train"
-        )
+    """`read_tokenizer`, of a tokenizer that has an EOS."""
+    tokenizer = read_tokenizer(name)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"tokenizer {name!r} has no EOS token, which ends every document; choose one that has"
+            f"tokenizer {name!r} has no EOS token, which ends every document: name it in its "
+            'tokenizer_config.json, such as {"eos_token": "</s>"}'
         )
+    return tokenizer
+
+
+def read_tokenizer(name: str) -> "PreTrainedTokenizerFast":
+    """A tokenizer from a local directory or the hub. Raises UserError if it cannot be had, is not a
+    fast one, or has code of its own, which is never run.
+    """
+    try:
+        return _read_tokenizer(name)
+    # Transformers, the hub client and the network each raise their own kinds.
+    except Exception as error:
+        problem = error if isinstance(error, UserError) else first_line(error)
+        raise UserError(
+            f"tokenizer {name!r} cannot be read: {problem}; give the name of a hub repository, or "
+            "a directory with tokenizer.json and a tokenizer_config.json that names the EOS token"
+        ) from error
+
+
+def _read_tokenizer(name: str) -> "PreTrainedTokenizerFast":
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    from transformers.utils import cached_file
+
+    if Path(name).is_file():
+        raise UserError("it is a file")
+    options = {"local_files_only": Path(name).is_dir()}
+    own_code = get_tokenizer_config(name, **options).get("auto_map")
+    if isinstance(own_code, dict):
+        own_code = own_code.get("AutoTokenizer")
+    if own_code:
+        raise UserError(f"it has code of its own (auto_map: {own_code!s:.60}), which is never run")
+    options["trust_remote_code"] = False
+    if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options):
+        # AutoTokenizer would put parts of a class that it knows in place of the file's.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
+    elif any(Path(name).glob("*.model")) and find_spec("sentencepiece") is None:
+        raise UserError("its sentencepiece model needs a package: pip install sentencepiece")
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise UserError("it has no fast version")
+    if tokenizer.eos_token is None:
+        with suppress(Exception):  # of an old one, such as GPT-2's, transformers knows it
+            known = AutoTokenizer.from_pretrained(name, **options).eos_token
+            tokenizer.eos_token = known if known in tokenizer.get_vocab() else None
     return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE of at most `vocab_size` tokens: any text comes back exactly, and the same
-    texts give the same BPE.
+    texts give the same BPE. Of texts with very many distinct words it reads only the beginning.
 
     There is no normaliser and no prefix space, and all 256 bytes are in the vocabulary, so nothing
     is ever unknown. `<|endoftext|>` is id 0: EOS and padding.
@@ -89,9 +119,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        (piece for text in texts for piece in pieces(text, TRAINING_PIECE)), trainer
-    )
+    tokenizer.train_from_iterator(_training_pieces(texts), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
@@ -101,16 +129,45 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     )
 
 
+def _training_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Short pieces of the texts, until their distinct words have DISTINCT_BYTES."""
+    seen, size = set(), 0
+    for text in texts:
+        for piece in pieces(text, TRAINING_PIECE):
+            new = set(DISTINCT_WORD.findall(piece)) - seen
+            seen |= new
+            size += sum(len(word.encode()) + 8 for word in new)  # each costs some beside its bytes
+            if size > DISTINCT_BYTES:
+                return
+            yield piece
+
+
 def raw_encoder(tokenizer: "PreTrainedTokenizerFast") -> Callable[[list[str]], list[list[int]]]:
     """A function from texts to their token ids: nothing added, truncated or padded, on all cores.
 
     Text that spells a special token, such as a literal `<|endoftext|>`, is tokenised as the text it
     is: only the preparation itself puts a separator between documents.
     """
-    backend = _raw_backend(tokenizer.backend_tokenizer.to_str())
-    return lambda texts: [
-        encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
-    ]
+    return _raw_encoder(tokenizer.backend_tokenizer.to_str())
+
+
+def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
+    backend = Tokenizer.from_str(specification)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        try:
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises no other kind
+            raise UserError(
+                f"the tokenizer cannot encode a text ({first_line(error)}): choose one with a "
+                "token for what is unknown, or with all bytes"
+            ) from None
+        return [encoding.ids for encoding in encodings]
+
+    return encode
 
 
 def token_encoder(specification: str, dtype: np.dtype) -> Callable[[str], bytes]:
@@ -120,11 +177,10 @@ def token_encoder(specification: str, dtype: np.dtype) -> Callable[[str], bytes]
     threads. A byte-level BPE with GPT-2's pattern is 3 to 5 times as fast as with `raw_encoder`
     (on one core), since the tokens of the words seen so far are kept.
     """
-    backend = _raw_backend(specification)
+    ids = _raw_encoder(specification)
 
     def encode(text: str) -> bytes:
-        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return np.array(ids, dtype).tobytes()
+        return np.array(ids([text])[0], dtype).tobytes()
 
     if not _cuts_words_as_gpt2(json.loads(specification)):
         return encode
@@ -133,25 +189,21 @@ def token_encoder(specification: str, dtype: np.dtype) -> Callable[[str], bytes]
 
 
 class _Words(dict):
-    """The encoded form of each word, computed at its first use."""
+    """The encoded form of each word, computed at its first use; in about KEPT_BYTES at most."""
 
     def __init__(self, encode: Callable[[str], bytes]):
         super().__init__()
-        self.encode = encode
+        self.encode, self.size = encode, 0
 
     def __missing__(self, word: str) -> bytes:
-        if len(self) >= WORDS_KEPT:
-            self.clear()
-        self[word] = tokens = self.encode(word)
+        tokens = self.encode(word)
+        if len(word) <= LONGEST_KEPT:
+            if self.size >= KEPT_BYTES:
+                self.clear()
+                self.size = 0
+            self.size += sys.getsizeof(word) + sys.getsizeof(tokens) + 100  # the dict's own
+            self[word] = tokens
         return tokens
-
-
-def _raw_backend(specification: str) -> Tokenizer:
-    backend = Tokenizer.from_str(specification)
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True
-    return backend
 
 
 def _cuts_words_as_gpt2(specification: dict) -> bool:
@@ -175,6 +227,49 @@ def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
     holes).
     """
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def token_bytes(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray:
+    """(vocabulary,) int64: the bytes of text (UTF-8) that each id stands for. Special tokens, and
+    the one for what is unknown, stand for none.
+    """
+    backend = tokenizer.backend_tokenizer
+    decode = backend.decoder.decode if backend.decoder else " ".join
+    special = backend.get_added_tokens_decoder().values()
+    no_text = {token.content for token in special if token.special}
+    no_text.add(getattr(backend.model, "unk_token", None))
+    # Between others: decoders treat the first and the last token in their own ways.
+    around, sizes = len(decode(["a", "a"])), np.zeros(vocabulary_size(tokenizer), np.int64)
+    for token, number in backend.get_vocab().items():
+        text = decode(["a", token, "a"])
+        if "\ufffd" in text:  # part of a character: <0xE6>, or a symbol for each byte
+            sizes[number] = 1 if token.startswith("<0x") else len(token)
+        elif token not in no_text:
+            sizes[number] = len(text.encode()) - around
+    return sizes
+
+
+def loss_of_text(tokenizer: "PreTrainedTokenizerFast", texts: Iterable[str]) -> str:
+    """What a tokenizer loses of the first texts, in words; empty if nothing.
+
+    Counted are the characters that are missing in what its tokens decode to.
+    """
+    encode, decode = raw_encoder(tokenizer), tokenizer.backend_tokenizer.decode
+    lost, documents, changed, read = Counter(), 0, 0, 0
+    for text in texts:
+        text = text[: PIECE - read]
+        missing = Counter(text) - Counter(decode(encode([text])[0]))
+        lost += missing
+        documents, changed, read = documents + 1, changed + bool(missing), read + len(text)
+        if read == PIECE:
+            break
+    if not lost:
+        return ""
+    most = ", ".join(repr(character) for character, _ in lost.most_common(3))
+    return (
+        f"the tokenizer loses {lost.total() / read:.2%} of the characters ({most}...), in "
+        f"{changed:,} of {documents:,} documents sampled: bits per byte of the text look too low"
+    )
 
 
 def pieces(text: str, most: int = PIECE) -> Iterator[str]:

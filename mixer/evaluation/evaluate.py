@@ -9,11 +9,17 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
-from mixer.checkpoints.pretrained import check_checkpoint, load_checkpoint, weights_sha256
+from mixer.checkpoints.pretrained import (
+    check_checkpoint,
+    check_token,
+    load_checkpoint,
+    weights_sha256,
+)
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for, place_for
 from mixer.common.memory import memory_for
 from mixer.common.options import option
+from mixer.data.tokenizer import loss_of_text
 from mixer.evaluation.checks import check_causality, compare_backends
 from mixer.evaluation.measure import (
     AUTOCAST_TYPES,
@@ -212,19 +218,10 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         )
     else:
         text = validation_text(Path(data_directory(options)), window, tokenizer)
+    text.loses = text.loses or loss_of_text(tokenizer, text.sample)
     if every_token:
         text = put_eos_first(text, tokenizer)
     return limit(text, options.max_tokens, tokenizer)
-
-
-def check_tokens(text: Text, vocab_size: int) -> None:
-    """Raises UserError for a token that the model does not have."""
-    largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
-    if largest >= vocab_size:
-        raise UserError(
-            f"{text.name} has token {largest}, the model's vocabulary ends at {vocab_size - 1}: "
-            "give data that was prepared with the checkpoint's own tokenizer"
-        )
 
 
 def evaluate_checkpoint(options: EvalOptions) -> dict:
@@ -253,7 +250,8 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     window, stride = choose_window(options, model)
     plan = Plan(window, stride, options.last_window, options.batch_size, options.dtype)
     text = choose_text(options, window, tokenizer)
-    check_tokens(text, model.config.get_text_config().vocab_size)
+    largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
+    check_token(largest, model, text.name)
     causality = check_causality(model, max(text.streams, key=len), plan, process)
     scores, cost = measure(model, text.streams, plan, process)
     if not math.isfinite(scores.nats):
@@ -329,7 +327,7 @@ def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
         "public_text": text.public_name,
         "bytes": text.bytes,
         "words": text.words,
-        "sizes_counted_from": text.counted,
+        "sizes_counted_from": "; ".join(filter(None, (text.counted, text.loses))),
         "streams": len(text.streams),
         "eos_scored": eos_scored,
     }

@@ -111,6 +111,8 @@ def _facts(model: MaskedMixerForCausalLM, checkpoint: Path) -> dict[str, str]:
             for key, text in names.items()
             if isinstance(last.get(key), float)
         }
+        if "validation_tokens" in last:
+            facts["validation tokens scored"] = f"{last['validation_tokens']:,}"
     return facts
 
 

@@ -19,8 +19,10 @@ from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
 from mixer.data.sources import SUFFIXES, Shard, file_shards, local_files, source_shards
 from mixer.data.token_file import TokenFile
-from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder
+from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder, token_bytes
 from mixer.evaluation.measure import is_first_process
+
+SAMPLE = 100  # documents by which it is told whether the tokenizer loses text
 
 
 def say(line: str) -> None:
@@ -38,6 +40,8 @@ class Text:
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
     counted: str = "the text"  # where bytes and words come from
+    sample: list[str] = field(default_factory=list)  # of the documents
+    loses: str = ""  # what the tokenizer loses of them, see tokenizer.loss_of_text
 
     def add(
         self,
@@ -53,6 +57,8 @@ class Text:
             self.streams.append(np.concatenate(ids))
             self.bytes += len(document.encode("utf-8", errors="replace"))
             self.words += len(document.split())
+            if len(self.sample) < SAMPLE:
+                self.sample.append(document)
         if all(len(tokens) < least for tokens in self.streams[before:]):
             raise UserError(
                 f"{settings.path} is shorter than {least} tokens, so nothing can be predicted: "
@@ -139,29 +145,8 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     )
     counts = split.manifest.splits["validation"]
     names = (f"validation split of {one}" for one in (directory, directory.resolve().name))
-    return Text(*names, streams, counts.bytes, counts.words, "the manifest")
-
-
-def decoded_size(
-    streams: Sequence[np.ndarray], tokenizer: PreTrainedTokenizerFast
-) -> tuple[int, int]:
-    """UTF-8 bytes and words of the decoded streams, each cut at its EOS tokens, which stand for no
-    text.
-    """
-    size, words = 0, 0
-    for tokens in streams:
-        cuts = (
-            np.flatnonzero(tokens == tokenizer.eos_token_id)
-            if tokenizer.eos_token_id is not None
-            else []
-        )
-        for piece in np.split(tokens, cuts):
-            document = tokenizer.decode(
-                piece.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            size += len(document.encode("utf-8", errors="replace"))
-            words += len(document.split())
-    return size, words
+    sizes = counts.bytes, counts.words, "the manifest"
+    return Text(*names, streams, *sizes, loses=split.manifest.tokenizer_loses)
 
 
 def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -176,9 +161,13 @@ def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Te
             break
         kept.append(tokens[: left + 1])
         left -= len(kept[-1]) - 1
-    size, words = decoded_size(kept, tokenizer)
+    sizes, words = token_bytes(tokenizer), 0
+    for tokens in kept:
+        document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+        words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
+    size = sum(int(sizes[tokens].sum()) for tokens in kept)
     names = (f"{one} (first {max_tokens} tokens)" for one in (text.name, text.public_name))
-    return Text(*names, kept, size, words, "the decoded tokens")
+    return Text(*names, kept, size, words, "the decoded tokens", loses=text.loses)
 
 
 def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> Text:

@@ -57,7 +57,9 @@ class TrainConfig:
         1000, "steps between evaluations; 0 for one at the end alone", at_least=0
     )
     eval_samples: int = option(
-        2048, "samples of the validation split per evaluation; 0 for all", at_least=0
+        2048,
+        "samples per evaluation, spread evenly over the validation split; 0 for all",
+        at_least=0,
     )
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(

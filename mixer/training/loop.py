@@ -257,10 +257,8 @@ class Trainer:
     def evaluate(self) -> None:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
         train, step = self.run.train, self.progress.step
-        samples, size = train.eval_samples, train.batch_size
-        loss, bits = validation_loss(
-            self.parallel, self.data.validation, samples, size, self.accelerator
-        )
+        scored = self.data.validation, self.data.token_bytes, train.eval_samples, train.batch_size
+        loss, bits, count = validation_loss(self.parallel, *scored, self.accelerator)
         if step == train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
             raise NotFinite(
@@ -269,10 +267,15 @@ class Trainer:
                 "optim.warmup_steps, and give the run another name"
             )
         if self.metrics:
-            line = {"step": step, "tokens": self.progress.tokens}
-            self.metrics.write(line | {"validation_loss": loss, "validation_bits_per_byte": bits})
+            line = {"step": step, "tokens": self.progress.tokens, "validation_loss": loss}
+            line |= {"validation_bits_per_byte": bits, "validation_tokens": count}
+            self.metrics.write(line)
             self.writer.link_best(self.metrics.validation_losses)
-        self.console.say(f"step {step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
+        of = self.data.manifest.splits["validation"].tokens
+        self.console.say(
+            f"step {step}: validation loss {loss:.4f}, {bits:.4f} bits per byte "
+            f"({count:,} of {of:,} tokens)"
+        )
 
 
 def evaluation_due(run: RunConfig, step: int) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
@@ -17,7 +18,7 @@ from mixer.common.say import Say
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
-from mixer.data.tokenizer import load_tokenizer
+from mixer.data.tokenizer import load_tokenizer, token_bytes
 from mixer.distributed.hosts import Hosts
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import RunConfig, save_config
@@ -35,6 +36,7 @@ class Data:
     training: TokenFile
     validation: TokenFile
     tokenizer: PreTrainedTokenizerBase
+    token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
 
 
 @dataclass
@@ -74,7 +76,7 @@ def prepare_data(run: RunConfig, hosts: Hosts, say: Say) -> Data:
     )
     tokenizer = load_tokenizer(run.data.directory)
     tokenizer.model_max_length = context  # saved with the model, for tools that cut texts by it
-    return Data(manifest, training, validation, tokenizer)
+    return Data(manifest, training, validation, tokenizer, token_bytes(tokenizer))
 
 
 def start_state(

@@ -1,7 +1,8 @@
-"""The mean loss over the validation split."""
+"""The mean loss over a sample of the validation split."""
 
 import math
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -14,15 +15,19 @@ from mixer.data.token_file import TokenFile
 def validation_loss(
     parallel: nn.Module,
     validation: TokenFile,
+    token_bytes: np.ndarray,
     samples: int,
     batch_size: int,
     accelerator: Accelerator,
-) -> tuple[float, float]:
-    """(mean nats per target token, bits per byte of text) of the first `samples` samples, 0 for
-    all. The processes share the samples.
+) -> tuple[float, float, int]:
+    """(mean nats per target token, bits per byte of their text, target tokens) of `samples` samples
+    spread evenly over the split, 0 for all. The processes share the samples.
+
+    token_bytes: (vocabulary,), how many bytes of text each token stands for.
     """
     samples = min(len(validation), samples or len(validation))
-    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # nats, targets
+    # nats, targets, bytes
+    totals = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     model = accelerator.unwrap_model(parallel)  # DDP has nothing to synchronise here
     model.eval()
     step = batch_size * accelerator.num_processes
@@ -32,11 +37,13 @@ def validation_loss(
         # Every batch is filled up to one shape, as torch.compile would compile another one anew.
         # A process without samples computes a batch too, as sharded weights need all processes.
         filled = [*own, *[0] * (batch_size - len(own))]
-        inputs, targets = to_device(validation.batch(filled), accelerator.device)
-        nats, targets = model(inputs, targets)[: len(own)], targets[: len(own)]
-        totals += torch.stack([nats.sum(dtype=torch.float64), (targets != -100).sum()])
+        batch = validation.batch(np.array(filled) * len(validation) // samples)
+        scored = batch[1][: len(own)]
+        scored = scored[scored != -100]
+        nats = model(*to_device(batch, accelerator.device))[: len(own)].sum(dtype=torch.float64)
+        totals[0] += nats
+        totals[1] += len(scored)
+        totals[2] += int(token_bytes[scored.numpy()].sum())
     model.train()
-    nats, count = accelerator.reduce(totals, "sum").tolist()
-    split = validation.manifest.splits["validation"]
-    scored_bytes = split.bytes * count / split.tokens  # of the tokens that were scored
-    return nats / count, nats / math.log(2) / scored_bytes
+    nats, count, size = accelerator.reduce(totals, "sum").tolist()
+    return nats / count, nats / math.log(2) / max(size, 1), int(count)

@@ -96,6 +96,17 @@ def test_damaged_files_are_refused_on_opening(damaged):
     other.save_pretrained(str(damaged / "tokenizer"))
     refused("not the tokenizer that made the token files")
     (damaged / "tokenizer/tokenizer.json").write_bytes(kept)
+    config = damaged / "tokenizer/tokenizer_config.json"
+    kept = config.read_text()
+    for content in (kept.replace("<|endoftext|>", "a"), kept[: len(kept) // 2]):
+        config.write_text(content)
+        refused("tokenizer_config.json is changed.; put it back")
+    config.unlink()
+    refused("tokenizer_config.json is missing.; put it back")
+    config.write_text(kept)
+    (damaged / "tokenizer/special_tokens_map.json").write_text('{"eos_token": "a"}')
+    refused("special_tokens_map.json is new.; put it back")
+    (damaged / "tokenizer/special_tokens_map.json").unlink()
     TokenFile(damaged, "train", 8)
     for name in ("train.bin", "train.docs.bin"):
         content = (damaged / name).read_bytes()

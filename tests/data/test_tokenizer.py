@@ -1,15 +1,32 @@
 """The tokenizer: every text comes back, and training it is deterministic."""
 
+import json
 import random
+import re
 import time
 
 import numpy as np
+import psutil
 import pytest
 from texts import HARD, config_of, corpus, decoded_documents, made_texts, quiet
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
+from mixer.data import tokenizer as module
 from mixer.data.prepare import prepare
-from mixer.data.tokenizer import PIECE, load_tokenizer, pieces, raw_encoder, train_tokenizer
+from mixer.data.tokenizer import (
+    PIECE,
+    existing_tokenizer,
+    load_tokenizer,
+    pieces,
+    raw_encoder,
+    token_bytes,
+    token_encoder,
+    train_tokenizer,
+)
+
+HAN = "".join(map(chr, range(0x4E00, 0x59B8)))
 
 
 def test_trained_tokenizer_is_exactly_reversible_and_deterministic():
@@ -27,6 +44,8 @@ def test_trained_tokenizer_is_exactly_reversible_and_deterministic():
         [HARD, noise, " ", "a"], raw_encoder(tokenizer)([HARD, noise, " ", "a"]), strict=True
     ):
         assert tokenizer.decode(ids) == text
+        assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
+    assert token_bytes(tokenizer)[tokenizer.eos_token_id] == 0
 
 
 def test_text_that_spells_the_separator_stays_text(tmp_path):
@@ -51,7 +70,7 @@ def test_existing_tokenizer_is_used_from_a_directory(tmp_path):
         tmp_path / "tok/tokenizer.json"
     ).read_bytes()
     with pytest.raises(
-        UserError, match="cannot load tokenizer.*give a directory with a tokenizer.json or the name"
+        UserError, match="tokenizer .* cannot be read: .*; give the name of a hub .* or a directory"
     ):
         prepare(
             config_of(tmp_path / "other", ["a b", "c"], tokenizer=str(tmp_path / "nowhere/at/all")),
@@ -90,3 +109,148 @@ def test_a_huge_document_is_cut_into_pieces_and_comes_back(tmp_path):
     manifest = prepare(config_of(tmp_path, [huge, "small"]), quiet)
     assert manifest.splits["train"].documents == 1
     assert decoded_documents(tmp_path / "prepared", "train") == [huge]
+
+
+@pytest.mark.parametrize("length", [30, 300])
+def test_a_language_without_spaces_does_not_fill_the_memory(monkeypatch, length):
+    """Neither by the words that the encoder keeps, nor by those that the BPE is trained on."""
+    monkeypatch.setattr(module, "KEPT_BYTES", 1_000_000)
+    monkeypatch.setattr(module, "DISTINCT_BYTES", 200_000)
+    generator, read = random.Random(0), 0
+
+    def texts(count):
+        nonlocal read
+        for _ in range(count):
+            read += 3 * length
+            yield "".join(generator.choices(HAN, k=length)) + "\n"
+
+    encode = token_encoder(train_tokenizer(texts(10_000), 300).backend_tokenizer.to_str(), "<u2")
+    assert read < 250_000
+    process, count = psutil.Process(), 1_300_000 // (3 * length)
+    for text in texts(count):  # fills the library's own cache, of 10,000 words
+        encode(text)
+    before = process.memory_info().rss
+    for text in texts(2 * count):
+        encode(text)
+    assert process.memory_info().rss - before < 5_000_000  # it was four times the text
+
+
+def saved(folder, backend=None, **config) -> str:
+    """A tokenizer's folder, with changes in its tokenizer_config.json."""
+    tokenizer = train_tokenizer(made_texts(50), 300)
+    if backend is not None:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.save_pretrained(str(folder))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return str(folder)
+
+
+def test_tokens_are_those_of_tokenizer_json_whatever_class_it_names(tmp_path):
+    backend = train_tokenizer(made_texts(50), 300).backend_tokenizer
+    digits = pre_tokenizers.Split(Regex(r"\p{N}|\p{L}+|\s|."), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer = saved(tmp_path / "tok", backend, tokenizer_class="GPT2Tokenizer")
+    text = "document 1000:\n\n  the document"
+    expected = backend.encode(text, add_special_tokens=False).ids
+    assert expected != raw_encoder(train_tokenizer(made_texts(50), 300))([text])[0]
+    prepare(config_of(tmp_path, made_texts(5), tokenizer=tokenizer), quiet)
+    found = load_tokenizer(tmp_path / "prepared")
+    assert raw_encoder(found)([text])[0] == expected
+    found.save_pretrained(str(tmp_path / "llama"))  # as beside a model
+    (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    assert AutoTokenizer.from_pretrained(tmp_path / "llama")(text).input_ids == expected
+
+
+@pytest.mark.parametrize(
+    "auto_map", [{"AutoTokenizer": [None, "own.Own"]}, ["own.Own", None], "own.Own", 3]
+)
+def test_code_of_a_tokenizer_is_refused_by_name_and_never_run(tmp_path, monkeypatch, auto_map):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    tokenizer = saved(tmp_path / "tok", auto_map=auto_map, tokenizer_class="Own")
+    (tmp_path / "tok/own.py").write_text(f"open({str(tmp_path / 'RAN')!r}, 'w')")
+    with pytest.raises(UserError, match="tok' cannot be read: it has code of its own .*; give"):
+        prepare(config_of(tmp_path, ["a", "b"], tokenizer=tokenizer), quiet)
+    assert not (tmp_path / "RAN").exists() and not (tmp_path / "prepared").exists()
+
+
+def test_what_a_tokenizer_lacks_is_said_in_one_line(tmp_path):
+    folder = tmp_path / "tok"
+    saved(folder)
+    for other in ("json", "model"):
+        (tmp_path / other).mkdir()
+    (folder / "tokenizer.json").rename(tmp_path / "json/tokenizer.json")
+    (tmp_path / "model/tokenizer.model").write_bytes(b"of sentencepiece")
+    problems = {
+        "json/tokenizer.json": "it is a file; give .* a directory with tokenizer.json and a token",
+        "json": "has no EOS token.*: name it in its tokenizer_config.json",
+        "model": "needs a package: pip install sentencepiece",
+        "tok": "give .* a directory with tokenizer.json",
+    }
+    for name, problem in problems.items():
+        with pytest.raises(UserError, match=problem) as refused:
+            existing_tokenizer(str(tmp_path / name))
+        assert "\n" not in str(refused.value)
+    (tmp_path / "json/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert existing_tokenizer(str(tmp_path / "json")).eos_token_id == 0
+
+
+def words_alone(unknown: str | None) -> Tokenizer:
+    words = ["</s>", "a", "cat", *filter(None, [unknown])]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    model = models.WordLevel(vocabulary, **({"unk_token": unknown} if unknown else {}))
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return backend
+
+
+def changing(normalizer) -> Tokenizer:
+    backend = train_tokenizer(made_texts(50), 300).backend_tokenizer
+    backend.normalizer = normalizer
+    return backend
+
+
+@pytest.mark.parametrize(
+    "backend, said",
+    [
+        (words_alone("[UNK]"), "loses 77.78% of the characters.* in 1 of 1 documents"),
+        (changing(normalizers.Replace("\n", "")), r"loses 11.11% of the characters \('\\n'"),
+        (changing(normalizers.Lowercase()), r"loses 11.11% of the characters \('C'"),
+        (changing(normalizers.Sequence([])), None),
+    ],
+    ids=["unknown", "newline", "case", "nothing"],
+)
+def test_a_tokenizer_that_loses_text_is_told_and_counted(tmp_path, backend, said):
+    config = config_of(
+        tmp_path, ["a\nCat 日本語", "a cat"], tokenizer=saved(tmp_path / "tok", backend)
+    )
+    first, again = [], []
+    manifest = prepare(config, first.append)
+    prepare(config, again.append)
+    assert again == [first[0]] == [manifest.tokenizer_loses] if said else again == []
+    assert "loses" not in "".join(first) if said is None else re.search(said, first[0])
+
+
+def test_a_word_that_a_tokenizer_cannot_encode_is_one_line(tmp_path):
+    tokenizer = saved(tmp_path / "tok", words_alone(None))
+    with pytest.raises(UserError, match="cannot encode a text .*UNK.*: choose one with a token"):
+        prepare(config_of(tmp_path, ["a cat", "a dog"], tokenizer=tokenizer), quiet)
+
+
+def test_bytes_of_tokens_of_a_sentencepiece_model_are_those_of_the_text():
+    vocabulary = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc"]
+    model = models.BPE(
+        {token: number for number, token in enumerate(vocabulary)},
+        [],
+        unk_token="<unk>",
+        byte_fallback=True,
+    )
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    for text in (HARD, " ", "日本"):
+        assert token_bytes(tokenizer)[raw_encoder(tokenizer)([text])[0]].sum() == len(text.encode())

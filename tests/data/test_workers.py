@@ -20,7 +20,7 @@ from mixer.data import prepare as preparation
 from mixer.data import sources, tokenise_all
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
-from mixer.data.tokenizer import WORDS_KEPT, raw_encoder, token_encoder, train_tokenizer
+from mixer.data.tokenizer import KEPT_BYTES, raw_encoder, token_encoder, train_tokenizer
 from mixer.data.workers import results
 
 KILLS = max(2, int(os.environ.get("MIXER_SOAK_KILLS", "0")))
@@ -159,8 +159,8 @@ def test_tokens_are_those_of_the_tokenizer_itself(tokenizer, monkeypatch):
     """The words kept never change a token: white space, contractions and scripts of all kinds."""
     from mixer.data import tokenizer as module
 
-    monkeypatch.setattr(module, "WORDS_KEPT", 500)  # they are dropped and made again
-    assert WORDS_KEPT > 500
+    monkeypatch.setattr(module, "KEPT_BYTES", 100_000)  # they are dropped and made again
+    assert KEPT_BYTES > 100_000
     trained = module.existing_tokenizer(tokenizer)
     encode = token_encoder(trained.backend_tokenizer.to_str(), np.dtype("<u2"))
     generator = random.Random(0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONTEXT, documents, save_checkpoint
+from tokenizers import normalizers
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -28,6 +29,7 @@ from mixer.evaluation.checks import check_causality
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.evaluation.measure import Plan, Process
 from mixer.evaluation.report import evaluation_report
+from mixer.generate import continuations
 
 CPU = Process(torch.device("cpu"))
 BAD_TEXTS = {
@@ -358,20 +360,48 @@ def test_a_tokenizer_of_another_size_is_refused(root, tmp_path, ids, sizes):
         assert f"vocabulary {model_size}, {model_size - ids} of them unused" in evaluation_report(
             [result]
         )
-        model.resize_token_embeddings(ids - 1)
-        model.save_pretrained(tmp_path)
-        sizes = f"{ids} ids, the model {ids - 1}"
+        return
     with pytest.raises(
         UserError, match=f"{sizes}; allowed: as many, or up to 1024 more.*copy the tokenizer"
     ):
         evaluate(tmp_path, text=[str(root / "0.txt")])
 
 
+def test_a_token_that_the_model_lacks_is_refused_only_in_a_text_that_has_it(root, tmp_path):
+    """Tokenizers often have a token more than their model, for padding or pictures."""
+    model, tokenizer = load_checkpoint(root / "gpt2", CPU.device)
+    tokenizer.add_tokens(["zyzzyva"])
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found, expected = (
+        evaluate(place, text=[str(root / "0.txt")]) for place in (tmp_path, root / "gpt2")
+    )
+    assert found["nats"] == expected["nats"]
+    (tmp_path / "with.txt").write_text("a zyzzyva here")
+    problem = f"has token {len(tokenizer) - 1}, the model's vocabulary ends at {len(tokenizer) - 2}"
+    with pytest.raises(UserError, match=f"with.txt {problem}: give another text"):
+        evaluate(tmp_path, text=[str(tmp_path / "with.txt")])
+    with pytest.raises(UserError, match=f"a prompt {problem}: give another text"):
+        continuations(str(tmp_path), ["a zyzzyva here"], 1, 0.0, 0)
+
+
+def test_a_tokenizer_that_loses_text_is_told_beside_the_numbers(root, tmp_path):
+    shutil.copytree(root / "gpt2", tmp_path / "gpt2")
+    lower = train_tokenizer(documents() * 20, 300)
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    lower.save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "loud.txt").write_text("The MIXER reads")
+    report = evaluation_report([evaluate(tmp_path / "gpt2", text=[str(tmp_path / "loud.txt")])])
+    assert "the tokenizer loses 40.00% of the characters" in report
+    result = evaluate(root / "gpt2", text=[str(tmp_path / "loud.txt")])
+    assert "tokenizer loses" not in evaluation_report([result])
+
+
 def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
     shutil.copytree(root / "masked_mixer", tmp_path / "copy")
     (tmp_path / "copy" / "tokenizer.json").write_text("{")
     with pytest.raises(
-        UserError, match="the tokenizer in checkpoint .* cannot be read .*copy the tokenizer"
+        UserError, match="tokenizer .*copy.* cannot be read: .*; give .* with tokenizer.json"
     ):
         evaluate(tmp_path / "copy", text=[str(root / "0.txt")])
     (tmp_path / "copy" / "tokenizer.json").unlink()
