@@ -111,7 +111,7 @@ def makes(torch: str) -> tuple[list[str], str]:
     [(dockers, "2.7.1", "12.6"), (dockers, "2.13.0", "13.0"), (makes, "2.7.1", "12.6")],
 )
 def test_the_packages_resolve_with_their_pins(installed_by, torch, cuda, registry, tmp_path):
-    """Of each image and of `make setup` for a V100, with the CUDA that the README says torch is for."""
+    """Of each image and of a V100's `make setup`, with the CUDA that README says torch is for."""
     extras, command = installed_by(torch)
     constraints = tmp_path / "constraints.txt"
     subprocess.run(f"{command} > {constraints}", shell=True, cwd=ROOT, check=True)
