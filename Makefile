@@ -5,6 +5,14 @@ BIN := .venv/bin
 
 .PHONY: setup demo test soak lint
 
+# make setup TORCH=2.7.1: another torch than the tested one, which has no kernels for a V100. Later
+# calls keep it. It pins a triton and CUDA wheels of its own, other ones than those of [sm70].
+KEPT := $(shell cat .venv/.ready 2>/dev/null)
+TORCH ?= $(KEPT)
+ifneq ($(TORCH),$(KEPT))
+.PHONY: .venv/.ready
+endif
+
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
@@ -12,14 +20,15 @@ setup: .venv/.ready
 	@# Python's own pip may be old, and takes three times as long to find 130 packages. A failure is
 	@# ignored: it works, too.
 	-$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --upgrade pip
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^triton==/d)' constraints.txt > .venv/constraints.txt
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
-	  -c constraints.txt -e ".[dev,eval,sm70]"
+	  -c .venv/constraints.txt -e ".[dev,eval$(if $(TORCH),,,sm70)]"
 	@# Compiles to byte code on all cores (pip uses one), without the packages' own tests and the
 	@# hundreds of models that transformers has. A failure is ignored: Python compiles what is
 	@# missing on import.
 	-$(BIN)/python -m compileall -qq -j 0 \
 	  -x '/(tests|testing/_internal|transformers/models/[^/]+)/' .venv/lib
-	touch $@
+	echo $(TORCH) > $@
 
 demo: setup
 	$(BIN)/accelerate launch --cpu --num_processes 1 train.py --config configs/demo.yaml
@@ -62,12 +71,12 @@ test-min:
 	  -k "not fsdp"
 
 # Docker images. The image's user gets the id of whoever builds it. docker/README.md says which image
-# fits which driver and GPU, and has the commands for the others.
+# fits which driver and GPU.
 DOCKER_BUILD = docker build -f docker/Dockerfile --build-arg USER_ID=$${SUDO_UID:-$$(id -u)}
 
 .PHONY: docker docker-v100
 docker:
-	$(DOCKER_BUILD) -t masked-mixer:cu130 --build-arg CUDA_VERSION=13.0.1 --build-arg TORCH_VERSION=2.13.0 --build-arg TORCH_INDEX=cu130 --build-arg ARCH_LIST="8.0 9.0 10.0" .
+	$(DOCKER_BUILD) -t masked-mixer:cu130 --build-arg CUDA=13.0 --build-arg TORCH=2.13.0 --build-arg ARCH_LIST="8.0 9.0 10.0" .
 
 docker-v100:
-	$(DOCKER_BUILD) -t masked-mixer:v100 --build-arg CUDA_VERSION=12.2.2 --build-arg TORCH_VERSION=2.7.1 --build-arg TORCH_INDEX=cu126 --build-arg ARCH_LIST="7.0" .
+	$(DOCKER_BUILD) -t masked-mixer:v100 --build-arg CUDA=12.9 --build-arg TORCH=2.7.1 --build-arg ARCH_LIST="7.0" .

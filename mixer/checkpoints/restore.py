@@ -190,15 +190,11 @@ def check_same_model(
         fields = ["model_type"]
     ignored = {"mixing_backend", "mixing_init", "architectures", "dtype"}
     ignored |= {"transformers_version", "_name_or_path"}
-    pairs = {
-        name: (getattr(saved, name, None), getattr(config, name))
-        for name in fields
-        if name not in ignored
-    }
     differing = [
-        f"{name} is {old} in the checkpoint and {new} in the configuration"
-        for name, (old, new) in pairs.items()
-        if old != new
+        f"{name} is {getattr(saved, name, None)} in the checkpoint and {getattr(config, name)} in "
+        "the configuration"
+        for name in fields
+        if name not in ignored and getattr(saved, name, None) != getattr(config, name)
     ]
     if differing:
         raise UserError(

@@ -3,7 +3,11 @@
 import fnmatch
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -30,29 +34,15 @@ def arguments(text: str) -> dict[str, str]:
     return {name: value.strip('"') for name, _, value in pairs}
 
 
-def builds(text: str) -> list[dict[str, str]]:
-    """The build arguments, and `-t`, of every `docker build` with a CUDA version in a text."""
-    found = []
-    for line in text.replace("$(DOCKER_BUILD)", make_variable(text)).splitlines():
-        if not (line.lstrip().startswith("docker build") and "CUDA_VERSION" in line):
-            continue
-        words = shlex.split(
-            line.replace("$$", "$").replace("$(id -u)", "ID").replace("${SUDO_UID:-ID}", "ID")
-        )
-        options = dict(zip(words, words[1:], strict=False))
-        assert options["-f"] == "docker/Dockerfile" and words[-1] == ".", line
-        pairs = [
-            word.split("=", 1)
-            for before, word in zip(words, words[1:], strict=False)
-            if before == "--build-arg"
-        ]
-        found.append(dict(pairs) | {"-t": options["-t"]})
+def builds() -> dict[str, dict[str, str]]:
+    """Of each target of the Makefile that builds an image, its `-t` and build arguments."""
+    found = {}
+    for target, line in re.findall(r"^(docker\S*):\n\t(.*)$", MAKEFILE, re.MULTILINE):
+        words = shlex.split(line)
+        pairs = zip(words, words[1:], strict=False)
+        given = [word.split("=", 1) for before, word in pairs if before == "--build-arg"]
+        found[target] = dict(given) | {"-t": words[words.index("-t") + 1]}
     return found
-
-
-def make_variable(text: str) -> str:
-    found = re.search(r"^DOCKER_BUILD = (.*)$", text, re.MULTILINE)
-    return found[1] if found else ""
 
 
 def test_the_image_runs_and_builds_its_kernels_as_a_user_without_rights():
@@ -63,38 +53,74 @@ def test_the_image_runs_and_builds_its_kernels_as_a_user_without_rights():
     assert kernels > users[-1]  # they go into this user's cache
 
 
-def test_every_documented_build_is_in_the_dockerfiles_table_and_explained():
+def test_every_image_of_the_makefile_is_a_row_of_the_readme_and_each_argument_explained():
     known = arguments(DOCKERFILE)
-    documented = builds(README)
-    versions = {line["CUDA_VERSION"].rpartition(".")[0] for line in documented}
-    assert versions == {"12.0", "12.2", "12.6", "13.0"}
-    for line in documented:
-        assert line.keys() - {"-t"} <= known.keys(), "not an argument of the Dockerfile"
-        cuda, torch, index, arches = (
-            re.escape((known | line)[name])
-            for name in ("CUDA_VERSION", "TORCH_VERSION", "TORCH_INDEX", "ARCH_LIST")
-        )
-        driver = re.escape(line["CUDA_VERSION"].rpartition(".")[0])
-        row = rf"#\s+CUDA {driver}\D.*{cuda} +{torch} +{index} +\"{arches}\""
-        assert re.search(row, DOCKERFILE), f"the Dockerfile's table does not have {row}"
+    rows = re.findall(r"^\| `make (\S+)` \|.*$", README, re.MULTILINE)
+    assert sorted(rows) == sorted(builds()) == ["docker", "docker-v100"]
+    for target, build in builds().items():
+        assert build.keys() - {"-t"} <= known.keys(), "not an argument of the Dockerfile"
+        torch, cuda, arches = (re.escape(build[key]) for key in ("TORCH", "CUDA", "ARCH_LIST"))
+        row = rf"\| `make {target}` \|.* \| {torch}, of CUDA \S+ \| {cuda} \| {arches} \|"
+        assert re.search(row, README)
+        assert f"make {target} " in README and f"# {build['-t']}\n" in README
     for name in known:
         assert re.search(rf"^\| `{name}` \|", README, re.MULTILINE), f"{name} is not explained"
-    (v100,) = [line for line in documented if line["-t"] == "masked-mixer:v100"]
-    assert "7.0" in v100["ARCH_LIST"].split()
-
-
-def test_make_builds_what_is_documented():
-    made = builds(MAKEFILE)
-    assert {line["-t"] for line in made} == {"masked-mixer:cu130", "masked-mixer:v100"}
-    assert all(line in builds(README) for line in made)
     # There is a directory docker, too.
     assert re.search(r"^\.PHONY: docker docker-v100$", MAKEFILE, re.MULTILINE)
 
 
-def test_the_defaults_are_the_last_line_and_its_torch_the_tested_one():
+def test_the_defaults_are_those_of_make_docker_and_its_torch_the_tested_one():
     known = arguments(DOCKERFILE)
-    assert builds(README)[-1] == known | {"-t": "masked-mixer:cu130", "USER_ID": "ID"}
-    assert f"torch=={known['TORCH_VERSION']}\n" in CONSTRAINTS
+    assert builds()["docker"] == {"-t": "masked-mixer:cu130"} | {
+        name: value for name, value in known.items() if name != "USER_ID"
+    }
+    assert f"torch=={known['TORCH']}\n" in CONSTRAINTS
+
+
+def resolve(*what: str) -> subprocess.CompletedProcess:
+    """The packages that uv finds for Python 3.11 on Ubuntu 22.04."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", *what]
+    command += ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_35"]
+    return subprocess.run(command, cwd=ROOT, input="ninja", capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def registry():
+    """Skips where no package registry can be reached."""
+    done = resolve("-")
+    if done.returncode:
+        pytest.skip(f"no package registry in reach: {done.stderr.strip().splitlines()[-1]}")
+
+
+def dockers(torch: str) -> tuple[list[str], str]:
+    """What the Dockerfile installs: extras, and a shell command that writes the constraints."""
+    (step,) = [rest for word, rest in instructions(DOCKERFILE) if "--requirements" in rest]
+    command = re.match(r"(sed .*?) >", step)[1].replace("${TORCH}", torch)
+    return re.findall(r"--extra (\w+)", step), command
+
+
+def makes(torch: str) -> tuple[list[str], str]:
+    """The same of `make setup TORCH=...`."""
+    words = ["make", "--dry-run", "--always-make", "setup", f"TORCH={torch}"]
+    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return re.search(r'-e "\.\[(.*)\]"', output)[1].split(","), re.search(r"(sed .*) >", output)[1]
+
+
+@pytest.mark.parametrize(
+    ("installed_by", "torch", "cuda"),
+    [(dockers, "2.7.1", "12.6"), (dockers, "2.13.0", "13.0"), (makes, "2.7.1", "12.6")],
+)
+def test_the_packages_resolve_with_their_pins(installed_by, torch, cuda, registry, tmp_path):
+    """Of each image and of a V100's `make setup`, with the CUDA that README says torch is for."""
+    extras, command = installed_by(torch)
+    constraints = tmp_path / "constraints.txt"
+    subprocess.run(f"{command} > {constraints}", shell=True, cwd=ROOT, check=True)
+    options = [word for extra in extras for word in ("--extra", extra)]
+    done = resolve("pyproject.toml", "--constraint", str(constraints), *options)
+    assert done.returncode == 0, done.stderr
+    assert f"\ntorch=={torch}\n" in done.stdout
+    assert re.search(rf"^nvidia-cuda-runtime(-cu\d+)?=={re.escape(cuda)}\.", done.stdout, re.M)
+    assert f" {torch}, of CUDA {cuda} " in README
 
 
 def test_what_is_copied_exists_and_is_sent_and_what_is_secret_is_not():

@@ -379,14 +379,13 @@ class Flat(TokenMixing):
         return self.conv(x, residual, memories[0], positions)
 
 
-class Expanded(TokenMixing):
+class Expanded(Flat):
     """Two triangular convolutions with a GELU between."""
 
     convolutions = 2
 
     def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        self.conv = TriangularConv(config)
+        super().__init__(config)
         self.second_conv = TriangularConv(config)
 
     def mix(self, x, residual, memories, positions):

@@ -20,9 +20,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "Mask
 class Training(nn.Module):
     """The part of MaskedMixerForCausalLM that makes the Trainer divide by the right number.
 
-    The Trainer counts the labels of all micro-batches of a step and gives each of them the sum, as
-    num_items_in_batch. Alone it would also count the first token after padding on the left, as it
-    ignores attention_mask; a micro-batch cannot know how many of these the others have.
+    It counts the labels of all micro-batches of a step and gives each the sum, num_items_in_batch.
+    As it ignores attention_mask, it would also count the first token after padding on the left.
     """
 
     @property
@@ -53,13 +52,10 @@ def count_predicted(count):
     def counted(trainer, batches, device):
         parts = trainer.model.modules()  # an adapter or DDP may be around the model
         model = next((part for part in parts if hasattr(part, "predicted_labels")), None)
-        if model is not None:
-            batches = [
-                dict(batch)
-                | {"labels": model.predicted_labels(batch["labels"], batch.get("attention_mask"))}
-                for batch in batches
-                if "labels" in batch
-            ]
+        if model is not None and batches and "labels" in batches[0]:
+            masked = (model.predicted_labels(b["labels"], b.get("attention_mask")) for b in batches)
+            pairs = zip(batches, masked, strict=True)
+            batches = [dict(batch) | {"labels": labels} for batch, labels in pairs]
         return count(trainer, batches, device)
 
     return counted
