@@ -137,9 +137,13 @@ def write_report(file: Path) -> str:
 def table(result: dict) -> str:
     runs = result["runs"]
     parts = ["# Models of several sizes for equal times"]
-    parts += ["## Losses", tables.table(loss_rows(runs))]
-    parts += ["## Which size for how long", tables.table(size_rows(runs)), how_sized(result)]
-    parts += ["## Where each is better", tables.table(where_rows(runs)), how_split()]
+    parts += ["## Losses", tables.table(loss_rows(runs), keys=4)]
+    parts += [
+        "## Which size for how long",
+        tables.table(size_rows(runs), keys=2),
+        how_sized(result),
+    ]
+    parts += ["## Where each is better", tables.table(where_rows(runs), keys=2), how_split()]
     parts += ["## Speeds and learning rates", tables.table(rate_rows(result)), notes(result)]
     return "\n\n".join(parts) + "\n"
 

@@ -142,7 +142,7 @@ def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int)
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     if not peak_tflops(device, run.train.mixed_precision):
-        name += "; its peak is not known, so no share of it is reported"
+        name += ", whose peak rate is not known"
     engine = ", FSDP" if accelerator.distributed_type == DistributedType.FSDP else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
     begins = f"resuming {state.resumed}" if state.resumed else "a fresh start"
