@@ -137,7 +137,7 @@ def write_report(file: Path) -> str:
 def table(result: dict) -> str:
     runs = result["runs"]
     parts = ["# Models of several sizes for equal times"]
-    parts += ["## Losses", tables.table(loss_rows(runs), keys=4)]
+    parts += ["## Losses", tables.table(loss_rows(runs), keys=3)]
     parts += [
         "## Which size for how long",
         tables.table(size_rows(runs), keys=2),
@@ -165,11 +165,11 @@ def loss_rows(runs: dict) -> list[dict]:
             "lr": f"{row['lr']:g}",
             "steps": f"{row['steps']:,}",
             "tokens, M": f"{row['tokens'] / 1e6:.1f}",
-            "passes over the text": f"{row['passes']:.2f}",
+            "epochs": f"{row['passes']:.2f}",
             "memory, GB": f"{row['peak_memory_gb']:.1f}",
             "validation loss": f"{row['validation_loss']:.4f}",
             "of the lowest": f"{row['validation_loss'] / lowest[row['budget']]:.3f}",
-            "bits per byte": f"{row['bits_per_byte']:.4f}",
+            "bits/byte": f"{row['bits_per_byte']:.4f}",
         }
         for row in longer(runs)
     ]
