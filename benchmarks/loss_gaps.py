@@ -18,7 +18,7 @@ from saving import file_of, origins, save
 from mixer.common.errors import UserError, run_command
 from mixer.common.json_file import read_json
 from mixer.comparison.result import LARGEST_GAP, LARGEST_GAP_AT_END, gap, losses_of
-from mixer.reporting.curves import plot_gaps
+from mixer.reporting import figure as drawing
 
 
 def main() -> None:
@@ -42,8 +42,32 @@ def main() -> None:
     result["gaps"] = [gap(first, second) for first, second in itertools.combinations(runs, 2)]
     save(result, table(result), options.output)
     curves = {run.name: losses_of(run.lines) for run in runs}
-    plot_gaps(curves, file_of(options.output, ".png"))
+    drawing.save(picture(curves), file_of(options.output, ".png"))
     print(table(result))
+
+
+def picture(curves: dict[str, dict[int, float]]):
+    """Each run's training loss, and below how far it is from the first run's, by step."""
+    figure = drawing.new_figure(figsize=(8, 6))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    first = next(iter(curves.values()))
+    losses, gaps = {}, {}
+    for index, (name, curve) in enumerate(curves.items()):
+        colour = drawing.COLOURS[index % len(drawing.COLOURS)]
+        steps = sorted(curve.keys() & first.keys())
+        # The first run is a wide pale line, so that one lying exactly on it still shows both.
+        look = {"linewidth": 1.3} if index else {"linewidth": 4.5, "alpha": 0.4}
+        above.plot(steps, [curve[step] for step in steps], color=colour, **look)
+        gap = [100 * (curve[step] / first[step] - 1) for step in steps]
+        below.plot(steps, gap, color=colour, **look)
+        losses[name] = (steps[-1], curve[steps[-1]], colour)
+        gaps[f"{gap[-1]:+.2f}% {name}"] = (steps[-1], gap[-1], colour)
+    above.set(title="Training loss", ylabel="training loss (nats per token)")
+    below.set(title=f"Gap to {next(iter(curves))}", ylabel="gap (%)")
+    drawing.style_steps(below)
+    drawing.name_ends(above, losses)
+    drawing.name_ends(below, gaps)
+    return figure
 
 
 def lines_of(row: dict) -> list[dict]:

@@ -5,15 +5,14 @@ from pathlib import Path
 import numpy as np
 from model_sizes_report import best_size, ends_of, fit, kinds_of, sizes_of
 
-from mixer.reporting.figure import COLOURS, new_figure, save
+from mixer.reporting.figure import COLOURS, name_ends, new_figure, save
 
 MARKERS = "osD^v"
 BUDGETS = (1, 2, 5, 15, 60, 300, 900, 3600)  # seconds that may be ticks
-GAP = 0.07  # between two labels, as a share of the height
 
 
 def draw(result: dict, output: Path) -> Path:
-    figure = new_figure(figsize=(11.5, 4.8))
+    figure = new_figure(figsize=(11.5, 5.4))
     left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
     draw_times(left, result["runs"], colours(result))
     draw_positions(right, result["runs"], colours(result), result["plan"]["seconds"])
@@ -32,10 +31,9 @@ def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     markers = dict(zip(sizes_of(runs), MARKERS, strict=False))
-    labels, all_ends, top = {}, [], 0.0
+    names, all_ends = {}, []
     for kind, colour in colours.items():
         lowest = ends_of(runs, kind)
-        top = max(top, 1.06 * lowest[0].loss)
         for size in sizes_of(runs, kind):
             ends = ends_of(runs, kind, size)
             all_ends += ends
@@ -47,14 +45,14 @@ def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
                 axes.plot(end.seconds, end.loss, markers[size], zorder=3, **style)
         found = fit(lowest)
         if found is None:
-            labels[kind] = (lowest[-1].loss, colour)
+            names[kind] = (lowest[-1].seconds, lowest[-1].loss, colour)
         else:
             span = np.geomspace(lowest[0].seconds, lowest[-1].seconds)
             axes.plot(span, found.at(span), color=colour, linewidth=1.8)
-            labels[kind + f"  $t^{{{found.power:.3f}}}$"] = (found.at(span[-1]), colour)
+            power = f"{kind} (time^{found.power:.3f})"
+            names[power] = (span[-1], found.at(span[-1]), colour)
     axes.set(xscale="log", yscale="log", xlabel="training time on one GPU", title="Loss by time")
     axes.set_ylabel("validation loss (nats per token)")
-    axes.set_ylim(top=top)  # sizes far above the lowest run off the picture; the tables have them
     times = [end.seconds for end in all_ends]
     axes.set_xticks([b for b in BUDGETS if min(times) * 0.8 <= b <= 1.2 * max(times)])
     axes.xaxis.set_major_formatter(FuncFormatter(time_text))
@@ -65,8 +63,11 @@ def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
     for size, marker in markers.items():
         style = {"color": "#555555", "markerfacecolor": "white", "linestyle": ""}
         axes.plot([], [], marker=marker, label=size, **style)
-    axes.legend(loc="lower left", title="size (filled:\nlowest of its kind)")
-    name_lines(axes, labels)
+    sizes = axes.get_legend_handles_labels()
+    axes.figure.legend(
+        *sizes, loc="outside lower left", ncols=5, title="size (filled: lowest of its kind)"
+    )
+    name_ends(axes, names)
 
 
 def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) -> None:
@@ -75,7 +76,7 @@ def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) ->
     """
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    labels = {}
+    names = {}
     for kind, colour in colours.items():
         best = best_size(runs, kind, seconds)
         if not best:
@@ -87,32 +88,13 @@ def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) ->
         middle = [np.sqrt((first + 1) * end) for first, end in pairs]
         means = [np.mean(losses[first:end]) for first, end in pairs]
         axes.plot(middle, means, "-o", color=colour, markersize=3.5)
-        labels[f"{kind} {best['size']}"] = (means[-1], colour)
+        names[f"{kind} {best['size']}"] = (middle[-1], means[-1], colour)
     axes.set(xscale="log", xlabel="tokens before", title=f"By position, after {seconds:g} s")
     axes.set_ylabel("validation loss (nats per token)")
     axes.set_xticks([1, 16, 256, 2048] if axes.get_xlim()[1] > 1000 else [1, 8, 64, 512])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    name_lines(axes, labels)
-
-
-def name_lines(axes, labels: dict[str, tuple[float, str]]) -> None:
-    """Writes each line's name at the right edge beside its last value, a little apart."""
-    axes.figure.canvas.draw()  # for the final limits
-
-    def height(value: float) -> float:  # as a share of the axes
-        return axes.transAxes.inverted().transform(axes.transData.transform((1, value)))[1]
-
-    named = sorted(labels.items(), key=lambda item: item[1][0])
-    wanted = [height(value) for _, (value, _) in named]
-    places = list(wanted)
-    for lower, upper in zip(range(len(places)), range(1, len(places)), strict=False):
-        places[upper] = max(places[upper], places[lower] + GAP)
-    # Back down to where the lines end, but not to the numbers of the horizontal axis.
-    lift = min(np.mean(np.subtract(places, wanted)), places[0] - GAP / 2)
-    for (name, (_, colour)), place in zip(named, places, strict=True):
-        style = {"transform": axes.transAxes, "va": "center", "color": colour}
-        axes.text(1.02, place - lift, name, fontweight="bold", fontsize=10, **style)
+    name_ends(axes, names)
 
 
 def time_text(seconds: float, _position=None) -> str:

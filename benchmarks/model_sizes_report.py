@@ -137,9 +137,13 @@ def write_report(file: Path) -> str:
 def table(result: dict) -> str:
     runs = result["runs"]
     parts = ["# Models of several sizes for equal times"]
-    parts += ["## Losses", tables.table(loss_rows(runs))]
-    parts += ["## Which size for how long", tables.table(size_rows(runs)), how_sized(result)]
-    parts += ["## Where each is better", tables.table(where_rows(runs)), how_split()]
+    parts += ["## Losses", tables.table(loss_rows(runs), keys=3)]
+    parts += [
+        "## Which size for how long",
+        tables.table(size_rows(runs), keys=2),
+        how_sized(result),
+    ]
+    parts += ["## Where each is better", tables.table(where_rows(runs), keys=2), how_split()]
     parts += ["## Speeds and learning rates", tables.table(rate_rows(result)), notes(result)]
     return "\n\n".join(parts) + "\n"
 
@@ -161,11 +165,11 @@ def loss_rows(runs: dict) -> list[dict]:
             "lr": f"{row['lr']:g}",
             "steps": f"{row['steps']:,}",
             "tokens, M": f"{row['tokens'] / 1e6:.1f}",
-            "passes over the text": f"{row['passes']:.2f}",
+            "epochs": f"{row['passes']:.2f}",
             "memory, GB": f"{row['peak_memory_gb']:.1f}",
             "validation loss": f"{row['validation_loss']:.4f}",
             "of the lowest": f"{row['validation_loss'] / lowest[row['budget']]:.3f}",
-            "bits per byte": f"{row['bits_per_byte']:.4f}",
+            "bits/byte": f"{row['bits_per_byte']:.4f}",
         }
         for row in longer(runs)
     ]

@@ -35,11 +35,10 @@ from mixer.common.errors import NotFinite, UserError, run_command
 from mixer.common.files import write_text
 from mixer.common.provenance import commit, hardware
 from mixer.common.yaml_file import parse_yaml, read_yaml
-from mixer.comparison.result import training_times
 from mixer.data.manifest import Manifest
 from mixer.distributed.stop import Stop
-from mixer.reporting.figure import COLOURS, new_figure, save
-from mixer.reporting.metrics_file import read_metrics
+from mixer.reporting.figure import COLOURS, name_ends, new_figure, save
+from mixer.reporting.metrics_file import read_metrics, training_times
 from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train
 from mixer.training.optim import OptimConfig, lags_lr
@@ -313,22 +312,29 @@ def plot(result: dict, output: Path) -> None:
 
 def plot_curves(shown: dict):
     """Training loss against training time, and gradient norms against steps."""
-    figure = new_figure(figsize=(10, 4))
+    figure = new_figure(figsize=(11, 4.2))
     left, right = figure.subplots(1, 2)
+    losses, gradients = {}, {}
     for colour, (name, one) in zip(COLOURS, shown.items(), strict=False):
         style = {"color": colour, "linewidth": 1}
-        each = one["training_seconds"] / one["steps"]
-        left.plot([s * each for s, _ in one["loss"]], [v for _, v in one["loss"]], **style)
-        left.plot(one["training_seconds"], final_loss(one), "o", color=colour)
+        end = (one["training_seconds"], final_loss(one), colour)
+        left.plot([s * end[0] / one["steps"] for s, _ in one["loss"]], column(one["loss"]), **style)
+        left.plot(*end[:2], "o", color=colour)
+        losses[f"{end[1]:.3f} {name}"] = end
         norms = [(step, norm) for step, norm in one["grad_norm"] if norm]
-        right.plot(*zip(*norms, strict=True), label=name, **style)
-    finals = [final_loss(one) for one in shown.values()]
-    lowest = min(value for one in shown.values() for _, value in one["loss"])
-    left.set_ylim(min(*finals, lowest) - 0.1, max(finals) + 1.5)
-    left.set(xlabel="training time, s", ylabel="training loss, nats per token\n(dots: validation)")
-    right.set(xlabel="step", ylabel="gradient norm before clipping", yscale="log")
-    right.legend(fontsize=8)
+        right.plot(*zip(*norms, strict=True), **style)
+        gradients[name] = (*norms[-1], colour)
+    left.set(xlabel="training time (s)", title="Training loss; dots: validation")
+    left.set_ylabel("loss (nats per token)")
+    right.set(xlabel="optimizer step", ylabel="norm", yscale="log")
+    right.set_title("Gradient norm before clipping")
+    name_ends(left, losses)
+    name_ends(right, gradients)
     return figure
+
+
+def column(pairs: list) -> list:
+    return [value for _, value in pairs]
 
 
 def plot_ends(shown: dict, reference: str | None):
@@ -345,7 +351,7 @@ def plot_ends(shown: dict, reference: str | None):
         axes.axvline(final_loss(shown[reference]), color=COLOURS[1], alpha=0.4, zorder=0)
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.margins(x=0.1)
-    axes.set_xlabel("last validation loss, nats per token")
+    axes.set_xlabel("last validation loss (nats per token)")
     return figure
 
 

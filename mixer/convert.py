@@ -68,7 +68,7 @@ def convert(
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)
     note = "" if tokenizer_name else ", without a tokenizer (--tokenizer adds one)"
-    print(f"wrote {output}: {_describe(model)}{note}")
+    print(f"wrote {output}:\n{_describe(model)}{note}")
     if mixing is None:
         print(
             f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong. Give "
@@ -88,7 +88,7 @@ def convert_back(source: Path, output: Path, heads_under: str) -> None:
     weights = to_reference(model, heads_under)
     with whole_file(output) as stage:
         save_file(weights, stage, metadata={"format": "pt"})
-    print(f"wrote {output}: {_describe(model)}")
+    print(f"wrote {output}:\n{_describe(model)}")
 
 
 def _read(source: Path) -> dict[str, Tensor]:

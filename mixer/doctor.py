@@ -14,6 +14,7 @@ from mixer.common.errors import run_command
 from mixer.ops import toolchain
 from mixer.ops.diagnosis import Facts, Gpu, Problem, Version, judge
 from mixer.ops.machine import gather
+from mixer.reporting.tables import wrapped
 
 
 def lines(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -55,8 +56,8 @@ def page(facts: Facts, problems: list[Problem]) -> str:
     for problem in problems:
         text += [
             "",
-            f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}",
-            f"  {problem.means}",
+            wrapped(f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}"),
+            wrapped(problem.means, "  ", "  "),
             f"  $ {problem.fix}",
         ]
     verdict = "will not work here" if any(problem.blocks for problem in problems) else "works here"

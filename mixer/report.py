@@ -1,7 +1,7 @@
 """Pictures from the metrics of runs.
 
 python -m mixer.report runs/demo                              -> runs/demo/training.png
-python -m mixer.report runs/cuda runs/dense --output gap.png  -> both losses and their relative gap
+python -m mixer.report runs/one runs/two --output both.png    -> validation loss by training time
 """
 
 import argparse
@@ -9,8 +9,10 @@ from pathlib import Path
 
 from mixer.common.errors import run_command
 from mixer.common.files import check_writable, whole_file
-from mixer.reporting.curves import plot_comparison, plot_training
+from mixer.reporting.curves import comparison_rows, plot_comparison, plot_training
 from mixer.reporting.figure import check_picture
+from mixer.reporting.metrics_file import read_metrics
+from mixer.reporting.tables import table
 
 
 def main(arguments=None):
@@ -37,7 +39,9 @@ def main(arguments=None):
         else:
             names = {Path(run).resolve().name: run for run in options.run}
             names = names if len(names) == len(options.run) else {run: run for run in options.run}
-            plot_comparison(names, stage)
+            runs = {name: read_metrics(run) for name, run in names.items()}
+            plot_comparison(runs, stage)
+            print(table(comparison_rows(runs)) + "\n")
     print(output)
 
 

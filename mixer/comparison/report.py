@@ -10,19 +10,17 @@ from mixer.common.provenance import in_words
 from mixer.comparison.result import (
     LARGEST_GAP,
     LARGEST_GAP_AT_END,
-    bits_per_byte,
-    interpolated,
-    losses_of,
-    training_times,
 )
-from mixer.reporting.curves import draw_overlay, plot_comparison
-from mixer.reporting.figure import COLOURS, new_figure, save, short_number, style_steps
-from mixer.reporting.tables import table
+from mixer.reporting.curves import plot_comparison
+from mixer.reporting.figure import COLOURS, new_figure, save, short_number
+from mixer.reporting.tables import bullets, table, wrapped
+
+MARKS = "osD^v"
 
 
 def report(result: dict) -> str:
     """The result's tables and verdicts as Markdown, without pictures."""
-    tables = [speed_table(result), loss_table(result), rate_table(result)]
+    tables = [loss_table(result), speed_table(result), rate_table(result)]
     return "\n\n".join([*filter(None, tables), notes(result)]) + "\n"
 
 
@@ -30,16 +28,12 @@ def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Pa
     """Writes report.md, report.json and the pictures into `output`, which has each model's metrics
     already. `lines`: the metrics by model.
     """
-    compared = list(dict.fromkeys(name for gap in result["gaps"] for name in gap["models"]))
     with whole_directory(output) as stage:
         pictures = [
-            plot_losses(lines, stage / "losses.png"),
+            plot_comparison(lines, stage / "losses.png"),
             plot_throughput(result, stage / "throughput.png"),
             plot_budgets(result, stage / "budgets.png"),
         ]
-        if compared:
-            metrics = {name: output / f"{name}.jsonl" for name in compared}
-            pictures.append(plot_comparison(metrics, stage / "gap.png"))
         shown = "\n\n".join(f"![{picture.stem}]({picture.name})" for picture in pictures)
         title = f"# Comparison: {', '.join(result['models'])}"
         text = f"{title}\n\n{report(result)}\n{shown}\n"
@@ -59,11 +53,12 @@ def speed_table(result: dict) -> str:
                 "parameters, M": f"{model['parameters'] / 1e6:.1f}",
                 "tokens/s": f"{speed['median']:,.0f}",
                 "lowest to highest": f"{speed['lowest']:,.0f} to {speed['highest']:,.0f}",
+                "token mixing": mixing_cell(share) if share else "-",
+                "peak memory, GB": f"{model['peak_memory_gb']:.1f}",
+                "start-up, s": f"{model['start_up_seconds']:.1f}",
                 "useful TFLOP/s": f"{model['useful_tflops']:.3g}",
                 "executed TFLOP/s": f"{model['executed_tflops']:.3g}",
-                "share of peak": f"{peak:.1%}" if peak else "-",
-                "peak memory, GB": f"{model['peak_memory_gb']:.1f}",
-                "token mixing": mixing_cell(share) if share else "-",
+                "of peak": f"{peak:.1%}" if peak else "-",
             }
         )
     if limit:
@@ -81,21 +76,22 @@ def mixing_cell(share: dict) -> str:
 
 
 def loss_table(result: dict) -> str:
-    rows = [
-        {
-            "model": name,
-            "steps": f"{model['steps']:,}",
-            "tokens, M": f"{model['tokens'] / 1e6:.1f}",
-            "useful PFLOP": f"{model['training_flops'] / 1e15:.3g}",
-            "lr": f"{model['lr']:g}",
-            "training, s": f"{model['training_seconds']:.1f}",
-            "start-up, s": f"{model['start_up_seconds']:.1f}",
-            "last training loss": f"{model['last_loss']:.4f}",
-            "validation loss": loss_cell(model),
-            "bits per byte": f"{model['validation_bits_per_byte']:.4f}",
-        }
-        for name, model in result["models"].items()
-    ]
+    at = f"at {result['equal_seconds']:.1f} s"
+    rows = []
+    for name, model in result["models"].items():
+        equal = model["validation_loss_at_equal_time"]
+        rows.append(
+            {
+                "model": name,
+                "steps": f"{model['steps']:,}",
+                "tokens, M": f"{model['tokens'] / 1e6:.1f}",
+                "lr": f"{model['lr']:g}",
+                "seconds": f"{model['training_seconds']:.1f}",
+                "validation loss": loss_cell(model),
+                at: "-" if equal is None else f"{equal:.4f}",
+                "bits/byte": f"{model['validation_bits_per_byte']:.4f}",
+            }
+        )
     return table(rows)
 
 
@@ -150,12 +146,15 @@ def notes(result: dict) -> str:
         )
     lines += edge_notes(result)
     lines += [
+        f"At {result['equal_seconds']:.1f} s: where the shortest run ends. The learning rate of "
+        "the others has yet to fall there, so their losses at the end say more.",
+        "Seconds are of training alone, without start-up, evaluation and saving.",
         f"tokens/s: median of {repeats} short runs in turn, of {result['timing_steps']} steps each "
-        "after as many others. Limit: the masked mixer without its token mixing. Token mixing: its "
-        "share of a step, 1 - tokens/s / tokens/s of the limit; in brackets from the fastest and "
-        "the slowest runs. Useful operations leave out the masked half. Peak memory: what PyTorch "
-        "allocated on the GPU, on a CPU what the process held. Training time is without start-up, "
-        "evaluation and saving.",
+        "after as many others.",
+        "Limit: the masked mixer without its token mixing. Token mixing: the share of a step by "
+        "which a model is slower than that; in brackets from the fastest and the slowest runs.",
+        "Useful operations leave out the masked half. Peak memory: what PyTorch allocated on the "
+        "GPU, on a CPU what the process held.",
         *(
             shape(name, model["model"])
             for name, model in result["models"].items()
@@ -164,9 +163,10 @@ def notes(result: dict) -> str:
         f"{batches(result)} tokens a step, precision "
         f"{result['settings']['train']['mixed_precision']}, {seeds_of(result)}, "
         f"{result['processes']} process(es). Measured on {in_words(result['hardware'])}; "
-        f"commit {result['commit'][:10]}: `{result['command']}`",
+        f"commit {result['commit'][:10]}, by",
     ]
-    return "\n".join(f"- {line}" for line in lines)
+    command = " \\\n        ".join(wrapped(result["command"]).splitlines())
+    return f"{bullets(lines)}\n\n      {command}"
 
 
 def batches(result: dict) -> str:
@@ -190,7 +190,7 @@ def shape(name: str, model: dict) -> str:
     return (
         f"{name}: transformers' {model['architecture'].title()}ForCausalLM, hidden {hidden}, "
         f"{heads} heads of {hidden // heads}, {model['num_hidden_layers']} layers, "
-        f"gated MLP of {model['intermediate_size']}."
+        f"gated MLP of {model['intermediate_size']}, no norms of queries and keys."
     )
 
 
@@ -206,35 +206,6 @@ def verdict(gap: dict) -> str:
     )
 
 
-def plot_losses(lines: dict[str, list[dict]], output: Path) -> Path:
-    """Training loss by step and by training time, and validation bits per byte by training time."""
-    by_step = {name: losses_of(of_model) for name, of_model in lines.items()}
-    by_time = {}
-    for name, losses in by_step.items():
-        times = training_times(lines[name])
-        by_time[name] = {interpolated(times, step): loss for step, loss in losses.items()}
-    figure = new_figure(figsize=(13, 4.4))
-    left, middle, right = figure.subplots(1, 3)
-    draw_overlay(left, by_step)
-    left.set_title("Training loss by step")
-    style_steps(left)
-    draw_overlay(middle, by_time)
-    middle.set_title("by training time")
-    for index, (name, of_model) in enumerate(lines.items()):
-        bits = bits_per_byte(of_model)
-        colour = COLOURS[index % len(COLOURS)]
-        right.plot(
-            list(bits), list(bits.values()), color=colour, marker="o", markersize=3.5, label=name
-        )
-    right.set_title("Validation, bits per byte")
-    right.set_ylabel("bits per byte")
-    right.legend(loc="upper right")
-    for axes in (middle, right):
-        axes.set_xlabel("training time (s)")
-        axes.set_xlim(left=0)
-    return save(figure, output)
-
-
 def plot_budgets(result: dict, output: Path) -> Path:
     """The final validation loss of each model against each thing that it takes, so that models can
     be compared where they take the same of one of them.
@@ -246,7 +217,7 @@ def plot_budgets(result: dict, output: Path) -> Path:
         "parameters": lambda model: model["parameters"],
         "peak memory (GB)": lambda model: model["peak_memory_gb"],
     }
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(figsize=(13, 3.4))
     panels = figure.subplots(1, len(budgets), sharey=True)
@@ -257,13 +228,14 @@ def plot_budgets(result: dict, output: Path) -> Path:
                 [model["validation_loss"] - min(losses)],
                 [max(losses) - model["validation_loss"]],
             ]
-            style = {"color": COLOURS[index % len(COLOURS)], "fmt": "o", "capsize": 3}
+            colour, mark = COLOURS[index % len(COLOURS)], MARKS[index % len(MARKS)]
+            style = {"color": colour, "fmt": mark, "markerfacecolor": "none", "capsize": 3}
             axes.errorbar(of(model), model["validation_loss"], yerr=reach, label=name, **style)
         axes.set_xlabel(label)
         axes.set_xlim(left=0, right=1.1 * max(map(of, result["models"].values())))
         axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    panels[0].set_ylabel("validation loss")
+        axes.xaxis.set_major_formatter(short_number)
+    panels[0].set_ylabel("validation loss\n(nats per token)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4)
     return save(figure, output)
@@ -277,20 +249,12 @@ def plot_throughput(result: dict, output: Path) -> Path:
     for index, (name, speed) in enumerate(speeds.items()):
         reach = [[speed["median"] - speed["lowest"]], [speed["highest"] - speed["median"]]]
         axes.barh(
-            name,
+            f"{name}  {short_number(speed['median'])}",
             speed["median"],
             xerr=reach,
             color=COLOURS[index % len(COLOURS)],
             height=0.6,
             capsize=4,
-        )
-        axes.annotate(
-            short_number(speed["median"]),
-            (0, name),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color="white",
         )
     if result["limit"]:
         axes.axvline(

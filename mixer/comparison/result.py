@@ -5,13 +5,13 @@ made.
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
-import numpy as np
 import torch
 
 from mixer.common.hardware import peak_tflops
 from mixer.common.provenance import hardware
 from mixer.data.manifest import Manifest
 from mixer.models.architecture import model_class, model_config
+from mixer.reporting.metrics_file import at_equal_time, start_up, training_times
 from mixer.training.config import RunConfig
 
 # The backends of one model compute the same but for rounding: their losses may differ by this.
@@ -72,6 +72,12 @@ def result_of(measured: list[Measured], limit: list[Timing], conditions: dict) -
         | {"token_mixing_share": mixing_share(one, result["limit"])}
         for one in measured
     }
+    runs = {(one.name, seed): of for one in measured for seed, of in one.of_seeds.items()}
+    result["equal_seconds"], losses = at_equal_time(runs)
+    for one in measured:
+        found = [losses[one.name, seed] for seed in one.of_seeds]
+        at = None if None in found else mean(found)
+        result["models"][one.name]["validation_loss_at_equal_time"] = at
     backends = [one for one in measured if one.is_backend]
     same_steps = not conditions["seconds"]
     result["gaps"] = [gap(backends[0], other) for other in backends[1:]] if same_steps else []
@@ -150,48 +156,6 @@ def last_validation(lines: list[dict]) -> dict:
 def losses_of(lines: list[dict]) -> dict[int, float]:
     """Training loss by step, where it is finite."""
     return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
-
-
-def bits_per_byte(lines: list[dict]) -> dict[float, float]:
-    """Validation bits per byte by training time, after the evaluation before the first step."""
-    times = training_times(lines)
-    return {
-        interpolated(times, line["step"]): line["validation_bits_per_byte"]
-        for line in lines
-        if line["step"] and "validation_loss" in line
-    }
-
-
-def training_times(lines: list[dict]) -> dict[int, float]:
-    """Seconds of training up to each logged step, without evaluation, saving and start-up."""
-    times, passed = {}, -start_up(lines)
-    for line in lines:
-        if "loss" in line:
-            passed += line["seconds"]
-            times[line["step"]] = passed
-    return times
-
-
-def start_up(lines: list[dict]) -> float:
-    """Seconds of the first calls and of compilation: by how much the first logged steps took longer
-    than as many later ones.
-    """
-    windows = [line for line in lines if "loss" in line]
-    steps = [
-        window["step"] - before
-        for window, before in zip(windows, [0, *(w["step"] for w in windows)], strict=False)
-    ]
-    if len(windows) < 2:
-        return 0.0
-    step = median(
-        window["seconds"] / count for window, count in zip(windows[1:], steps[1:], strict=True)
-    )
-    return max(0.0, windows[0]["seconds"] - steps[0] * step)
-
-
-def interpolated(values: dict[int, float], at: int) -> float:
-    """The value at step `at`, linear between the logged steps and from 0 at step 0."""
-    return float(np.interp(at, [0, *values], [0.0, *values.values()]))
 
 
 def gap(first: Measured, second: Measured) -> dict:

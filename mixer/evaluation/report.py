@@ -9,7 +9,7 @@ from mixer.checkpoints.pretrained import weights_sha256
 from mixer.common.errors import UserError
 from mixer.common.files import whole_directory
 from mixer.reporting.curves import plot_loss_by_position
-from mixer.reporting.tables import table
+from mixer.reporting.tables import bullets, table, wrapped
 
 COLUMNS = {
     "checkpoint": "label",
@@ -19,10 +19,6 @@ COLUMNS = {
     "word ppl": "word_perplexity",
     "byte ppl": "byte_perplexity",
     "bits/byte": "bits_per_byte",
-    "window": "window",
-    "stride": "stride",
-    "first token": "first_token",
-    "last window": "last_window",
     "tokens/s": "tokens_per_second",
     "peak memory, GB": "peak_memory_gb",
 }
@@ -47,58 +43,58 @@ def select(result: dict, columns: dict[str, str]) -> dict:
 
 
 def evaluation_report(results: list[dict]) -> str:
-    """Markdown: one row a checkpoint; the conventions stand in the row and under the table."""
-    notes = [evaluation_notes(result) for result in results]
+    """Markdown: one row a checkpoint, and under the table what it was measured by."""
+    notes = [evaluation_notes(*results)]
     if len({result["tokenizer_sha256"] for result in results}) > 1:
-        notes.append(
-            "- The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
-            "not those per token."
-        )
+        note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
+        notes.append(bullets([note + "not those per token."]))
     parts = [table([select(result, COLUMNS) for result in results]), "\n".join(notes)]
     parts += [backends_report(result) for result in results if result["backends"]]
     return "\n\n".join(parts)
 
 
-def kinds_note(r: dict) -> str:
-    """The losses of tokens that the window itself would tell, and of the others."""
-    losses = (
-        "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
-    )
-    return (
-        "Of the scored tokens {:.1%} complete three tokens that stand in the window already; their "
-        "loss is {}, that of all others {}."
-    ).format(r["repeats_share"], *losses)
+def evaluation_notes(*results: dict) -> str:
+    """What a reader must know to compare the numbers: what holds for all results, then what each
+    has of its own.
+    """
+    found = [conventions(result) for result in results]
+    shared = [name for name in found[0] if len({of[name] for of in found}) == 1]
+    notes = [f"{name}: {found[0][name]}" for name in shared]
+    for result, of in zip(results, found, strict=True):
+        own = [name for name in of if name not in shared]
+        notes += [f"{result['label']}, {name}: {of[name]}" for name in own]
+    return bullets(notes)
 
 
-def evaluation_notes(r: dict) -> str:
-    """One line with everything that a reader must know to compare the numbers of a result."""
+def conventions(r: dict) -> dict[str, str]:
     kind = "disjoint"
     if r["stride"] < r["window"]:
         least = r["window"] - r["stride"] + 1
         kind = f"after the first, each target sees at least {least:,} tokens"
     spare = r["vocabulary"] - r["tokenizer_ids"]
     padding = f", {spare} of them unused by the tokenizer" if spare > 0 else ""
-    return (
-        f"- {r['label']}: {r['architecture']}, {r['parameters']:,} parameters, "
-        f"vocabulary {r['vocabulary']:,}{padding}; "
-        f"{r['text']}, {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
-        f"counted from {r['sizes_counted_from']}, unscored first tokens included); "
-        f"{r['streams']:,} stream(s), first token of each {r['first_token']}; "
-        f"{r['eos_scored']:,} EOS among the scored tokens; "
-        f"{r['windows']:,} windows of at most {r['window']:,}, stride {r['stride']:,} ({kind}), "
-        f"the last of a stream {r['last_window']}; "
-        f"backend {r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}. "
-        f"{kinds_note(r)} {causality_note(r['causality'])}"
+    repeats, others = (
+        "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
     )
-
-
-def causality_note(c: dict) -> str:
-    places = ", ".join(map(str, c["changed_from"]))
-    return (
-        f"Causal: in a window of {c['window']:,}, with all tokens changed from place {places} on, "
-        f"logits before that place moved by {c['largest_move_before']:.2g} at most, "
-        f"those after by {c['smallest_move_after']:.2g} at least."
-    )
+    causality = r["causality"]
+    places = ", ".join(map(str, causality["changed_from"]))
+    return {
+        "text": f"{r['text']}; {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at "
+        f"white space, counted from {r['sizes_counted_from']}, unscored first tokens included)",
+        "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
+        f"{r['vocabulary']:,}{padding}",
+        "streams": f"{r['streams']:,}, first token of each {r['first_token']}; "
+        f"{r['eos_scored']:,} EOS among the scored tokens",
+        "windows": f"{r['windows']:,} of at most {r['window']:,} tokens, stride {r['stride']:,} "
+        f"({kind}), the last of a stream {r['last_window']}",
+        "computed": f"backend {r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}",
+        "repeats": f"{r['repeats_share']:.1%} of the scored tokens complete three tokens that "
+        f"occurred in the window already; their loss is {repeats}, that of all others {others}",
+        "causality": f"in a window of {causality['window']:,}, with all tokens changed from "
+        f"position {places} on, logits before that position moved by "
+        f"{causality['largest_move_before']:.2g} at most, those after by "
+        f"{causality['smallest_move_after']:.2g} at least",
+    }
 
 
 def backends_report(result: dict) -> str:
@@ -106,22 +102,19 @@ def backends_report(result: dict) -> str:
     listed below it with the reason.
     """
     ran = [row for row in result["backends"] if "problem" not in row]
-    lines = [
-        f"{result['label']} through each mixing backend "
-        "(differences in nats per token, to the first row's):",
-        "",
-    ]
+    title = (
+        f"{result['label']} through each mixing backend (differences in nats per token, to the "
+        "first row's):"
+    )
     # On a CPU only the peak of the whole process is known, which includes earlier backends.
     columns = {
         title: key
         for title, key in BACKEND_COLUMNS.items()
         if key != "peak_memory_gb" or "cpu" not in result["device"]
     }
-    lines += [table([select(row, columns) for row in ran]), ""] if ran else []
-    lines += [
-        f"- {row['backend']}: {row['problem']}" for row in result["backends"] if "problem" in row
-    ]
-    return "\n".join(lines).rstrip()
+    problems = [f"{r['backend']}: {r['problem']}" for r in result["backends"] if "problem" in r]
+    rows = table([select(row, columns) for row in ran]) if ran else ""
+    return "\n\n".join(filter(None, [wrapped(title), rows, bullets(problems)]))
 
 
 def well_counted(losses: list, counts: list[int]) -> list:
@@ -135,12 +128,15 @@ def well_counted(losses: list, counts: list[int]) -> list:
 
 
 def tell_apart(results: list[dict]) -> list[dict]:
-    """The results, with a checkpoint's path as its label where two checkpoints have the same label,
-    as those of two runs of one name.
+    """The results, with more of the checkpoints' paths in their labels where two checkpoints have
+    the same label, as those of two runs of one name.
     """
-    places = {(result["label"], result["checkpoint"]) for result in results}
-    labels = [label for label, _ in places]
-    return [r | {"label": r["checkpoint"]} if labels.count(r["label"]) > 1 else r for r in results]
+    paths = [Path(result["checkpoint"]).resolve() for result in results]
+    depth = 2  # of a label
+    while len({path.parts[-depth:] for path in paths}) < len(set(paths)):
+        depth += 1
+    labels = ["/".join(path.parts[-depth:]) for path in paths]
+    return [r | {"label": label} for r, label in zip(results, labels, strict=True)]
 
 
 def asked(results: list[dict]) -> list[list]:

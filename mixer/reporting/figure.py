@@ -1,4 +1,5 @@
-"""What all pictures share: colours, style, a new figure, the axis of steps, and saving.
+"""What all pictures share: colours, style, a new figure, names of curves, the axis of steps, and
+saving.
 
 matplotlib is imported where a picture is drawn, so that training does not need it.
 """
@@ -7,8 +8,11 @@ from pathlib import Path
 
 from mixer.common.errors import UserError
 
-# Okabe and Ito's colours: told apart by colour-blind readers and in grey print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the two oranges and the two
+# blues are far from each other.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+GREY = "#777777"
+LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
 STYLE = {
     "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
@@ -58,6 +62,40 @@ def save(figure, path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
+
+
+def name_ends(axes, ends: dict[str, tuple[float, float, str]]) -> None:
+    """Writes each curve's name beside the axes, joined by a thin line to where the curve ends, so
+    that no legend covers a curve. `ends`: name -> x, y, colour.
+    """
+    axes.get_xlim(), axes.get_ylim()  # settles the limits
+    to_axes = axes.transData + axes.transAxes.inverted()
+    height = {name: to_axes.transform(end[:2])[1] for name, end in ends.items()}
+    names = sorted(ends, key=height.get)
+    points = 72 * axes.figure.get_figheight() * axes.get_position().height
+    distance, places = min(16 / points, 1 / len(names)), [height[names[0]]]
+    for name in names[1:]:
+        places.append(max(height[name], places[-1] + distance))
+    # Back down to where the curves end, but not to the numbers of the horizontal axis.
+    lift = min((sum(places) - sum(height.values())) / len(names), max(0, places[0] - distance / 2))
+    for name, place in zip(names, places, strict=True):
+        x, y, colour = ends[name]
+        axes.annotate(
+            short_name(name),
+            (x, y),
+            (1.03, place - lift),
+            textcoords="axes fraction",
+            va="center",
+            color=colour,
+            fontsize=10,
+            fontweight="bold",
+            parse_math=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "relpos": (0, 0.5)},
+        )
+
+
+def short_name(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
 
 
 def short_number(value: float, _position=None) -> str:

@@ -18,7 +18,7 @@ from mixer.analysis.matrices import (
 from mixer.common.files import whole_directory
 from mixer.reporting.curves import log_means
 from mixer.reporting.figure import new_figure, save
-from mixer.reporting.tables import table
+from mixer.reporting.tables import table, wrapped
 
 LAYERS = "viridis"  # colours of the layers, first to last
 # A lag with fewer weights is left out of the pictures, because its mean is mostly noise.
@@ -212,12 +212,12 @@ def index(checkpoints: list[str], read: list[Layers]) -> str:
         for number, matrices in enumerate(read[-1])
         for name, matrix in matrices.items()
     ]
-    parts = [f"# Mixing matrices of {checkpoints[-1]}", table(rows)]
+    parts = [f"# Mixing matrices of {checkpoints[-1]}", table(rows, keys=2)]
     if len(read) > 1:
         earlier = ", ".join(checkpoints[:-1])
         parts[0] += f"\n\nChanges are since {earlier}; the table's since the first."
     pages = {name: text for name, text in PAGES.items() if len(read) > 1 or name != "change.png"}
-    parts += [f"{text}\n\n![{name}]({name})" for name, text in pages.items()]
+    parts += [f"{wrapped(text)}\n\n![{name}]({name})" for name, text in pages.items()]
     parts += [f"![Layer {number}](layer-{number:02d}.png)" for number in range(len(read[-1]))]
     return "\n\n".join(parts) + "\n"
 

@@ -1,8 +1,13 @@
-"""Reads the metrics that a run wrote, a line of JSON for each logged step."""
+"""Reads the metrics that a run wrote, a line of JSON for each logged step, and sets its losses
+against its training time.
+"""
 
 import json
 import math
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
@@ -73,3 +78,59 @@ def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:
     values = {line["step"]: float(line[key]) for line in lines if line.get(key) is not None}
     steps = sorted(values)
     return steps, [values[step] for step in steps]
+
+
+def validation_by_time(lines: list[dict]) -> dict[float, float]:
+    """Validation loss by seconds of training, but for that of the weights before the first step."""
+    times = training_times(lines)
+    steps, losses = series(lines, "validation_loss")
+    at = np.interp(steps, [0, *times], [0.0, *times.values()]).tolist()
+    return {time: loss for step, time, loss in zip(steps, at, losses, strict=True) if step}
+
+
+def at_equal_time(runs: dict) -> tuple[float, dict]:
+    """The training time of the shortest run, and each run's validation loss then, on the line
+    between its evaluations; None where its first one came later. `runs`: name -> metrics.
+
+    Raises UserError for a run that has not been evaluated.
+    """
+    curves = {name: validation_by_time(lines) for name, lines in runs.items()}
+    for name in (name for name, curve in curves.items() if not curve):
+        raise UserError(
+            f"{name} has no validation loss yet: let the run train until its first evaluation, "
+            "after train.eval_every steps or at its end"
+        )
+    seconds = min(max(curve) for curve in curves.values())
+    return seconds, {
+        name: float(np.interp(seconds, list(curve), list(curve.values())))
+        if seconds >= min(curve)
+        else None
+        for name, curve in curves.items()
+    }
+
+
+def training_times(lines: list[dict]) -> dict[int, float]:
+    """Seconds of training up to each logged step, without evaluation, saving and start-up."""
+    times, passed = {}, -start_up(lines)
+    for line in lines:
+        if "loss" in line:
+            passed += line["seconds"]
+            times[line["step"]] = passed
+    return times
+
+
+def start_up(lines: list[dict]) -> float:
+    """Seconds of the first calls and of compilation: by how much the first logged steps took longer
+    than as many later ones.
+    """
+    windows = [line for line in lines if "loss" in line]
+    steps = [
+        window["step"] - before
+        for window, before in zip(windows, [0, *(w["step"] for w in windows)], strict=False)
+    ]
+    if len(windows) < 2:
+        return 0.0
+    step = median(
+        window["seconds"] / count for window, count in zip(windows[1:], steps[1:], strict=True)
+    )
+    return max(0.0, windows[0]["seconds"] - steps[0] * step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from mixer.analysis.reconstruction import READ
 from mixer.common.files import whole_directory
 from mixer.reporting.figure import COLOURS, new_figure, save
-from mixer.reporting.tables import table
+from mixer.reporting.tables import table, wrapped
 
 
 def groups(result: dict) -> dict[tuple[str, str, int], list[dict]]:
@@ -40,7 +40,7 @@ def report(result: dict) -> str:
         f"{result['lr']:g} falling to a tenth, from Gaussian noise; at most {left:.1%} of the "
         "noise's distance is left."
     )
-    return f"{table(rows)}\n\n{notes}"
+    return f"{table(rows, keys=3)}\n\n{wrapped(notes)}"
 
 
 def plot(result: dict, output: Path) -> Path:

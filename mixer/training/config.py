@@ -23,6 +23,7 @@ from mixer.common.options import allowed_values, option, option_problems
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.data.config import DataConfig
 from mixer.models.architecture import ModelConfig, model_problems
+from mixer.reporting.tables import wrapped
 from mixer.training.metrics import LoggingConfig
 from mixer.training.optim import OptimConfig
 
@@ -156,7 +157,7 @@ def describe_options() -> str:
         allowed = allowed_values(item)
         lines.append(f"  {key}: {_type_name(item.type)} = {item.default!r}")
         lines[-1] += f"; allowed: {allowed}" if allowed else ""
-        lines.append(f"      {item.metadata['help']}")
+        lines.append(wrapped(item.metadata["help"], "      ", "      "))
     return "\n".join(lines)
 
 

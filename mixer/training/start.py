@@ -149,7 +149,7 @@ def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int)
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     if not peak_tflops(device, run.train.mixed_precision):
-        name += "; its peak is not known, so no share of it is reported"
+        name += ", whose peak rate is not known"
     engine = ", FSDP" if accelerator.distributed_type == DistributedType.FSDP else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"

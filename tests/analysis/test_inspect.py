@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import documents, save_checkpoint
 from launching import run_python
+from markdown import tables
 from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
@@ -86,7 +87,9 @@ def test_the_command_writes_an_index_and_a_page_for_each_layer_and_quantity(tmp_
     index = tmp_path / "inspect-step-2" / "index.md"
     assert done.stdout.strip().splitlines()[-1] == str(index)
     text = index.read_text()
-    assert text.count("| second W tap 1 |") == 2  # two layers
+    (first, *_) = tables(text)
+    assert [row[:2] for row in first].count(["0", "second W tap 1"]) == 1
+    assert {row[0] for row in first[1:]} == {"0", "1"}  # two layers
     pages = [
         "layer-00.png",
         "layer-01.png",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launching import run_python, start_python
+from markdown import rows as rows_of
 from runs import read_lines
 
 from mixer.common.locks import locked
@@ -95,9 +96,8 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(small_r
                 assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
         assert "not finite" in runs[f"{kind} 16, 0.2 s, lr 1e+18"]["failure"]
     text = output.with_suffix(".md").read_text()
-    assert (
-        "diverged" in text and "| flat mixer 16 | 0.4 |" in text and "flat mixer: loss = " in text
-    )
+    assert ["flat mixer 16", "0.4"] in [row[:2] for row in rows_of(text)]
+    assert "diverged" in text and "flat mixer: loss = " in text
     assert output.with_suffix(".png").stat().st_size > 0
 
 

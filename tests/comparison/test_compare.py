@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from launching import run_python
+from markdown import rows, tables
 from runs import file_limit, read_losses, state_files
 
 from mixer.common.errors import UserError
@@ -17,6 +18,7 @@ from mixer.comparison import runs
 from mixer.comparison.entrants import entrants_of
 from mixer.comparison.report import speed_table
 from mixer.comparison.result import Measured, Timing, gap, mixing_share, spread
+from mixer.reporting.tables import WIDTH
 from mixer.training.config import load_config
 
 
@@ -45,7 +47,17 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
     main([*common, "--backends", "dense", "panels", *twice])
     text, result = (output / "report.md").read_text(), read_report(output)
     agree = "dense and panels agree: training losses apart by"
-    assert agree in capsys.readouterr().out and agree in text
+    said = capsys.readouterr().out
+    assert agree in said and agree in text
+    assert max(map(len, (said + text).replace(str(tmp_path), "").splitlines())) <= WIDTH
+    shown, shortest = rows(text), result["equal_seconds"]
+    for name, model in result["models"].items():  # the same losses, so the slower one is behind
+        (row,) = [row for row in shown if row[0] == name and row[1] == "12"]
+        assert row[5:7] == [
+            f"{model[key]:.4f}" for key in ("validation_loss", "validation_loss_at_equal_time")
+        ]
+        ends = model["training_seconds"] == shortest
+        assert ends == (model["validation_loss"] == model["validation_loss_at_equal_time"])
     dense, panels = (read_losses(output / f"runs/{name}") for name in ("dense", "panels"))
     assert list(dense) == list(range(1, 13))
     largest = max(abs(panels[step] / loss - 1) for step, loss in dense.items())
@@ -58,7 +70,7 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
         assert model["token_mixing_share"]["median"] == pytest.approx(share)
         assert model["tokens_per_second"]["lowest"] == model["tokens_per_second"]["highest"] > 0
         assert model["flops_per_token"]["executed"] > model["flops_per_token"]["useful"]
-    for name in ("losses.png", "throughput.png", "gap.png", "dense.jsonl", "panels.jsonl"):
+    for name in ("losses.png", "throughput.png", "budgets.png", "dense.jsonl", "panels.jsonl"):
         assert (output / name).stat().st_size > 0
 
     # Overrides may follow the backends, and shared lags are for the mixers of a comparison alone.
@@ -74,9 +86,9 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
     assert model["token_mixing_share"] is None
     shape = (
         "llama:32x2: transformers' LlamaForCausalLM, hidden 32, 2 heads of 16, 2 layers, "
-        "gated MLP of 64."
+        "gated MLP of 64, no norms of queries and keys."
     )
-    assert shape in (output / "report.md").read_text()
+    assert shape in " ".join((output / "report.md").read_text().split())
     timing = output / "runs/llama-32x2-timing-1/metrics.jsonl"
     timed = timing.stat().st_mtime_ns
     metrics.write_text("")  # as a run leaves it that is killed before its first line
@@ -162,10 +174,12 @@ def test_the_share_of_token_mixing_is_the_speed_missing_to_the_limit():
 
     counted = {"parameters": 1e6, "useful_tflops": 1.0, "executed_tflops": 2.0}
     counted |= {"useful_share_of_peak": None, "peak_memory_gb": 1.0}
+    counted |= {"start_up_seconds": 1.0}
     counted |= {"tokens_per_second": spread(model.timings)}
     models = {name: counted | {"token_mixing_share": s} for name, s in (("a", share), ("b", None))}
-    rows = speed_table({"models": models, "limit": limit}).splitlines()
-    assert rows[2].endswith("| 28.9% (10.0% to 40.0%) |") and rows[3].endswith("| - |")
+    titles, *shown, _ = tables(speed_table({"models": models, "limit": limit}))[0]
+    column = titles.index("token mixing")
+    assert [row[column] for row in shown] == ["28.9% (10.0% to 40.0%)", "-"]
 
 
 @pytest.mark.parametrize(

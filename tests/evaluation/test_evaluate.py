@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import WORDS
 from launching import run_python
+from markdown import rows
 from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
@@ -269,7 +270,8 @@ def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
     results = json.loads((output / "report.json").read_text())
     assert len(results) == 2 and results[0]["tokens_scored"] == 300
     for text in (done.stdout, (output / "report.md").read_text()):
-        assert "| demo/step-7 | 300 |" in text and "EOS among the scored tokens" in text
+        assert ["demo/step-7", "300"] in [row[:2] for row in rows(text)]
+        assert text.count("EOS among the scored tokens") == 1  # said once, as it holds for both
         assert f"{results[0]['bits_per_byte']:.4f}" in text
     assert_png(output / "loss_by_position.png")
 
@@ -293,14 +295,18 @@ def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
     ]
 
 
-def test_runs_of_one_name_in_two_places_are_called_by_their_paths(run, tmp_path):
+def test_runs_of_one_name_in_two_places_are_told_apart_by_as_much_of_their_paths_as_it_takes(
+    run, tmp_path
+):
     shutil.copytree(run / "demo" / "step-7", tmp_path / "demo" / "step-7")
     here, there = (str(place / "demo" / "step-7") for place in (run, tmp_path))
     results = [
         evaluate_checkpoint(EvalOptions(path, device="cpu", max_tokens=50))
         for path in (here, there)
     ]
-    assert [result["label"] for result in tell_apart(results)] == [here, there]
+    assert [result["label"] for result in tell_apart(results)] == [
+        f"{place.name}/demo/step-7" for place in (run, tmp_path)
+    ]
     assert tell_apart(results[:1] * 2) == results[:1] * 2
 
 

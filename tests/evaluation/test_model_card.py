@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from markdown import rows
 
 from mixer.common.errors import UserError
 from mixer.evaluation import texts
@@ -76,7 +77,9 @@ def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path, monk
             place for place in ("ann's", "own/", "all/", str(tmp_path.parent)) if place in text
         ]
         assert [
-            name for name in names if f"| {name} |" not in text or f"; {name}, " not in text
+            name
+            for name in names
+            if [name] not in [row[:1] for row in rows(text)] or f"- text: {name}; " not in text
         ] == []
         printed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["data"]
         assert {key: printed.get(key) for key in shown} == shown
@@ -105,4 +108,4 @@ def test_an_older_report_is_named_with_what_it_lacks_and_another_evaluation_repl
             card(last, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     evaluate([options])
-    assert "| book.txt |" in card(last, tmp_path / "given")
+    assert ["book.txt"] in [row[:1] for row in rows(card(last, tmp_path / "given"))]
