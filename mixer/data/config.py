@@ -42,6 +42,7 @@ class DataConfig:
         8000,
         "size of the BPE that is trained; unused with an existing tokenizer",
         at_least=SMALLEST_VOCABULARY,
+        at_most=2**20,
     )
     directory: str = option("data/builtin", "where the prepared token files go")
     packed: bool = option(
@@ -66,7 +67,10 @@ class DataConfig:
         at_least=0,
     )
     workers: int = option(
-        0, "processes that tokenise; 0: one for each core this process may use", at_least=0
+        0,
+        "processes that tokenise; 0: one for each core this process may use",
+        at_least=0,
+        at_most=1024,
     )
 
 

@@ -28,7 +28,7 @@ class ModelConfig(MixerOptions):
         choices=("masked_mixer", "llama"),
     )
     num_attention_heads: int | None = option(
-        None, "attention heads of llama; null for heads of 64 channels", at_least=1
+        None, "attention heads of llama; null for heads of 64 channels", at_least=1, at_most=2**16
     )
 
 

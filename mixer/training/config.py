@@ -7,6 +7,7 @@ values.
 
 import dataclasses
 import difflib
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +34,11 @@ LONGEST_NAME = 255  # bytes, on Linux and macOS
 class TrainConfig:
     """The loop."""
 
-    steps: int = option(1000, "optimizer steps of the whole run", at_least=1)
-    batch_size: int = option(32, "samples per process and micro-batch", at_least=1)
-    gradient_accumulation_steps: int = option(1, "micro-batches per optimizer step", at_least=1)
+    steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
+    batch_size: int = option(32, "samples per process and micro-batch", at_least=1, at_most=2**20)
+    gradient_accumulation_steps: int = option(
+        1, "micro-batches per optimizer step", at_least=1, at_most=2**20
+    )
     mixed_precision: str = option(
         "no", "the type of the arithmetic; no is fp32", choices=("no", "fp16", "bf16")
     )
@@ -118,14 +121,13 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
         if not equals:
             problems.append(f"{text!r} on the command line: write overrides as section.key=value")
             continue
-        try:
-            parsed = parse_yaml(value) if value else ""
-        except yaml.YAMLError as error:
-            problems.append(f"{key}: {value!r} cannot be read as a YAML value: {error}")
-            continue
-        if key in keys and keys[key].type is str and not isinstance(parsed, str):
-            parsed = value  # name=42: a shell has no types
-        entries.append((key, parsed, "command line"))
+        if value and not (key in keys and keys[key].type is str):  # text is taken as it is
+            try:
+                value = parse_yaml(value)
+            except yaml.YAMLError as error:
+                problems.append(f"{key}: {value!r} cannot be read as a YAML value: {error}")
+                continue
+        entries.append((key, value, "command line"))
 
     config = OmegaConf.structured(RunConfig)
     for key, value, origin in entries:
@@ -137,6 +139,11 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     if problems:
         raise UserError(_listing(problems))
     return run
+
+
+def override(key: str, value: Any) -> str:
+    """The command-line override that sets a key to a value."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def save_config(run: RunConfig, path: Path) -> None:
@@ -207,7 +214,8 @@ def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) 
             return None
     except OmegaConfBaseException:
         pass
-    return f"{key} = {value!r} is a {type(value).__name__}; allowed: {_type_name(kind)}"
+    quotes = ", written in quotes" if kind is str else ""
+    return f"{key} = {value!r} is a {type(value).__name__}; allowed: {_type_name(kind)}{quotes}"
 
 
 def _nearest(key: str, keys: dict) -> str:
