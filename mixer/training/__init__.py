@@ -11,7 +11,7 @@ optim         which optimizer trains which parameter, and the learning rate
 clipping      the norm of the gradient
 guard         steps whose gradient is not finite
 validation    the loss on the validation split
-metrics       the lines of metrics.jsonl, and wandb
+metrics       the lines of metrics.jsonl, and wandb or TensorBoard
 telemetry     throughput, memory, profiles
 console       what is printed
 memory        what to change where a step needs too much of it

@@ -27,6 +27,8 @@ from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.metrics import LoggingConfig
 from mixer.training.optim import OptimConfig
 
+# Keys of earlier versions, and what is in their place.
+RENAMED = {"logging.wandb": "logging.tracker=wandb, with WANDB_MODE=offline where it was offline"}
 LONGEST_NAME = 255  # bytes, on Linux and macOS
 
 
@@ -222,6 +224,8 @@ def _nearest(key: str, keys: dict) -> str:
     """What may have been meant by an unknown key: the same name in another section, or a key that
     is written alike.
     """
+    if key in RENAMED:
+        return f"; it is now {RENAMED[key]}, or nothing where it was disabled"
     name = key.rpartition(".")[2]
     near = [other for other in keys if other.rpartition(".")[2] == name]
     near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)

@@ -159,7 +159,7 @@ def test_a_value_out_of_bounds_is_refused_with_what_is_allowed():
         "data.validation_fraction=0": "above 0 and below 1",
         "data.validation_fraction=1": "above 0 and below 1",
         "checkpoint.keep=1": "2 or more",
-        "logging.wandb=on": "disabled, offline, online",
+        "logging.tracker=on": "none, wandb, tensorboard",
     }.items():
         with pytest.raises(UserError, match=f"allowed: {allowed}"):
             load_config(None, [given])
@@ -183,6 +183,7 @@ UNUSABLE = {
     "data.vocab_size=1000000000": "allowed: 257 or more and at most 1048576",
     "model.num_hidden_layers=1000000000000": "allowed: 1 or more and at most 1000",
     "model.intermediate_size=1000000000000": "allowed: 1 or more and at most 1048576",
+    "logging.wandb=offline": "it is now logging.tracker=wandb, with WANDB_MODE=offline",
     "train.batch_size=1000000000000": "allowed: 1 or more and at most 1048576",
 }
 TEXTS = [
