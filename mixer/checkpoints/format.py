@@ -17,6 +17,8 @@ trainer.json holds
     step, samples, tokens, skipped_steps      how far the run is; samples is its place in the data
     data_directory, data                      where the data is, and what identifies it
     optimizer                                 the settings that decide what the optimizer's state is
+    logged_tokens, nats                       tokens at the last line of metrics, and the sum of
+                                              the nats since then
     scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
     threads                                   of the CPU, in each process
     mixing                                    the backend that model.mixing_backend=auto stands for,
@@ -52,6 +54,7 @@ TRAINER_FIELDS = {"step": int, "tokens": int, "data_directory": str}
 RESUME_FIELDS = {"samples": int, "skipped_steps": int, "data": dict}
 RESUME_FIELDS |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
 LATER_FIELDS = {"optimizer": dict, "threads": int, "mixing": (dict, NONE)}
+LATER_FIELDS |= {"logged_tokens": int, "nats": (float, NONE)}
 # Those of its scaler, fp16's loss scale, which GradScaler takes as they are.
 SCALER_FIELDS = {"scale": float, "growth_factor": float, "backoff_factor": float}
 SCALER_FIELDS |= {"growth_interval": int, "_growth_tracker": int}

@@ -70,7 +70,7 @@ class Metrics:
         """Writes one line, which has at least the key "step". Numbers that are not finite become
         null, as JSON has no others.
         """
-        self.file.write(json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n")
+        self.file.write(json.dumps({key: in_json(value) for key, value in line.items()}) + "\n")
         self.file.flush()
         self._note_validation(line)
         self._track(line)
@@ -115,7 +115,7 @@ class Metrics:
         self._try(lambda: self.tracker.finish())
 
 
-def _in_json(value: Any) -> Any:
+def in_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -46,6 +46,8 @@ class Progress:
     tokens: int = 0  # target tokens trained on
     # Steps whose gradients were not finite: fp16 overflows, or train.non_finite=skip.
     skipped_steps: int = 0
+    logged_tokens: int = 0  # `tokens` at the last line of metrics
+    nats: float | None = 0.0  # of the tokens since then; None if that is not finite
 
 
 @dataclass
@@ -97,7 +99,8 @@ def start_state(
             resumed, **identity, allow_other_data=allow_other_data, say=say
         )
         restore.warn_of_threads(trainer, accelerator.device, say)
-        progress = Progress(**{name: trainer[name] for name in asdict(progress)})
+        known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
+        progress = Progress(**{name: known[name] for name in asdict(progress)})
         model = restore.load_model(resumed, config)
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
