@@ -9,6 +9,13 @@ from mixer.common.options import option, option_problems
 FILE_SOURCES = ("text", "jsonl", "parquet")
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
 BUILTIN_SUBSETS = ("", "packages")
+# Options that these sources alone use. A configuration may set them all the same: other sources are
+# chosen on the command line, over its own.
+OF_SOURCES = {
+    "subset": ("builtin", "hub"),
+    "split": ("hub",),
+    "text_field": ("jsonl", "parquet", "hub"),
+}
 # For errors: the options that say where a text is.
 CORPUS_OPTIONS = ("data.path", "data.subset", "data.split")
 VALIDATION_OPTIONS = ("data.validation_path", "data.validation_split")
@@ -72,6 +79,18 @@ class DataConfig:
         at_least=0,
         at_most=1024,
     )
+
+
+def unused_options(config: DataConfig) -> set[str]:
+    """Options that the chosen source or tokenizer does not use."""
+    unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
+    return unused | ({"vocab_size"} if config.tokenizer != "train" else set())
+
+
+def without_unused(config: DataConfig) -> DataConfig:
+    """The same with the defaults of `unused_options`: nothing may look as if it had been read."""
+    defaults = {name: getattr(DataConfig, name) for name in unused_options(config)}
+    return dataclasses.replace(config, **defaults)
 
 
 def check(config: DataConfig) -> None:

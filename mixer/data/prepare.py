@@ -24,7 +24,7 @@ from mixer.common.files import as_system_error, flush_tree, publish, write_text
 from mixer.common.locks import locked
 from mixer.common.say import Say
 from mixer.data.append import SplitFiles
-from mixer.data.config import DataConfig, check
+from mixer.data.config import DataConfig, check, unused_options
 from mixer.data.corpus import (
     FixedSplits,
     SplitShards,
@@ -134,7 +134,7 @@ def _existing(config: DataConfig) -> Manifest | None:
     wanted, found = _settings(config), manifest.settings
     changed = [
         f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
-        for name in sorted(wanted | found)
+        for name in sorted((wanted | found).keys() - unused_options(config))
         if found.get(name) != wanted.get(name)
     ]
     if changed:

@@ -19,10 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mixer.checkpoints.config import CheckpointConfig
 from mixer.common.errors import UserError
-from mixer.common.files import write_text
 from mixer.common.options import allowed_values, option, option_problems
 from mixer.common.yaml_file import parse_yaml, read_yaml
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.metrics import LoggingConfig
 from mixer.training.optim import OptimConfig
@@ -117,7 +116,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     problems: list[str] = []
     given = read_yaml(path) if path else {}
     keys = dict(_options(RunConfig))
-    entries = [(key, value, str(path)) for key, value in _flatten(given)]
+    entries = [(key, value, str(path)) for key, value in flatten(given)]
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
@@ -137,6 +136,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
         if problem:
             problems.append(f"{problem} ({origin})")
     run: RunConfig = OmegaConf.to_object(config)
+    run.data = without_unused(run.data)
     problems += _value_problems(run)
     if problems:
         raise UserError(_listing(problems))
@@ -146,11 +146,6 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
 def override(key: str, value: Any) -> str:
     """The command-line override that sets a key to a value."""
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-
-
-def save_config(run: RunConfig, path: Path) -> None:
-    """The resolved configuration as YAML, written whole or not at all."""
-    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(run)))
 
 
 def describe_options() -> str:
@@ -164,7 +159,7 @@ def describe_options() -> str:
     return "\n".join(lines)
 
 
-def _flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     """{"a": {"b": 1}} -> [("a.b", 1)]; an empty section gives nothing."""
     entries = []
     sections = {
@@ -173,7 +168,7 @@ def _flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):
-            entries += _flatten(value, f"{key}.")
+            entries += flatten(value, f"{key}.")
         elif not (value is None and key in sections):
             entries.append((key, value))
     return entries

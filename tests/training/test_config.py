@@ -12,7 +12,8 @@ from launching import run_python
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.training.config import RunConfig, describe_options, load_config, save_config
+from mixer.training.config import RunConfig, describe_options, load_config
+from mixer.training.record import save_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -128,7 +129,7 @@ def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_pa
         False,
     )
     assert (run.data.path, run.name) == ("", "42")
-    save_config(run, tmp_path / "resolved.yaml")
+    save_config(run, tmp_path / "resolved.yaml", {})
     assert load_config(str(tmp_path / "resolved.yaml"), []) == run
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["steps"] == 700
 
@@ -223,7 +224,7 @@ def test_a_value_that_nothing_can_use_is_one_line(tmp_path, given, said, place):
 def test_an_option_that_is_text_takes_its_value_as_it_is_and_reads_back_the_same(tmp_path, text):
     run = load_config(None, [f"name={text}", f"data.directory={text}", "seed=3"])
     assert (run.name, run.data.directory, run.seed) == (text, text, 3)
-    save_config(run, tmp_path / "config.yaml")
+    save_config(run, tmp_path / "config.yaml", {})
     assert load_config(str(tmp_path / "config.yaml"), []) == run
 
 
