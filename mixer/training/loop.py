@@ -257,7 +257,7 @@ class Trainer:
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
         self.progress.nats = in_json(self.nats_of_all())
-        trainer = asdict(self.progress) | self.state.identity | asdict(self.state.record)
+        trainer = asdict(self.progress) | self.state.recorded
         trainer["data_directory"] = self.run.data.directory
         trainer["threads"] = torch.get_num_threads()
         trainer["mixing"] = self.state.mixing

@@ -95,11 +95,6 @@ def step_too_large(run: RunConfig, device: torch.device, error: BaseException) -
     """The error of a run that is out of memory on this process's device: names its sizes, and the
     settings that would need less.
     """
-    what = f"training {run.directory}"
-    return out_of_memory(error, device, what, _sizes(run), _remedy(run))
-
-
-def _sizes(run: RunConfig) -> str:
     train, model = run.train, run.model
     sizes = {
         "train.batch_size": train.batch_size,
@@ -110,7 +105,8 @@ def _sizes(run: RunConfig) -> str:
         "model.hidden_size": model.hidden_size,
         "model.num_hidden_layers": model.num_hidden_layers,
     }
-    return ", ".join(f"{name} = {value}" for name, value in sizes.items())
+    listed = ", ".join(f"{name} = {value}" for name, value in sizes.items())
+    return out_of_memory(error, device, f"training {run.directory}", listed, _remedy(run))
 
 
 def _remedy(run: RunConfig) -> str:

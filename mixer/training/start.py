@@ -27,7 +27,7 @@ from mixer.training.metrics import Metrics
 from mixer.training.mixing import settle_mixing
 from mixer.training.optim import optimizer_identity
 from mixer.training.parallelize import parallelize
-from mixer.training.record import Record, save_config, start_record
+from mixer.training.record import save_config, start_record
 
 
 @dataclass
@@ -61,8 +61,7 @@ class State:
     parallel: nn.Module  # the model with its loss, in DDP or FSDP
     optimizer: AcceleratedOptimizer
     progress: Progress
-    identity: dict  # the entries of trainer.json that a resume compares, see restore.load_trainer
-    record: Record
+    recorded: dict  # the entries of trainer.json that a resume compares
     memory: Memory  # what a step needs
     mixing: dict | None  # which backend mixes the tokens, where the run has chosen; trainer.json
     resumed: Path | None  # the checkpoint that all this comes from
@@ -116,18 +115,8 @@ def start_state(
     parallel, optimizer = parallelize(model, run, accelerator, hosts, say)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, accelerator)
-    return State(
-        model,
-        parallel,
-        optimizer,
-        progress,
-        identity,
-        record,
-        memory,
-        mixing,
-        resumed,
-        wandb_id,
-    )
+    recorded = identity | asdict(record)
+    return State(model, parallel, optimizer, progress, recorded, memory, mixing, resumed, wandb_id)
 
 
 def find_checkpoint(
@@ -150,7 +139,7 @@ def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, say: Say)
     owes_evaluation: whether the validation loss of the current step is yet to be written.
     """
     if state.progress.step < run.train.steps:  # else it stays as it is
-        save_config(run, run.directory / "config.yaml", state.record.earlier)
+        save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
     metrics = Metrics(run.directory, run.logging, asdict(run), state.wandb_id)
     again = {"validation_loss"} if owes_evaluation else set()
     metrics.rewind(state.progress.step, again, say)
