@@ -71,7 +71,7 @@ from mixer.evaluation.evaluate import loss_by_kind
 from mixer.evaluation.measure import AUTOCAST_TYPES
 from mixer.evaluation.scoring import evaluate_streams
 from mixer.reporting.metrics_file import read_metrics
-from mixer.training.config import RunConfig, load_config
+from mixer.training.config import RunConfig, load_config, override
 
 PASSES = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 STARTING = 60.0  # seconds that a model's first run takes beside training, with compilation
@@ -294,7 +294,7 @@ def steps_in(seconds: float, measured: dict) -> int:
 
 
 def load(study: Study, settings: dict, name: str) -> RunConfig:
-    given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    given = [override(key, value) for key, value in settings.items()]
     given += [f"name={name}", f"output_dir={study.folder}", "train.eval_every=0"]
     return load_config(None, [*given, "checkpoint.save_every=0", "checkpoint.save_last=false"])
 

@@ -39,7 +39,7 @@ from mixer.data.manifest import Manifest
 from mixer.distributed.stop import Stop
 from mixer.reporting.figure import COLOURS, name_ends, new_figure, save
 from mixer.reporting.metrics_file import read_metrics, training_times
-from mixer.training.config import RunConfig, load_config
+from mixer.training.config import RunConfig, load_config, override
 from mixer.training.loop import train
 from mixer.training.optim import OptimConfig, lags_lr
 
@@ -172,7 +172,7 @@ def run(name: str, settings: dict) -> dict:
     Raises Stopped for a run that a signal has ended early.
     """
     with tempfile.TemporaryDirectory() as directory:
-        given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        given = [override(key, value) for key, value in settings.items()]
         given += [f"name={name}", f"output_dir={directory}"]
         given += ["checkpoint.save_every=0", "checkpoint.save_last=false"]
         config = load_config(None, given)

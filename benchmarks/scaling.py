@@ -103,7 +103,7 @@ def measure(
         ]
         settings += [
             f"logging.log_every={window}",
-            "logging.wandb=disabled",
+            "logging.tracker=none",
             "checkpoint.save_every=0",
         ]
         settings += [

@@ -4,6 +4,12 @@
 Importing this package registers the model with transformers' Auto classes.
 """
 
+import os
+
+# Threads that wait for work sleep, rather than spin on a core that another process could use: where
+# all cores are busy, training is ten times as fast. It is read when PyTorch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mixer.common.errors import UserError

@@ -17,7 +17,11 @@ trainer.json holds
     step, samples, tokens, skipped_steps      how far the run is; samples is its place in the data
     data_directory, data                      where the data is, and what identifies it
     optimizer                                 the settings that decide what the optimizer's state is
+    logged_tokens, nats                       tokens at the last line of metrics, and the sum of
+                                              the nats since then
     scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
+    settings, earlier                         what the next steps train with, and what the steps up
+                                              to others had in place of it
     threads                                   of the CPU, in each process
     mixing                                    the backend that model.mixing_backend=auto stands for,
                                               in it `keyed`, that of keyed mixing
@@ -32,6 +36,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +57,10 @@ TRAINER_FIELDS = {"step": int, "tokens": int, "data_directory": str}
 RESUME_FIELDS = {"samples": int, "skipped_steps": int, "data": dict}
 RESUME_FIELDS |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
 LATER_FIELDS = {"optimizer": dict, "threads": int, "mixing": (dict, NONE)}
+LATER_FIELDS |= {"logged_tokens": int, "nats": (float, NONE), "settings": dict, "earlier": dict}
+# Those of its settings: sections of the run's configuration, and the number of processes.
+SETTINGS = {"seed": int, "model": dict, "data": dict, "train": dict, "optim": dict}
+SETTINGS |= {"processes": int}
 # Those of its scaler, fp16's loss scale, which GradScaler takes as they are.
 SCALER_FIELDS = {"scale": float, "growth_factor": float, "backoff_factor": float}
 SCALER_FIELDS |= {"growth_interval": int, "_growth_tracker": int}
@@ -99,9 +108,27 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     trainer = read_json(file, remedy, required=TRAINER_FIELDS)
     if trainer.get("format") == FORMAT:
         read_json(file, remedy, required=RESUME_FIELDS, optional=LATER_FIELDS)
-        if problem := scaler_problem(trainer["scaler"]):
-            raise UserError(f"{file} is damaged (scaler: {problem}): {remedy}")
+        earlier = trainer.get("earlier", {})
+        problems = {
+            "scaler": scaler_problem(trainer["scaler"]),
+            "settings": object_problem(trainer.get("settings", {}), {}, SETTINGS),
+            "earlier": object_problem(earlier, dict.fromkeys(earlier, dict), {}),
+        }
+        for key, problem in problems.items():
+            if problem:
+                raise UserError(f"{file} is damaged ({key}: {problem}): {remedy}")
     return trainer
+
+
+def earlier_settings(
+    earlier: dict[str, dict[str, Any]], left_out: Collection[str] = ()
+) -> list[str]:
+    """A line for each time that a run has gone on with other settings, from trainer.json."""
+    shown = {
+        step: ", ".join(f"{key} = {changed[key]}" for key in changed if key not in left_out)
+        for step, changed in earlier.items()
+    }
+    return [f"Until step {step}: {settings}" for step, settings in shown.items() if settings]
 
 
 def scaler_problem(scaler: dict[str, Any] | None) -> str | None:

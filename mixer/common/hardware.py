@@ -1,8 +1,13 @@
 """The device: its peak throughput, the memory that was used, and whether it has bf16."""
 
+import math
 import resource
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import torch
 
 from mixer.common.errors import UserError
@@ -41,6 +46,32 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def memory_limit(device: torch.device) -> int:
+    """The bytes of memory that there are: the GPU's, or the machine's or the container's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [psutil.virtual_memory().total]
+    for group in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups, versions 2 and 1
+        with suppress(OSError, ValueError):  # there is none, or it says max
+            limits.append(int(Path("/sys/fs/cgroup", group).read_text()))
+    return min(limits)
+
+
+def product_flops(device: torch.device, precision: str) -> float:
+    """The FLOP/s of a matrix product here: measured, as no other work of a model is faster."""
+    size = 4096 if device.type == "cuda" else 512
+    matrix, best = torch.ones(size, size, device=device), math.inf
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    matrix = matrix if dtype is None else matrix.to(dtype)
+    for _ in range(20):  # others may use the processor, too
+        began = time.perf_counter()
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
 
 
 def check_precision(device: torch.device, precision: str) -> None:

@@ -1,12 +1,12 @@
 """The models of a comparison, from their names on the command line or from a file."""
 
-import json
 from dataclasses import dataclass
 
 from mixer.common.errors import UserError
 from mixer.common.yaml_file import read_yaml
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
 from mixer.models.masked_mixer.plain import BACKENDS
+from mixer.training.config import override
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def entrant(name: str) -> Entrant:
     settings = [f"model.architecture={kind}", "model.intermediate_size=null"]
     settings.append("optim.shared_lags=false")  # there are no mixing weights
     defaults = ModelConfig()
-    settings += [f"model.{key}={json.dumps(getattr(defaults, key))}" for key in OF_MIXERS]
+    settings += [override(f"model.{key}", getattr(defaults, key)) for key in OF_MIXERS]
     if size:
         settings += [f"model.hidden_size={hidden}", f"model.num_attention_heads={heads}"]
     return Entrant(name, tuple(settings), is_backend=False)
@@ -71,7 +71,7 @@ def entrants_of(file: str) -> list[Entrant]:
             )
         architecture = options.get("model.architecture")
         kind = entrant(architecture if architecture in TRANSFORMERS else "auto")
-        own = tuple(f"{key}={json.dumps(value)}" for key, value in options.items())
+        own = tuple(override(key, value) for key, value in options.items())
         found.append(Entrant(str(name), (*kind.overrides, *own), is_backend=False))
     return found
 

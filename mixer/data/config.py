@@ -9,6 +9,13 @@ from mixer.common.options import option, option_problems
 FILE_SOURCES = ("text", "jsonl", "parquet")
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
 BUILTIN_SUBSETS = ("", "packages")
+# Options that these sources alone use. A configuration may set them all the same: other sources are
+# chosen on the command line, over its own.
+OF_SOURCES = {
+    "subset": ("builtin", "hub"),
+    "split": ("hub",),
+    "text_field": ("jsonl", "parquet", "hub"),
+}
 
 
 @dataclass
@@ -39,6 +46,7 @@ class DataConfig:
         8000,
         "size of the BPE that is trained; unused with an existing tokenizer",
         at_least=SMALLEST_VOCABULARY,
+        at_most=2**20,
     )
     directory: str = option("data/builtin", "where the prepared token files go")
     packed: bool = option(
@@ -66,8 +74,27 @@ class DataConfig:
         at_least=0,
     )
     workers: int = option(
-        0, "processes that tokenise; 0: one for each core this process may use", at_least=0
+        0,
+        "processes that tokenise; 0: one for each core this process may use",
+        at_least=0,
+        at_most=1024,
     )
+
+
+def unused_options(config: DataConfig) -> set[str]:
+    """Options that the chosen source, tokenizer or validation text leaves without a use."""
+    unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
+    if config.tokenizer != "train":
+        unused.add("vocab_size")
+    if validation_source(config):
+        unused.add("validation_fraction")
+    return unused
+
+
+def without_unused(config: DataConfig) -> DataConfig:
+    """The same with the defaults of `unused_options`: nothing may look as if it had been read."""
+    defaults = {name: getattr(DataConfig, name) for name in unused_options(config)}
+    return dataclasses.replace(config, **defaults)
 
 
 def check(config: DataConfig) -> None:

@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from mixer.common.checksums import sha256
@@ -31,7 +31,7 @@ from mixer.common.files import (
 from mixer.common.locks import locked
 from mixer.common.say import Say
 from mixer.data.append import SplitFiles
-from mixer.data.config import DataConfig, check, validation_source
+from mixer.data.config import DataConfig, check, unused_options, validation_source, without_unused
 from mixer.data.corpus import (
     FixedSplits,
     SplitShards,
@@ -154,7 +154,7 @@ def _existing(config: DataConfig) -> Manifest | None:
     wanted, found = _settings(config), manifest.settings
     changed = [
         f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
-        for name in sorted(wanted | found)
+        for name in sorted((wanted | found).keys() - unused_options(config))
         if found.get(name) != wanted.get(name)
     ]
     if changed:
@@ -169,9 +169,7 @@ def _existing(config: DataConfig) -> Manifest | None:
 
 def _settings(config: DataConfig) -> dict:
     """What the manifest records: the settings that decide what is written."""
-    if validation_source(config):  # then the share is not used
-        config = replace(config, validation_fraction=DataConfig.validation_fraction)
-    settings = asdict(config).items()
+    settings = asdict(without_unused(config)).items()
     left_out = {*NOT_COMPARED, *(name for name in ADDED_LATER if not getattr(config, name))}
     return {name: value for name, value in settings if name not in left_out}
 

@@ -10,18 +10,14 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from omegaconf import OmegaConf
 
-from mixer.checkpoints.format import read_trainer
-from mixer.common.errors import UserError
-from mixer.common.yaml_file import read_yaml
+from mixer.checkpoints.format import earlier_settings, read_trainer
 from mixer.evaluation.report import COLUMNS, evaluation_notes, select
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.metrics_file import read_metrics
 from mixer.reporting.tables import table
 
-# Sections of a run's configuration that go into the card.
-SECTIONS = ("seed", "model", "data", "train", "optim")
-# Keys of its data section that mean something on the training machine alone.
-OF_ONE_MACHINE = ("directory", "workers")
+# Settings that may be paths of the training machine.
+MAY_BE_PATHS = {"data.path", "data.validation_path", "data.tokenizer"}
 # Columns of an evaluation's table that mean something on that machine alone.
 OF_ONE_EVALUATION = ("label", "tokens_per_second", "peak_memory_gb")
 EVALUATION_COLUMNS = {"text": "text"} | {
@@ -66,7 +62,8 @@ def model_card(
     model: with the weights' dtype as exported. evaluations: results of eval.py for these weights.
     Raises UserError where the run's files are damaged.
     """
-    run = _run_configuration(checkpoint)
+    trainer = read_trainer(checkpoint)
+    run = _without_paths(trainer.get("settings", {}))
     data = run.get("data", {})
     header = ModelCardData(
         license=license,
@@ -75,12 +72,15 @@ def model_card(
         tags=["masked-mixer", "custom_code"],
         datasets=[data["path"]] if data.get("source") == "hub" and data.get("path") else None,
     )
-    facts = [f"| {name} | {value} |" for name, value in _facts(model, checkpoint).items()]
+    facts = [f"| {name} | {value} |" for name, value in _facts(model, checkpoint, trainer).items()]
     evaluation = configuration = ""
     if evaluations:
         evaluation = f"\n## Evaluation\n\n{_evaluation(evaluations, title, model.dtype)}\n"
     if run:
         configuration = f"\n## Configuration\n\n```yaml\n{OmegaConf.to_yaml(run)}```\n"
+        configuration += "".join(
+            f"\n{line}.\n" for line in earlier_settings(trainer.get("earlier", {}), MAY_BE_PATHS)
+        )
     return TEXT.format(
         header=header.to_yaml(),
         title=title,
@@ -90,8 +90,10 @@ def model_card(
     )
 
 
-def _facts(model: MaskedMixerForCausalLM, checkpoint: Path) -> dict[str, str]:
-    config, trainer = model.config, read_trainer(checkpoint)
+def _facts(
+    model: MaskedMixerForCausalLM, checkpoint: Path, trainer: dict[str, Any]
+) -> dict[str, str]:
+    config = model.config
     facts = {
         "parameters": f"{model.num_parameters():,}",
         "context, tokens": str(config.max_position_embeddings),
@@ -137,33 +139,17 @@ def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:
     return last
 
 
-def _run_configuration(checkpoint: Path) -> dict[str, Any]:
-    """The run's config.yaml without the paths of the machine that trained it."""
-    file = checkpoint.resolve().parent / "config.yaml"
-    run = read_yaml(file) if file.is_file() else {}
-    run = {name: run[name] for name in SECTIONS if name in run}
-    for name, section in run.items():
-        if name != "seed" and not isinstance(section, dict):
-            raise UserError(
-                f"{file}: its section {name} is {section!r}; it must hold keys, as in configs/: "
-                "correct it"
-            )
-    if "data" in run:
-        run["data"] = _without_paths(run["data"])
-    return run
-
-
-def _without_paths(data: dict[str, Any]) -> dict[str, Any]:
-    """The data section without what means something on the training machine alone."""
-    kept = {key: value for key, value in data.items() if key not in OF_ONE_MACHINE}
+def _without_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings without the paths of the machine that trained it."""
+    data = dict(settings.get("data", {}))
     if data.get("source") != "hub" or _is_local(data.get("path")):
-        kept.pop("path", None)
+        data.pop("path", None)
     # Left out, it would seem that validation_fraction was cut from the training text.
     if data.get("validation_path"):
-        kept["validation_path"] = "a local text"
+        data["validation_path"] = "a local text"
     if data.get("tokenizer", "train") != "train" and _is_local(data["tokenizer"]):
-        kept["tokenizer"] = "a local one, saved here"
-    return kept
+        data["tokenizer"] = "a local one, saved here"
+    return settings | ({"data": data} if data else {})
 
 
 def _is_local(name: Any) -> bool:

@@ -30,7 +30,10 @@ class ModelConfig(MixerOptions):
         choices=("masked_mixer", *TRANSFORMERS),
     )
     num_attention_heads: int | None = option(
-        None, "attention heads of a transformer; null for heads of 64 channels", at_least=1
+        None,
+        "attention heads of a transformer; null for heads of 64 channels",
+        at_least=1,
+        at_most=2**16,
     )
 
 

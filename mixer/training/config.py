@@ -7,6 +7,7 @@ values.
 
 import dataclasses
 import difflib
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +19,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mixer.checkpoints.config import CheckpointConfig
 from mixer.common.errors import UserError
-from mixer.common.files import write_text
 from mixer.common.options import allowed_values, option, option_problems
 from mixer.common.yaml_file import parse_yaml, read_yaml
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.reporting.tables import wrapped
 from mixer.training.metrics import LoggingConfig
 from mixer.training.optim import OptimConfig
 
+# Keys of earlier versions, and what is in their place.
+RENAMED = {"logging.wandb": "logging.tracker=wandb, with WANDB_MODE=offline where it was offline"}
 LONGEST_NAME = 255  # bytes, on Linux and macOS
 
 
@@ -34,12 +36,14 @@ LONGEST_NAME = 255  # bytes, on Linux and macOS
 class TrainConfig:
     """The loop."""
 
-    steps: int = option(1000, "optimizer steps of the whole run", at_least=1)
+    steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
     init_from: str = option(
         "", "a checkpoint or an exported model whose weights a new run starts from; empty for none"
     )
-    batch_size: int = option(32, "samples per process and micro-batch", at_least=1)
-    gradient_accumulation_steps: int = option(1, "micro-batches per optimizer step", at_least=1)
+    batch_size: int = option(32, "samples per process and micro-batch", at_least=1, at_most=2**20)
+    gradient_accumulation_steps: int = option(
+        1, "micro-batches per optimizer step", at_least=1, at_most=2**20
+    )
     mixed_precision: str = option(
         "no", "the type of the arithmetic; no is fp32", choices=("no", "fp16", "bf16")
     )
@@ -118,20 +122,19 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     problems: list[str] = []
     given = read_yaml(path) if path else {}
     keys = dict(_options(RunConfig))
-    entries = [(key, value, str(path)) for key, value in _flatten(given)]
+    entries = [(key, value, str(path)) for key, value in flatten(given)]
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
             problems.append(f"{text!r} on the command line: write overrides as section.key=value")
             continue
-        try:
-            parsed = parse_yaml(value) if value else ""
-        except yaml.YAMLError as error:
-            problems.append(f"{key}: {value!r} cannot be read as a YAML value: {error}")
-            continue
-        if key in keys and keys[key].type is str and not isinstance(parsed, str):
-            parsed = value  # name=42: a shell has no types
-        entries.append((key, parsed, "command line"))
+        if value and not (key in keys and keys[key].type is str):  # text is taken as it is
+            try:
+                value = parse_yaml(value)
+            except yaml.YAMLError as error:
+                problems.append(f"{key}: {value!r} cannot be read as a YAML value: {error}")
+                continue
+        entries.append((key, value, "command line"))
 
     config = OmegaConf.structured(RunConfig)
     for key, value, origin in entries:
@@ -139,15 +142,16 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
         if problem:
             problems.append(f"{problem} ({origin})")
     run: RunConfig = OmegaConf.to_object(config)
+    run.data = without_unused(run.data)
     problems += _value_problems(run)
     if problems:
         raise UserError(_listing(problems))
     return run
 
 
-def save_config(run: RunConfig, path: Path) -> None:
-    """The resolved configuration as YAML, written whole or not at all."""
-    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(run)))
+def override(key: str, value: Any) -> str:
+    """The command-line override that sets a key to a value."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def describe_options() -> str:
@@ -161,7 +165,7 @@ def describe_options() -> str:
     return "\n".join(lines)
 
 
-def _flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     """{"a": {"b": 1}} -> [("a.b", 1)]; an empty section gives nothing."""
     entries = []
     sections = {
@@ -170,7 +174,7 @@ def _flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):
-            entries += _flatten(value, f"{key}.")
+            entries += flatten(value, f"{key}.")
         elif not (value is None and key in sections):
             entries.append((key, value))
     return entries
@@ -213,13 +217,16 @@ def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) 
             return None
     except OmegaConfBaseException:
         pass
-    return f"{key} = {value!r} is a {type(value).__name__}; allowed: {_type_name(kind)}"
+    quotes = ", written in quotes" if kind is str else ""
+    return f"{key} = {value!r} is a {type(value).__name__}; allowed: {_type_name(kind)}{quotes}"
 
 
 def _nearest(key: str, keys: dict) -> str:
     """What may have been meant by an unknown key: the same name in another section, or a key that
     is written alike.
     """
+    if key in RENAMED:
+        return f"; it is now {RENAMED[key]}, or nothing where it was disabled"
     name = key.rpartition(".")[2]
     near = [other for other in keys if other.rpartition(".")[2] == name]
     near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)

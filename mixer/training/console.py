@@ -2,6 +2,7 @@
 
 import os
 import sys
+from datetime import timedelta
 
 from accelerate import Accelerator
 
@@ -54,7 +55,9 @@ class Console:
         if self.bar is not None:
             self.bar.update(self.task, completed=line["step"], description=text)
         else:
-            self.say(f"step {line['step']}/{self.steps}: {text}")
+            tokens = line["tokens"] / line["step"] * (self.steps - line["step"])
+            left = timedelta(seconds=round(tokens / line["tokens_per_second"]))
+            self.say(f"step {line['step']}/{self.steps}: {text}, {left} left")
 
     def close(self) -> None:
         if self.bar is not None:

@@ -26,6 +26,7 @@ from mixer.training.config import RunConfig
 from mixer.training.console import Console
 from mixer.training.guard import Guard, where_not_finite
 from mixer.training.memory import step_too_large
+from mixer.training.metrics import in_json
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
 from mixer.training.telemetry import Profiler, Timer
@@ -64,10 +65,8 @@ def train(run: RunConfig) -> PreTrainedModel:
 
 @dataclass
 class Step:
-    """The numbers of one optimizer step, as far as possible still on the device."""
+    """What a line of metrics shows of its step alone."""
 
-    nats: Tensor  # the sum over this process's target tokens
-    targets: int | Tensor  # target tokens of all processes
     gradient_norm: Tensor  # before clipping
     rate: float  # the learning rate
 
@@ -112,6 +111,10 @@ class Trainer:
         self.profiler = Profiler(run.directory, run.logging.profile_step, profile_steps, say)
         self.timer, self.stop = Timer(), Stop(hosts)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `progress`
+        # Of this process since the last line of metrics, those before a resume on the main process.
+        # In float64 the sum is exact, so that its parts may be added in any order.
+        earlier = (math.nan if self.progress.nats is None else self.progress.nats) * is_main
+        self.nats = torch.tensor(earlier, dtype=torch.float64, device=self.device)
 
     def train(self) -> PreTrainedModel:
         """All steps that are left, or those until a signal. Returns the model."""
@@ -152,7 +155,7 @@ class Trainer:
             own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
             step_targets = accelerator.reduce(own_targets, "sum")
 
-        nats = torch.zeros((), device=self.device)
+        nats = torch.zeros((), device=self.device)  # in fp32
         for micro, batch in enumerate(micro_batches, 1):
             is_last = micro == len(micro_batches)
             with nullcontext() if is_last else accelerator.no_sync(self.parallel):
@@ -165,11 +168,12 @@ class Trainer:
         self.optimizer.step()  # skipped on the device if the gradient is not finite
         self.optimizer.zero_grad(set_to_none=True)
 
+        self.nats += nats
         progress.step += 1
         progress.samples += self.share.step_samples
         self.uncounted += step_targets
         self.timer.step(step_targets)
-        return Step(nats, step_targets, norm, rate)
+        return Step(norm, rate)
 
     def backward(self, batch: Batch, step_targets: int | Tensor) -> Tensor:
         """The forward and backward pass of a micro-batch; returns the sum of its nats."""
@@ -232,7 +236,9 @@ class Trainer:
         """Writes and shows a line of metrics."""
         self.settle()
         progress, scaler = self.progress, self.scaler
-        loss = float(self.accelerator.reduce(step.nats, "sum") / step.targets)
+        loss = self.nats_of_all() / (progress.tokens - progress.logged_tokens)
+        progress.logged_tokens = progress.tokens
+        self.nats.zero_()
         line = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "lr": step.rate}
         line["grad_norm"] = float(step.gradient_norm)
         line["skipped_steps"] = progress.skipped_steps
@@ -244,9 +250,14 @@ class Trainer:
             self.metrics.write(line)
         self.console.line(line)
 
+    def nats_of_all(self) -> float:
+        """The sum of all processes' nats since the last line of metrics."""
+        return float(self.accelerator.reduce(self.nats, "sum"))
+
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
-        trainer = asdict(self.progress) | self.state.identity
+        self.progress.nats = in_json(self.nats_of_all())
+        trainer = asdict(self.progress) | self.state.recorded
         trainer["data_directory"] = self.run.data.directory
         trainer["threads"] = torch.get_num_threads()
         trainer["mixing"] = self.state.mixing

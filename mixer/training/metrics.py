@@ -1,12 +1,17 @@
-"""The metrics of a run: every line goes to metrics.jsonl, and to wandb if asked for."""
+"""The metrics of a run: every line goes to metrics.jsonl, and to wandb or TensorBoard if asked
+for.
+"""
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
@@ -18,8 +23,11 @@ from mixer.reporting.metrics_file import readable_lines
 @dataclass
 class LoggingConfig:
     log_every: int = option(10, "steps between lines of metrics", at_least=1)
-    wandb: str = option(
-        "disabled", "copy the metrics to wandb", choices=("disabled", "offline", "online")
+    tracker: str = option(
+        "none",
+        "copy the metrics to wandb (without a network: WANDB_MODE=offline in the environment) or "
+        "to TensorBoard",
+        choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")
     profile_step: int = option(20, "the first step of a profile", at_least=1)
@@ -32,8 +40,11 @@ class Metrics:
     def __init__(self, directory: Path, config: LoggingConfig, run: dict, wandb_id: str | None):
         self.path = directory / "metrics.jsonl"
         self._open()
-        self.wandb = _start_wandb(config, directory, run, wandb_id)
-        self.wandb_id = self.wandb.id if self.wandb else wandb_id
+        self.name = config.tracker
+        self.tracker = _start_tracker(config, directory, run, wandb_id)
+        wandb = self.tracker.tracker if self.tracker and self.name == "wandb" else None
+        self.wandb_id = wandb.id if wandb else wandb_id
+        self.tracked = wandb.step if wandb else 0  # the tracker has the lines of earlier steps
         self.validation_losses: dict[int, float] = {}  # by step
 
     def rewind(self, step: int, again: set[str], say: Say = print) -> None:
@@ -41,16 +52,16 @@ class Metrics:
         file has each step once.
 
         Lines of `step` itself that have one of the keys in `again` are removed too, as they will be
-        written again, and so are damaged lines, which `say` names. Lines that wandb lacks are sent
-        to it: wandb's own process may have lost some with the kill.
+        written again, and so are damaged lines, which `say` names. Lines that the tracker lacks are
+        sent to it: wandb's own process may have lost some with the kill.
         """
         kept = []
         for text, line in readable_lines(self.path, say):
             if line["step"] < step or (line["step"] == step and not again & line.keys()):
                 kept.append(text + "\n")
                 self._note_validation(line)
-                if self.wandb and line["step"] >= self.wandb.step:
-                    self._mirror(line)
+                if line["step"] >= self.tracked:
+                    self._track(line)
         write_text(self.path, "".join(kept))
         self.file.close()
         self._open()
@@ -59,11 +70,10 @@ class Metrics:
         """Writes one line, which has at least the key "step". Numbers that are not finite become
         null, as JSON has no others.
         """
-        self.file.write(json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n")
+        self.file.write(json.dumps({key: in_json(value) for key, value in line.items()}) + "\n")
         self.file.flush()
         self._note_validation(line)
-        if self.wandb:
-            self._mirror(line)
+        self._track(line)
 
     def _open(self) -> None:
         try:
@@ -74,19 +84,21 @@ class Metrics:
                 "the directory that it points to, or delete the link"
             ) from None
 
-    def _mirror(self, line: dict[str, Any]) -> None:
+    def _track(self, line: dict[str, Any]) -> None:
         values = {key: value for key, value in line.items() if key != "step"}
-        self._try(lambda: self.wandb.log(values, step=line["step"]))
+        self._try(lambda: self.tracker.log(values, step=line["step"]))
 
     def _try(self, call: Callable[[], Any]) -> None:
-        """Calls wandb, and stops using it if that fails. wandb has a process of its own, which dies
-        if the whole job gets a signal; the run must not end with it.
+        """Calls the tracker, if there is one, and stops using it if that fails. wandb has a process
+        of its own, which dies if the whole job gets a signal; the run must not end with it.
         """
+        if self.tracker is None:
+            return
         try:
             call()
         except Exception as error:
-            self.wandb = None
-            _say_failed(error)
+            self.tracker = None
+            _say_failed(self.name, error)
             if isinstance(error, ConnectionError):
                 # Otherwise wandb tries again when Python exits, and prints a traceback.
                 import wandb
@@ -100,44 +112,44 @@ class Metrics:
 
     def close(self) -> None:
         self.file.close()
-        if self.wandb:
-            self._try(self.wandb.finish)
+        self._try(lambda: self.tracker.finish())
 
 
-def _in_json(value: Any) -> Any:
+def in_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _start_wandb(config: LoggingConfig, directory: Path, run: dict, wandb_id: str | None):
-    if config.wandb == "disabled":
+def _start_tracker(
+    config: LoggingConfig, directory: Path, run: dict, wandb_id: str | None
+) -> GeneralTracker | None:
+    name = config.tracker
+    if name == "none":
         return None
     try:
-        import wandb
+        if name == "tensorboard":  # written anew, so that each line is there once
+            shutil.rmtree(directory / name, ignore_errors=True)
+            tracker = TensorBoardTracker(name, directory)
+        else:
+            about = {"name": directory.name, "dir": directory, "config": run}
+            again = {"id": wandb_id, "resume": "allow"} if wandb_id else {}
+            tracker = WandBTracker(config.wandb_project, **about, **again)
+        tracker.start()
+        return tracker
     except ImportError:
         print(
-            "wandb is not installed: metrics go to metrics.jsonl only (pip install wandb)",
+            f"{name} is not installed: metrics go to metrics.jsonl only (pip install {name})",
             flush=True,
         )
-        return None
-    try:
-        return wandb.init(
-            project=config.wandb_project,
-            name=directory.name,
-            dir=directory,
-            mode=config.wandb,
-            config=run,
-            id=wandb_id,
-            resume="allow" if wandb_id else None,
-        )
     except Exception as error:  # no network, or nobody logged in
-        _say_failed(error)
-        return None
+        _say_failed(name, error)
+    return None
 
 
-def _say_failed(error: Exception) -> None:
+def _say_failed(name: str, error: Exception) -> None:
+    offline = " (WANDB_MODE=offline needs no network)" if name == "wandb" else ""
     print(
-        f"wandb has failed, the run goes on without: {type(error).__name__}: {error}; "
-        "metrics.jsonl has every line, and wandb gets the missing ones when the run is resumed "
-        "(logging.wandb=offline needs no network)",
+        f"{name} has failed, the run goes on without: {type(error).__name__}: {error}; "
+        "metrics.jsonl has every line, and the missing ones are sent when the run is resumed"
+        f"{offline}",
         flush=True,
     )

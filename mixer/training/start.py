@@ -1,6 +1,7 @@
 """What a run starts with: its data, and the state of its training, new or from a checkpoint."""
 
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import restore
 from mixer.checkpoints.format import remove_partial
-from mixer.common.hardware import peak_tflops
+from mixer.common.hardware import peak_tflops, product_flops
 from mixer.common.say import Say
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
@@ -21,11 +22,13 @@ from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
 from mixer.distributed.hosts import Hosts
 from mixer.models.architecture import model_class, model_config
-from mixer.training.config import RunConfig, save_config
+from mixer.training.config import RunConfig
+from mixer.training.memory import Memory, needed_memory
 from mixer.training.metrics import Metrics
 from mixer.training.mixing import settle_mixing
 from mixer.training.optim import optimizer_identity
 from mixer.training.parallelize import parallelize
+from mixer.training.record import save_config, start_record
 
 
 @dataclass
@@ -48,6 +51,8 @@ class Progress:
     tokens: int = 0  # target tokens trained on
     # Steps whose gradients were not finite: fp16 overflows, or train.non_finite=skip.
     skipped_steps: int = 0
+    logged_tokens: int = 0  # `tokens` at the last line of metrics
+    nats: float | None = 0.0  # of the tokens since then; None if that is not finite
 
 
 @dataclass
@@ -58,7 +63,8 @@ class State:
     parallel: nn.Module  # the model with its loss, in DDP or FSDP
     optimizer: AcceleratedOptimizer
     progress: Progress
-    identity: dict  # the entries of trainer.json that a resume compares, see restore.load_trainer
+    recorded: dict  # the entries of trainer.json that a resume compares
+    memory: Memory  # what a step needs
     mixing: dict | None  # which backend mixes the tokens, where the run has chosen; trainer.json
     resumed: Path | None  # the checkpoint that all this comes from
     wandb_id: str | None
@@ -84,6 +90,7 @@ def start_state(
 ) -> State:
     """The model, its optimizer and the progress: new, or from the checkpoint to continue from."""
     resumed = find_checkpoint(run, accelerator, hosts, say)
+    memory = needed_memory(run, data.manifest, accelerator)
     set_seed(run.seed)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     identity = {
@@ -103,16 +110,19 @@ def start_state(
             resumed, **identity, allow_other_data=allow_other_data, say=say
         )
         restore.warn_of_threads(trainer, accelerator.device, say)
-        progress = Progress(**{name: trainer[name] for name in asdict(progress)})
+        known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
+        progress = Progress(**{name: known[name] for name in asdict(progress)})
         model = restore.load_model(resumed, config)
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
     earlier = trainer if resumed else None
+    record = start_record(run, accelerator.num_processes, earlier, say)
     mixing = settle_mixing(model, run, earlier, accelerator, hosts, say)
     parallel, optimizer = parallelize(model, run, accelerator, hosts, say)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, accelerator)
-    return State(model, parallel, optimizer, progress, identity, mixing, resumed, wandb_id)
+    recorded = identity | asdict(record)
+    return State(model, parallel, optimizer, progress, recorded, memory, mixing, resumed, wandb_id)
 
 
 def find_checkpoint(
@@ -134,7 +144,8 @@ def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, say: Say)
 
     owes_evaluation: whether the validation loss of the current step is yet to be written.
     """
-    save_config(run, run.directory / "config.yaml")
+    if state.progress.step < run.train.steps:  # else it stays as it is
+        save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
     metrics = Metrics(run.directory, run.logging, asdict(run), state.wandb_id)
     again = {"validation_loss"} if owes_evaluation else set()
     metrics.rewind(state.progress.step, again, say)
@@ -155,12 +166,15 @@ def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int)
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
     step, steps = state.progress.step, run.train.steps
-    passes = steps * batch / samples
+    tokens = batch * run.model.max_position_embeddings
+    rate = accelerator.num_processes * product_flops(device, run.train.mixed_precision)
+    left = max(0, steps - step) * tokens * state.model.flops_per_token()["useful"]
+    memory = f"{'about' if device.type == 'cpu' else 'up to'} {state.memory.gb:.1f} GB of memory"
     if step >= steps:
         begins += f", which has {step} steps: train.steps = {steps} leaves none to train"
     return (
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
         f"{accelerator.num_processes} process(es){engine} on {name}\n"
-        f"{samples:,} samples of {run.model.max_position_embeddings} tokens, {batch} a step, "
-        f"{passes:.2f} passes in all; {begins}"
+        f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
+        f"{samples:,} samples; {memory}, at least {timedelta(seconds=round(left / rate))}; {begins}"
     )

@@ -16,7 +16,7 @@ from runs import read_lines
 
 from mixer.common.locks import locked
 from mixer.common.yaml_file import read_yaml
-from mixer.training.config import load_config
+from mixer.training.config import load_config, override
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "model_sizes.py"
@@ -110,7 +110,7 @@ def test_every_model_of_the_plans_can_be_trained(plan, monkeypatch):
     models = models_of(read_yaml(plan), [])
     assert len({model.name for model in models}) == len(models)
     for model in models:
-        load_config(None, [f"{key}={json.dumps(value)}" for key, value in model.options.items()])
+        load_config(None, [override(key, value) for key, value in model.options.items()])
 
 
 def test_the_configuration_of_keyed_mixing_is_the_one_that_was_the_best(monkeypatch):
@@ -120,7 +120,7 @@ def test_the_configuration_of_keyed_mixing_is_the_one_that_was_the_best(monkeypa
 
     runs = json.loads((ROOT / "benchmarks/results/model_sizes_h200.json").read_text())["runs"]
     measured = best_size(runs, "keyed in all blocks", 60)["settings"]
-    given = [f"{key}={json.dumps(value)}" for key, value in measured.items()]
+    given = [override(key, value) for key, value in measured.items()]
     measured, shipped = load_config(None, given), load_config("configs/keyed.yaml", [])
     assert shipped.model == measured.model and shipped.optim == measured.optim
     assert shipped.train.batch_size == measured.train.batch_size

@@ -12,7 +12,7 @@ import yaml
 from launching import run_python, start_python
 
 from mixer.common.yaml_file import read_yaml
-from mixer.training.config import load_config
+from mixer.training.config import load_config, override
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "recipe.py"
@@ -149,4 +149,4 @@ def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
     content = read_yaml(plan)
     for changes in content["runs"].values():
         settings = settings_of(content["common"] | recipe(changes) | changes)
-        load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+        load_config(None, [override(key, value) for key, value in settings.items()])

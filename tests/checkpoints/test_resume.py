@@ -71,6 +71,10 @@ def _wait_for_news(ranks: Launch, metrics: Path, patience: float) -> None:
         time.sleep(0.02)
 
 
+# The steps whose losses the lines of metrics hold, by their own step: 12 steps, a line every 5.
+MEANS = {5: range(1, 6), 10: range(6, 11), 12: (11, 12)}
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_each_resume_is_as_exact_as_the_first(write_config, launch, tmp_path, processes):
     config = write_config(
@@ -140,6 +144,21 @@ def test_unpacked_rows_go_on_exactly_too(write_config, small_run, launch, tmp_pa
     ).kill()
     launch("--config", config, "name=parts").succeed()
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 12)
+
+
+def test_a_logged_loss_is_the_mean_over_all_steps_since_the_line_before_also_across_a_resume(
+    write_config, launch, tmp_path
+):
+    config, options = write_config(), ["train.batch_size=4", "logging.log_every=5"]
+    launch("--config", config, "name=each").succeed()
+    launch("--config", config, "name=whole", *options, processes=2).succeed()
+    parts = ["--config", config, "name=parts", *options, "checkpoint.save_every=3"]
+    launch(*parts, processes=2).until((tmp_path / "runs/parts/step-3").exists).kill()
+    launch(*parts, processes=2).succeed()
+    each, whole, parts = (read_losses(tmp_path / "runs" / n) for n in ("each", "whole", "parts"))
+    means = {end: [each[step] for step in steps] for end, steps in MEANS.items()}
+    assert whole == pytest.approx({end: sum(m) / len(m) for end, m in means.items()}, rel=1e-5)
+    assert parts == whole, "the steps before the resume are lost"
 
 
 def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(

@@ -10,12 +10,15 @@ import yaml
 from huggingface_hub import ModelCard
 from markdown import rows
 
+from mixer.checkpoints.format import LISTING, TRAINER
+from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
 from mixer.evaluation import texts
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 from mixer.export import export
 
 BOOK = "def read(self, size): return self.text[:size]\n" * 9
+NO_PATHS = {"source": "builtin", "path": "", "validation_path": "", "tokenizer": "train"}
 HUB = {"source": "hub", "path": "ann/rows"}
 # Settings of a run's data, and what the card has under these keys: None where it has none.
 DATA = [
@@ -34,6 +37,16 @@ DATA = [
 def card(checkpoint: Path, output: Path) -> str:
     export(checkpoint, output, "apache-2.0")
     return (output / "README.md").read_text()
+
+
+def set_data(checkpoint: Path, data: dict) -> None:
+    """As if the checkpoint were of a run with these settings of its data."""
+    file, listing = checkpoint / TRAINER, checkpoint / LISTING
+    trainer, files = json.loads(file.read_text()), json.loads(listing.read_text())
+    trainer["settings"]["data"] = trainer["settings"]["data"] | NO_PATHS | data
+    file.write_text(json.dumps(trainer))
+    files[TRAINER] = {"size": file.stat().st_size, "sha256": sha256(file)}
+    listing.write_text(json.dumps(files))
 
 
 def evaluate_texts(checkpoint: Path, home: Path) -> list[str]:
@@ -69,9 +82,8 @@ def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path, monk
         lambda data, blank: [BOOK] if data.path == "ann/rows" else read(data, blank=blank),
     )
     names = evaluate_texts(last, home)
-    run = yaml.safe_load((finished / "config.yaml").read_text())
     for number, (data, shown) in enumerate(DATA):
-        (finished / "config.yaml").write_text(yaml.safe_dump(run | {"data": run["data"] | data}))
+        set_data(last, data)
         text = card(last, tmp_path / f"exported-{number}")
         assert not [
             place for place in ("ann's", "own/", "all/", str(tmp_path.parent)) if place in text

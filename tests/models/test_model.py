@@ -1,5 +1,6 @@
 """The model: its definition, saving and loading, generation, and the counts of its operations."""
 
+import os
 import subprocess
 import sys
 
@@ -271,11 +272,16 @@ def test_bad_shapes_are_refused(change, words):
         MaskedMixerConfig(**(SMALL | change))
 
 
-def test_training_needs_no_datasets_wandb_or_matplotlib():
+def test_training_needs_no_datasets_wandb_or_matplotlib_and_its_idle_threads_sleep():
     code = "import sys, mixer, mixer.training.loop; "
     code += "print([m for m in ('datasets', 'wandb', 'matplotlib') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {name: os.environ[name] for name in os.environ if name != "OMP_WAIT_POLICY"}
+    environment["OMP_DISPLAY_ENV"] = "true"  # OpenMP says on stderr what it has read
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout.strip() == "[]"
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
 
 
 def test_a_forward_pass_keeps_no_cache_unless_asked():

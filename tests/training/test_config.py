@@ -12,7 +12,8 @@ from launching import run_python
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.training.config import RunConfig, describe_options, load_config, save_config
+from mixer.training.config import RunConfig, describe_options, load_config
+from mixer.training.record import save_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -80,7 +81,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
                 "data.packed=maybe",
                 "optim.beta1=1.0",
                 "nonsense",
-                "name=[",
+                "seed=[",
                 "data.path=${x}",
                 *graphs,
             ],
@@ -100,7 +101,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "train.cuda_graphs = true with train.recompute = 'block', which cannot be recorded; "
         "allowed with it: none, activation",
         "allowed with train.gradient_accumulation_steps = 2: auto, false",
-        "name: '[' cannot be read as a YAML value: ",
+        "seed: '[' cannot be read as a YAML value: ",
         "data.path = '${x}'; allowed: no ${...} and no ???; write the value itself",
         "'nonsense' on the command line: write overrides as section.key=value",
     ):
@@ -128,7 +129,7 @@ def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_pa
         False,
     )
     assert (run.data.path, run.name) == ("", "42")
-    save_config(run, tmp_path / "resolved.yaml")
+    save_config(run, tmp_path / "resolved.yaml", {})
     assert load_config(str(tmp_path / "resolved.yaml"), []) == run
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["steps"] == 700
 
@@ -159,7 +160,7 @@ def test_a_value_out_of_bounds_is_refused_with_what_is_allowed():
         "data.validation_fraction=0": "above 0 and below 1",
         "data.validation_fraction=1": "above 0 and below 1",
         "checkpoint.keep=1": "2 or more",
-        "logging.wandb=on": "disabled, offline, online",
+        "logging.tracker=on": "none, wandb, tensorboard",
     }.items():
         with pytest.raises(UserError, match=f"allowed: {allowed}"):
             load_config(None, [given])
@@ -178,10 +179,30 @@ UNUSABLE = {
     "train.steps=1e30": "is out of range; allowed: integers of 64 bits",
     "seed=4294967296": "seed = 4294967296; allowed: 0 or more and below 4294967296",
     "name=" + "é" * 128: "name has 256 bytes; allowed: at most 255",
-    'name="a\\0b"': "allowed: text without null characters and lone surrogates",
-    'data.path="\\ud800"': "allowed: text without null characters and lone surrogates",
-    "output_dir=\udcff": "output_dir: '\\udcff' cannot be read as a YAML value",
+    "name=a\0b": "allowed: text without null characters and lone surrogates",
+    "output_dir=\udcff": "allowed: text without null characters and lone surrogates",
+    "data.vocab_size=1000000000": "allowed: 257 or more and at most 1048576",
+    "model.num_hidden_layers=1000000000000": "allowed: 1 or more and at most 1000",
+    "model.intermediate_size=1000000000000": "allowed: 1 or more and at most 1048576",
+    "logging.wandb=offline": "it is now logging.tracker=wandb, with WANDB_MODE=offline",
+    "train.batch_size=1000000000000": "allowed: 1 or more and at most 1048576",
 }
+TEXTS = [
+    "run #3",
+    "1e5",
+    "null",
+    "42",
+    "on",
+    "no",
+    "~",
+    '"q"',
+    "'q'",
+    "a: b",
+    " x ",
+    "0x1F",
+    "[",
+    "!",
+]
 
 
 @pytest.mark.parametrize(("given", "said"), UNUSABLE.items(), ids=range(len(UNUSABLE)))
@@ -197,6 +218,14 @@ def test_a_value_that_nothing_can_use_is_one_line(tmp_path, given, said, place):
     message = str(raised.value)
     assert said in message or "cannot be read as YAML: " in message
     assert message.count("\n  - ") == (0 if "as YAML: " in message else 1)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_an_option_that_is_text_takes_its_value_as_it_is_and_reads_back_the_same(tmp_path, text):
+    run = load_config(None, [f"name={text}", f"data.directory={text}", "seed=3"])
+    assert (run.name, run.data.directory, run.seed) == (text, text, 3)
+    save_config(run, tmp_path / "config.yaml", {})
+    assert load_config(str(tmp_path / "config.yaml"), []) == run
 
 
 def test_a_date_is_text_also_one_that_no_calendar_has(tmp_path):

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
+import shutil
 
 import pytest
 import torch
 from models import small_model
-from runs import read_lines, read_losses, run
+from runs import ROOT, read_lines, read_losses, run
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -119,7 +121,12 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
         "--config", write_config(), "train.mixed_precision=bf16", "optim.schedule=linear"
     ).succeed()
     samples = len(TokenFile(small_run["data"]["directory"], "train", 32))
-    assert f"8 a step, {12 * 8 / samples:.2f} passes in all; a fresh start" in output
+    epochs = f"{12 * 8 / samples:.2f} epochs of {samples:,} samples"
+    words = (
+        rf"12 steps of 256 tokens, {epochs}; about ([\d.]+) GB of memory, at least 0:00:00; a fr"
+    )
+    memory = float(re.search(words, output)[1])
+    assert "tokens/s, 0:00:00 left" in output
     directory = tmp_path / "runs/small"
     lines = read_lines(directory)
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 6, 12]
@@ -133,6 +140,7 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
         "data_wait_share",
     } <= set(last)
     assert last["tokens"] == 12 * 8 * 32
+    assert last["peak_memory_gb"] / 2 < memory < 1.1 * last["peak_memory_gb"]
     assert first["lr"] == pytest.approx(2e-3 / 3)
     assert load_config(str(directory / "config.yaml"), []).train.mixed_precision == "bf16"
     assert sorted(p.name for p in directory.glob("step-*")) == ["step-12", "step-8"]  # two are kept
@@ -202,6 +210,24 @@ def test_a_precision_the_device_lacks_is_refused(monkeypatch):
         UserError, match="Tesla V100.* has no bf16 arithmetic.*mixed_precision=fp16"
     ):
         check_precision(torch.device("cuda"), "bf16")
+
+
+def test_what_cannot_fit_into_memory_is_refused_before_the_first_step(write_config, tmp_path):
+    for changes in (["train.batch_size=1000000"], ["model.hidden_size=65536"]):
+        with pytest.raises(UserError, match=r"needs about [\d.]+ GB .*there are [\d.]+\. To need"):
+            train(load_config(str(write_config()), changes))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_laptops_configuration_trains_on_a_folder_of_ones_own(launch, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for file in sorted((ROOT / "mixer").rglob("*.py"))[:60]:
+        shutil.copy(file, tmp_path / f"texts/{file.parent.name}-{file.stem}.txt")
+    own = ["name=mine", f"data.path={tmp_path}/texts", f"data.directory={tmp_path}/data/mine"]
+    short = ["train.steps=2", "optim.warmup_steps=1", "train.eval_samples=16"]
+    config = ("--config", ROOT / "configs/laptop.yaml", f"output_dir={tmp_path}/runs")
+    output = launch(*config, *own, *short).succeed()
+    assert "2 steps of 2,048 tokens" in output and (tmp_path / "runs/mine/step-2").is_dir()
 
 
 def test_a_context_longer_than_the_data_is_refused(small_run, tmp_path):

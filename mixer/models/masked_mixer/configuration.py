@@ -29,12 +29,13 @@ def option(
     choices: tuple[str, ...] = (),
     at_least: int | None = None,
     above: int | None = None,
+    at_most: int | None = None,
 ) -> Any:
     """A dataclass field with a default, a help text and the values that are allowed.
 
     The metadata is that of `mixer.common.options.option`, which this file cannot import.
     """
-    bounds = {"at_least": at_least, "above": above}
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     metadata = {"help": help, "choices": choices, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
@@ -44,19 +45,26 @@ def option(
 class MixerOptions:
     """The options of a masked mixer; the defaults are the flat mixer of arXiv 2409.01482."""
 
-    hidden_size: int = option(1024, "channels of the residual stream", at_least=1)
-    num_hidden_layers: int = option(16, "number of blocks", at_least=1)
+    hidden_size: int = option(1024, "channels of the residual stream", at_least=1, at_most=2**16)
+    num_hidden_layers: int = option(16, "number of blocks", at_least=1, at_most=1000)
     max_position_embeddings: int = option(
-        512, "the context in tokens, and so the size of each mixing weight", at_least=2
+        512,
+        "the context in tokens, and so the size of each mixing weight",
+        at_least=2,
+        at_most=2**20,
     )
     intermediate_size: int | None = option(
-        None, "width of the MLP; null for the default, 4 x hidden_size", at_least=1
+        None, "width of the MLP; null for the default, 4 x hidden_size", at_least=1, at_most=2**20
     )
-    num_mixer_heads: int = option(1, "groups of channels with a mixing weight each", at_least=1)
+    num_mixer_heads: int = option(
+        1, "groups of channels with a mixing weight each", at_least=1, at_most=2**16
+    )
     mixer_projections: bool = option(
         True, "with several heads: a linear projection before the mixing and one after it"
     )
-    mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", at_least=1)
+    mixer_kernel_size: int = option(
+        1, "taps over the channels per pair of tokens", at_least=1, at_most=2**16
+    )
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
     mixer_gate: bool = option(
         False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
@@ -66,6 +74,7 @@ class MixerOptions:
         "keyed mixing: mixing weights are scaled by how well a query fits a key, which have so "
         "many numbers in each head; 0 for none",
         at_least=0,
+        at_most=2**16,
     )
     mixer_keyed_every: int = option(
         1,
@@ -106,7 +115,7 @@ class MixerOptions:
 class ModelOptions(MixerOptions):
     """MixerOptions and the vocabulary's size, which a run takes from its tokenizer."""
 
-    vocab_size: int = option(8000, "number of token ids", at_least=1)
+    vocab_size: int = option(8000, "number of token ids", at_least=1, at_most=2**24)
 
 
 NAMES = tuple(item.name for item in dataclasses.fields(ModelOptions))
@@ -218,7 +227,8 @@ def _is_allowed(value: Any, item: dataclasses.Field) -> bool:
     types = (int, float) if item.type is float else (int,)
     if type(value) not in types or not math.isfinite(value):
         return False
-    return value >= bounds.get("at_least", -math.inf) and value > bounds.get("above", -math.inf)
+    lowest, highest = bounds.get("at_least", -math.inf), bounds.get("at_most", math.inf)
+    return lowest <= value <= highest and value > bounds.get("above", -math.inf)
 
 
 def _allowed(item: dataclasses.Field) -> str:
@@ -228,5 +238,6 @@ def _allowed(item: dataclasses.Field) -> str:
         return "true or false"
     bounds = item.metadata["bounds"]
     if "at_least" in bounds:
-        return f"an integer, {bounds['at_least']} or more"
+        most = f" and at most {bounds['at_most']}" if "at_most" in bounds else ""
+        return f"an integer, {bounds['at_least']} or more{most}"
     return f"a number above {bounds['above']}"

@@ -1,25 +1,28 @@
-"""A run that is stopped and resumed is one run of wandb, with every line."""
+"""A run that is stopped and resumed is one run of wandb or TensorBoard, with every line."""
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from runs import read_timeless
+import pytest
+from runs import read_lines, read_timeless
+
+OFFLINE = {"WANDB_MODE": "offline"}
 
 
 def test_the_wandb_run_goes_on_under_its_id_and_holds_every_line(write_config, launch, tmp_path):
-    config = write_config(logging={"log_every": 1, "wandb": "offline"})
-    launch("--config", config, "checkpoint.save_every=5").until(
+    config = write_config(logging={"log_every": 1, "tracker": "wandb"})
+    launch("--config", config, "checkpoint.save_every=5", environment=OFFLINE).until(
         (tmp_path / "runs/small/step-5").exists
     ).kill()
-    launch("--config", config).succeed()
+    launch("--config", config, environment=OFFLINE).succeed()
     assert_in_wandb(tmp_path / "runs/small")
     origin = tmp_path / "runs/small/step-12"
-    launch(
-        "--config", config, "name=other", f"checkpoint.resume={origin}", "train.steps=13"
-    ).succeed()
+    options = ["name=other", f"checkpoint.resume={origin}", "train.steps=13"]
+    launch("--config", config, *options, environment=OFFLINE).succeed()
     ids = {file.name for file in (tmp_path / "runs").glob("*/wandb/offline-run-*/run-*.wandb")}
     assert len(ids) == 2  # a run that begins from a checkpoint of another one is not that one
 
@@ -31,16 +34,45 @@ def test_a_run_goes_on_without_wandbs_own_process_which_gets_the_lines_when_it_i
     config = write_config(
         train={"steps": 100_000, "batch_size": 8, "eval_every": 0, "eval_samples": 8}
     )
-    options = ["checkpoint.save_every=0", "logging.wandb=offline"]
-    ranks, metrics = launch("--config", config, *options), tmp_path / "runs/small/metrics.jsonl"
+    options = ["checkpoint.save_every=0", "logging.tracker=wandb"]
+    ranks = launch("--config", config, *options, environment=OFFLINE)
+    metrics = tmp_path / "runs/small/metrics.jsonl"
     ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
     for child in psutil.Process(ranks.ranks[0].pid).children(recursive=True):
         child.kill()
     output = ranks.until(lambda: "wandb has failed, the run goes on without" in ranks.output).stop()
     assert "stopped by a signal" in output and "Traceback" not in output
     step = read_timeless(tmp_path / "runs/small")[-1]["step"]
-    launch("--config", config, *options, f"train.steps={step + 1}").succeed()
+    launch("--config", config, *options, f"train.steps={step + 1}", environment=OFFLINE).succeed()
     assert_in_wandb(tmp_path / "runs/small")
+
+
+def test_tensorboard_has_every_line_of_a_resumed_run_once(write_config, launch, tmp_path):
+    pytest.importorskip("tensorboardX")
+    config = write_config(logging={"log_every": 1, "tracker": "tensorboard"})
+    launch("--config", config, "checkpoint.save_every=5").until(
+        (tmp_path / "runs/small/step-5").exists
+    ).kill()
+    launch("--config", config).succeed()
+    run = tmp_path / "runs/small"
+    lines = [(line["step"], key, line[key]) for line in read_lines(run) for key in line]
+    logged = [((step, key), value) for step, key, value in lines if key != "step"]
+    found = _scalars(run / "tensorboard")
+    assert Counter(place for place, _ in found) == Counter(place for place, _ in logged)
+    assert dict(found) == pytest.approx(dict(logged))
+
+
+def _scalars(directory: Path) -> list[tuple[tuple[int, str], float]]:
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for file in directory.glob("events.*"):
+        data = file.read_bytes()
+        while data:  # length (8), checksum (4), event, checksum (4)
+            (length,) = struct.unpack_from("<Q", data)
+            event, data = Event.FromString(data[12 : 12 + length]), data[16 + length :]
+            found += [((event.step, one.tag), one.simple_value) for one in event.summary.value]
+    return found
 
 
 def assert_in_wandb(run: Path) -> None:
