@@ -14,9 +14,8 @@ from toolchain import needs_gxx
 from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.models.masked_mixer import modeling
+from mixer.models.masked_mixer import lags, modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
-from mixer.optimizers import shared_lags
 from mixer.training.clipping import gradient_norm
 from mixer.training.compile import compiled, compiled_parts
 from mixer.training.config import load_config
@@ -124,7 +123,7 @@ def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(backend, 
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
-    monkeypatch.setattr(shared_lags, "ROWS", tokens().shape[1] // 2)
+    monkeypatch.setattr(lags, "ROWS", tokens().shape[1] // 2)
     config = OptimConfig(name="muon", shared_lags=True, weight_decay=0.1)
     models = [small_model(num_mixer_heads=2).train() for _ in range(2)]
     optimizers = [
