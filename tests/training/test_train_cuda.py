@@ -23,12 +23,11 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
 SECTIONS = {
     "model": {"hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 64},
     "train": {"steps": 24, "batch_size": 8, "eval_every": 6, "eval_samples": 16}
-    | {"compile": "no", "all_reduce": "nccl"},  # compiling takes most of a minute
+    | {"compile": "no"},  # compiling takes most of a minute
 }
 DDP = [pytest.param(count, {}, id=f"{count}-ddp") for count in (1, 2, 4)]
 LAUNCHES = [*DDP, *(pytest.param(count, FSDP, id=f"{count}-fsdp") for count in (2, 4))]
-COPIES = ("train.all_reduce=copy_engines",)
-GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true", *COPIES)  # both of DDP alone
+GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true")  # of DDP alone
 # Muon and shared lags, at a context where mixing weights are updated in two parts.
 RECIPE_GRAPHS = (*RECIPE, "model.max_position_embeddings=1024", *GRAPHS)
 
@@ -225,7 +224,7 @@ def test_nothing_waits_for_the_gpu_between_logging_steps(
 @pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
 def test_auto_runs_what_it_says(write_config, launch, processes, engine):
     options = options_for(processes, engine)
-    changes = ["train.compile=auto", "train.all_reduce=auto", "train.mixed_precision=bf16"]
+    changes = ["train.compile=auto", "train.mixed_precision=bf16"]
     changes.append(f"train.batch_size={8 // processes}")
     output = launch("--config", write_config(**SECTIONS), *changes, **options).succeed(patience=200)
     assert "auto: train.compile=blocks" in output and "failed" not in output
@@ -234,10 +233,8 @@ def test_auto_runs_what_it_says(write_config, launch, processes, engine):
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_graphs_and_copy_engines_change_no_loss(write_config, launch, tmp_path, processes):
-    """And the sums of the copy engines not even a bit of two processes', whose order cannot
-    differ.
-    """
+def test_graphs_change_no_loss(write_config, launch, tmp_path, processes):
+    """Not even a bit of two processes', whose order of summing cannot differ."""
     options = options_for(processes, {})
     config = write_config(**SECTIONS)
     changes = ["train.mixed_precision=bf16", f"train.batch_size={8 // processes}"]
@@ -286,9 +283,7 @@ def test_auto_takes_the_fastest_that_it_measures_and_a_resume_keeps_it(
 def test_a_process_that_dies_ends_those_that_wait_for_its_gradients(write_config, launch, tmp_path):
     options, metrics = options_for(2, {}), tmp_path / "runs/small/metrics.jsonl"
     config = write_config(**SECTIONS, logging={"log_every": 2})
-    ranks = launch(
-        "--config", config, "train.steps=100000", "train.batch_size=4", *COPIES, **options
-    )
+    ranks = launch("--config", config, "train.steps=100000", "train.batch_size=4", **options)
     ranks.until(lambda: metrics.exists() and '"step": 8,' in metrics.read_text(), patience=120)
     assert ranks.signal(signal.SIGKILL, rank=1).wait()[0] == 1
     assert "another process of this run ended without saying why" in ranks.output
