@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mixer.ops.panels import packed_columns
 from mixer.ops.toolchain import BuildError
 
 # mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
@@ -55,6 +54,13 @@ class Params(ctypes.Structure):
 
 
 # ------------------------------------------------------------------------- the four functions
+
+
+def packed_columns(tokens: int) -> int:
+    """Columns of a packed weight: `tokens` rounded up to 8, so that every row of a 16-bit weight
+    starts on 16 bytes.
+    """
+    return (tokens + 7) // 8 * 8
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

@@ -267,7 +267,7 @@ def nvcc_problems(facts: Facts, nvcc: toolchain.Compiler) -> Iterator[Problem]:
                 f"{gpu.name}"
             )
             fix = (
-                "accelerate launch train.py ... model.mixing_backend=panels"
+                "accelerate launch train.py ... model.mixing_backend=dense"
                 if old
                 else toolkit_command(facts)
             )

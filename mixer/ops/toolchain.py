@@ -102,7 +102,7 @@ def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[
     if wanted < OLDEST:
         raise BuildError(
             "the CUDA kernels need compute capability 7.0 or newer; this GPU has "
-            f"{dotted(capability)}. Use backend='panels'."
+            f"{dotted(capability)}. Use backend='dense'."
         )
     oldest = dotted(divmod(compiler.architectures[0], 10))
     known = [architecture for architecture in compiler.architectures if architecture <= wanted]

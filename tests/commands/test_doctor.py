@@ -115,7 +115,7 @@ BROKEN = {
     "GPU older than the kernels": (
         dict(gpus=[dataclasses.replace(V100_ON_13, capability=(6, 1))], torch_arches=["sm_60"],
             torch_cuda=(12, 6), nvcc=NVCC_12),
-        {"gpu-old": "model.mixing_backend=panels"},
+        {"gpu-old": "model.mixing_backend=dense"},
     ),
     "nvcc newer than the driver": (
         dict(driver_cuda=(12, 4), torch_cuda=(12, 6), gpus=[UNBUILT], toolkits=TOOLKITS),

@@ -66,7 +66,7 @@ def test_structure_and_c_struct_agree(tmp_path):
 
 
 def test_cpu_tensor_is_told_why():
-    assert "x is on cpu" in choice.unavailable_reason(torch.zeros(1, 1, 1))
+    assert "x is on cpu" in choice.call_reason(torch.device("cpu"), torch.float32)
 
 
 def test_driver_older_than_the_build_names_the_toolkit():

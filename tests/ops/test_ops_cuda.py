@@ -9,12 +9,13 @@ import math
 import os
 from pathlib import Path
 
+import panels
 import ptx_library
 import pytest
 import torch
 
 from mixer.models.masked_mixer import plain
-from mixer.ops import choice, cuda, panels, triangular_conv
+from mixer.ops import choice, cuda, triangular_conv
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)

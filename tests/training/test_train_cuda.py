@@ -7,6 +7,7 @@ FSDP.
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -246,8 +247,11 @@ def test_graphs_change_no_loss(write_config, launch, tmp_path, processes):
 
 
 def kernels_of_older_gpus() -> None:
-    """Ampere's or Volta's kernels in place of this GPU's own, as KERNELS says."""
+    """Ampere's or Volta's kernels in place of this GPU's own, as KERNELS says, and a race."""
     from mixer.ops import choice, cuda
+    from mixer.training import mixing
+
+    mixing.TIMED = None
 
     capability, facts = int(os.environ["KERNELS"]), cuda.device_facts(0)
     choice.device_reason(0)  # by the GPU's own
@@ -260,7 +264,7 @@ def kernels_of_older_gpus() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 70])
-def test_auto_takes_the_fastest_that_it_measures_and_a_resume_keeps_it(
+def test_auto_takes_the_faster_one_of_older_gpus_and_a_resume_keeps_it(
     write_config, launch, tmp_path, capability
 ):
     if capability == 70 and "MIXER_TEST_PTX" not in os.environ:
@@ -272,10 +276,8 @@ def test_auto_takes_the_fastest_that_it_measures_and_a_resume_keeps_it(
     output = launch(*command, **options).succeed()
     trainer = tmp_path / "runs/small/step-24/trainer_state/trainer.json"
     mixing = json.loads(trainer.read_text())["mixing"]
-    times = mixing["milliseconds"]
-    assert times.keys() == {"cuda", "panels", "dense"}
-    assert mixing["backend"] == min(times, key=times.get)
-    assert f"token mixing: auto takes {mixing['backend']}, the fastest for float16" in output
+    assert f"token mixing: auto takes {mixing['backend']}, the faster on NVIDIA" in output
+    assert re.search(r": dense [\d.]+ ms, cuda [\d.]+ ms\n", output)
     output = launch(*command, "train.steps=26", **options).succeed()
     assert f"auto takes {mixing['backend']}, as the run did before" in output
 
