@@ -97,25 +97,23 @@ def test_clusters_have_equal_work(library, tokens):
 
 
 @pytest.mark.parametrize(
-    "capability, dtype, tf32, channels, heads, taps, serving",
+    "capability, dtype, channels, heads, taps, serving",
     [
-        (90, "bfloat16", False, 1024, 1, 1, 90),
-        (90, "float16", False, 1024, 8, 1, 90),
-        (90, "bfloat16", False, 1024, 1, 3, 90),
-        # rows that do not start on 16 bytes: the portable ones
-        (90, "bfloat16", False, 20, 1, 1, 0),
-        (90, "float32", False, 1024, 1, 1, 0),
-        (90, "float32", True, 1024, 1, 1, 80),
-        (86, "bfloat16", False, 1024, 1, 1, 80),
-        (75, "float16", False, 1024, 1, 1, 70),
-        (70, "float16", False, 1024, 4, 3, 70),
-        (70, "float16", False, 1020, 1, 1, 0),
-        (70, "bfloat16", False, 1024, 1, 1, 0),
-        (70, "float32", True, 1024, 1, 1, 0),
+        (90, "bfloat16", 1024, 1, 1, 90),
+        (90, "float16", 1024, 8, 1, 90),
+        (90, "bfloat16", 1024, 1, 3, 90),
+        (90, "bfloat16", 20, 1, 1, 0),  # rows that do not start on 16 bytes
+        (90, "float32", 1024, 1, 1, 80),
+        (86, "bfloat16", 1024, 1, 1, 80),
+        (75, "float16", 1024, 1, 1, 70),
+        (70, "float16", 1024, 4, 3, 70),
+        (70, "float16", 1020, 1, 1, 0),
+        (70, "bfloat16", 1024, 1, 1, 0),
+        (70, "float32", 1024, 1, 1, 0),
     ],
 )
 def test_the_fastest_kernels_that_can_serve(
-    library, capability, dtype, tf32, channels, heads, taps, serving
+    library, capability, dtype, channels, heads, taps, serving
 ):
     params = cuda.Params(
         batch=2,
@@ -128,7 +126,6 @@ def test_the_fastest_kernels_that_can_serve(
         dtype=cuda.DTYPE_CODES[getattr(torch, dtype)],
         capability=capability,
         processors=PROCESSORS,
-        allow_tf32=tf32,
     )
     assert library.mixer_kernels_capability(ctypes.byref(params)) == serving
 
