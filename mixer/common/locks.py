@@ -1,5 +1,6 @@
 """Locks between processes: one file, and a run's directory."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -15,10 +16,15 @@ def locked(file: Path, wait: bool = True) -> Iterator[None]:
     """Holds an exclusive lock on a file, which is made if needed and never removed (removing it
     would be a race). The system drops the lock when this process dies.
 
-    Without `wait`, raises BlockingIOError if another process holds the lock.
+    Without `wait`, raises BlockingIOError if another process holds the lock. On a file system that
+    has no locks nothing is locked.
     """
     with open(file, "a") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+                raise
         yield
 
 

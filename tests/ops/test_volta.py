@@ -12,7 +12,7 @@ import pytest
 import torch
 from ptx_library import PtxLibrary
 from tensor_emulator import sources
-from toolchain import first_and_slow, needs_nvcc
+from toolchain import first_and_slow, kernels_of, needs_nvcc
 
 from mixer.ops import build, cuda
 
@@ -86,7 +86,7 @@ def compiled_for_sm_70():
 @together
 def test_all_kernels_compile_for_sm_70_without_spills(compiled_for_sm_70):
     for name, (code, log) in compiled_for_sm_70.items():
-        kernels = build.kernels_of(log)
+        kernels = kernels_of(log)
         assert code.startswith(b"\x7fELF") and kernels, f"{name}: {log}"
         assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
 
@@ -99,7 +99,7 @@ def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70, kernel_cache):
     names that the driver knows.
     """
     names = {
-        stem: [kernel.name for kernel in build.kernels_of(log)]
+        stem: [kernel.name for kernel in kernels_of(log)]
         for stem, (_, log) in compiled_for_sm_70.items()
     }
     library = PtxLibrary(cuda.load(str(build.library((9, 0)))), names, lambda *launch: 0)
