@@ -78,12 +78,13 @@ def call_reason(device: torch.device, dtype: torch.dtype, is_aligned: bool = Tru
             "the CUDA kernels want heads of a multiple of 8 channels, for float32 of 4. "
             "Use backend='dense', or other sizes."
         )
-    if dtype != torch.float16 and cuda.device_facts(device.index)[0] < 80:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if dtype != torch.float16 and cuda.device_facts(index)[0] < 80:
         return (
             f"before compute capability 8.0 the CUDA kernels take float16 alone; x is {dtype}. "
             "Use backend='dense', or convert x (train.mixed_precision=fp16)."
         )
-    return device_reason(device.index)
+    return device_reason(index)
 
 
 # ------------------------------------------------------------------------- can the kernels run?
