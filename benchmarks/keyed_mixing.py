@@ -24,7 +24,7 @@ from torch import Tensor
 from mixer.common.errors import UserError, run_command
 from mixer.models.masked_mixer import plain
 from mixer.ops import choice, keyed_conv, triangular_conv
-from mixer.ops.measure import KEYED_RESULTS, difference
+from mixer.ops.choice import KEYED_RESULTS, difference
 
 DEVICE = "cuda"
 TOKENS = 65536
@@ -119,7 +119,7 @@ def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
         return [y.detach(), *gradients]
 
     checked = results("kernels"), results("plain")
-    if problem := difference(*checked, "plain PyTorch", KEYED_RESULTS):
+    if problem := difference(*checked, KEYED_RESULTS):
         raise UserError(f"context {context}: {problem}")
     del checked
 

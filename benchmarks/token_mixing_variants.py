@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
+import panels
 import torch
 import torch.nn.functional as F
+from panels import head_slices, multiply_into
 from token_mixing_work import Shape
 from torch import Tensor, nn
 
 from mixer.models.masked_mixer.plain import shift_channels, tap_shift
-from mixer.ops import cuda, panels, triangular_conv
-from mixer.ops.panels import head_slices, multiply_into
+from mixer.ops import cuda, triangular_conv
 
 PANELS = (2, 4, 8, 16)
 MIN_PANEL_ROWS = 16
@@ -39,9 +40,7 @@ class Data:
 
     def __init__(self, shape: Shape, device: str, ours: str):
         self.shape, self.device = shape, device
-        self.ours = (
-            ours  # the backend that is measured: "cuda", or "panels" where the kernels do not run
-        )
+        self.ours = ours  # what is measured: "cuda", or "panels" where the kernels do not run
         self.module: ModuleType = cuda if ours == "cuda" else panels
         columns = panels.packed_columns(shape.tokens)
         weight_bytes = (
@@ -172,9 +171,7 @@ def in_panels(data: Data, function: Callable) -> list[Variant]:
 
 
 def our_panels(data: Data, function: Callable) -> list[Variant]:
-    """`mixer.ops.panels` as a rival of the kernels; where there are no kernels it is what is
-    measured.
-    """
+    """panels.py as a rival of the kernels; where there are no kernels it is what is measured."""
     return [Variant("mixer panels", "panels", data.on(function))] if data.ours == "cuda" else []
 
 
@@ -360,8 +357,8 @@ def autograd(data: Data, compiled: bool) -> list[Variant]:
     and of x.
     """
     heads = data.shape.heads
-    doors = [("ours", data.ours), ("auto", "auto"), ("dense", "dense")]
-    doors += [("panels", "panels")] if data.ours == "cuda" else []
+    ours = data.ours if data.ours == "cuda" else "auto"
+    doors = [("ours", ours), ("auto", "auto"), ("dense", "dense")]
     found = []
     for family, backend in doors:
         name = backend if family in ("ours", "auto") else f"mixer {backend}"

@@ -43,7 +43,7 @@ class Form:
 
     what: str
     model: str = "ours"
-    backend: str = ""  # empty: the kernels on a GPU, or it is an error; on a CPU the panels
+    backend: str = ""  # empty: the kernels on a GPU, or it is an error; on a CPU dense
     compile: str = "no"  # ours: no, blocks, model; others: no, model
     recompute: str = "none"
     graphs: bool = False  # ours, compiled: replayed as CUDA graphs
@@ -199,7 +199,7 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
             return (Reference if form.model == "reference" else Clean)(size, CLEAN[form.model])
     if form.model == "llama":
         return Ours(llama(size, device))
-    backend = form.backend or ("cuda" if device == "cuda" else "panels")
+    backend = form.backend or ("cuda" if device == "cuda" else "dense")
     config = MaskedMixerConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
         max_position_embeddings=size.tokens, mixing_backend=backend,

@@ -1,7 +1,7 @@
 """The same training under several mixing backends, or beside a transformer: losses, speed, memory,
 and the share of token mixing in a step.
 
-    python -m mixer.compare --config configs/demo.yaml --backends dense panels train.steps=200
+    python -m mixer.compare --config configs/demo.yaml --backends dense auto train.steps=200
     python -m mixer.compare --config configs/comparison.yaml --backends cuda dense qwen3 \\
         --seconds 100 --tune lr --seeds 3 optim.warmup_steps=100
 

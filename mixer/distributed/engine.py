@@ -1,8 +1,7 @@
 """The engine that runs the model on all processes: accelerate with DDP or FSDP."""
 
 import os
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
@@ -14,8 +13,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
-from mixer.common.errors import UserError, first_line
-from mixer.distributed.hosts import Hosts
+from mixer.common.errors import UserError
 
 
 def build_accelerator(precision: str) -> Accelerator:
@@ -91,59 +89,3 @@ def settle_buckets(parallel: nn.Module, accelerator: Accelerator, shape: tuple[i
         tokens = torch.zeros(shape, dtype=torch.int64, device=accelerator.device)
         parallel(tokens, tokens).sum().backward()
         parallel.zero_grad(set_to_none=True)
-
-
-def sum_by_copy_engines(parallel: nn.Module, accelerator: Accelerator, hosts: Hosts) -> None:
-    """Makes DDP sum gradients with the GPUs' copy engines instead of NCCL; see copy_engines.py.
-
-    Raises UserError where that is not possible. A single process has nothing to sum.
-    """
-    if hosts.processes == 1:
-        return
-    asked = "train.all_reduce = 'copy_engines'"
-    names = set(hosts.gather(socket.gethostname()))
-    if accelerator.distributed_type != DistributedType.MULTI_GPU or len(names) > 1:
-        sharded = accelerator.distributed_type == DistributedType.FSDP
-        found = "FSDP" if sharded else f"{accelerator.device.type} processes"
-        raise UserError(
-            f"{asked} with {found} on {len(names)} host(s); allowed: DDP on GPUs of one host; "
-            "set train.all_reduce=nccl"
-        )
-    try:
-        parallel.register_comm_hook(None, _copy_engine_mean(accelerator.device))
-    except (ImportError, RuntimeError) as error:
-        raise UserError(
-            f"{asked}, which this PyTorch or these GPUs cannot do: they must write to each other's "
-            f"memory, as over NVLink ({first_line(error)}); set train.all_reduce=nccl"
-        ) from error
-
-
-def try_copy_engines(parallel: nn.Module, accelerator: Accelerator, hosts: Hosts) -> str:
-    """`sum_by_copy_engines` where all processes can, else nothing: returns why."""
-    failure, mean = "", None
-    try:
-        mean = _copy_engine_mean(accelerator.device)
-    except (ImportError, RuntimeError) as error:
-        failure = first_line(error)
-    failure = next((text for text in hosts.gather(failure) if text), "")
-    if not failure:
-        parallel.register_comm_hook(None, mean)
-    return failure
-
-
-def _copy_engine_mean(device: torch.device) -> Callable:
-    """DDP's hook. Raises ImportError without Triton, RuntimeError without shared memory."""
-    from mixer.distributed.copy_engines import CopyEngineMean
-
-    return CopyEngineMean(device).reduce
-
-
-def peers_reach_each_other(hosts: Hosts) -> bool:
-    """Whether the GPU of each process, all of one host, can write to every other one's memory. All
-    processes must call this together.
-    """
-    own, every = torch.cuda.current_device(), hosts.gather(torch.cuda.current_device())
-    others = [index for index in every if index != own]
-    distinct = len(others) == hosts.processes - 1  # else they see different sets of GPUs
-    reaches = distinct and all(torch.cuda.can_device_access_peer(own, peer) for peer in others)
-    return all(hosts.gather(reaches))

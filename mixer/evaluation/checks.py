@@ -13,7 +13,7 @@ from mixer.common.errors import UserError
 from mixer.evaluation.measure import AUTOCAST_TYPES, Plan, Process, measure
 from mixer.models.masked_mixer.mixing import TriangularConv
 
-COMPARED_BACKENDS = ("dense", "panels", "cuda")  # the first is what the others are compared with
+COMPARED_BACKENDS = ("dense", "cuda")  # the first is what the other is compared with
 CHANGED_PLACES = 8
 # As a share of the largest logit. A causal model's logits do not move at all, but for libraries
 # whose matmuls choose the order of a sum by the data.

@@ -94,11 +94,9 @@ class EvalOptions:
     device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
     dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
     backend: str = option(
-        "", "auto, cuda, panels or dense; default: what the checkpoint says", choices=BACKENDS
+        "", "auto, cuda or dense; default: what the checkpoint says", choices=BACKENDS
     )
-    compare_backends: bool = option(
-        False, "also score each masked mixer through dense, panels and cuda"
-    )
+    compare_backends: bool = option(False, "also score each masked mixer through dense and cuda")
 
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:

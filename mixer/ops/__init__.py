@@ -5,8 +5,9 @@
 import torch
 from torch import Tensor
 
+from mixer.models.masked_mixer import plain
 from mixer.models.masked_mixer.plain import BACKENDS
-from mixer.ops import operator
+from mixer.ops import choice, operator
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.row_operator import mix_row
 
@@ -40,10 +41,9 @@ def triangular_conv(
             strictly upper triangle is never read, and its gradient is exactly zero.
         bias: (heads, context) in the weight's dtype, or None.
         residual: as x, or None.
-        backend: "cuda" (our kernels; bf16, fp16, fp32), "panels" (row panels in plain PyTorch),
-            "dense" (the masked-weight matmul), or "auto": the faster of cuda and panels by the
-            times that `python -m mixer.ops.tune` measured; without these, cuda where it has
-            tensor-core kernels known to be fast for the GPU and the case, else panels.
+        backend: "cuda" (our kernels: bf16, fp16, and fp32 as TF32 where torch allows it), "dense"
+            (the masked-weight matmul in plain PyTorch), or "auto": cuda where it can run, else
+            dense.
 
     Returns:
         y: (batch, tokens, channels), contiguous, in x's dtype. Under autocast x and residual are
@@ -54,18 +54,17 @@ def triangular_conv(
         TypeError: an argument has a dtype that is not allowed.
         ValueError: shapes, devices or the backend's name do not fit.
         mixer.common.errors.UserError: backend="cuda" where the kernels cannot run.
-        NotImplementedError: second derivatives or torch.func's transforms of another backend than
-            "dense".
+        NotImplementedError: second derivatives where the kernels ran.
 
-    Every backend has first derivatives; only "dense" has second derivatives. Where the kernels use
-    tensor cores, a value of x that is not finite may spread to other tokens of the same block of
-    64, as it does in a dense product, but never further.
+    Second derivatives and torch.func's transforms are there with "dense" alone. In the kernels a
+    value of x that is not finite may spread to other tokens of the same block of 64, as it does in
+    a dense product, but never further.
     """
     x, residual = _autocast(x, residual)
     _check(x, weight, bias, residual, backend)
-    if backend == "dense":
-        return torch.ops.mixer.triangular_conv_dense(x, weight, bias, residual)
-    return operator.apply(x, weight, bias, residual, backend)
+    if choice.kernels_take(backend, x, weight.shape[0]):
+        return operator.triangular_conv(x, weight, bias, residual)[0]
+    return plain.dense(x, weight, bias, residual)
 
 
 def _autocast(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mixer.common.checksums import cache_home
@@ -37,7 +37,6 @@ from mixer.ops.toolchain import (
     architecture_flags,
     dotted,
     find_compiler,
-    find_ninja,
 )
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -59,15 +58,6 @@ KNOWN_FAILURES = {
     "host compiler": "nvcc needs a host compiler: `apt-get install g++`.",
     "gcc: not found": "nvcc needs a host compiler: `apt-get install g++`.",
 }
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What ptxas says of one kernel."""
-
-    name: str
-    registers: int
-    spilled_bytes: int
 
 
 # ------------------------------------------------------------------------- cache
@@ -179,7 +169,6 @@ def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) 
     """Builds into a temporary directory and renames it to `directory`: what has that name is
     complete.
     """
-    ninja = find_ninja()
     architecture = flags[-1].rpartition("=")[2]
     # Left by a builder that was killed, since we hold the lock.
     for leftover in directory.parent.glob(f"{directory.name}.*{TEMPORARY}"):
@@ -195,13 +184,9 @@ def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) 
         tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=TEMPORARY, dir=directory.parent)
     )
     try:
-        (temporary / "build.ninja").write_text(ninja_file(sources, compiler, flags))
-        result = subprocess.run(
-            [*ninja, "-v", "-C", str(temporary)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        output = result.stdout.decode(errors="replace")
+        succeeds, output = compile_library(temporary, sources, compiler, flags)
         (temporary / LOG).write_text(output)
-        if result.returncode != 0:
+        if not succeeds:
             raise compiler_error(directory, compiler, output)
         for rubbish in temporary.glob("*.o"):
             rubbish.unlink()
@@ -217,47 +202,45 @@ def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
+def compile_library(
+    directory: Path, sources: Path, compiler: Compiler, flags: list[str]
+) -> tuple[bool, str]:
     """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
-    found later.
+    found later. Returns whether that went well, and all that nvcc printed.
     """
-    root = compiler.path.resolve().parent.parent
-    # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
-    has_runtime = (root / "lib" / "libcudart_static.a").exists()
-    search = [f"-L{quoted(root / 'lib')}"] if has_runtime else []
     units = [path for path in source_files(sources) if path.suffix == ".cu"]
     if HOPPER_FLAG not in flags:
         units = [path for path in units if not path.name.startswith("hopper")]
-    lines = [
-        f"nvcc = {quoted(compiler.path)}",
-        f"flags = {' '.join(flags)}",
-        "rule compile",
-        "  command = $nvcc $flags -c $in -o $out",
-        "rule link",
-        f"  command = $nvcc -shared -cudart=static {flags[-1]} {' '.join(search)} $in -o $out",
-        *(f"build {unit.stem}.o: compile {escaped(unit)}" for unit in units),
-        f"build {LIBRARY}: link {' '.join(f'{unit.stem}.o' for unit in units)}",
-        f"default {LIBRARY}",
-    ]
-    return "\n".join(lines) + "\n"
+    objects = [f"{unit.stem}.o" for unit in units]
 
+    def nvcc(*arguments: str) -> tuple[bool, str]:
+        done = subprocess.run(
+            [str(compiler.path), *arguments],
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        return done.returncode == 0, done.stdout.decode(errors="replace")
 
-def quoted(path: Path) -> str:
-    """A path as ninja reads it in a command, which goes to the shell as it is."""
-    return escaped(shlex.quote(str(path)))
+    def compiled(unit: Path) -> tuple[bool, str]:
+        return nvcc(*flags, "-c", str(unit), "-o", f"{unit.stem}.o")
 
-
-def escaped(path: Path | str) -> str:
-    """A path as ninja reads it; $in and $out are then quoted for the shell by ninja itself."""
-    return str(path).replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
+        results = list(workers.map(compiled, units))
+    if all(succeeds for succeeds, _ in results):
+        # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
+        lib = compiler.path.parent.parent / "lib"
+        search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
+        linking = ("-shared", "-cudart=static", flags[-1], *search)
+        results.append(nvcc(*linking, *objects, "-o", LIBRARY))
+    return all(succeeds for succeeds, _ in results), "".join(output for _, output in results)
 
 
 def compiler_error(directory: Path, compiler: Compiler, output: str) -> BuildError:
     """An error with the end of the log, the path of the log, and the fix where we know one."""
     log = directory.with_suffix(".failed.log")
     log.write_text(output)
-    # Lines that start the commands are long and say nothing of the failure.
-    noise = re.compile(r"\[\d+/|ptxas info|.* bytes stack frame")
+    noise = re.compile(r"ptxas info|.* bytes stack frame")
     lines = [line for line in output.splitlines() if not noise.match(line)]
     fix = next((fix for sign, fix in KNOWN_FAILURES.items() if sign in output), None)
     return BuildError(
@@ -272,39 +255,12 @@ def compiler_error(directory: Path, compiler: Compiler, output: str) -> BuildErr
 # ------------------------------------------------------------------------- report
 
 
-def kernels_of(log: str) -> list[Kernel]:
-    """Registers and spills of each kernel, from a build's log."""
-    pattern = (
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers"
-    )
-    found = re.findall(pattern, log, re.DOTALL)
-    return [
-        Kernel(name, int(registers), int(stores) + int(loads))
-        for name, stores, loads, registers in found
-    ]
-
-
-def readable(names: list[str]) -> list[str]:
-    """Mangled names as C++ writes them, where c++filt is there to tell."""
-    filter_path = shutil.which("c++filt")
-    if not filter_path or not names:
-        return names
-    given = "\n".join(names)
-    text = subprocess.run([filter_path], input=given, capture_output=True, text=True).stdout
-    signatures = [name.partition("(Triangular")[0] for name in text.splitlines()]
-    return [name.replace("(anonymous namespace)::", "") for name in signatures]
-
-
-def report(capability: tuple[int, int], sources: Path = SOURCES) -> None:
-    """Builds for one architecture and prints what came of it."""
+def report(capability: tuple[int, int]) -> None:
+    """Builds for one architecture and says where the library is."""
     start = time.perf_counter()
-    path = library(capability, sources)
+    path = library(capability)
     print(f"architecture {dotted(capability)}: {path} ({time.perf_counter() - start:.1f} s)")
-    kernels = kernels_of((path.parent / LOG).read_text())
-    names = readable([kernel.name for kernel in kernels])
-    for name, kernel in sorted(zip(names, kernels, strict=True), key=lambda pair: pair[0]):
-        print(f"  {kernel.registers:4d} registers  {kernel.spilled_bytes:4d} bytes spilled  {name}")
+    print(f"registers and spills of each kernel: {path.parent / LOG}")
 
 
 def present_capabilities() -> list[tuple[int, int]]:

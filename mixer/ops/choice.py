@@ -1,53 +1,24 @@
-"""Which backend and which kernels a call gets. Every such decision in Python is made here.
+"""Whether our kernels take a call. Every such decision in Python is made here.
 
-What a set of kernels supports is known to the compiled library (`kernels_for` in csrc/api.cu). It
-is asked here by `kernels_capability`, and it chooses the same way at each launch.
+The rule: they take what they can, and plain PyTorch does the rest. Which of the kernels serve is
+known to the compiled library (`kernels_for` in csrc/api.cu).
 """
 
 import ctypes
 import functools
-import hashlib
 import importlib.util
 import logging
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mixer.common.errors import UserError
-from mixer.ops import cuda, timings
+from mixer.common.errors import UserError, first_line
+from mixer.models.masked_mixer import plain
+from mixer.ops import cuda
 from mixer.ops.toolchain import BuildError
 
 logger = logging.getLogger("mixer.ops")
-
-
-# ------------------------------------------------------------------------- the backend
-
-
-def resolve_backend(backend: str, x: Tensor, heads: int, taps: int) -> str:
-    """The backend that runs for x: "cuda" or "panels".
-
-    Where `auto` does not take the kernels for a GPU tensor, the log says why, once.
-
-    Raises UserError for backend="cuda" where the kernels cannot run, with what is missing and how
-    to fix it.
-    """
-    if backend == "panels":
-        return backend
-    reason = unavailable_reason(x)
-    if backend == "cuda":
-        if reason is not None:
-            raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
-        return backend
-    if reason is not None:
-        reason = f"'cuda' cannot run here: {reason}"
-    else:
-        reason = slow_reason(x, heads, taps)
-    if reason is None:
-        return "cuda"
-    if x.is_cuda:  # on a CPU nobody expects the kernels
-        warn_once(f"mixing backend 'auto' takes 'panels', since {reason}")
-    return "panels"
 
 
 @functools.cache
@@ -55,40 +26,91 @@ def warn_once(message: str) -> None:
     logger.warning(message)
 
 
+# ------------------------------------------------------------------------- triangular_conv
+
+
+def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
+    """Whether the kernels take x. Where `auto` leaves a GPU tensor to PyTorch, the log says why,
+    once.
+
+    Raises UserError for backend="cuda" where the kernels cannot run, with what is missing and how
+    to fix it.
+    """
+    if backend == "dense" or (backend == "auto" and not x.is_cuda):
+        return False
+    is_aligned = True if x.shape[2] // heads * x.element_size() % 16 == 0 else False
+    return _kernels_take(backend, x.device, x.dtype, is_aligned)
+
+
+@torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
+def _kernels_take(backend: str, device: torch.device, dtype: torch.dtype, is_aligned: bool) -> bool:
+    reason = call_reason(device, dtype, is_aligned)
+    if reason is None:
+        return True
+    if backend == "cuda":
+        raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
+    warn_once(f"mixing backend 'auto' takes 'dense', since 'cuda' cannot run here: {reason}")
+    return False
+
+
+def call_reason(device: torch.device, dtype: torch.dtype, is_aligned: bool = True) -> str | None:
+    """None if the kernels can take a tensor of this device and type, else what is missing.
+
+    is_aligned: whether a head's channels fill a multiple of 16 bytes.
+    """
+    if device.type != "cuda":
+        return (
+            f"the CUDA kernels need a CUDA tensor; x is on {device}. "
+            "Use backend='dense', or x.to('cuda')."
+        )
+    if dtype not in cuda.DTYPE_CODES:
+        return (
+            f"the CUDA kernels take float16, bfloat16 and float32; x is {dtype}. "
+            "Use backend='dense', or convert x."
+        )
+    if dtype == torch.float32 and not cuda.allows_tf32():
+        return (
+            "the CUDA kernels take float32 as TF32 alone, which is off here. Use "
+            "backend='dense', or torch.set_float32_matmul_precision('high') (train.tf32=true)."
+        )
+    if not is_aligned:
+        return (
+            "the CUDA kernels want heads of a multiple of 8 channels, for float32 of 4. "
+            "Use backend='dense', or other sizes."
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if dtype != torch.float16 and cuda.device_facts(index)[0] < 80:
+        return (
+            f"before compute capability 8.0 the CUDA kernels take float16 alone; x is {dtype}. "
+            "Use backend='dense', or convert x (train.mixed_precision=fp16)."
+        )
+    return device_reason(index)
+
+
 # ------------------------------------------------------------------------- can the kernels run?
 
 
-def unavailable_reason(x: Tensor | None = None) -> str | None:
-    """None if the kernels can run on x's device and dtype, else what is missing. Without x: on the
-    current device.
-
-    The message names the one command that fixes it. The first call for a device builds the library
-    if the cache has none, runs one small kernel and waits for it, so it must not come inside a
-    graph capture. The answer is kept: a failed build is not tried again in this process.
-    """
-    if x is not None and x.is_cuda and x.dtype in cuda.DTYPE_CODES and torch.version.hip is None:
-        return device_reason(x.device.index)  # first, because every training step asks
-    if x is not None and not x.is_cuda:
-        return (
-            f"the CUDA kernels need a CUDA tensor; x is on {x.device}. "
-            "Use backend='panels', or x.to('cuda')."
-        )
-    if x is not None and x.dtype not in cuda.DTYPE_CODES:
-        return (
-            f"the CUDA kernels take float32, float16 and bfloat16; x is {x.dtype}. "
-            "Use backend='panels', or convert x."
-        )
-    if torch.version.hip is not None or not torch.cuda.is_available():
+def unavailable_reason() -> str | None:
+    """None if the kernels can run on the current device, else what is missing."""
+    if not torch.cuda.is_available():
         return (
             "torch sees no CUDA device here, which the CUDA kernels need: "
             "`python -m torch.utils.collect_env` says why."
         )
-    return device_reason(torch.cuda.current_device() if x is None else x.device.index)
+    return device_reason(torch.cuda.current_device())
 
 
 @functools.cache
 def device_reason(index: int) -> str | None:
-    """Why the kernels cannot run on a device: the build's error, or that of the first launch."""
+    """Why the kernels cannot run on a device: the build's error, or that of the first launch. The
+    message names the one command that fixes it.
+
+    The first call for a device builds the library if the cache has none, runs one small kernel and
+    waits for it, so it must not come inside a graph capture. The answer is kept: a failed build is
+    not tried again in this process.
+    """
+    if torch.version.hip is not None:
+        return "the CUDA kernels need an NVIDIA GPU; this PyTorch is for AMD's."
     try:
         library = cuda.kernels(index)
     except BuildError as error:
@@ -117,87 +139,6 @@ def probe_message(library: ctypes.CDLL, status: int, device: str) -> str:
     )
 
 
-# ------------------------------------------------------------------------- are they the fastest?
-
-
-def slow_reason(x: Tensor, heads: int, taps: int) -> str | None:
-    """None if the kernels that would serve are the fastest we know for x, else why they are not."""
-    tf32 = x.dtype == torch.float32 and cuda.allows_tf32()
-    return slow_reason_for(x.device.index, x.dtype, tf32, x.shape[1], x.shape[2], heads, taps)
-
-
-@functools.cache
-def slow_reason_for(
-    index: int, dtype: torch.dtype, tf32: bool, tokens: int, channels: int, heads: int, taps: int
-) -> str | None:
-    """`slow_reason` for a case: by the times that `python -m mixer.ops.tune` measured on this GPU,
-    or else by what we know about GPUs of its kind.
-
-    On an H200 the kernels for Ampere's tensor cores take 1.5 to 2.2 times as long as cuBLAS's dense
-    products (dev/cuda/LOG.md), and those without tensor cores longer. Panels use cuBLAS, so they
-    win there although they multiply more.
-    """
-    case = case_of(index, dtype, tf32, tokens, channels, heads, taps)
-    if row := tuned(index, case):
-        if row.faster == "cuda":
-            return None
-        return f"it was faster here in the nearest case measured ({row.says()})"
-    major, minor = divmod(cuda.device_facts(index)[0], 10)
-    if case.kernels == 90 or (case.kernels == 80 and major < 9):
-        return None
-    gpu = f"compute capability {major}.{minor}"
-    if case.kernels == 70:
-        return (
-            f"nobody has timed our tensor-core kernels for {gpu} yet: "
-            "`python -m mixer.ops.tune` does, and 'auto' then takes the faster one"
-        )
-    return (
-        f"for {dtype}, {channels} channels, {heads} heads and kernel size {taps} there are no "
-        f"tensor-core kernels made for {gpu} (they want 16-bit types, before 8.0 fp16, and heads "
-        "of a multiple of 8 channels)"
-    )
-
-
-def tuned(index: int, case: timings.Case) -> timings.Row | None:
-    """The nearest case that `python -m mixer.ops.tune` has measured on this GPU, if any."""
-    return timings.nearest(timings.read(table_path(index)), case)
-
-
-def case_of(
-    index: int, dtype: torch.dtype, tf32: bool, tokens: int, channels: int, heads: int, taps: int
-) -> timings.Case:
-    """A call as the table of measured times describes it."""
-    name = str(dtype).removeprefix("torch.")
-    serving = kernels_capability(index, dtype, tf32, channels, heads, taps)
-    return timings.Case(name, tf32, serving, tokens, channels, heads, taps)
-
-
-def kernels_capability(
-    index: int, dtype: torch.dtype, tf32: bool, channels: int, heads: int, taps: int
-) -> int:
-    """Which set of kernels serves, as the library says: 70, 80 or 90 for the compute capability
-    whose tensor cores it uses, 0 for the portable set, which uses none.
-    """
-    params = cuda.Params(
-        batch=1,
-        tokens=1,
-        context=1,
-        columns=8,
-        channels=channels,
-        heads=heads,
-        taps=taps,
-        dtype=cuda.DTYPE_CODES[dtype],
-        allow_tf32=tf32,
-    )
-    cuda.add_device(params, index)
-    return cuda.kernels(index).mixer_kernels_capability(ctypes.byref(params))
-
-
-def table_path(index: int) -> Path:
-    """The file for the table of times measured with these kernels on this device."""
-    return timings.table_path(torch.cuda.get_device_name(index), cuda.build_name(index))
-
-
 # ------------------------------------------------------------------------- generation's kernel
 
 
@@ -213,8 +154,8 @@ def row_kernel_serves(
     if row_needs_pytorch(memory, x, weight, bias, residual):
         return False
     same_dtype = memory.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
-    known_weight = weight.dtype in (x.dtype, torch.float32)
-    return same_dtype and known_weight and unavailable_reason(x) is None
+    known = x.dtype in cuda.DTYPE_CODES and weight.dtype in (x.dtype, torch.float32)
+    return same_dtype and known and device_reason(x.device.index) is None
 
 
 def row_needs_pytorch(*tensors: Tensor | None) -> bool:
@@ -232,6 +173,8 @@ def row_needs_pytorch(*tensors: Tensor | None) -> bool:
 
 KEYED_SIZES = (16, 32, 64, 128)  # of a key, and of a value: numbers of each in a head
 KEYED_CONTEXT = 1 << 15  # the kernels count places in one head's weights in 32 bits
+KEYED_RESULTS = ("y", "dquery", "dkey", "dvalue", "dweight", "dbias")
+MOST_APART = 2e-2  # relative: each backend rounds to the type
 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
@@ -272,15 +215,55 @@ def keyed_unavailable_reason(
         return "its kernels need compute capability 8.0"
     if importlib.util.find_spec("triton") is None:
         return "Triton, which its kernels need, is not installed: `pip install triton`"
-    from mixer.ops.measure import keyed_failure
-
     return keyed_failure(device, dtype, heads, key, value)
 
 
-@functools.cache
-def keyed_build_name() -> str:
-    """A name for these kernels in this Triton, under which their times are kept."""
-    import triton
+def keyed_failure(
+    device: torch.device, dtype: torch.dtype, heads: int, key: int, value: int
+) -> str | None:
+    """How the kernels of keyed mixing fail or are wrong on a device, for keys and values of so many
+    numbers in each head; None if they are right. They are compiled for these sizes.
+    """
+    # Tokens that fill no tile but are a multiple of 16, for which the kernels are compiled.
+    batch, tokens, widths = 2, 208, (heads * key, heads * key, heads * value)
+    generator = torch.Generator(device).manual_seed(0)
 
-    source = Path(__file__).with_name("keyed_kernels.py").read_bytes()
-    return f"keyed-{hashlib.sha256(source + triton.__version__.encode()).hexdigest()[:16]}"
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    def results(conv) -> list[Tensor]:
+        y = conv(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    no_autocast = torch.autocast(device.type, enabled=False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), no_autocast:
+            leaves = [draw(batch, tokens, width).to(dtype) for width in widths]
+            leaves += [draw(heads, 1, tokens, tokens) / tokens**0.5, draw(heads, tokens)]
+            dy = draw(batch, tokens, widths[2]).to(dtype)
+            leaves = [leaf.requires_grad_() for leaf in leaves]
+            return difference(results(by_kernels), results(plain.keyed), KEYED_RESULTS)
+    except Exception as error:  # Triton's errors have no type of their own
+        return f"its kernels fail: {first_line(error)}"
+
+
+def by_kernels(*tensors: Tensor) -> Tensor:
+    return torch.ops.mixer.keyed_conv(*tensors)[0]
+
+
+def difference(
+    results: Sequence[Tensor], wanted: Sequence[Tensor], names: Sequence[str]
+) -> str | None:
+    """Which result is away from plain PyTorch's by more than rounding; None if none is."""
+    for name, ours, theirs in zip(names, results, wanted, strict=True):
+        apart = (norm(ours - theirs) / norm(theirs)).item()
+        if not apart <= MOST_APART:  # NaN is no result either
+            return (
+                f"its results are wrong on this GPU: {name} is {apart:.1e} away from plain "
+                "PyTorch's"
+            )
+    return None
+
+
+def norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32)

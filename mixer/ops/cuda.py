@@ -2,7 +2,7 @@
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, taps, context, context),
 out then in; bias (heads, context); packed (heads, taps, tokens, columns), columns = tokens rounded
-up to 8. x, dy and packed are fp32, fp16 or bf16, all arithmetic is fp32.
+up to 8. x, dy and packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
 gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mixer.ops.panels import packed_columns
 from mixer.ops.toolchain import BuildError
 
 # mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
 # module already imported.
 
-ABI_VERSION = 4  # MIXER_ABI_VERSION in csrc/params.h
+ABI_VERSION = 5  # MIXER_ABI_VERSION in csrc/params.h
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [
@@ -40,7 +39,7 @@ STRIDES = [
 SIZES = ["batch", "tokens", "channels", "context", "heads", "taps", "columns"]
 CODES = [
     *("dtype", "weight_dtype", "bias_dtype", "gradient_dtype"),
-    *("device", "capability", "processors", "allow_tf32"),
+    *("device", "capability", "processors"),
 ]
 
 
@@ -55,6 +54,13 @@ class Params(ctypes.Structure):
 
 
 # ------------------------------------------------------------------------- the four functions
+
+
+def packed_columns(tokens: int) -> int:
+    """Columns of a packed weight: `tokens` rounded up to 8, so that every row of a 16-bit weight
+    starts on 16 bytes.
+    """
+    return (tokens + 7) // 8 * 8
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -136,23 +142,16 @@ def grad_weight(
 
 def rows(x: Tensor) -> Tensor:
     """x itself if its channels are dense and its rows start at multiples of 16 bytes, else a
-    contiguous copy.
-
-    A copy is made e.g. of an expanded gradient, or of a slice that starts in the middle of 16
-    bytes: the fast kernels load nothing narrower, and one copy costs less than the slow kernels.
-    Where a copy's rows would not be aligned either, x is taken as it is.
+    contiguous copy: e.g. of an expanded gradient, or of a slice that starts in the middle of 16
+    bytes.
     """
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
         return x  # first, because it is the common case and every call comes here
     unit = 16 // x.element_size()
-    if x.stride(-1) != 1:
-        return x.contiguous()
-    if x.shape[-1] % unit != 0:
-        return x
     outer = zip(x.shape[:2], x.stride()[:2], strict=True)
     strides = [stride for size, stride in outer if size > 1]
     aligned = all(stride > 0 and stride % unit == 0 for stride in strides)
-    if aligned and x.data_ptr() % 16 == 0:
+    if aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -184,8 +183,7 @@ def new_params(
     """What all calls of one shape have in common; the caller adds addresses, strides, and the
     context if it is longer than the tokens.
     """
-    tf32 = dtype == torch.float32 and allows_tf32()
-    common = template(index, dtype, tf32, heads, taps, tokens, batch, channels)
+    common = template(index, dtype, heads, taps, tokens, batch, channels)
     return Params.from_buffer_copy(common)
 
 
@@ -196,7 +194,6 @@ def new_params(
 def template(
     index: int,
     dtype: torch.dtype,
-    tf32: bool,
     heads: int,
     taps: int,
     tokens: int,
@@ -212,7 +209,6 @@ def template(
         taps=taps,
         columns=packed_columns(tokens),
         dtype=DTYPE_CODES[dtype],
-        allow_tf32=tf32,
     )
     add_device(params, index)
     params.tiles = schedule(params)

@@ -1,23 +1,28 @@
-"""What is wrong with a machine, judged from facts about it: types, and rules without side effects.
+"""Why the CUDA kernels do not work on a machine: facts about it, and what follows from them.
 
-`judge` takes facts, which `mixer.ops.machine` gathers, and gives problems, each with what it means
-and the one command that fixes it.
+Of the tools, the cache and the kernels the builder says itself what is missing and what to do: here
+is what lies below, the driver and torch.
 """
 
-import dataclasses
+import ctypes
+import glob
+import os
 import re
-import shlex
+import shutil
+import subprocess
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from mixer.ops import toolchain
+import torch
+
+from mixer.ops import build, choice, toolchain
 
 Version = tuple[int, int]
 
-LAST_TOOLKIT = {11: "11.8", 12: "12.9", 13: "13.0"}  # of each CUDA major
 # the last that knows V100, and the first for CUDA 13
 INSTALL_DRIVER = "sudo apt-get install -y nvidia-driver-580-server"
-NAME_CACHE = "export MIXER_CACHE=/a/directory/of/yours"
 NO_DEVICE = 100  # of cuInit
 # Other results of cuInit where the driver is there but does not work: what each means, and its fix.
 CUDA_INIT = {
@@ -40,31 +45,16 @@ class Gpu:
 
     name: str
     capability: Version
-    memory: tuple[float, float] | None  # free, total, in GiB
-    library: str | None = None
-    loads: bool = False
     reason: str | None = "torch does not see this GPU"
-
-
-@dataclass(frozen=True)
-class Cache:
-    path: str
-    mode: int | None = None
-    owner: int | None = None
-    error: str | None = None  # why it cannot be used
-    # Lock files held now, each with the processes that hold it.
-    builders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Facts:
     """What is here. None: not there, or not to be found out."""
 
-    user: int
     container: bool
     devices: list[str]  # the GPUs' device files
     driver_library: bool
-    driver: str | None
     driver_cuda: Version | None
     cuda_init: int | None  # what cuInit returned
     visible: str | None  # $CUDA_VISIBLE_DEVICES
@@ -72,52 +62,40 @@ class Facts:
     torch_cuda: Version | None
     torch_arches: list[str]
     torch_devices: int
-    nccl: str | None
-    nvcc: toolchain.Compiler | None
-    nvcc_error: str | None
-    toolkits: dict[str, str]  # other CUDA toolkits: version to path
-    ninja: str | None
+    nvcc: str | None
     host_compiler: str | None
-    cache: Cache
+    cache: str | None
+    missing: list[str]  # what the builder says of nvcc and the cache
     gpus: list[Gpu]
+
+    @property
+    def works(self) -> bool:
+        return self.torch_devices > 0 and all(gpu.reason is None for gpu in self.gpus)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`blocks`: with it the cuda backend does not work."""
-
-    key: str
     what: str
-    means: str
     fix: str  # one command
-    blocks: bool = True
+
+
+# ------------------------------------------------------------------------- what follows
 
 
 def judge(facts: Facts) -> list[Problem]:
-    """What is wrong, causes before effects. Nothing that blocks: the cuda backend works."""
-    found = [
-        *sight_problems(facts),
-        *torch_problems(facts),
-        *cache_problems(facts),
-        *tool_problems(facts),
-    ]
-    explained = any(problem.blocks for problem in found)
-    if not explained and not (facts.gpus and facts.torch_devices):
-        means = "the driver is there and starts; torch's own report may say more"
-        found.append(
-            Problem("no-gpu", "torch sees no GPU", means, "python -m torch.utils.collect_env")
-        )
-    elif not explained:
-        found += [
-            Problem(
-                "kernels",
-                f"the kernels do not run on {gpu.name}",
-                gpu.reason,
-                command_in(gpu.reason),
-            )
-            for gpu in facts.gpus
-            if gpu.reason
-        ]
+    """What is wrong, causes before effects. None where the kernels work."""
+    if facts.works:
+        return []
+    found = [*sight_problems(facts), *torch_problems(facts)]
+    if not found and not facts.torch_devices:
+        what = "torch sees no GPU, although the driver is there and starts"
+        found.append(Problem(what, "python -m torch.utils.collect_env"))
+    below = bool(found)
+    found += [Problem(what, command_in(what)) for what in facts.missing]
+    for gpu in facts.gpus:
+        if gpu.reason and not below and gpu.reason not in facts.missing:
+            what = f"the kernels do not run on {gpu.name}: {gpu.reason}"
+            found.append(Problem(what, command_in(gpu.reason)))
     return list(dict.fromkeys(found))  # four GPUs of one kind have one problem
 
 
@@ -126,184 +104,46 @@ def sight_problems(facts: Facts) -> Iterator[Problem]:
     if facts.torch_devices:
         return
     if facts.container and not facts.devices:
-        means = "it has no /dev/nvidia*: it was started without GPUs, or its host has none"
-        yield Problem(
-            "container", "no GPU reaches this container", means, "docker run --gpus all ..."
-        )
+        what = "no GPU reaches this container: it was started without GPUs, or its host has none"
+        yield Problem(what, "docker run --gpus all ...")
     elif not facts.driver_library:
-        means = "there is no libcuda.so.1, which every CUDA program needs"
-        fix = (
-            "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility ..."
-            if facts.container
-            else INSTALL_DRIVER
-        )
-        yield Problem("no-driver", "there is no NVIDIA driver", means, fix)
+        inside = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility ..."
+        what = "there is no NVIDIA driver: no libcuda.so.1, which every CUDA program needs"
+        yield Problem(what, inside if facts.container else INSTALL_DRIVER)
     elif not facts.devices:
-        means = (
-            "there is no /dev/nvidia*: the driver's kernel module is not loaded, or this machine "
-            "has no GPU"
+        what = (
+            "the NVIDIA driver offers no GPU: its kernel module is not loaded, or this machine has "
+            "none"
         )
-        yield Problem("no-device", "the NVIDIA driver offers no GPU", means, "sudo modprobe nvidia")
+        yield Problem(what, "sudo modprobe nvidia")
     elif facts.cuda_init == NO_DEVICE and facts.visible is not None:
         what = f"CUDA_VISIBLE_DEVICES={facts.visible!r} hides every GPU"
-        yield Problem(
-            "hidden",
-            what,
-            "CUDA programs see the GPUs that it numbers, from 0 on",
-            "unset CUDA_VISIBLE_DEVICES",
-        )
+        yield Problem(what, "unset CUDA_VISIBLE_DEVICES")
     elif facts.cuda_init:
-        means, fix = CUDA_INIT.get(
-            facts.cuda_init, ("the driver is there but does not start", "nvidia-smi -q")
-        )
-        yield Problem(
-            "driver-broken",
-            f"the NVIDIA driver fails with CUDA error {facts.cuda_init}",
-            means,
-            fix,
-        )
+        unknown = ("the driver is there but does not start", "nvidia-smi -q")
+        means, fix = CUDA_INIT.get(facts.cuda_init, unknown)
+        yield Problem(f"the NVIDIA driver fails with CUDA error {facts.cuda_init}: {means}", fix)
 
 
 def torch_problems(facts: Facts) -> Iterator[Problem]:
+    name, driver = f"torch {facts.torch}", facts.driver_cuda
     if facts.torch_cuda is None:
-        means = "it has no CUDA in it (a CPU-only or ROCm build), so that it uses no NVIDIA GPU"
-        yield Problem(
-            "torch-cpu", f"torch {facts.torch} is built without CUDA", means, torch_command(facts)
-        )
+        what = f"{name} is built without CUDA: it is for CPUs or AMD's GPUs"
+        yield Problem(what, torch_command(facts))
         return
-    if older(facts.driver_cuda, facts.torch_cuda):
+    if driver and driver[0] < facts.torch_cuda[0]:  # it serves every minor version of its own
         what = (
-            f"the driver supports CUDA {toolchain.dotted(facts.driver_cuda)}; torch {facts.torch} "
-            f"needs {facts.torch_cuda[0]}.x"
+            f"the driver is too old for {name}: it supports CUDA {toolchain.dotted(driver)}, "
+            f"torch needs {facts.torch_cuda[0]}.x"
         )
-        means = (
-            "the driver is too old for this torch; a torch for an older CUDA needs no change of "
-            "the driver"
-        )
-        fix = torch_command(facts) if facts.driver_cuda >= (12, 0) else INSTALL_DRIVER
-        yield Problem("driver-old", what, means, fix)
+        yield Problem(what, torch_command(facts) if driver >= (12, 0) else INSTALL_DRIVER)
     for gpu in facts.gpus:
         if facts.torch_arches and not serves(facts.torch_arches, gpu.capability):
             what = (
-                f"torch {facts.torch} is not built for {gpu.name} "
-                f"(sm_{gpu.capability[0]}{gpu.capability[1]})"
+                f"{name} is not built for {gpu.name} (sm_{gpu.capability[0]}{gpu.capability[1]}), "
+                f"but for {' '.join(facts.torch_arches)}"
             )
-            means = (
-                f"none of its operations runs there; it is built for {' '.join(facts.torch_arches)}"
-            )
-            yield Problem("torch-arch", what, means, torch_command(facts))
-
-
-def cache_problems(facts: Facts) -> Iterator[Problem]:
-    cache = facts.cache
-    ours = "its libraries are loaded as code, so it must be yours, and writable for you alone"
-    if cache.owner is not None and cache.owner != facts.user:
-        what = f"the cache {cache.path} belongs to user {cache.owner}; you are user {facts.user}"
-        yield Problem("cache-owner", what, ours, NAME_CACHE)
-    elif cache.mode is not None and cache.mode & 0o022:
-        what = f"others can write to the cache {cache.path} (mode {cache.mode:04o})"
-        yield Problem("cache-shared", what, ours, f"chmod 700 {shlex.quote(cache.path)}")
-    elif cache.error:
-        yield Problem(
-            "cache-closed", "the cache cannot be written", first_sentence(cache.error), NAME_CACHE
-        )
-    for lock, pids in cache.builders.items():
-        means = (
-            f"it holds {lock}, and others wait for it; where it hangs, end it: its lock goes with "
-            "it"
-        )
-        what = (
-            f"process {' '.join(map(str, pids)) or '(of another container or machine)'} is "
-            "building the kernels"
-        )
-        fix = f"kill {' '.join(map(str, pids))}" if pids else f"fuser -v {shlex.quote(lock)}"
-        yield Problem(
-            "building", what, means, fix, blocks=any(gpu.library is None for gpu in facts.gpus)
-        )
-
-
-def tool_problems(facts: Facts) -> Iterator[Problem]:
-    """Of nvcc, ninja and g++: they do not block where the kernels are built."""
-    unbuilt = not facts.gpus or any(gpu.library is None for gpu in facts.gpus)
-    if facts.nvcc is None:
-        yield Problem(
-            "no-nvcc",
-            "there is no nvcc that works",
-            first_sentence(facts.nvcc_error or ""),
-            toolkit_command(facts),
-            unbuilt,
-        )
-    else:
-        yield from nvcc_problems(facts, facts.nvcc)
-    if facts.ninja is None:
-        yield Problem(
-            "no-ninja",
-            "there is no ninja",
-            "the kernels are built with it",
-            "pip install ninja",
-            unbuilt,
-        )
-    if facts.host_compiler is None:
-        means = "nvcc compiles with it what runs on the CPU"
-        yield Problem(
-            "no-host-compiler",
-            "there is no host compiler (g++)",
-            means,
-            "sudo apt-get install -y g++",
-            unbuilt,
-        )
-
-
-def nvcc_problems(facts: Facts, nvcc: toolchain.Compiler) -> Iterator[Problem]:
-    failing = not facts.gpus or any(gpu.reason for gpu in facts.gpus)
-    version = toolchain.dotted(nvcc.version)
-    for gpu in facts.gpus:
-        old = gpu.capability < divmod(toolchain.OLDEST, 10)
-        try:
-            toolchain.architecture_flags(nvcc, gpu.capability)
-        except toolchain.BuildError as error:
-            what = (
-                f"{'the kernels are not' if old else f'nvcc {version} does not compile'} for "
-                f"{gpu.name}"
-            )
-            fix = (
-                "accelerate launch train.py ... model.mixing_backend=panels"
-                if old
-                else toolkit_command(facts)
-            )
-            yield Problem(
-                "gpu-old" if old else "nvcc-arch",
-                what,
-                first_sentence(str(error)),
-                fix,
-                bool(gpu.reason),
-            )
-    if older(facts.driver_cuda, nvcc.version):
-        what = (
-            f"nvcc {version} is newer than the driver, which supports CUDA "
-            f"{toolchain.dotted(facts.driver_cuda)}"
-        )
-        yield Problem(
-            "nvcc-driver",
-            what,
-            "what this nvcc builds does not start there",
-            toolkit_command(facts),
-            failing,
-        )
-    elif facts.torch_cuda and facts.torch_cuda[0] != nvcc.version[0]:
-        what = f"nvcc is of CUDA {version}, torch of CUDA {toolchain.dotted(facts.torch_cuda)}"
-        means = (
-            "our kernels bring their own CUDA runtime, so both work as long as the driver serves "
-            "the newer one"
-        )
-        yield Problem("nvcc-torch", what, means, toolkit_command(facts), blocks=False)
-
-
-def older(driver: Version | None, wanted: Version) -> bool:
-    """Whether the driver's CUDA is of an older major: a driver serves every minor version of its
-    own.
-    """
-    return driver is not None and driver[0] < wanted[0]
+            yield Problem(what, torch_command(facts))
 
 
 def serves(arches: list[str], capability: Version) -> bool:
@@ -319,46 +159,98 @@ def serves(arches: list[str], capability: Version) -> bool:
     return False
 
 
-def is_old(facts: Facts) -> bool:
-    """Whether there is a GPU, such as a V100, that CUDA 13 has left behind."""
-    return any(gpu.capability < (7, 5) for gpu in facts.gpus)
-
-
 def torch_command(facts: Facts) -> str:
     """Installs a torch for the GPUs and the driver here."""
     # without force pip is content with the version that is there
     command = "pip install --force-reinstall torch"
-    if not is_old(facts) and (facts.driver_cuda is None or facts.driver_cuda >= (13, 0)):
+    is_old = any(gpu.capability < (7, 5) for gpu in facts.gpus)  # which CUDA 13 has left behind
+    if not is_old and (facts.driver_cuda is None or facts.driver_cuda >= (13, 0)):
         return command
     blackwell = any(gpu.capability >= (10, 0) for gpu in facts.gpus)
     build_of = "cu128" if blackwell else "cu126"
     return f"{command} --index-url https://download.pytorch.org/whl/{build_of}"
 
 
-def toolkit_command(facts: Facts) -> str:
-    """Takes, or installs, an nvcc for the GPUs, the driver and torch."""
-    majors = [version[0] for version in (facts.driver_cuda, facts.torch_cuda) if version]
-    major = 12 if is_old(facts) else max(11, min([13, *majors]))
-    found = [
-        path for version, path in facts.toolkits.items() if version.partition(".")[0] == str(major)
-    ]
-    if found:
-        return f"export CUDA_HOME={found[-1]}"
-    if major == 13 and facts.nvcc is None:
-        return "pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl"
-    version = LAST_TOOLKIT[major]
-    install = f"sudo apt-get install -y cuda-toolkit-{version.replace('.', '-')}"
-    return f"{install} && export CUDA_HOME=/usr/local/cuda-{version}"
-
-
-def first_sentence(message: str) -> str:
-    """What a message of the build says is wrong, without the fix that it names: the doctor's own
-    takes all facts into account.
-    """
-    return message.partition(". ")[0]
-
-
 def command_in(reason: str) -> str:
-    """The command that a message of the build names, at its end."""
+    """The command that a message of the builder names, at its end."""
     commands = re.findall(r"`([^`\n]+)`", reason)
     return commands[-1] if commands else "python -m mixer.ops.build"
+
+
+# ------------------------------------------------------------------------- facts
+
+
+def gather() -> Facts:
+    """Kernels that are not built yet are built and tried: only running them shows that they run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own words on an old driver: ours say more
+        has_cuda = torch.version.cuda and torch.cuda.is_available()
+        devices = torch.cuda.device_count() if has_cuda else 0
+        arches = torch.cuda.get_arch_list()
+    version = re.match(r"(\d+)\.(\d+)", torch.version.cuda or "")
+    nvcc, no_nvcc = asked(toolchain.find_compiler)
+    cache, no_cache = asked(build.cache_directory)
+    host = os.environ.get("NVCC_CCBIN") or "g++"
+    return Facts(
+        container=in_container(),
+        # dxg: the Windows Subsystem for Linux
+        devices=sorted(glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg")),
+        **driver_facts(initialise=devices == 0),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        torch=torch.__version__,
+        torch_cuda=(int(version[1]), int(version[2])) if version else None,
+        torch_arches=arches,
+        torch_devices=devices,
+        nvcc=f"{toolchain.dotted(nvcc.version)} ({nvcc.path})" if nvcc else None,
+        host_compiler=shutil.which(host),
+        cache=str(cache) if cache else None,
+        missing=[reason for reason in (no_nvcc, no_cache) if reason],
+        gpus=[torch_gpu(index) for index in range(devices)] or listed_gpus(),
+    )
+
+
+def asked(find):
+    """What the builder finds, or why it does not."""
+    try:
+        return find(), None
+    except toolchain.BuildError as error:
+        return None, str(error)
+
+
+def in_container() -> bool:
+    cgroup = Path("/proc/1/cgroup")
+    text = cgroup.read_text() if cgroup.exists() else ""
+    signs = r"docker|containerd|kubepods|libpod|lxc"
+    marked = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
+    return marked or bool(re.search(signs, text))
+
+
+def driver_facts(initialise: bool) -> dict:
+    """cuInit is asked only where torch sees no GPU: elsewhere it has answered already."""
+    supported = ctypes.c_int(0)
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.cuDriverGetVersion(ctypes.byref(supported))
+        status = library.cuInit(0) if initialise else None
+    except (OSError, AttributeError):
+        return {"driver_library": False, "driver_cuda": None, "cuda_init": None}
+    version = (supported.value // 1000, supported.value % 1000 // 10) if supported.value else None
+    return {"driver_library": True, "driver_cuda": version, "cuda_init": status}
+
+
+def torch_gpu(index: int) -> Gpu:
+    try:
+        reason = choice.device_reason(index)
+    except Exception as error:  # whatever a broken driver makes of it is what we came for
+        reason = str(error)
+    return Gpu(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), reason)
+
+
+def listed_gpus() -> list[Gpu]:
+    command = ["nvidia-smi", "--query-gpu=compute_cap,name", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = re.findall(r"(\d+)\.(\d+), (.+)", text)
+    return [Gpu(name, (int(major), int(minor))) for major, minor, name in rows]

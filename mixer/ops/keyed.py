@@ -32,10 +32,9 @@ def keyed_conv(
         weight: (heads, 1, context, context), out then in, with context >= tokens, in their dtype or
             fp32. The strictly upper triangle is never read, and its gradient is exactly zero.
         bias: (heads, context), in the weight's dtype.
-        backend: "cuda" for our kernels, which keep no product of two tokens in memory, where they
-            can run (compute capability 8.0 and newer, Triton, all dtypes but fp64). Plain PyTorch
-            elsewhere, and for all others: nobody has timed the kernels for every GPU, so that
-            "auto" takes them only in a training run, which measures both first.
+        backend: "cuda" or "auto" for our kernels, which keep no product of two tokens in memory,
+            where they can run (compute capability 8.0 and newer, Triton, all dtypes but fp64).
+            "dense", and elsewhere, for plain PyTorch.
 
     Returns:
         y: (batch, tokens, channels) in the dtype of value. Under autocast query, key and value are
@@ -53,7 +52,7 @@ def keyed_conv(
     _check(query, key, value, weight, bias, backend)
     heads, _, context, _ = weight.shape
     sizes = (heads, query.shape[-1] // heads, value.shape[-1] // heads, context)
-    if backend == "cuda" and choice.keyed_kernels_serve(device, query.dtype, *sizes):
+    if backend != "dense" and choice.keyed_kernels_serve(device, query.dtype, *sizes):
         return torch.ops.mixer.keyed_conv(query, key, value, weight, bias)[0]
     return plain.keyed(query, key, value, weight, bias)
 
@@ -163,7 +162,7 @@ def _backward(ctx, dy, *_):
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "second derivatives of keyed_conv are there in plain PyTorch alone: use backend "
-            "'panels' (for a model, load it with mixing_backend='panels')"
+            "'dense' (for a model, load it with mixing_backend='dense')"
         )
     if dy is None:
         return None, None, None, None, None

@@ -1,4 +1,4 @@
-"""Finds the tools that build the CUDA kernels, nvcc and ninja, and nvcc's flags for a GPU."""
+"""Finds nvcc, which builds the CUDA kernels, and its flags for a GPU."""
 
 import functools
 import importlib.util
@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +50,10 @@ def find_compiler() -> Compiler:
     """The first nvcc that runs. Raises BuildError when there is none."""
     for path in nvcc_candidates():
         if os.access(path, os.X_OK):
-            # nvcc looks for its headers beside the path that it is called by, be that a link.
-            return inspect_compiler(path.resolve())
+            # nvcc looks for its headers beside the path that it is called by, be that a link. But a
+            # link to ccache, or another wrapper, is nvcc only by its own name.
+            resolved = path.resolve()
+            return inspect_compiler(resolved if resolved.name == "nvcc" else path.absolute())
     raise BuildError(
         "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $CUDA_PATH, $PATH or the "
         "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc nvidia-cuda-runtime "
@@ -82,18 +83,6 @@ def output_of(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def find_ninja() -> list[str]:
-    """The command that runs ninja. Raises BuildError when there is none."""
-    if importlib.util.find_spec("ninja"):
-        return [sys.executable, "-m", "ninja"]
-    if found := shutil.which("ninja"):
-        return [found]
-    raise BuildError(
-        "the CUDA kernels are built with ninja, which is not installed. Install it with `pip "
-        "install ninja`."
-    )
-
-
 def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[str]:
     """The flags for one GPU, -gencode last. A GPU newer than nvcc gets PTX of the newest
     architecture nvcc knows.
@@ -102,7 +91,7 @@ def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[
     if wanted < OLDEST:
         raise BuildError(
             "the CUDA kernels need compute capability 7.0 or newer; this GPU has "
-            f"{dotted(capability)}. Use backend='panels'."
+            f"{dotted(capability)}. Use `model.mixing_backend=dense`."
         )
     oldest = dotted(divmod(compiler.architectures[0], 10))
     known = [architecture for architecture in compiler.architectures if architecture <= wanted]

@@ -1,21 +1,16 @@
-"""What train.compile, train.cuda_graphs and train.all_reduce stand for where they are auto: the
-best that can run here.
-"""
+"""What train.compile and train.cuda_graphs stand for where they are auto: the best that can run."""
 
 import importlib.util
-import socket
 from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator, DistributedType
 
 from mixer.common.errors import UserError
-from mixer.distributed.engine import peers_reach_each_other
 from mixer.distributed.hosts import Hosts
 from mixer.training.config import TrainConfig
 
 COMPILES_FROM = (7, 0)  # compute capability, of Triton 3.2 to 3.7 (dev/LOG.md)
-COPIES_FROM = (9, 0)  # the oldest whose copy engines were measured against NCCL (dev/LOG.md)
 
 
 @dataclass(frozen=True)
@@ -26,18 +21,14 @@ class Environment:
     capability: tuple[int, int] = (0, 0)  # of the GPU
     has_triton: bool = False
     is_sharded: bool = False  # FSDP
-    processes: int = 1
-    hosts: int = 1
-    peers: bool = False  # whether each GPU can write to every other's memory
 
 
 @dataclass
 class Chosen:
-    """The three settings, and a line about those that were auto; an empty one on a CPU."""
+    """The two settings, and a line about those that were auto; an empty one on a CPU."""
 
     compile: str
     cuda_graphs: bool
-    all_reduce: str
     said: list[str] = field(default_factory=list)
 
     @property
@@ -47,22 +38,13 @@ class Chosen:
 
 def find_environment(accelerator: Accelerator, hosts: Hosts) -> Environment:
     """All processes must call this together; all get the same answer."""
-    device, processes = accelerator.device, hosts.processes
+    device = accelerator.device
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP
     if device.type != "cuda":
-        sharded = accelerator.distributed_type == DistributedType.FSDP
-        return Environment(device.type, is_sharded=sharded, processes=processes)
+        return Environment(device.type, is_sharded=is_sharded)
     capabilities = hosts.gather(torch.cuda.get_device_capability(device))
     triton = all(hosts.gather(importlib.util.find_spec("triton") is not None))
-    names = set(hosts.gather(socket.gethostname()))
-    return Environment(
-        device="cuda",
-        capability=min(capabilities),
-        has_triton=triton,
-        is_sharded=accelerator.distributed_type == DistributedType.FSDP,
-        processes=processes,
-        hosts=len(names),
-        peers=processes > 1 and len(names) == 1 and peers_reach_each_other(hosts),
-    )
+    return Environment("cuda", min(capabilities), triton, is_sharded)
 
 
 def choose(train: TrainConfig, environment: Environment) -> Chosen:
@@ -72,16 +54,13 @@ def choose(train: TrainConfig, environment: Environment) -> Chosen:
     """
     compile, no_compile = _compile(train, environment)
     graphs, no_graphs = _graphs(train, environment, compile)
-    copies, no_copies = _copies(train, environment, graphs)
-    chosen = Chosen(compile, graphs, "copy_engines" if copies else "nccl")
+    chosen = Chosen(compile, graphs)
     if environment.device != "cuda":
         return chosen  # auto is for GPUs: nothing is missing
     if train.compile == "auto":
         chosen.said.append(_said("train.compile", compile, no_compile))
     if train.cuda_graphs == "auto":
         chosen.said.append(_said("train.cuda_graphs", str(graphs).lower(), no_graphs))
-    if train.all_reduce == "auto" and environment.processes > 1 and not environment.is_sharded:
-        chosen.said.append(_said("train.all_reduce", chosen.all_reduce, no_copies))
     return chosen
 
 
@@ -135,20 +114,3 @@ def _require_graphs(environment: Environment, reason: str) -> None:
             f"train.cuda_graphs = true {where}; allowed on CUDA GPUs with or without DDP; set "
             "train.cuda_graphs=auto"
         )
-
-
-def _copies(train: TrainConfig, environment: Environment, graphs: bool) -> tuple[bool, str]:
-    """(whether copy engines sum gradients, why auto takes NCCL)."""
-    if train.all_reduce != "auto":
-        return train.all_reduce == "copy_engines", ""
-    if environment.device != "cuda" or environment.processes == 1 or environment.is_sharded:
-        return False, "for DDP on several GPUs"
-    if environment.hosts > 1:
-        return False, f"copies do not reach over {environment.hosts} hosts"
-    if not environment.peers:
-        return False, "these GPUs cannot write to each other's memory"
-    if environment.capability < COPIES_FROM:
-        return False, "copy_engines is measured on Hopper alone"
-    if not graphs:
-        return False, "without CUDA graphs copies cost more than they save"
-    return True, ""

@@ -30,6 +30,8 @@ from mixer.training.optim import OptimConfig
 # Keys of earlier versions, and what is in their place.
 RENAMED = {"logging.wandb": "logging.tracker=wandb, with WANDB_MODE=offline where it was offline"}
 LONGEST_NAME = 255  # bytes, on Linux and macOS
+# Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
+GONE = {"train.all_reduce": ("auto", "nccl")}
 
 
 @dataclass
@@ -78,12 +80,6 @@ class TrainConfig:
         "replay what torch.compile makes as CUDA graphs, which saves kernel launches; auto: where "
         "nothing excludes them",
         choices=("auto", "true", "false"),
-    )
-    all_reduce: str = option(
-        "auto",
-        "how DDP sums gradients; copy_engines is for GPUs of one host, over NVLink; auto: the "
-        "faster one, as far as that is measured",
-        choices=("auto", "nccl", "copy_engines"),
     )
     recompute: str = option(
         "none",
@@ -192,6 +188,8 @@ def _options(section: type, prefix: str = "") -> list[tuple[str, dataclasses.Fie
 
 def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) -> str | None:
     """Sets one key, or says why it cannot be set."""
+    if value in GONE.get(key, ()):
+        return None
     if key not in keys:
         return f"unknown key {key} = {value!r}{_nearest(key, keys)}"
     if isinstance(value, str) and ("${" in value or value == "???"):  # marks of OmegaConf

@@ -1,64 +1,31 @@
-"""What computes the token mixing of a run whose model.mixing_backend is auto.
+"""What computes the token mixing of a run on a GPU whose model.mixing_backend is auto.
 
-A call of the operator has to choose by rule (mixer.ops.choice). A run knows its shapes and makes
-millions of calls, so it measures once, before the first step. Its checkpoints keep the choice,
-because another backend would round differently.
+Our kernels do, where they can. On GPUs on which nobody has timed them a race before the first step
+decides. Checkpoints keep the choice, because the other backend would round differently.
 """
 
-import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
+import copy
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from mixer.common.errors import UserError
+from mixer.common.errors import first_line
 from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
 from mixer.models.masked_mixer.mixing import KeyedConv, TriangularConv
-from mixer.ops import BACKENDS, choice, cuda, timings
-from mixer.ops.measure import time_backends
-from mixer.ops.timings import Case
+from mixer.ops import choice
+from mixer.training.automatic import choose, find_environment
 from mixer.training.compile import compiled
 from mixer.training.config import RunConfig
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-CANDIDATES = ("cuda", "panels", "dense")
-KEYED_KERNELS = 80  # the compute capability that keyed mixing's are written for
-KEYED_CANDIDATES = ("cuda", "panels")  # panels: plain PyTorch
-
-
-@dataclass
-class Mixing:
-    """A choice, as trainer.json has it. backend "auto": each call chooses by rule."""
-
-    backend: str
-    gpu: str = ""
-    dtype: str = ""
-    milliseconds: dict[str, float] = field(default_factory=dict)  # of a forward and backward
-
-
-@dataclass
-class Workload:
-    """What is chosen for: a convolution of the run's model on this GPU."""
-
-    device: torch.device
-    case: Case
-    batch: int
-    dtype: torch.dtype
-    missing: str | None  # why our kernels cannot run on some process; None if they can
-    is_compiled: bool = False  # whether the run compiles its blocks
-
-    @property
-    def gpu(self) -> str:
-        return torch.cuda.get_device_name(self.device)
-
-    def mixing(self, backend: str, milliseconds: dict[str, float]) -> Mixing:
-        return Mixing(backend, self.gpu, self.case.dtype, milliseconds)
+TIMED = (9, 0)  # on Hopper the kernels won wherever they were timed
+ROUNDS, ROUND_MS = 7, 5.0  # of the race
 
 
 def settle_mixing(
@@ -73,164 +40,160 @@ def settle_mixing(
     where model.mixing_backend is auto and the device a GPU. Elsewhere nothing is done.
 
     It comes before the model is compiled. The main process chooses for all of them, and says so:
-    what `earlier` says, the trainer.json of the checkpoint that the run goes on from; else by the
-    times that `python -m mixer.ops.tune` measured for this very case; else by measuring. Keyed
-    mixing has other kernels, and a choice of its own. Returns what trainer.json is to keep.
+    what `earlier` says, the trainer.json of the checkpoint that the run goes on from, or else by
+    rule or race. Keyed mixing has other kernels, and a choice of its own. Returns what trainer.json
+    is to keep.
     """
-    if run.model.mixing_backend != "auto" or not chooses_on(accelerator.device):
+    if run.model.mixing_backend != "auto" or not has_kernels(accelerator.device):
         return None
     parts = [part for part in model.modules() if isinstance(part, TriangularConv)]
     keyed = [part for part in parts if isinstance(part, KeyedConv)]
     others = [part for part in parts if not isinstance(part, KeyedConv)]
-    record = settle(others, run, earlier, accelerator, hosts, say) if others else {}
+    before, record = (earlier or {}).get("mixing") or {}, {}
+    is_compiled = choose(run.train, find_environment(accelerator, hosts)).compile != "no"
+    about = (run, is_compiled, accelerator, hosts, say)
+    if others:
+        record = settle(others, before, *about)
     if keyed:
-        record["keyed"] = settle(keyed, run, earlier, accelerator, hosts, say)
+        record["keyed"] = settle(keyed, before.get("keyed") or {}, *about)
     return record or None
+
+
+def has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def settle(
     parts: list[TriangularConv],
+    before: dict[str, Any],
     run: RunConfig,
-    earlier: dict[str, Any] | None,
+    is_compiled: bool,
     accelerator: Accelerator,
     hosts: Hosts,
     say: Say,
 ) -> dict[str, Any]:
-    """`settle_mixing` for parts of one kind."""
-    device, dtype = accelerator.device, DTYPES[run.train.mixed_precision]
+    """`settle_mixing` for parts of one kind, as `before` has it from an earlier checkpoint."""
+    part, device = parts[0], accelerator.device
     # This builds the kernels where they are not built yet, on all hosts at once.
-    reasons = hosts.gather(missing_for(parts[0], device, dtype))
+    reasons = hosts.gather(missing_for(part, device, DTYPES[run.train.mixed_precision]))
+    missing = next((reason for reason in reasons if reason), None)
     chosen = None
     if accelerator.is_main_process:
-        missing = next((reason for reason in reasons if reason), None)
-        workload = workload_of(parts[0], run, device, missing)
-        chosen, why = choose(workload, earlier)
-        what = "keyed mixing" if workload.case.key_size else "token mixing"
-        takes = "goes by rule" if chosen.backend == "auto" else f"takes {chosen.backend}"
-        say(f"{what}: auto {takes}, {why}")
+        kept = before.get("backend")
+        if kept == "dense" or (kept == "cuda" and not missing):
+            chosen, why = kept, "as the run did before"  # the same backend gives the same bits
+        elif missing:
+            chosen, why = "dense", f"since 'cuda' cannot run here: {missing}"
+        elif torch.cuda.get_device_capability(device) == TIMED:
+            chosen, why = "cuda", "the fastest wherever it was timed on such GPUs"
+        else:
+            chosen, why = race(part, run, is_compiled, device)
+        what = "keyed mixing" if isinstance(part, KeyedConv) else "token mixing"
+        say(f"{what}: auto takes {chosen}, {why}")
     chosen = hosts.of_main(chosen)
     for part in parts:
-        part.backend = chosen.backend
-    return asdict(chosen)
+        part.backend = chosen
+    return {"backend": chosen}
 
 
 def missing_for(part: TriangularConv, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why our kernels cannot run on this process; None if they can."""
-    if not isinstance(part, KeyedConv):
-        return choice.unavailable_reason()
-    sizes = (part.heads, part.key_size, part.channels // part.heads, part.context)
-    return choice.keyed_unavailable_reason(device, dtype, *sizes)
-
-
-def chooses_on(device: torch.device) -> bool:
-    """Whether there is a choice: without a GPU there is none but panels."""
-    return device.type == "cuda"
-
-
-def workload_of(
-    part: TriangularConv, run: RunConfig, device: torch.device, missing: str | None
-) -> Workload:
-    dtype = DTYPES[run.train.mixed_precision]
-    tf32 = dtype == torch.float32 and cuda.allows_tf32()
-    sizes = (part.context, part.channels, part.heads, part.taps)
-    name = str(dtype).removeprefix("torch.")
+    """Why our kernels cannot take a part on this process; None if they can."""
+    width = part.channels // part.heads
     if isinstance(part, KeyedConv):
-        case = Case(name, tf32, KEYED_KERNELS, *sizes, key_size=part.key_size)
-    elif missing is None:
-        case = choice.case_of(torch.cuda.current_device(), dtype, tf32, *sizes)
-    else:
-        case = Case(name, tf32, 0, *sizes)
-    is_compiled = run.train.compile != "no"  # where keyed mixing has kernels, auto compiles
-    return Workload(device, case, run.train.batch_size, dtype, missing, is_compiled)
+        sizes = (part.heads, part.key_size, width, part.context)
+        return choice.keyed_unavailable_reason(device, dtype, *sizes)
+    return choice.call_reason(device, dtype, width * dtype.itemsize % 16 == 0)
 
 
-def choose(workload: Workload, earlier: dict[str, Any] | None) -> tuple[Mixing, str]:
-    """The backend for a run, and why."""
-    chosen, why = (None, "") if earlier is None else kept(workload, earlier)
-    is_tuned = workload.missing is None and not workload.case.key_size
-    if chosen is None and is_tuned:
-        row = choice.tuned(torch.cuda.current_device(), workload.case)
-        if row and row.is_of(workload.case):
-            chosen = workload.mixing(row.fastest, row.milliseconds)
-            why = f"by the table of `python -m mixer.ops.tune`: {row.says()}"
-    return measured(workload) if chosen is None else (chosen, why)
+# ------------------------------------------------------------------------- the race
 
 
-def kept(workload: Workload, earlier: dict[str, Any]) -> tuple[Mixing | None, str]:
-    """The choice of the run so far, if it can be kept: on the same GPU and type it gives the same
-    bits.
+def race(
+    part: TriangularConv, run: RunConfig, is_compiled: bool, device: torch.device
+) -> tuple[str, str]:
+    """The faster backend in a forward and backward of a part on the run's own shape, and why. A
+    backend that fails, and kernels whose results are wrong, are out.
     """
-    found = record_of(earlier, workload.case.key_size > 0)
-    if found is None:
-        return Mixing("auto"), "as the checkpoint is of before runs measured"
-    backend, times = found.get("backend"), found.get("milliseconds")
-    same = (found.get("gpu"), found.get("dtype")) == (workload.gpu, workload.case.dtype)
-    if backend == "auto":
-        return Mixing("auto"), "as the run did before"
-    if backend not in BACKENDS or not same or (backend == "cuda" and workload.missing):
-        return None, ""
-    return workload.mixing(backend, times), "as the run did before"
-
-
-def record_of(trainer: dict[str, Any], is_keyed: bool) -> dict[str, Any] | None:
-    """What a trainer.json says of a choice: {} if there was none to make, None if it may be of
-    before runs made it.
-    """
-    if is_keyed:
-        return (trainer.get("mixing") or {}).get("keyed")
-    if "mixing" not in trainer:
-        return None
-    return trainer["mixing"] or {}
-
-
-def measured(workload: Workload) -> tuple[Mixing, str]:
-    """The fastest backend by measuring, or by what an earlier run has measured for this case."""
-    path = runs_path(workload)
-    times = timings.recall(path, workload.case, workload.batch) if path else None
-    began, failures, when = time.perf_counter(), {}, "measured by an earlier run"
-    if times is None:
-        times, failures = race(workload)
-        when = f"measured in {time.perf_counter() - began:.1f} s"
-        if path and times and not failures:
-            remember(path, workload, times)
-    if workload.missing:
-        failures = failures | {"cuda": workload.missing}
-    left_out = "".join(f"; without {name}: {reason}" for name, reason in failures.items())
-    if not times:
-        return Mixing("auto"), f"as nothing could be measured{left_out}"
-    shape = f"{workload.case.describe(workload.batch)} on {workload.gpu}"
-    why = f"the fastest for {shape}: {timings.listed(times)}, {when}{left_out}"
-    return workload.mixing(min(times, key=times.get), times), why
-
-
-def race(workload: Workload) -> tuple[dict[str, float], dict[str, str]]:
-    """Milliseconds of each backend that runs, and why others do not. Leaves no memory in use."""
-    names = KEYED_CANDIDATES if workload.case.key_size else CANDIDATES
-    candidates = [name for name in names if not (name == "cuda" and workload.missing)]
-    device = workload.device
-    compile = partial(compiled, graphs=False) if workload.is_compiled else None
-    about = (workload.case, workload.batch, workload.dtype, device)
-    found = time_backends(*about, candidates, compile)
+    steps, wanted, failures = {}, None, ""
+    for backend in ("dense", "cuda"):
+        try:
+            step = training_step(part, backend, run, is_compiled, device)
+            results = step()
+            problem = choice.difference(results.values(), wanted, results) if wanted else None
+        except Exception as error:  # the compiler's and Triton's errors have no type of their own
+            problem = first_line(error)
+        if problem:
+            failures += f"; without {backend}: {problem}"
+        else:
+            steps[backend], wanted = step, list(results.values())
+        results = None
+    times = interleaved(steps)
+    del steps, step, wanted
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # the run reports its own
-    return found.milliseconds, found.failures
+    listed = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+    why = f"the faster on {torch.cuda.get_device_name(device)}: {listed or 'neither ran'}{failures}"
+    return min(times, key=times.get, default="dense"), why
 
 
-def runs_path(workload: Workload) -> Path | None:
-    """Where runs keep what they have measured; None without a place for it."""
-    if workload.missing:
-        library = "no-kernels"
-    elif workload.case.key_size:
-        library = choice.keyed_build_name()
-    else:
-        library = cuda.build_name(torch.cuda.current_device())
-    try:
-        return timings.table_path(workload.gpu, library, "runs")
-    except UserError:
-        return None
+def training_step(
+    part: TriangularConv, backend: str, run: RunConfig, is_compiled: bool, device: torch.device
+) -> Callable[[], dict[str, Tensor]]:
+    """A forward and backward of a copy of the part by a backend, as the run has them, on random
+    numbers that are the same in each call. It returns the results and gradients by name.
+    """
+    part, generator = copy.deepcopy(part).to(device), torch.Generator(device).manual_seed(0)
+    part.backend = backend
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    def inputs(width: int) -> Tensor:
+        drawn = draw(run.train.batch_size, part.context, width)
+        return drawn.to(DTYPES[run.train.mixed_precision]).requires_grad_()
+
+    names, memory = ("x", "residual"), ()
+    given = [inputs(part.channels), inputs(part.channels)]
+    if isinstance(part, KeyedConv):
+        keys = part.heads * part.key_size
+        names, memory = ("query", "key", "value"), (None, None)
+        given = [inputs(keys), inputs(keys), inputs(part.channels)]
+    leaves = dict(zip(names, given, strict=True)) | dict(part.named_parameters())
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.copy_(draw(*parameter.shape) / part.context**0.5)
+    dy = inputs(part.channels).detach()
+    conv = compiled(part.forward, graphs=False) if is_compiled else part
+
+    def step() -> dict[str, Tensor]:
+        y = conv(*given, *memory)
+        gradients = torch.autograd.grad(y, list(leaves.values()), dy)
+        return {"y": y.detach()} | {
+            f"d{name}": x for name, x in zip(leaves, gradients, strict=True)
+        }
+
+    return step
 
 
-def remember(path: Path, workload: Workload, milliseconds: dict[str, float]) -> None:
-    """Keeps the times for other runs, so that the same run begins in the same way once more."""
-    with suppress(UserError, OSError):  # without it the next run measures again
-        timings.remember(path, workload.case, workload.batch, milliseconds)
+def interleaved(steps: dict[str, Callable]) -> dict[str, float]:
+    """Median milliseconds of each step, measured in turns, so that clocks and heat favour none."""
+    counts = {
+        name: max(1, int(ROUND_MS / min(milliseconds(step, 1) for _ in range(3))))
+        for name, step in steps.items()
+    }
+    rounds = [
+        {name: milliseconds(step, counts[name]) for name, step in steps.items()}
+        for _ in range(ROUNDS)
+    ]
+    return {name: statistics.median(times[name] for times in rounds) for name in steps}
+
+
+def milliseconds(step: Callable, count: int) -> float:
+    """GPU time of one of `count` calls in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mixer.common.say import Say
-from mixer.distributed.engine import settle_buckets, sum_by_copy_engines, try_copy_engines
+from mixer.distributed.engine import settle_buckets
 from mixer.distributed.hosts import Hosts
 from mixer.training.automatic import choose, find_environment
 from mixer.training.compile import compile_objective, optimizer_compiler
@@ -52,11 +52,6 @@ def parallelize(
     optimizer = build_optimizer(model, run.optim, processes, faster)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
     parallel, optimizer = accelerator.prepare(objective, optimizer)
-    if train.all_reduce == "copy_engines":
-        sum_by_copy_engines(parallel, accelerator, hosts)
-    elif chosen.all_reduce == "copy_engines" and chosen.cuda_graphs and is_compiled:
-        if failure := try_copy_engines(parallel, accelerator, hosts):
-            say(f"train.all_reduce=nccl, as copy engines failed: {failure}")
     settle_buckets(parallel, accelerator, shape)
     return parallel, optimizer
 

@@ -6,14 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-import nvrtc
+import panels
 import pytest
 import torch
 from launching import run_python
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
-from mixer.ops import panels
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "token_mixing.py")
@@ -157,11 +156,8 @@ def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
         return dweight, dbias
 
     monkeypatch.setattr(panels, "grad_weight", leaking)
-    result, _ = measure(
-        benchmark, monkeypatch, tmp_path / "leak", "--operations", "grad_weight,autograd"
-    )
-    for case in result["cases"]:
-        assert row(case, "panels")["failure"] == "wrong: not zero above the diagonal"
+    result, _ = measure(benchmark, monkeypatch, tmp_path / "leak", "--operations", "grad_weight")
+    assert row(result["cases"][0], "panels")["failure"] == "wrong: not zero above the diagonal"
 
 
 @pytest.mark.parametrize("heads,taps", [(1, 3), (4, 1), (2, 5)])
@@ -221,66 +217,6 @@ def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message
 
 
 # --------------------------------------------------------------------------- kernels for older GPUs
-
-
-@nvrtc.needs_nvrtc
-@pytest.mark.parametrize(
-    ("name", "architecture"), [("volta_forward", "compute_70"), ("ampere_grad_input", "compute_80")]
-)
-def test_ceiling_of_older_kernels_is_their_source_without_the_triangle(
-    benchmark, tmp_path, name, architecture
-):
-    """What takes the triangle out finds it in the source as it now is, and what is left
-    compiles.
-    """
-    from portable_dense import write_sources
-
-    source = write_sources(tmp_path / "dense") / f"{name}.cu"
-    assert b"mma.sync" in nvrtc.compile_source(source, architecture)[0]
-
-
-def test_share_of_the_ceiling_is_of_useful_operations_and_of_right_results(benchmark):
-    import portable_kernels
-
-    def case(failure: str | None) -> dict:
-        ours = {
-            "name": "cuda",
-            "family": "ours",
-            "failure": failure,
-            **({} if failure else {"ms": 2.0}),
-        }
-        dense = {"name": "matmul", "family": "dense", "failure": None, "ms": 1.0}
-        numbers = {
-            "capability": 80,
-            "dtype": "float16",
-            "tokens": 64,
-            "batch": 2,
-            "channels": 8,
-            "ceiling_tflops": 200.0,
-        }
-        return numbers | {"operation": "forward", "useful_flops": 3e11, "variants": [ours, dense]}
-
-    right, wrong = portable_kernels.rows_of(
-        [case(None), case("wrong: relative RMSE 1")]
-    ).splitlines()[2:]
-    assert [cell.strip() for cell in right.split("|")[2:-1]] == [
-        "64",
-        "2.000",
-        "150",
-        "75",
-        "1.000",
-        "300",
-        "0.50",
-    ]
-    assert [cell.strip() for cell in wrong.split("|")[2:-1]] == [
-        "64",
-        "-",
-        "-",
-        "-",
-        "1.000",
-        "300",
-        "-",
-    ]
 
 
 def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):

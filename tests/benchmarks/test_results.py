@@ -13,7 +13,6 @@ REPORTS = {
     "keyed_mixing": "keyed_mixing",
     "model_sizes": "model_sizes_report",
     "optimizer_step": "training_step_report",
-    "portable_kernels": "portable_kernels",
     "recipe": "recipe",
     "token_mixing": "token_mixing_report",
     "training_step": "training_step_report",

@@ -17,7 +17,7 @@ from mixer.ops import triangular_conv
 
 print(mixer.__file__)
 x, weight = torch.randn(2, 5, 8), torch.randn(1, 1, 5, 5)
-y = triangular_conv(x, weight, torch.zeros(1, 5), backend="panels")
+y = triangular_conv(x, weight, torch.zeros(1, 5), backend="dense")
 torch.testing.assert_close(y, weight[0, 0].tril() @ x)
 """
 
@@ -99,9 +99,9 @@ def test_a_model_is_trained(python, config, tmp_path):
 
 @pytest.mark.slow
 def test_a_backend_is_compared_with_the_limit(python, config, tmp_path):
-    options = ["--backends", "panels", "--repeats", 1, "--timing-steps", 1]
+    options = ["--backends", "dense", "--repeats", 1, "--timing-steps", 1]
     done = python("-m", "mixer.compare", "--config", config, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "runs/compare/report.json").read_text())
-    assert list(result["models"]) == ["panels"] and result["limit"]["median"] > 0
+    assert list(result["models"]) == ["dense"] and result["limit"]["median"] > 0
     assert result["commit"] == "unknown"  # there is no checkout

@@ -44,9 +44,9 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
     common = ["--config", write_config(), "--output", output, "--repeats", 1, "--timing-steps", 4]
     common = [*map(str, common), "checkpoint.save_last=false", "checkpoint.save_every=0"]
     twice = ["train.gradient_accumulation_steps=2"]
-    main([*common, "--backends", "dense", "panels", *twice])
+    main([*common, "--backends", "dense", "auto", *twice])
     text, result = (output / "report.md").read_text(), read_report(output)
-    agree = "dense and panels agree: training losses apart by"
+    agree = "dense and auto agree: training losses apart by"
     said = capsys.readouterr().out
     assert agree in said and agree in text
     assert max(map(len, (said + text).replace(str(tmp_path), "").splitlines())) <= WIDTH
@@ -58,9 +58,9 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
         ]
         ends = model["training_seconds"] == shortest
         assert ends == (model["validation_loss"] == model["validation_loss_at_equal_time"])
-    dense, panels = (read_losses(output / f"runs/{name}") for name in ("dense", "panels"))
+    dense, auto = (read_losses(output / f"runs/{name}") for name in ("dense", "auto"))
     assert list(dense) == list(range(1, 13))
-    largest = max(abs(panels[step] / loss - 1) for step, loss in dense.items())
+    largest = max(abs(auto[step] / loss - 1) for step, loss in dense.items())
     assert result["gaps"][0]["largest"] == pytest.approx(largest, abs=1e-12)
     assert "16 x 32 tokens a step" in text
     assert result["limit"]["median"] > 0 and "no mixing (limit)" in text
@@ -70,7 +70,7 @@ def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
         assert model["token_mixing_share"]["median"] == pytest.approx(share)
         assert model["tokens_per_second"]["lowest"] == model["tokens_per_second"]["highest"] > 0
         assert model["flops_per_token"]["executed"] > model["flops_per_token"]["useful"]
-    for name in ("losses.png", "throughput.png", "budgets.png", "dense.jsonl", "panels.jsonl"):
+    for name in ("losses.png", "throughput.png", "budgets.png", "dense.jsonl", "auto.jsonl"):
         assert (output / name).stat().st_size > 0
 
     # Overrides may follow the backends, and shared lags are for the mixers of a comparison alone.
@@ -205,7 +205,7 @@ def test_losses_of_backends_must_agree_at_every_step_and_closer_at_the_end(facto
             ["dense", "llama:30x4"],
             "num_attention_heads is 4; allowed: 1 or more, that divide hidden_size 30",
         ),
-        (["dens"], "--backends dens; allowed: auto, cuda, panels, dense, llama"),
+        (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
         (["dense", "dense"], "one is named twice"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
         (["dense", "--seeds", "0"], "--seeds is 0; allowed: 1 or more"),
@@ -235,16 +235,16 @@ def test_a_model_of_a_file_may_be_named_by_its_size(tmp_path):
 
 def test_runs_that_a_comparison_did_not_make_are_never_replaced(write_config, tmp_path):
     output = tmp_path / "mine"
-    weights = output / "runs" / "panels" / "step-9" / "model.safetensors"
+    weights = output / "runs" / "auto" / "step-9" / "model.safetensors"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(b"weeks of training")
-    command = [*options(write_config(), output), "--resume", "--backends", "dense", "panels"]
+    command = [*options(write_config(), output), "--resume", "--backends", "dense", "auto"]
     refused = "--resume: .*mine is not a comparison's, which has comparison-logs in it"
     with pytest.raises(UserError, match=refused):
         main(command)
     # A comparison that was begun, and a run of the user's that has an entrant's name.
     (output / "comparison-logs").mkdir()
-    refused = "runs/panels is not a run of this comparison, .*; move it, or choose another --output"
+    refused = "runs/auto is not a run of this comparison, .*; move it, or choose another --output"
     with pytest.raises(UserError, match=refused):
         main(command)
     assert weights.read_bytes() == b"weeks of training"

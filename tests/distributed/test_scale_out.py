@@ -168,16 +168,6 @@ def test_forms_of_fsdp_that_do_not_work_are_refused(write_config, launch, asked,
 def test_what_needs_gpus_or_whole_weights_is_refused_without_them(write_config, launch):
     graphs = ("train.compile=blocks", "train.cuda_graphs=true")
     for asked, environment, message in (
-        (
-            ("train.all_reduce=copy_engines",),
-            {},
-            "copy_engines' with cpu processes on 1 host(s); allowed: DDP on GPUs of one host",
-        ),
-        (
-            ("train.all_reduce=copy_engines",),
-            FSDP,
-            "copy_engines' with FSDP on 1 host(s); allowed: DDP on GPUs of one host",
-        ),
         (graphs, {}, "train.cuda_graphs = true on a CPU; allowed on CUDA GPUs"),
         (
             graphs,

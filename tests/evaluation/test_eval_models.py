@@ -138,9 +138,8 @@ def test_a_smaller_window_is_the_model_of_a_shorter_context(root):
 
 def test_backends_are_compared_on_the_same_text(root):
     result = evaluate(root / "masked_mixer", text=[str(root / "0.txt")], compare_backends=True)
-    dense, panels, cuda = result["backends"]
+    dense, cuda = result["backends"]
     assert (dense["backend"], dense["difference"]) == ("dense", 0)
-    assert abs(panels["difference"]) < 1e-6 and abs(panels["position_difference"]) < 1e-5
     assert dense["loss"] == pytest.approx(result["loss"], rel=1e-6)
     # the tensors are on the CPU, whatever the machine has
     assert "cannot run here" in cuda["problem"]

@@ -236,7 +236,7 @@ def convolved(monkeypatch) -> set[tuple[str, torch.dtype]]:
     return seen
 
 
-@pytest.mark.parametrize("backend", ["panels", "auto", ""])
+@pytest.mark.parametrize("backend", ["auto", ""])
 def test_each_backend_computes_where_it_is_asked_for_and_gives_the_same_loss(
     run, convolved, backend
 ):

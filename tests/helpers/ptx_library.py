@@ -3,7 +3,6 @@
     python tests/helpers/nvrtc.py build/ptx  # needs the CUDA 12 wheels, but no GPU
     MIXER_TEST_PTX=build/ptx pytest tests/ops/test_ops_cuda.py  # on a newer GPU
 
-DIRECTORY/triangle of `benchmarks/portable_kernels.py --write-ptx DIRECTORY` serves, too.
 The driver compiles the PTX for the GPU at hand, so the tests check what CUDA 12 made of the source.
 The real library still chooses the kernels and the size of the workspace; the number of blocks of
 each kernel is repeated here.
@@ -20,7 +19,6 @@ CODES = {
     DTYPE_CODES[dtype]: name
     for dtype, name in zip(DTYPE_CODES, ("f", "6__half", "13__nv_bfloat16"), strict=True)
 }
-VOLTA = 70  # what mixer_kernels_capability says of the tensor core kernels; 0 of the portable ones
 
 
 def mangled(*dtypes: int) -> str:
@@ -64,9 +62,6 @@ class PtxLibrary:
         self.launched.add(name)
         return self.launch(file, name, blocks, threads, params.stream, [params, *more])
 
-    def is_volta(self, reference) -> bool:
-        return self.real.mixer_kernels_capability(reference) == VOLTA
-
     def mixer_pack(self, reference) -> int:
         p = reference._obj
         groups = p.heads * p.taps * p.tokens * (p.columns // 8)
@@ -82,34 +77,14 @@ class PtxLibrary:
     def product(self, reference, operation: str, transposed: int) -> int:
         p = reference._obj
         width = p.channels // p.heads
-        if self.is_volta(reference):
-            blocks = ceil_div(p.tokens, 128) * ceil_div(p.batch * width, 128) * p.heads
-            return self.run(
-                f"volta_{operation}",
-                f"product_kernelILb{transposed}ELb{int(p.taps == 1)}E",
-                blocks,
-                128,
-                p,
-            )
-        blocks = ceil_div(p.tokens, 64) * ceil_div(width, 64) * p.batch * p.heads
-        return self.run(
-            f"portable_{operation}",
-            f"product_kernelI{mangled(p.dtype)}Lb{transposed}E",
-            blocks,
-            128,
-            p,
-        )
+        blocks = ceil_div(p.tokens, 128) * ceil_div(p.batch * width, 128) * p.heads
+        part = f"product_kernelILb{transposed}ELb{int(p.taps == 1)}E"
+        return self.run(f"volta_{operation}", part, blocks, 128, p)
 
     def mixer_grad_weight(self, reference) -> int:
         p = reference._obj
-        volta = self.is_volta(reference)
-        file, tile = ("volta", 128) if volta else ("portable", 64)
-        part = (
-            f"partial_kernelILb{int(p.taps == 1)}E"
-            if volta
-            else f"partial_kernelI{mangled(p.dtype)}E"
-        )
-        file += "_grad_weight"
+        file, tile = "volta_grad_weight", 128
+        part = f"partial_kernelILb{int(p.taps == 1)}E"
         tiles = ceil_div(p.tokens, tile) * (ceil_div(p.tokens, tile) + 1) // 2 * p.heads * p.taps
         splits = self.real.mixer_grad_weight_workspace(reference) // (tile * tile * 4) // tiles
         tokens = p.tokens if splits else 0  # nothing to sum: all zeros

@@ -1,7 +1,9 @@
 """What tests that compile the CUDA kernels need to know of this machine."""
 
+import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 
@@ -22,6 +24,28 @@ def first_and_slow(values: Iterable) -> list:
     """
     first, *others = values
     return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+
+
+def kernels_of(log: str) -> list[Kernel]:
+    """Registers and spills of each kernel, from a build's log."""
+    pattern = (
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers"
+    )
+    found = re.findall(pattern, log, re.DOTALL)
+    return [
+        Kernel(name, int(registers), int(stores) + int(loads))
+        for name, stores, loads, registers in found
+    ]
 
 
 needs_gxx = pytest.mark.skipif(

@@ -155,7 +155,7 @@ def test_every_variant_is_causal_agrees_on_backends_and_survives_saving(
     assert torch.equal(model(changed).logits[:, :7], logits[:, :7])
     model.save_pretrained(tmp_path)
     assert load_file(tmp_path / "model.safetensors")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, mixing_backend="panels").eval()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, mixing_backend="dense").eval()
     assert type(loaded) is MaskedMixerForCausalLM
     torch.testing.assert_close(loaded(ids).logits, logits, rtol=1e-4, atol=1e-5)
     same = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -255,7 +255,7 @@ def test_a_profile_shows_the_time_in_token_mixing():
     ("change", "words"),
     [
         ({"num_mixer_heads": 3}, "does not divide hidden_size 16; allowed: 1, 2, 4, 8, 16"),
-        ({"mixing_backend": "fast"}, "allowed: auto, cuda, panels, dense"),
+        ({"mixing_backend": "fast"}, "allowed: auto, cuda, dense"),
         ({"hidden_size": 0}, "hidden_size is 0; allowed: an integer, 1 or more"),
         ({"mixer_gate": True, "mixer_expansion": True}, "mixer_gate and mixer_expansion are both"),
         ({"mixer_gate": True, "mixer_projections": False}, "leave out mixer_projections"),

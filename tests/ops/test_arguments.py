@@ -60,7 +60,7 @@ def arguments(draw) -> tuple:
 
 def what_is_wrong(x, weight, bias, residual, backend) -> set[str]:
     """The arguments that do not fit, by the operator's documentation."""
-    wrong = set() if backend in ("auto", "panels", "dense") else {"backend"}
+    wrong = set() if backend in ("auto", "dense") else {"backend"}
     if x.dim() != 3 or x.dtype not in DTYPES:
         wrong.add("x")
     if weight.dim() != 4 or weight.shape[2:3] != weight.shape[3:] or 0 in weight.shape[:2]:

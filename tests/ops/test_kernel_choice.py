@@ -11,8 +11,9 @@ import pytest
 import torch
 from toolchain import needs_nvcc
 
+from mixer.common.errors import UserError
 from mixer.ops import build, choice, cuda
-from mixer.ops.panels import packed_columns
+from mixer.ops.cuda import packed_columns
 
 BLOCK = 64
 PROCESSORS = 132
@@ -96,25 +97,23 @@ def test_clusters_have_equal_work(library, tokens):
 
 
 @pytest.mark.parametrize(
-    "capability, dtype, tf32, channels, heads, taps, serving",
+    "capability, dtype, channels, heads, taps, serving",
     [
-        (90, "bfloat16", False, 1024, 1, 1, 90),
-        (90, "float16", False, 1024, 8, 1, 90),
-        (90, "bfloat16", False, 1024, 1, 3, 90),
-        # rows that do not start on 16 bytes: the portable ones
-        (90, "bfloat16", False, 20, 1, 1, 0),
-        (90, "float32", False, 1024, 1, 1, 0),
-        (90, "float32", True, 1024, 1, 1, 80),
-        (86, "bfloat16", False, 1024, 1, 1, 80),
-        (75, "float16", False, 1024, 1, 1, 70),
-        (70, "float16", False, 1024, 4, 3, 70),
-        (70, "float16", False, 1020, 1, 1, 0),
-        (70, "bfloat16", False, 1024, 1, 1, 0),
-        (70, "float32", True, 1024, 1, 1, 0),
+        (90, "bfloat16", 1024, 1, 1, 90),
+        (90, "float16", 1024, 8, 1, 90),
+        (90, "bfloat16", 1024, 1, 3, 90),
+        (90, "bfloat16", 20, 1, 1, 0),  # rows that do not start on 16 bytes
+        (90, "float32", 1024, 1, 1, 80),
+        (86, "bfloat16", 1024, 1, 1, 80),
+        (75, "float16", 1024, 1, 1, 70),
+        (70, "float16", 1024, 4, 3, 70),
+        (70, "float16", 1020, 1, 1, 0),
+        (70, "bfloat16", 1024, 1, 1, 0),
+        (70, "float32", 1024, 1, 1, 0),
     ],
 )
 def test_the_fastest_kernels_that_can_serve(
-    library, capability, dtype, tf32, channels, heads, taps, serving
+    library, capability, dtype, channels, heads, taps, serving
 ):
     params = cuda.Params(
         batch=2,
@@ -127,34 +126,41 @@ def test_the_fastest_kernels_that_can_serve(
         dtype=cuda.DTYPE_CODES[getattr(torch, dtype)],
         capability=capability,
         processors=PROCESSORS,
-        allow_tf32=tf32,
     )
     assert library.mixer_kernels_capability(ctypes.byref(params)) == serving
 
 
 @pytest.mark.parametrize(
-    "capability, dtype, taps, expected",
+    ("capability", "dtype", "tf32", "is_aligned", "reason"),
     [
-        (90, torch.bfloat16, 1, None),
-        (90, torch.bfloat16, 3, None),
-        (90, torch.float32, 1, "no tensor-core kernels"),
-        (
-            70,
-            torch.float16,
-            1,
-            "nobody has timed our tensor-core kernels for compute capability 7.0",
-        ),
-        (70, torch.float32, 1, "no tensor-core kernels"),
+        (90, "bfloat16", False, True, None),
+        (90, "float32", True, True, None),
+        (70, "float16", False, True, None),
+        (90, "float32", False, True, "as TF32 alone, which is off here"),
+        (90, "bfloat16", False, False, "heads of a multiple of 8 channels"),
+        (75, "bfloat16", False, True, "before compute capability 8.0"),
+        (90, "float64", False, True, "x is torch.float64"),
     ],
 )
-def test_auto_leaves_slow_kernels_alone(library, monkeypatch, capability, dtype, taps, expected):
+def test_auto_takes_the_kernels_for_what_they_serve_and_says_why_not(
+    monkeypatch, caplog, capability, dtype, tf32, is_aligned, reason
+):
+    """A GPU whose kernels are built. What the rule takes is what the library serves: see above."""
     monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, PROCESSORS))
-    monkeypatch.setattr(cuda, "kernels", lambda index: library)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_name", lambda index: "a GPU that nobody has measured"
+    monkeypatch.setattr(cuda, "allows_tf32", lambda: tf32)
+    monkeypatch.setattr(choice, "device_reason", lambda index: None)
+    choice.warn_once.cache_clear()
+    dtype = getattr(torch, dtype)
+    x = SimpleNamespace(
+        dtype=dtype,
+        shape=(2, 512, 64 if is_aligned else 20),
+        device=torch.device("cuda", 0),
+        is_cuda=True,
+        element_size=lambda: dtype.itemsize,
     )
-    choice.slow_reason_for.cache_clear()
-    on_gpu = SimpleNamespace(dtype=dtype, shape=(2, 512, 1024), device=SimpleNamespace(index=0))
-    reason = choice.slow_reason(on_gpu, heads=1, taps=taps)
-    choice.slow_reason_for.cache_clear()
-    assert reason is None if expected is None else expected in reason
+    assert choice.kernels_take("auto", x, heads=2) == (reason is None)
+    assert (reason or "") in caplog.text
+    if reason:
+        with pytest.raises(UserError, match=f"'cuda' cannot run here: .*{reason}"):
+            choice.kernels_take("cuda", x, heads=2)
+    assert not choice.kernels_take("dense", x, heads=2)

@@ -15,8 +15,7 @@ import torch
 from toolchain import first_and_slow
 
 import mixer.ops
-from mixer.ops import choice, keyed_conv, measure
-from mixer.ops.timings import Case
+from mixer.ops import choice, keyed_conv
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "mixer" / "ops" / "keyed_kernels.py"
@@ -182,7 +181,7 @@ def given(**changes) -> dict:
     return {name: torch.randn(changes.get(name, shape)) for name, shape in tensors.items()}
 
 
-@pytest.mark.parametrize("backend", ["auto", "cuda", "panels", "dense"])
+@pytest.mark.parametrize("backend", ["auto", "cuda", "dense"])
 def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
     inputs = given()
     wanted = mixer.ops.keyed.plain.keyed(**inputs)
@@ -211,7 +210,7 @@ def test_other_types_and_backends_are_refused():
     inputs = given()
     with pytest.raises(ValueError, match=r"key \(2, 12, 32\) torch.float16 on cpu"):
         keyed_conv(**inputs | {"key": inputs["key"].half()})
-    with pytest.raises(ValueError, match="backend is 'triton'; allowed: auto, cuda, panels, dense"):
+    with pytest.raises(ValueError, match="backend is 'triton'; allowed: auto, cuda, dense"):
         keyed_conv(**inputs, backend="triton")
 
 
@@ -234,36 +233,25 @@ def test_what_the_kernels_lack_is_said(monkeypatch):
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
     assert "`pip install triton`" in reason()
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(measure, "keyed_failure", lambda *about: f"wrong {about[1:]}")
+    monkeypatch.setattr(choice, "keyed_failure", lambda *about: f"wrong {about[1:]}")
     assert reason() == f"wrong {(torch.float16, 8, 64, 64)}"
 
 
-def test_kernels_that_are_wrong_or_fail_have_no_time_and_the_run_goes_on(monkeypatch):
-    """Measuring itself, with plain calls in place of a GPU's clock."""
-    monkeypatch.setattr(measure, "interleaved", lambda steps: {name: 1.0 for name in steps})
-    case = Case("float32", False, 80, tokens=12, channels=8, heads=2, taps=1, key_size=4)
-    device, compiled = torch.device("cpu"), []
+def test_kernels_that_are_wrong_or_fail_are_found_out_by_the_first_call(monkeypatch):
+    about = (torch.device("cpu"), torch.float32, 2, 4, 4)
 
-    def measured(kernels, compile=None):
+    def failure(kernels):
         monkeypatch.setattr(
-            measure, "by_kernels", lambda *inputs: kernels(keyed_conv(*inputs), inputs)
+            choice, "by_kernels", lambda *inputs: kernels(keyed_conv(*inputs), inputs)
         )
-        backends = ["cuda", "panels"]
-        return measure.time_backends(case, 3, torch.float32, device, backends, compile)
+        with torch.no_grad():  # where a call may find it out first
+            return choice.keyed_failure(*about)
 
     def fails(y, inputs):
         raise Exception("out of resource: shared memory")
 
-    right = measured(lambda y, inputs: y, lambda conv: compiled.append(conv) or conv)
-    assert right.milliseconds == {"cuda": 1.0, "panels": 1.0}
-    assert mixer.ops.keyed.plain.keyed in compiled, "a run's plain PyTorch is compiled"
-    about = (device, torch.float32, 2, 4, 4)
-    assert measure.keyed_failure(*about) is None
+    assert failure(lambda y, inputs: y) is None
     # A wrong gradient behind a right result.
-    wrong = measured(lambda y, inputs: y + 0.1 * (inputs[1] - inputs[1].detach()).sum())
-    assert wrong.milliseconds == {"panels": 1.0}
-    assert "its results are wrong on this GPU: dkey is" in wrong.failures["cuda"]
-    with torch.no_grad():  # where a call may find it out first
-        assert "dkey is" in measure.keyed_failure(*about)
-    assert measured(fails).failures == {"cuda": "Exception: out of resource: shared memory"}
-    assert "kernels fail: Exception: out of resource" in measure.keyed_failure(*about)
+    wrong = failure(lambda y, inputs: y + 0.1 * (inputs[1] - inputs[1].detach()).sum())
+    assert "its results are wrong on this GPU: dkey is" in wrong
+    assert "kernels fail: Exception: out of resource" in failure(fails)

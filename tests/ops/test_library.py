@@ -37,16 +37,17 @@ def test_workspace_grows_until_the_gpu_is_full():
             heads=1,
             taps=1,
             columns=tokens,
+            dtype=2,
+            capability=80,
             processors=132,
         )
         return library.mixer_grad_weight_workspace(ctypes.byref(params))
 
-    tile = 64 * 64 * 4
+    tile = 128 * 128 * 4
     assert workspace(64, 0) == 0
-    assert workspace(64, 1) == 4 * tile  # 64 slices of the channels, at least 16 a split
-    # 36 lower tiles; 30 splits make 8 blocks for each of 132 processors
-    assert workspace(512, 128) == 36 * 30 * tile
-    assert workspace(8192, 8) == 128 * 129 // 2 * tile  # enough tiles: one split
+    assert workspace(64, 1) == 8 * tile  # the 32 slices of the channels in 8 ranges
+    assert workspace(512, 128) == 10 * 26 * tile  # 10 lower tiles; blocks for 132 processors
+    assert workspace(8192, 8) == 64 * 65 // 2 * tile  # enough tiles: one split
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
@@ -66,7 +67,7 @@ def test_structure_and_c_struct_agree(tmp_path):
 
 
 def test_cpu_tensor_is_told_why():
-    assert "x is on cpu" in choice.unavailable_reason(torch.zeros(1, 1, 1))
+    assert "x is on cpu" in choice.call_reason(torch.device("cpu"), torch.float32)
 
 
 def test_driver_older_than_the_build_names_the_toolkit():

@@ -9,9 +9,10 @@ import subprocess
 
 import nvrtc
 import pytest
+import torch
 from ptx_library import PtxLibrary
 from tensor_emulator import sources
-from toolchain import first_and_slow, needs_nvcc
+from toolchain import first_and_slow, kernels_of, needs_nvcc
 
 from mixer.ops import build, cuda
 
@@ -85,7 +86,7 @@ def compiled_for_sm_70():
 @together
 def test_all_kernels_compile_for_sm_70_without_spills(compiled_for_sm_70):
     for name, (code, log) in compiled_for_sm_70.items():
-        kernels = build.kernels_of(log)
+        kernels = kernels_of(log)
         assert code.startswith(b"\x7fELF") and kernels, f"{name}: {log}"
         assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
 
@@ -98,7 +99,7 @@ def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70, kernel_cache):
     names that the driver knows.
     """
     names = {
-        stem: [kernel.name for kernel in build.kernels_of(log)]
+        stem: [kernel.name for kernel in kernels_of(log)]
         for stem, (_, log) in compiled_for_sm_70.items()
     }
     library = PtxLibrary(cuda.load(str(build.library((9, 0)))), names, lambda *launch: 0)
@@ -120,13 +121,14 @@ def test_every_instance_is_compiled_for_sm_70(compiled_for_sm_70, kernel_cache):
             capability=70,
             processors=80,
         )
-        for function in ("pack", "forward", "grad_input", "grad_weight"):
+        is_served = dtype == cuda.DTYPE_CODES[torch.float16]
+        for function in ("pack", "forward", "grad_input", "grad_weight")[: 4 if is_served else 1]:
             assert getattr(library, f"mixer_{function}")(ctypes.byref(params)) == 0
     # not for Volta; and generation's, which tests/ops/test_mix_row.py runs
     others = ("ampere", "mix_row")
     kernels = {name for stem in names for name in names[stem] if not stem.startswith(others)}
-    served_by_volta = {name for name in kernels if "portable" in name and "6__half" in name}
-    assert kernels - library.launched == served_by_volta
+    left = kernels - library.launched  # of types that Ampere's kernels leave to it
+    assert left and all(re.search("grad_bias_kernelI(f|13__nv_bfloat16)", name) for name in left)
 
 
 @nvrtc.needs_nvrtc

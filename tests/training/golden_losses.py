@@ -26,7 +26,7 @@ SETTINGS = {
         "hidden_size": 64,
         "num_hidden_layers": 3,
         "max_position_embeddings": 64,
-        "mixing_backend": "panels",
+        "mixing_backend": "dense",
     },
     "data": {"source": "jsonl", "vocab_size": 512, "validation_fraction": 0.1},
     "train": {"steps": 100, "batch_size": 16, "eval_every": 50, "eval_samples": 64, "tf32": False}

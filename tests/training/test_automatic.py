@@ -7,21 +7,13 @@ from mixer.training.automatic import Environment, choose
 from mixer.training.config import TrainConfig, load_config
 
 H200 = Environment("cuda", (9, 0), has_triton=True)
-TWO = Environment("cuda", (9, 0), has_triton=True, processes=2, peers=True)
 ALL = "auto: train.compile=blocks, train.cuda_graphs=true"
 OVERWRITES = "each backward pass would overwrite the gradients of the one before"
 MADE = "they are made of what is compiled"
-NO_GRAPHS = "without CUDA graphs copies cost more than they save"
 # (the settings, the devices and processes, what is said); a run's settings are auto where not given
 CASES = {
     "one GPU": ({}, H200, ALL),
-    "two GPUs": ({}, TWO, f"{ALL}, train.all_reduce=copy_engines"),
     "V100": ({}, Environment("cuda", (7, 0), has_triton=True), ALL),
-    "four V100s": (
-        {},
-        Environment("cuda", (7, 0), has_triton=True, processes=4, peers=True),
-        f"{ALL}, train.all_reduce=nccl (copy_engines is measured on Hopper alone)",
-    ),
     "P100": (
         {},
         Environment("cuda", (6, 0), has_triton=True),
@@ -33,28 +25,17 @@ CASES = {
         Environment("cuda", (9, 0)),
         f"auto: train.compile=no (Triton is not installed), train.cuda_graphs=false ({MADE})",
     ),
-    "CPU": ({}, Environment("cpu", processes=2), ""),
+    "CPU": ({}, Environment("cpu"), ""),
     "compiled on a CPU": ({"compile": "blocks"}, Environment("cpu"), ""),
     "FSDP": (
         {},
-        Environment("cuda", (9, 0), has_triton=True, is_sharded=True, processes=2, peers=True),
+        Environment("cuda", (9, 0), has_triton=True, is_sharded=True),
         "auto: train.compile=blocks, train.cuda_graphs=false (FSDP moves the weights)",
-    ),
-    "two hosts": (
-        {},
-        Environment("cuda", (9, 0), has_triton=True, processes=16, hosts=2),
-        f"{ALL}, train.all_reduce=nccl (copies do not reach over 2 hosts)",
-    ),
-    "GPUs apart": (
-        {},
-        Environment("cuda", (9, 0), has_triton=True, processes=2),
-        f"{ALL}, train.all_reduce=nccl (these GPUs cannot write to each other's memory)",
     ),
     "accumulation": (
         {"gradient_accumulation_steps": 2},
-        TWO,
-        f"auto: train.compile=blocks, train.cuda_graphs=false ({OVERWRITES}), "
-        f"train.all_reduce=nccl ({NO_GRAPHS})",
+        H200,
+        f"auto: train.compile=blocks, train.cuda_graphs=false ({OVERWRITES})",
     ),
     "recompute": (
         {"recompute": "block"},
@@ -65,7 +46,7 @@ CASES = {
     "activation": ({"recompute": "activation"}, H200, ALL),
     "not compiled": ({"compile": "no"}, H200, f"auto: train.cuda_graphs=false ({MADE})"),
     "model": ({"compile": "model"}, H200, "auto: train.cuda_graphs=true"),
-    "all given": ({"compile": "no", "cuda_graphs": "false", "all_reduce": "nccl"}, TWO, ""),
+    "all given": ({"compile": "no", "cuda_graphs": "false"}, H200, ""),
 }
 
 
@@ -78,12 +59,12 @@ def test_auto_takes_what_can_run_and_says_what_cannot(name):
     given = {key: value for key, value in settings.items() if hasattr(chosen, key)}
     for key, value in given.items():
         assert str(getattr(chosen, key)).lower() == value
-    for key in ("compile", "cuda_graphs", "all_reduce"):
+    for key in ("compile", "cuda_graphs"):
         if f"train.{key}=" in said:
             assert f"train.{key}={str(getattr(chosen, key)).lower()}" in said
     if environment.device == "cpu":
         compiled = settings.get("compile", "no")
-        assert (chosen.compile, chosen.cuda_graphs, chosen.all_reduce) == (compiled, False, "nccl")
+        assert (chosen.compile, chosen.cuda_graphs) == (compiled, False)
 
 
 @pytest.mark.parametrize("name", ["P100", "no Triton", "CPU", "FSDP", "recompute"])

@@ -254,3 +254,11 @@ def test_help_lists_every_key_with_its_default_meaning_and_allowed_values():
         ), key
     assert "optim.lr: float = 0.0005; allowed: 0 or more\n      peak learning rate" in text
     assert "optim.schedule: str = 'cosine'; allowed: cosine, linear, constant\n" in text
+
+
+def test_a_config_yaml_of_an_earlier_version_is_read_and_what_is_gone_is_refused():
+    """It has every key of its time."""
+    before = Path(__file__).parents[1] / "checkpoints/written_before/runs/small/config.yaml"
+    assert load_config(str(before), []).train.steps == 8
+    with pytest.raises(UserError, match="unknown key train.all_reduce = 'copy_engines'"):
+        load_config(str(before), ["train.all_reduce=copy_engines"])

@@ -99,19 +99,10 @@ def test_unpacked_rows_of_unequal_length_count_each_token_once_on_two_processes(
     assert validated[1] == pytest.approx(validated[0], rel=1e-5)
 
 
-def test_the_backends_train_alike_and_the_loss_falls(write_config, launch, tmp_path):
-    config = write_config()
-    for backend in ("dense", "panels"):
-        launch(
-            "--config",
-            config,
-            f"name={backend}",
-            f"model.mixing_backend={backend}",
-            "train.steps=40",
-        ).succeed()
-    dense, panels = read_losses(tmp_path / "runs/dense"), read_losses(tmp_path / "runs/panels")
-    assert panels == pytest.approx(dense, rel=1e-4)
-    assert dense[40] < dense[1] - 0.5
+def test_the_loss_falls(write_config, launch, tmp_path):
+    launch("--config", write_config(), "train.steps=40").succeed()
+    losses = read_losses(tmp_path / "runs/small")
+    assert losses[40] < losses[1] - 0.5
 
 
 def test_a_run_leaves_its_configuration_metrics_and_checkpoints(

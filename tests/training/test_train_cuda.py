@@ -7,6 +7,7 @@ FSDP.
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -23,12 +24,11 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU here")
 SECTIONS = {
     "model": {"hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 64},
     "train": {"steps": 24, "batch_size": 8, "eval_every": 6, "eval_samples": 16}
-    | {"compile": "no", "all_reduce": "nccl"},  # compiling takes most of a minute
+    | {"compile": "no"},  # compiling takes most of a minute
 }
 DDP = [pytest.param(count, {}, id=f"{count}-ddp") for count in (1, 2, 4)]
 LAUNCHES = [*DDP, *(pytest.param(count, FSDP, id=f"{count}-fsdp") for count in (2, 4))]
-COPIES = ("train.all_reduce=copy_engines",)
-GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true", *COPIES)  # both of DDP alone
+GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true")  # of DDP alone
 # Muon and shared lags, at a context where mixing weights are updated in two parts.
 RECIPE_GRAPHS = (*RECIPE, "model.max_position_embeddings=1024", *GRAPHS)
 
@@ -225,7 +225,7 @@ def test_nothing_waits_for_the_gpu_between_logging_steps(
 @pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
 def test_auto_runs_what_it_says(write_config, launch, processes, engine):
     options = options_for(processes, engine)
-    changes = ["train.compile=auto", "train.all_reduce=auto", "train.mixed_precision=bf16"]
+    changes = ["train.compile=auto", "train.mixed_precision=bf16"]
     changes.append(f"train.batch_size={8 // processes}")
     output = launch("--config", write_config(**SECTIONS), *changes, **options).succeed(patience=200)
     assert "auto: train.compile=blocks" in output and "failed" not in output
@@ -234,10 +234,8 @@ def test_auto_runs_what_it_says(write_config, launch, processes, engine):
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_graphs_and_copy_engines_change_no_loss(write_config, launch, tmp_path, processes):
-    """And the sums of the copy engines not even a bit of two processes', whose order cannot
-    differ.
-    """
+def test_graphs_change_no_loss(write_config, launch, tmp_path, processes):
+    """Not even a bit of two processes', whose order of summing cannot differ."""
     options = options_for(processes, {})
     config = write_config(**SECTIONS)
     changes = ["train.mixed_precision=bf16", f"train.batch_size={8 // processes}"]
@@ -249,8 +247,11 @@ def test_graphs_and_copy_engines_change_no_loss(write_config, launch, tmp_path, 
 
 
 def kernels_of_older_gpus() -> None:
-    """Ampere's or Volta's kernels in place of this GPU's own, as KERNELS says."""
+    """Ampere's or Volta's kernels in place of this GPU's own, as KERNELS says, and a race."""
     from mixer.ops import choice, cuda
+    from mixer.training import mixing
+
+    mixing.TIMED = None
 
     capability, facts = int(os.environ["KERNELS"]), cuda.device_facts(0)
     choice.device_reason(0)  # by the GPU's own
@@ -263,7 +264,7 @@ def kernels_of_older_gpus() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 70])
-def test_auto_takes_the_fastest_that_it_measures_and_a_resume_keeps_it(
+def test_auto_takes_the_faster_one_of_older_gpus_and_a_resume_keeps_it(
     write_config, launch, tmp_path, capability
 ):
     if capability == 70 and "MIXER_TEST_PTX" not in os.environ:
@@ -275,10 +276,8 @@ def test_auto_takes_the_fastest_that_it_measures_and_a_resume_keeps_it(
     output = launch(*command, **options).succeed()
     trainer = tmp_path / "runs/small/step-24/trainer_state/trainer.json"
     mixing = json.loads(trainer.read_text())["mixing"]
-    times = mixing["milliseconds"]
-    assert times.keys() == {"cuda", "panels", "dense"}
-    assert mixing["backend"] == min(times, key=times.get)
-    assert f"token mixing: auto takes {mixing['backend']}, the fastest for float16" in output
+    assert f"token mixing: auto takes {mixing['backend']}, the faster on NVIDIA" in output
+    assert re.search(r": dense [\d.]+ ms, cuda [\d.]+ ms\n", output)
     output = launch(*command, "train.steps=26", **options).succeed()
     assert f"auto takes {mixing['backend']}, as the run did before" in output
 
@@ -286,9 +285,7 @@ def test_auto_takes_the_fastest_that_it_measures_and_a_resume_keeps_it(
 def test_a_process_that_dies_ends_those_that_wait_for_its_gradients(write_config, launch, tmp_path):
     options, metrics = options_for(2, {}), tmp_path / "runs/small/metrics.jsonl"
     config = write_config(**SECTIONS, logging={"log_every": 2})
-    ranks = launch(
-        "--config", config, "train.steps=100000", "train.batch_size=4", *COPIES, **options
-    )
+    ranks = launch("--config", config, "train.steps=100000", "train.batch_size=4", **options)
     ranks.until(lambda: metrics.exists() and '"step": 8,' in metrics.read_text(), patience=120)
     assert ranks.signal(signal.SIGKILL, rank=1).wait()[0] == 1
     assert "another process of this run ended without saying why" in ranks.output

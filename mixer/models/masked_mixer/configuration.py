@@ -104,9 +104,9 @@ class MixerOptions:
     )
     mixing_backend: str = option(
         "auto",
-        "what computes the triangular convolutions: cuda (our kernels), panels (plain PyTorch), "
-        "dense (masked-weight matmul), or auto: in a training run on a GPU the fastest of these, "
-        "measured before the first step, and elsewhere cuda or panels",
+        "what computes the triangular convolutions: cuda (our kernels), dense (masked-weight "
+        "matmul in plain PyTorch), or auto: cuda where it can run, but in a training run on a GPU "
+        "that nobody has timed the faster one, measured before the first step",
         choices=BACKENDS,
     )
 

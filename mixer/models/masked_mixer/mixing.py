@@ -31,8 +31,10 @@ from .plain import (
     keyed_rows,
     mix_row,
     mix_rows,
+    panel_bounds,
     products_per_triangle,
     rows_at,
+    staircase,
     write_rows,
 )
 
@@ -315,7 +317,7 @@ class KeyedConv(TriangularConv):
         keys = self.heads * self.key_size
         pairs = tokens * (tokens + 1) // 2
         useful = 2 * (keys + self.channels) * pairs
-        executed = 2 * (keys + self.channels) * products_per_triangle(tokens, "panels")
+        executed = 2 * (keys + self.channels) * staircase(panel_bounds(tokens))
         if self.backend == "cuda":
             products = 7 * keys + 5 * self.channels
             executed = 2 * products * products_per_triangle(tokens, "cuda") // 3

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BACKENDS = ("auto", "cuda", "panels", "dense")
+BACKENDS = ("auto", "cuda", "dense")
 
-# Rows of a panel. p panels compute (p + 1) / 2p of the dense product, but thin panels run at a
-# lower rate. The fastest on an H200 were two panels, and from 1024 tokens on panels of 512 rows
-# (benchmarks/results/token_mixing_h200.md).
+# Rows of a panel of keyed mixing. p panels compute (p + 1) / 2p of the square, but thin panels run
+# at a lower rate.
 MIN_PANEL_ROWS = 64
 MAX_PANEL_ROWS = 512
 
@@ -224,10 +223,9 @@ def products_per_triangle(tokens: int, backend: str) -> int:
     """
     if backend == "dense":
         return tokens * tokens
-    if backend == "panels":
-        return sum((end - start) * end for start, end in panel_bounds(tokens))
-    rows = 64  # the kernels skip the upper half in tiles of 64
-    return sum(
-        (min(start + rows, tokens) - start) * min(start + rows, tokens)
-        for start in range(0, tokens, rows)
-    )
+    return staircase([(start, min(start + 64, tokens)) for start in range(0, tokens, 64)])
+
+
+def staircase(bounds: list[tuple[int, int]]) -> int:
+    """How many pairs (i, j) are multiplied in panels of rows (start, end), each up to its end."""
+    return sum((end - start) * end for start, end in bounds)

@@ -16,12 +16,9 @@ struct KernelSet {
   int64_t (*grad_weight_workspace)(const TriangularConvParams&);
   cudaError_t (*grad_weight)(const TriangularConvParams&);
   bool with_bias;  // grad_weight also writes dbias
-  int capability;  // 10 * major + minor of the GPUs it is written for; 0: all
+  int capability;  // 10 * major + minor of the GPUs it is written for
 };
 
-constexpr KernelSet kPortable = {
-    portable::forward, portable::grad_input, portable::grad_weight_workspace, portable::grad_weight,
-    false, 0};
 constexpr KernelSet kVolta = {
     volta::forward, volta::grad_input, volta::grad_weight_workspace, volta::grad_weight,
     false, 70};
@@ -35,14 +32,14 @@ constexpr KernelSet kHopper = {
 #endif
 
 // The only place that chooses kernels by architecture, type and shape: returns the fastest set that
-// supports the call.
-const KernelSet& kernels_for(const TriangularConvParams& params) {
+// supports the call, or null.
+const KernelSet* kernels_for(const TriangularConvParams& params) {
 #ifdef MIXER_HOPPER
-  if (hopper::serves(params) && hopper::fits(params)) return kHopper;
+  if (hopper::serves(params) && hopper::fits(params)) return &kHopper;
 #endif
-  if (ampere::supports(params)) return kAmpere;
-  if (volta::supports(params)) return kVolta;
-  return kPortable;
+  if (ampere::supports(params)) return &kAmpere;
+  if (volta::supports(params)) return &kVolta;
+  return nullptr;
 }
 
 bool has_no_outputs(const TriangularConvParams& params) {
@@ -100,13 +97,15 @@ MIXER_EXPORT int mixer_pack(const TriangularConvParams* params) {
 MIXER_EXPORT int mixer_forward(const TriangularConvParams* params) {
   const cudaError_t status = enter(*params);
   if (status != cudaSuccess || has_no_outputs(*params)) return status;
-  return kernels_for(*params).forward(*params);
+  const KernelSet* kernels = kernels_for(*params);
+  return kernels ? kernels->forward(*params) : cudaErrorNotSupported;
 }
 
 MIXER_EXPORT int mixer_grad_input(const TriangularConvParams* params) {
   const cudaError_t status = enter(*params);
   if (status != cudaSuccess || has_no_outputs(*params)) return status;
-  return kernels_for(*params).grad_input(*params);
+  const KernelSet* kernels = kernels_for(*params);
+  return kernels ? kernels->grad_input(*params) : cudaErrorNotSupported;
 }
 
 // Bytes of workspace for mixer_forward and mixer_grad_input.
@@ -118,24 +117,26 @@ MIXER_EXPORT int64_t mixer_product_workspace(const TriangularConvParams* params)
   return 0;
 }
 
-// 10 * major + minor of the GPUs whose tensor cores the chosen kernels use (70, 80 or 90), or 0 if
-// they use none.
+// 10 * major + minor of the GPUs that the chosen kernels are written for (70, 80 or 90), or 0 if
+// none serve.
 MIXER_EXPORT int mixer_kernels_capability(const TriangularConvParams* params) {
-  return is_valid(*params) ? kernels_for(*params).capability : 0;
+  const KernelSet* kernels = is_valid(*params) ? kernels_for(*params) : nullptr;
+  return kernels ? kernels->capability : 0;
 }
 
 // Bytes of workspace for mixer_grad_weight.
 MIXER_EXPORT int64_t mixer_grad_weight_workspace(const TriangularConvParams* params) {
-  return is_valid(*params) ? kernels_for(*params).grad_weight_workspace(*params) : 0;
+  const KernelSet* kernels = is_valid(*params) ? kernels_for(*params) : nullptr;
+  return kernels ? kernels->grad_weight_workspace(*params) : 0;
 }
 
 // Writes every element of dweight, zeros included, and of dbias unless it is null.
 MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
   cudaError_t status = enter(*params);
   if (status != cudaSuccess) return status;
-  const KernelSet& kernels = kernels_for(*params);
-  status = kernels.grad_weight(*params);
-  return status == cudaSuccess && params->dbias != nullptr && !kernels.with_bias
+  const KernelSet* kernels = kernels_for(*params);
+  status = kernels ? kernels->grad_weight(*params) : cudaErrorNotSupported;
+  return status == cudaSuccess && params->dbias != nullptr && !kernels->with_bias
              ? grad_bias(*params)
              : status;
 }

@@ -1,4 +1,4 @@
-// The second kernel of the weight gradient for the portable, Volta and Ampere sets. It adds the
+// The second kernel of the weight gradient for the Volta and Ampere sets. It adds the
 // partial tiles in a fixed order (no atomics, so results are reproducible bit for bit), casts, and
 // writes the zeros.
 //

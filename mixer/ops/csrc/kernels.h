@@ -11,13 +11,6 @@ cudaError_t pack(const TriangularConvParams& params);
 cudaError_t grad_bias(const TriangularConvParams& params);
 cudaError_t mix_row(const TriangularConvParams& params);  // one tap
 
-namespace portable {  // sm_70 and newer: fp32 arithmetic, any shape, any stride between rows
-cudaError_t forward(const TriangularConvParams& params);
-cudaError_t grad_input(const TriangularConvParams& params);
-int64_t grad_weight_workspace(const TriangularConvParams& params);
-cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
-}  // namespace portable
-
 namespace volta {  // sm_70 and newer: mma.m8n8k4; fp16; rows on 16 bytes
 bool supports(const TriangularConvParams& params);
 cudaError_t forward(const TriangularConvParams& params);
@@ -26,7 +19,7 @@ int64_t grad_weight_workspace(const TriangularConvParams& params);
 cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace volta
 
-// sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32 if allowed; rows 16-byte aligned
+// sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32; rows on 16 bytes
 namespace ampere {
 bool supports(const TriangularConvParams& params);
 cudaError_t forward(const TriangularConvParams& params);

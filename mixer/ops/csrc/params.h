@@ -16,7 +16,7 @@
 
 #include <stdint.h>
 
-#define MIXER_ABI_VERSION 4
+#define MIXER_ABI_VERSION 5
 
 enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
@@ -52,5 +52,4 @@ typedef struct TriangularConvParams {
   int32_t device;        // index of the CUDA device
   int32_t capability;    // 10 * major + minor of that device
   int32_t processors;    // number of streaming multiprocessors
-  int32_t allow_tf32;    // whether fp32 products may round their factors to tf32
 } TriangularConvParams;

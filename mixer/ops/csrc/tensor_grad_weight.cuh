@@ -1,7 +1,7 @@
-// What grad-weight shares on the tensor cores of sm_70 and sm_80. Two kernels, as in
-// portable_grad_weight.cu: the first computes the lower 128 x 128 tiles, with the sum over (batch,
-// channels) cut into `splits` ranges whose partial tiles go to the workspace in fp32; the second
-// (grad_weight_finish.cuh) adds them in a fixed order.
+// What grad-weight shares on the tensor cores of sm_70 and sm_80. Two kernels: the first computes
+// the lower 128 x 128 tiles, with the sum over (batch, channels) cut into `splits` ranges whose
+// partial tiles go to the workspace in fp32; the second (grad_weight_finish.cuh) adds them in a
+// fixed order.
 #pragma once
 
 #include "grad_weight_finish.cuh"

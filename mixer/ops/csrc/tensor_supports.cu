@@ -33,9 +33,7 @@ bool is_aligned(const TriangularConvParams& params) {
 }  // namespace
 
 bool ampere::supports(const TriangularConvParams& params) {
-  if (params.capability < 80) return false;
-  if (params.dtype == MIXER_FLOAT32 && !params.allow_tf32) return false;
-  return is_aligned(params);
+  return params.capability >= 80 && is_aligned(params);
 }
 
 bool volta::supports(const TriangularConvParams& params) {

@@ -1,8 +1,8 @@
-"""The triangular convolution in row panels, in plain PyTorch, on any device and dtype: backend
-`panels`.
+"""The triangular convolution in row panels, in plain PyTorch, on any device and dtype: a rival of
+the kernels.
 
-It offers the same four functions as the CUDA kernels (`mixer.ops.cuda`): one operator and one
-autograd formula serve both.
+It offers the same four functions as the CUDA kernels (`mixer.ops.cuda`), so that tests can put it
+in their place.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
 context), out then in; packed (heads, taps, tokens, columns); bias (heads, context).
@@ -13,13 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixer.models.masked_mixer.plain import panel_bounds, shift_channels, tap_shift
-
-
-def packed_columns(tokens: int) -> int:
-    """Columns of a packed weight: `tokens` rounded up to 8, so that every row of a 16-bit weight
-    starts on 16 bytes.
-    """
-    return (tokens + 7) // 8 * 8
+from mixer.ops.cuda import packed_columns
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
