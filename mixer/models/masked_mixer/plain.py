@@ -61,14 +61,25 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
     tokens = x.shape[1]
     mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
     parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
-    y = torch.matmul(mask[:, None, 0], shift_channels(parts, tap_shift(0, taps)))
+    y = by_each_head(mask[:, 0], shift_channels(parts, tap_shift(0, taps)))
     for tap in range(1, taps):
-        y = y + torch.matmul(mask[:, None, tap], shift_channels(parts, tap_shift(tap, taps)))
+        y = y + by_each_head(mask[:, tap], shift_channels(parts, tap_shift(tap, taps)))
     if bias is not None:
         y = y + bias[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
     y = y if residual is None else y + residual
     return y.contiguous()  # of one text or token, a transposed view may have come so far
+
+
+def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
+    """matrix (heads, tokens, tokens) @ parts (heads, batch, tokens, width)."""
+    heads, batch, tokens, width = parts.shape
+    if heads == 1 or parts.is_cuda:
+        return torch.matmul(matrix[:, None], parts)
+    # All samples in one product: torch.matmul would copy the matrix for each sample, and on a CPU
+    # those copies are what takes time.
+    side_by_side = parts.transpose(1, 2).reshape(heads, tokens, batch * width)
+    return (matrix @ side_by_side).view(heads, tokens, batch, width).transpose(1, 2)
 
 
 def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
