@@ -169,6 +169,7 @@ def library(capability: tuple[int, int], sources: Path = SOURCES) -> Path:
     flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
     directory = cache_directory() / build_name(capability, sources, compiler, flags)
     if not (directory / LIBRARY).exists():
+        find_ninja()  # before the lock, whose file stays
         with locked(directory.with_suffix(".lock")):
             if not (directory / LIBRARY).exists():
                 build(directory, sources, compiler, flags)
@@ -221,7 +222,7 @@ def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
     """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
     found later.
     """
-    root = compiler.path.resolve().parent.parent
+    root = compiler.path.parent.parent
     # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
     has_runtime = (root / "lib" / "libcudart_static.a").exists()
     search = [f"-L{quoted(root / 'lib')}"] if has_runtime else []

@@ -318,6 +318,17 @@ def test_nvcc_behind_a_link_is_called_where_its_toolkit_is(tmp_path, monkeypatch
     assert toolchain.find_compiler().path == home / "bin" / "nvcc"
 
 
+def test_nvcc_that_is_a_link_to_ccache_is_called_by_its_own_name(tmp_path, monkeypatch):
+    ccache = fake_nvcc(tmp_path / "cache").rename(tmp_path / "ccache-home") / "bin" / "nvcc"
+    real = ccache.rename(ccache.with_name("ccache"))
+    real.write_text(f'#!/bin/sh\n[ "${{0##*/}}" = nvcc ] || exit 1\n{real.read_text()}')
+    (tmp_path / "masquerade" / "bin").mkdir(parents=True)
+    nvcc = tmp_path / "masquerade" / "bin" / "nvcc"
+    nvcc.symlink_to(real)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "masquerade"))
+    assert toolchain.find_compiler().path == nvcc
+
+
 def test_a_toolkit_in_a_directory_of_any_name_builds(tiny, tmp_path, monkeypatch):
     """nvcc is called there, and finds its runtime."""
     finds = 'for out; do case "$out" in -L*) found=$(ls "${out#-L}");; esac; done'
