@@ -4,9 +4,17 @@
 Importing this package registers the model with transformers' Auto classes.
 """
 
+import sys
+from pathlib import Path
+
+from mixer.common.errors import UserError, end_at_interrupt
+
+# Of a command these imports take most of the time before it begins.
+if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve().parent == Path(__file__).parents[1]:
+    sys.excepthook = end_at_interrupt
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from mixer.common.errors import UserError
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM, MaskedMixerModel
