@@ -1,13 +1,16 @@
 """Locks between processes: one file, and a run's directory."""
 
+import errno
 import fcntl
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mixer.common.errors import UserError
-from mixer.common.files import missing_directories, remove_empty
+from mixer.common.files import if_supported, missing_directories, remove_empty
 
 
 @contextmanager
@@ -17,15 +20,31 @@ def locked(file: Path, wait: bool = True) -> Iterator[None]:
 
     Without `wait`, raises BlockingIOError if another process holds the lock.
     """
-    with open(file, "a") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    otherwise = "do not start the same on two machines, as they would not see each other's locks"
+    operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+    with open(file, "a") as opened, socket.socket(socket.AF_UNIX) as name:
+        if not if_supported(otherwise, fcntl.flock, opened, operation):
+            _bind(name, os.fstat(opened.fileno()), wait)
         yield
+
+
+def _bind(name: socket.socket, file: os.stat_result, wait: bool) -> None:
+    """Locks a file for this machine without its file system, by a name that Linux gives once."""
+    while True:
+        try:
+            return name.bind(f"\0mixer-{file.st_dev}-{file.st_ino}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            if not wait:
+                raise BlockingIOError from error
+        time.sleep(0.1)
 
 
 @contextmanager
 def run_locked(directory: Path) -> Iterator[None]:
     """Makes a run's directory and holds its lock. A run that ends by an error before it has written
-    anything leaves no directory behind.
+    anything leaves nothing behind.
 
     Raises UserError if another process trains the run, such as one that has outlived its launcher,
     and if the directory cannot be written to.
@@ -33,6 +52,7 @@ def run_locked(directory: Path) -> Iterator[None]:
     held, lock, missing = ExitStack(), directory / ".lock", missing_directories(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        before = set(os.listdir(directory))
         held.enter_context(locked(lock, wait=False))
     except BlockingIOError:
         raise UserError(
@@ -48,7 +68,7 @@ def run_locked(directory: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if missing and os.listdir(directory) == [lock.name]:
+            if set(os.listdir(directory)) - before == {lock.name}:
                 lock.unlink()
                 remove_empty(missing)
             raise
