@@ -31,7 +31,7 @@ setup: .venv/.ready
 	echo $(TORCH) > $@
 
 demo: setup
-	$(BIN)/accelerate launch --cpu --num_processes 1 train.py --config configs/demo.yaml
+	ACCELERATE_USE_CPU=true $(BIN)/python train.py --config configs/demo.yaml
 	$(BIN)/python eval.py --checkpoint runs/demo/step-600
 	$(BIN)/python -m mixer.report runs/demo
 	$(BIN)/python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "

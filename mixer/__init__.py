@@ -5,14 +5,20 @@ Importing this package registers the model with transformers' Auto classes.
 """
 
 import os
+import sys
+from pathlib import Path
 
+from mixer.common.errors import UserError, end_at_interrupt
+
+# Of a command these imports take most of the time before it begins.
+if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve().parent == Path(__file__).parents[1]:
+    sys.excepthook = end_at_interrupt
 # Threads that wait for work sleep, rather than spin on a core that another process could use: where
 # all cores are busy, training is ten times as fast. It is read when PyTorch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from mixer.common.errors import UserError
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM, MaskedMixerModel

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -297,7 +298,9 @@ def _after_training(device: int | None) -> None:
     """
     if device is not None:
         torch.cuda.set_device(device)
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    thread = threading.get_native_id()
+    with suppress(OSError):  # only root may make a process of `nice -n 15` less nice
+        os.setpriority(os.PRIO_PROCESS, thread, max(10, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

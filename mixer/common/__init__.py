@@ -2,6 +2,7 @@
 
 errors       UserError, and how a command ends with one
 options      a setting with its meaning and allowed values
+ranks        which process of a launch this is
 say          how functions tell people something
 files        outputs that appear whole or not at all
 locks        between processes

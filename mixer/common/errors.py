@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from mixer.common.ranks import rank
+
 
 class UserError(Exception):
     """An error that the user can fix. The message says what was given, what is allowed and what to
@@ -29,11 +31,11 @@ class Interrupted(UserError):
     """
 
 
-# What a system refuses for reasons outside of the program: no space, no access, a broken disk, or a
-# path that cannot be.
+# What a system refuses for reasons outside of the program: no space, no access, a broken disk, a
+# path that cannot be, or output whose reader has ended.
 SYSTEM_REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
-    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPIPE),
 }
 
 
@@ -44,22 +46,39 @@ def is_refusal(error: BaseException) -> bool:
 
 def run_command(main: Callable[[], None]) -> None:
     """Runs a command's `main`. On a UserError, or where the system refuses to read or write a file,
-    prints the message to stderr and exits with status 2.
+    prints the message to stderr and exits with status 2; on Ctrl-C with 130.
 
     In a launch of several processes only rank 0 prints: what fails before the processes connect
     fails in all of them alike.
     """
+    sys.excepthook = end_at_interrupt
+    if sys.stdout is None:  # the shell has closed it
+        sys.stdout = open(os.devnull, "w")
     # What a terminal or a file cannot show, such as the bytes of a path, is written as \x...
     with suppress(OSError):  # where nobody reads what is printed
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        main()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
     except (UserError, OSError) as error:
         if not (isinstance(error, UserError) or is_refusal(error)):
             raise
-        if os.environ.get("RANK", "0") == "0":
+        if isinstance(error, OSError):  # perhaps of stdout, and Python writes there once more
+            sys.stdout = open(os.devnull, "w")
+        if rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def end_at_interrupt(kind, error, trace) -> None:
+    """The exception hook of commands: Ctrl-C is a line, and status 130."""
+    if kind is not KeyboardInterrupt:
+        return sys.__excepthook__(kind, error, trace)
+    if rank() == 0:
+        print("interrupted", file=sys.stderr)
+    os._exit(130)  # nobody waits for its threads
 
 
 def first_line(error: Exception) -> str:

@@ -1,5 +1,7 @@
 """Writing files and directories so that nothing is ever half there or overwritten by mistake."""
 
+import errno
+import functools
 import itertools
 import json
 import os
@@ -11,10 +13,14 @@ from pathlib import Path
 
 from mixer.common.errors import UserError
 from mixer.common.options import is_plain_text
+from mixer.common.ranks import rank
+from mixer.common.say import say_on_stderr
 
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
+# What network file systems and FUSE answer where they cannot do what is asked for.
+UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
 
 
 @contextmanager
@@ -129,7 +135,8 @@ def _let_others_read(*files: Path) -> None:
     """safetensors lets only the owner read its files; the umask shall decide."""
     for file in files:
         if file.suffix == ".safetensors":
-            file.chmod(0o666 & ~UMASK)
+            otherwise = "other users may be unable to read the weights"
+            if_supported(otherwise, os.chmod, file, 0o666 & ~UMASK)
 
 
 def check_new(output: Path) -> None:
@@ -188,11 +195,29 @@ def _has_other_results(file: Path, results, asked: Callable) -> bool:
         return False  # not written by this package, or not to its end
 
 
+def if_supported(otherwise: str, ask: Callable, *arguments) -> bool:
+    """Asks the system for what a file system may lack. Where it does, says once what follows from
+    that, and returns False.
+    """
+    try:
+        ask(*arguments)
+        return True
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        if rank() == 0:
+            _warn(f"warning: a file system refuses {ask.__name__} ({error.strerror}): {otherwise}")
+        return False
+
+
+_warn = functools.cache(say_on_stderr)  # once
+
+
 def flush(path: Path) -> None:
     """Waits until a file's content, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        if_supported("a power failure may undo what was just written", os.fsync, descriptor)
     finally:
         os.close(descriptor)
 

@@ -1,14 +1,17 @@
 """Locks between processes: one file, and a run's directory."""
 
+import errno
 import fcntl
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
 from mixer.common.errors import UserError
-from mixer.common.files import missing_directories, remove_empty
+from mixer.common.files import if_supported, missing_directories, remove_empty
 
 
 @contextmanager
@@ -22,12 +25,12 @@ def locked(
     """
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a") as opened:
+        with open(file, "a") as opened, socket.socket(socket.AF_UNIX) as name:
             try:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _acquire(opened, name, wait=False)
             except BlockingIOError:
                 waiting()
-                fcntl.flock(opened, fcntl.LOCK_EX)
+                _acquire(opened, name, wait=True)
             if not _is_at(opened, file):  # who held the lock has removed the file
                 continue
             try:
@@ -38,6 +41,16 @@ def locked(
             return
 
 
+def _acquire(opened: IO, name: socket.socket, wait: bool) -> None:
+    """Locks the file, or where its file system cannot, the name. Raises BlockingIOError if another
+    process holds it and `wait` is not set.
+    """
+    otherwise = "do not start the same on two machines, as they would not see each other's locks"
+    operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+    if not if_supported(otherwise, fcntl.flock, opened, operation):
+        _bind(name, os.fstat(opened.fileno()), wait)
+
+
 def _is_at(opened: IO, file: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(opened.fileno()), os.stat(file))
@@ -45,10 +58,23 @@ def _is_at(opened: IO, file: Path) -> bool:
         return False
 
 
+def _bind(name: socket.socket, file: os.stat_result, wait: bool) -> None:
+    """Locks a file for this machine without its file system, by a name that Linux gives once."""
+    while True:
+        try:
+            return name.bind(f"\0mixer-{file.st_dev}-{file.st_ino}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            if not wait:
+                raise BlockingIOError from error
+        time.sleep(0.1)
+
+
 @contextmanager
 def run_locked(directory: Path) -> Iterator[None]:
     """Makes a run's directory and holds its lock. A run that ends by an error before it has written
-    anything leaves no directory behind.
+    anything leaves nothing behind.
 
     Raises UserError if another process trains the run, such as one that has outlived its launcher,
     and if the directory cannot be written to.
@@ -62,6 +88,8 @@ def run_locked(directory: Path) -> Iterator[None]:
         )
 
     try:
+        directory.mkdir(parents=True, exist_ok=True)
+        before = set(os.listdir(directory))
         held.enter_context(locked(lock, refuse))
     except OSError as error:
         raise UserError(
@@ -72,7 +100,7 @@ def run_locked(directory: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if missing and os.listdir(directory) == [lock.name]:
+            if set(os.listdir(directory)) - before == {lock.name}:
                 lock.unlink()
                 remove_empty(missing)
             raise

@@ -63,7 +63,7 @@ class Runs:
         settings = (f"name={name}", f"train.steps={steps}", "logging.profile_steps=0")
         directory = self._run(who, *settings, *overrides)
         with whole_file(self.output / f"{name}.jsonl") as stage:
-            shutil.copy(directory / "metrics.jsonl", stage)
+            shutil.copyfile(directory / "metrics.jsonl", stage)
         lines = read_metrics(directory)
         last = losses_of(lines)
         print(f"trained: {name}, {steps} steps, loss {last[max(last)]:.4f}", flush=True)

@@ -14,6 +14,7 @@ from accelerate.utils import (
 from torch import nn
 
 from mixer.common.errors import UserError
+from mixer.common.ranks import is_launched
 
 
 def build_accelerator(precision: str) -> Accelerator:
@@ -29,7 +30,7 @@ def build_accelerator(precision: str) -> Accelerator:
     # Gradients stay in the buckets in which DDP sums them; otherwise each step copies them back.
     in_buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     # accelerate takes processes of torchrun on a CPU for runs of their own, unless it is told.
-    on_cpu = "RANK" in os.environ and not torch.cuda.is_available()
+    on_cpu = is_launched() and not torch.cuda.is_available()
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,

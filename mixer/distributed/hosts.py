@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, end_at_interrupt
 
 LOST_CONTACT = (
     "Connection closed by peer",
@@ -81,6 +81,8 @@ def leave_with_error(error: BaseException) -> None:
     hide the cause. So every failing process draws a number from the launch's store before its
     connections close, and only number one prints its error.
     """
+    if isinstance(error, KeyboardInterrupt):
+        end_at_interrupt(KeyboardInterrupt, error, None)
     rank, first = dist.get_rank(), _first_to_fail()
     if first:
         told = [f"error: {error}\n"]

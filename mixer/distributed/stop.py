@@ -18,7 +18,8 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class Stop:
-    """Remembers the first signal; a second one ends the process at once.
+    """Remembers the first signal; the same one again ends the process at once. Another one does
+    not: a launcher that ends at Ctrl-C is followed by a SIGTERM, see launch.py.
 
     In each step `ask` starts to ask all processes whether they received a signal, and `agreed`
     returns the answer. The step is computed in between, so asking costs no time.
@@ -42,7 +43,7 @@ class Stop:
 
     def _note(self, number, frame) -> None:
         now = time.monotonic()
-        if self.number and now - self.since > SAME_SIGNAL_SECONDS:
+        if self.number == number and now - self.since > SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif not self.number:

@@ -19,6 +19,7 @@ from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for, place_for
 from mixer.common.memory import memory_for
 from mixer.common.options import option
+from mixer.common.ranks import rank
 from mixer.data.tokenizer import loss_of_text
 from mixer.evaluation.checks import check_causality, compare_backends
 from mixer.evaluation.measure import (
@@ -28,7 +29,6 @@ from mixer.evaluation.measure import (
     Process,
     choose_device,
     end_processes,
-    is_first_process,
     join_processes,
     leave_if_joined,
     measure,
@@ -110,18 +110,18 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     for options in evaluations:
         check_options(options)
     directory = Path(output or directory_for(Path(evaluations[0].checkpoint), "eval"))
-    if is_first_process():
+    if rank() == 0:
         check_writable(directory)
     try:
         results = tell_apart([evaluate_checkpoint(options) for options in evaluations])
     except BaseException as error:
         leave_if_joined(error)
         raise
-    if is_first_process():
+    if rank() == 0:
         if not output:
             directory = place_for(results, directory, "report.json", asked)
-        print(evaluation_report(results))
         write_evaluation(results, directory)
+        print(evaluation_report(results))
         print(f"\nreport.json, report.md and loss_by_position.png are in {directory}")
     end_processes()
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import peak_memory_gb
+from mixer.common.ranks import is_launched
 from mixer.distributed.hosts import leave_with_error
 from mixer.evaluation.scoring import (
     TokenScores,
@@ -82,14 +83,10 @@ def join_processes(device: torch.device) -> Process:
     """This process's place in its launch (`accelerate launch`, torchrun); alone where there is
     none.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not is_launched() or os.environ["WORLD_SIZE"] == "1":
         return Process(device)
     state = PartialState(cpu=device.type == "cpu")
     return Process(state.device, state.process_index, state.num_processes)
-
-
-def is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def end_processes() -> None:

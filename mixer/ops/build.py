@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mixer.common.checksums import cache_home
@@ -159,6 +158,7 @@ def library(capability: tuple[int, int], sources: Path = SOURCES) -> Path:
     flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
     directory = cache_directory() / build_name(capability, sources, compiler, flags)
     if not (directory / LIBRARY).exists():
+        find_ninja()  # before the lock, whose file stays
         with locked(directory.with_suffix(".lock")):
             if not (directory / LIBRARY).exists():
                 build(directory, sources, compiler, flags)
@@ -211,36 +211,41 @@ def compile_library(
     units = [path for path in source_files(sources) if path.suffix == ".cu"]
     if HOPPER_FLAG not in flags:
         units = [path for path in units if not path.name.startswith("hopper")]
-    objects = [f"{unit.stem}.o" for unit in units]
+    # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
+    lib = compiler.path.parent.parent / "lib"
+    search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
+    link = [str(compiler.path), "-shared", "-cudart=static", flags[-1], *search]
+    rules = {
+        "compile": f"{in_ninja([str(compiler.path), *flags])} -c $in -o $out",
+        "link": f"{in_ninja(link)} $in -o $out",
+    }
+    lines = [f"rule {name}\n  command = {command}" for name, command in rules.items()]
+    lines += [f"build {unit.stem}.o: compile {escaped(str(unit))}" for unit in units]
+    lines += [f"build {LIBRARY}: link {' '.join(f'{unit.stem}.o' for unit in units)}", ""]
+    (directory / "build.ninja").write_text("\n".join(lines))
+    done = subprocess.run(
+        [sys.executable, "-m", "ninja", "-C", str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    return done.returncode == 0, done.stdout.decode(errors="replace")
 
-    def nvcc(*arguments: str) -> tuple[bool, str]:
-        done = subprocess.run(
-            [str(compiler.path), *arguments],
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        return done.returncode == 0, done.stdout.decode(errors="replace")
 
-    def compiled(unit: Path) -> tuple[bool, str]:
-        return nvcc(*flags, "-c", str(unit), "-o", f"{unit.stem}.o")
+def in_ninja(command: list[str]) -> str:
+    """A command as ninja reads it."""
+    return shlex.join(command).replace("$", "$$")
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
-        results = list(workers.map(compiled, units))
-    if all(succeeds for succeeds, _ in results):
-        # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
-        lib = compiler.path.parent.parent / "lib"
-        search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
-        linking = ("-shared", "-cudart=static", flags[-1], *search)
-        results.append(nvcc(*linking, *objects, "-o", LIBRARY))
-    return all(succeeds for succeeds, _ in results), "".join(output for _, output in results)
+
+def escaped(path: str) -> str:
+    """A path as ninja reads it in a line that builds."""
+    return path.replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
 
 
 def compiler_error(directory: Path, compiler: Compiler, output: str) -> BuildError:
     """An error with the end of the log, the path of the log, and the fix where we know one."""
     log = directory.with_suffix(".failed.log")
     log.write_text(output)
-    noise = re.compile(r"ptxas info|.* bytes stack frame")
+    noise = re.compile(r"\[\d+/|ptxas info|.* bytes stack frame")
     lines = [line for line in output.splitlines() if not noise.match(line)]
     fix = next((fix for sign, fix in KNOWN_FAILURES.items() if sign in output), None)
     return BuildError(

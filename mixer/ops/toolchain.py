@@ -50,10 +50,10 @@ def find_compiler() -> Compiler:
     """The first nvcc that runs. Raises BuildError when there is none."""
     for path in nvcc_candidates():
         if os.access(path, os.X_OK):
-            # nvcc looks for its headers beside the path that it is called by, be that a link. But a
-            # link to ccache, or another wrapper, is nvcc only by its own name.
-            resolved = path.resolve()
-            return inspect_compiler(resolved if resolved.name == "nvcc" else path.absolute())
+            # nvcc looks for its headers beside the path that it is called by, be that a link. A
+            # link to ccache or another wrapper stays: the name says what that is to run.
+            own = path.resolve()
+            return inspect_compiler(own if own.name.startswith("nvcc") else path)
     raise BuildError(
         "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $CUDA_PATH, $PATH or the "
         "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc nvidia-cuda-runtime "

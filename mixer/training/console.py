@@ -21,8 +21,7 @@ class Console:
                 print(text, flush=True)
             except BrokenPipeError:
                 # The reader has ended, as `tee` does at Ctrl-C. The run continues, and still saves.
-                # Without another stdout, Python would fail once more when it exits.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.stdout = open(os.devnull, "w")
 
     def begin(self, step: int) -> None:
         """Shows the bar if there is a terminal; `step` steps are already done."""

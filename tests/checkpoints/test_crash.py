@@ -2,12 +2,15 @@
 slow disks.
 """
 
+import ctypes
 import errno
+import fcntl
 import json
 import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -295,6 +298,62 @@ def no_links() -> None:
 def test_a_file_system_without_links_ends_no_run(write_config, launch, tmp_path):
     output = launch("--config", write_config(), before=no_links).succeed()
     assert f"{tmp_path / 'runs/small/best'} could not be linked to step-12 (" in output
+    assert good_steps(tmp_path / "runs/small") == [8, 12]
+
+
+LACKING = {
+    "flock": errno.ENOSYS,  # as on Lustre, and in some containers
+    "chmod": errno.EPERM,  # as on FUSE and some NFS
+    "fsync": errno.EINVAL,  # of directories, as on SMB
+}
+
+
+def lack() -> None:
+    name = os.environ["LACKING"]
+    module = fcntl if name == "flock" else os
+    real = getattr(module, name)
+
+    def refused(what, *arguments):
+        if name == "fsync" and not stat.S_ISDIR(os.fstat(what).st_mode):
+            return real(what, *arguments)
+        raise OSError(LACKING[name], os.strerror(LACKING[name]))
+
+    refused.__name__ = name
+    setattr(module, name, refused)
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_run_goes_on_without_what_a_file_system_lacks_and_says_so_once(
+    write_config, launch, tmp_path, name
+):
+    command = ("--config", write_config(), "train.steps=100000", "checkpoint.save_every=100")
+    lacking = {"environment": {"LACKING": name}, "before": lack}
+    first = launch(*command, **lacking).until((tmp_path / "runs/small/metrics.jsonl").exists)
+    second = launch(*command, **lacking)
+    assert second.wait() == [2] and "is being trained by another process" in second.output
+    output = first.stop()
+    assert output.count(f"warning: a file system refuses {name} (") == 1
+    assert good_steps(tmp_path / "runs/small")
+
+
+def test_a_refused_run_leaves_nothing_in_a_directory_that_existed(write_config, launch, tmp_path):
+    (tmp_path / "runs/small").mkdir(parents=True)
+    ranks = launch("--config", write_config(), "data.directory=/proc/nothing")
+    assert ranks.wait() == [2] and not list((tmp_path / "runs/small").iterdir())
+
+
+def nice_without_rights() -> None:
+    """As `nice -n 15` of a user who is not root: without the capability to be less nice again."""
+    os.nice(15)
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None)
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~(1 << 23)  # CAP_SYS_NICE
+    assert libc.capset(header, sets) == 0
+
+
+def test_a_run_that_is_nicer_than_the_writing_thread_saves(write_config, launch, tmp_path):
+    launch("--config", write_config(), before=nice_without_rights).succeed()
     assert good_steps(tmp_path / "runs/small") == [8, 12]
 
 

@@ -230,23 +230,6 @@ def start_host(rank: int, port: int, config: Path) -> subprocess.Popen:
     )
 
 
-@pytest.mark.slow
-def test_several_machines_of_cpus_are_refused_by_accelerate_launch(write_config):
-    accelerate = str(Path(sys.executable).with_name("accelerate"))
-    options = ["--cpu", "--num_processes", "4", "--num_machines", "2", "--machine_rank", "0"]
-    command = [accelerate, "launch", *options, "--main_process_ip", "127.0.0.1"]
-    done = subprocess.run(
-        [*command, "--main_process_port", "29500", "train.py", "--config", str(write_config())],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode != 0
-    allowed = "accelerate launch --cpu allows 1; start torchrun"
-    assert f"--num_machines 2 on CPUs; {allowed}" in done.stderr
-
-
 def on_its_own_disk() -> None:
     """Each process starts in another directory, as on hosts that share nothing; its text is another
     one too.

@@ -3,7 +3,6 @@
 import json
 import resource
 import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,35 +31,6 @@ TIMES = {
     "data_wait_share",
     "peak_memory_gb",
 }
-
-
-def start(*arguments, processes: int = 1) -> subprocess.Popen:
-    """Starts `train.py ARGUMENTS`, several processes by `accelerate launch --cpu`, as a group of
-    processes of its own.
-    """
-    launch = [
-        str(Path(sys.executable).with_name("accelerate")),
-        "launch",
-        "--cpu",
-        "--num_processes",
-        str(processes),
-    ]
-    return subprocess.Popen(
-        (launch if processes > 1 else [sys.executable]) + ["train.py", *map(str, arguments)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def run(*arguments, processes: int = 1) -> str:
-    """The output of a finished `train.py`, which must succeed."""
-    process = start(*arguments, processes=processes)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
 
 
 def read_lines(run_directory: Path) -> list[dict]:

@@ -313,13 +313,15 @@ def test_nvcc_behind_a_link_is_called_where_its_toolkit_is(tmp_path, monkeypatch
     assert toolchain.find_compiler().path == home / "bin" / "nvcc"
 
 
-def test_a_wrapper_such_as_ccache_is_called_by_the_name_of_nvcc(tmp_path, monkeypatch):
-    """It is known by the name of a link what to run; by its own name it would compile nothing."""
-    home = fake_nvcc(tmp_path / "cuda")
-    (home / "bin" / "nvcc").rename(home / "bin" / "ccache")
-    (home / "bin" / "nvcc").symlink_to("ccache")
-    monkeypatch.setenv("CUDA_HOME", str(home))
-    assert toolchain.find_compiler().path == home / "bin" / "nvcc"
+def test_nvcc_that_is_a_link_to_ccache_is_called_by_its_own_name(tmp_path, monkeypatch):
+    ccache = fake_nvcc(tmp_path / "cache").rename(tmp_path / "ccache-home") / "bin" / "nvcc"
+    real = ccache.rename(ccache.with_name("ccache"))
+    real.write_text(f'#!/bin/sh\n[ "${{0##*/}}" = nvcc ] || exit 1\n{real.read_text()}')
+    (tmp_path / "masquerade" / "bin").mkdir(parents=True)
+    nvcc = tmp_path / "masquerade" / "bin" / "nvcc"
+    nvcc.symlink_to(real)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "masquerade"))
+    assert toolchain.find_compiler().path == nvcc
 
 
 def test_a_file_system_without_locks_builds(tiny, tmp_path, monkeypatch):
