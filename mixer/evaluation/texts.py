@@ -14,19 +14,19 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
+from mixer.common.ranks import rank
 from mixer.common.say import say_on_stderr
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
 from mixer.data.sources import SUFFIXES, Shard, file_shards, local_files, source_shards
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder, token_bytes
-from mixer.evaluation.measure import is_first_process
 
 SAMPLE = 100  # documents by which it is told whether the tokenizer loses text
 
 
 def say(line: str) -> None:
-    if is_first_process():
+    if rank() == 0:
         say_on_stderr(line)
 
 

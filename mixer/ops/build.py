@@ -158,7 +158,6 @@ def library(capability: tuple[int, int], sources: Path = SOURCES) -> Path:
     flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
     directory = cache_directory() / build_name(capability, sources, compiler, flags)
     if not (directory / LIBRARY).exists():
-        find_ninja()  # before the lock, whose file stays
         with locked(directory.with_suffix(".lock")):
             if not (directory / LIBRARY).exists():
                 build(directory, sources, compiler, flags)
