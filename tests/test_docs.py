@@ -77,11 +77,8 @@ def test_each_key_of_a_configuration_exists(page):
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=name_of)
-def test_each_row_of_figures_in_a_table_is_a_row_of_the_results_that_it_names(page, request):
+def test_each_row_of_figures_in_a_table_is_a_row_of_the_results_that_it_names(page):
     """A figure that was edited by hand, or whose file was measured again, is found."""
-    if page.name == "README.md":
-        reason = "its table's rows are not yet those of results files"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     for row, files in rows_with_figures(page):
         assert is_measured(row, files), f"{' | '.join(row.values())} in {files}"
         for title, cell in row.items():  # and with any figure one off it is not
