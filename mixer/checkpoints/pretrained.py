@@ -2,6 +2,7 @@
 transformers knows. Every fault of the directory is named.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -53,6 +54,13 @@ REMEDIES = {
     "tokenizer.json": "copy the tokenizer that it was trained with into it (of a run: the "
     "tokenizer/ folder of its data)",
 }
+
+
+def settled(checkpoint: str | Path) -> Path:
+    """The checkpoint that a link such as runs/demo/best points to now. Training may move the link,
+    so whoever reads several files asks once.
+    """
+    return Path(os.path.realpath(checkpoint) if os.path.islink(checkpoint) else checkpoint)
 
 
 def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:

@@ -21,7 +21,7 @@ from mixer.checkpoints.format import (
     read_trainer,
     step_of,
 )
-from mixer.checkpoints.pretrained import load_checkpoint
+from mixer.checkpoints.pretrained import load_checkpoint, settled
 from mixer.common.errors import UserError
 from mixer.common.say import Say
 from mixer.data.manifest import Manifest
@@ -67,13 +67,14 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
 
 def _named(path: Path, of_run: list[Path]) -> Path:
     """The checkpoint that checkpoint.resume names."""
+    path = settled(path)
     problem = damage(path)
     if problem:
         raise UserError(
             f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
             "step-N beside it"
         )
-    step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
+    step = step_of(path)
     newer = [other for other in of_run if step_of(other) > step]
     if newer:
         raise UserError(
@@ -164,7 +165,7 @@ def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
     Raises UserError if that is another model, has another tokenizer, or cannot be read.
     """
     try:
-        loaded, own = load_checkpoint(directory, torch.device("cpu"))
+        loaded, own = load_checkpoint(settled(directory), torch.device("cpu"))
         check_same_model(directory, loaded.config, model.config, "give another checkpoint")
         if specification(own) != specification(tokenizer):
             raise UserError(
