@@ -53,7 +53,13 @@ def convert(
             f"{source} is not a .safetensors file; write the state dict with "
             "safetensors.torch.save_file first"
         )
-    model = from_reference(_read(source))
+    weights = _read(source)
+    if wrong := [name for name, value in weights.items() if not value.is_floating_point()]:
+        raise UserError(
+            f"{source} has {wrong[0]} of type {weights[wrong[0]].dtype}; allowed: floating-point "
+            "numbers: give the weights of a LanguageMixer"
+        )
+    model = from_reference(weights)
     check_finite(source, model)
     tokenizer = None
     if tokenizer_name:
