@@ -70,8 +70,12 @@ def choose(
 
 def check_numbers(options: argparse.Namespace) -> None:
     for name in ("texts", "steps", "lr"):
-        if not getattr(options, name) > 0:
-            raise UserError(f"--{name} {getattr(options, name)} is too small: give more than 0")
+        value = getattr(options, name)
+        if not 0 < value < float("inf"):
+            how = "large" if value > 0 else "small"
+            raise UserError(f"--{name} {value} is too {how}: give more than 0")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed is {options.seed}; allowed: 0 to {2**32 - 1}")
 
 
 def representation(options: argparse.Namespace) -> dict:

@@ -46,6 +46,7 @@ def evaluate_texts(checkpoint: Path, home: Path) -> list[str]:
     evaluated = {
         "a book": {"text": ["own/a book"]},
         "a book, a book": {"text": ["own/a book", f"{home}/own, all/a book"]},
+        "a book, a book, 43 others": {"text": ["own/a book"] * 45},
         "a book (first 9 tokens)": {"text": [f"{home}/own/a book"], "max_tokens": 9},
         "rows test": {"hub": f"{home}/own/rows"},
         "rows test (first 9 tokens)": {"hub": "own/rows", "max_tokens": 9},
