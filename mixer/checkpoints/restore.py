@@ -74,14 +74,13 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
 
 def _named(path: Path, of_run: list[Path]) -> Path:
     """The checkpoint that checkpoint.resume names."""
-    path = settled(path)
     problem = damage(path)
     if problem:
         raise UserError(
             f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
             "step-N beside it"
         )
-    step = step_of(path)
+    step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
     newer = [other for other in of_run if step_of(other) > step]
     if newer:
         raise UserError(
