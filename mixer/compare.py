@@ -59,7 +59,6 @@ def parse(arguments: list[str] | None) -> CompareOptions:
     add(
         "--seconds",
         type=float,
-        default=0,
         help="training time of each model, in place of train.steps",
     )
     add("--tune", choices=["lr"], help="find each model's optim.lr by short runs")

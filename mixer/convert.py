@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer
+from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer, settled
 from mixer.checkpoints.reference_format import (
     ASSUMED,
     HEADS_UNDER,
@@ -53,7 +53,13 @@ def convert(
             f"{source} is not a .safetensors file; write the state dict with "
             "safetensors.torch.save_file first"
         )
-    model = from_reference(_read(source))
+    weights = _read(source)
+    if wrong := [name for name, value in weights.items() if not value.is_floating_point()]:
+        raise UserError(
+            f"{source} has {wrong[0]} of type {weights[wrong[0]].dtype}; allowed: floating-point "
+            "numbers: give the weights of a LanguageMixer"
+        )
+    model = from_reference(weights)
     check_finite(source, model)
     tokenizer = None
     if tokenizer_name:
@@ -63,7 +69,7 @@ def convert(
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
     disable_progress_bar()  # of transformers: writing takes no time
-    with whole_directory(output) as stage:
+    with whole_directory(output, new=True) as stage:
         model.save_pretrained(stage)
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)
@@ -119,7 +125,7 @@ def main() -> None:
     )
     parser.add_argument(
         "source",
-        type=Path,
+        type=settled,
         help="a .safetensors file of a LanguageMixer; with --back a checkpoint directory",
     )
     parser.add_argument(

@@ -19,6 +19,7 @@ Without a checkout, `python -m mixer.eval` is the same command.
 import argparse
 from dataclasses import fields
 
+from mixer.checkpoints.pretrained import settled
 from mixer.common.errors import run_command
 from mixer.distributed.launch import start_asked_for_processes
 from mixer.evaluation.evaluate import EvalOptions, evaluate
@@ -32,7 +33,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for option in fields(EvalOptions):
         flag, how = "--" + option.name.replace("_", "-"), {"help": option.metadata["help"]}
         if option.name == "checkpoint":
-            how |= {"nargs": "+", "required": True, "metavar": "DIR"}
+            how |= {"nargs": "+", "required": True, "metavar": "DIR", "type": settled}
         elif option.name == "text":
             how |= {"nargs": "+", "default": [], "metavar": "FILE"}
         elif option.default is False:
@@ -47,8 +48,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="where the report goes (default: CHECKPOINT/../eval-<checkpoint>, "
-        "or beside another evaluation's report there eval-<checkpoint>-2, -3, ...)",
+        help="where the report goes (default: CHECKPOINT/../eval-<checkpoint>-<text>, without the "
+        "text for the run's own, or -2, -3, ... beside another evaluation's report)",
     )
     return parser.parse_args(arguments)
 
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = vars(parse(arguments))
     start_asked_for_processes()
     checkpoints, output = given.pop("checkpoint"), given.pop("output")
-    evaluate([EvalOptions(checkpoint=path, **given) for path in checkpoints], output)
+    evaluate([EvalOptions(checkpoint=str(path), **given) for path in checkpoints], output)
 
 
 if __name__ == "__main__":

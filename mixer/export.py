@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mixer.checkpoints.pretrained import check_finite, check_masked_mixer, load_checkpoint
+from mixer.checkpoints.pretrained import check_finite, check_masked_mixer, load_checkpoint, settled
 from mixer.common.errors import run_command
 from mixer.common.files import check_new, whole_directory
 from mixer.evaluation.model_card import model_card
@@ -37,7 +37,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
     tokenizer.model_max_length = model.config.max_position_embeddings
     card = model_card(model, checkpoint, output.resolve().name, license, evaluations)
-    with whole_directory(output) as stage:
+    with whole_directory(output, new=True) as stage:
         model.save_pretrained(stage)
         tokenizer.save_pretrained(stage)
         (stage / "README.md").write_text(card, encoding="utf-8")
@@ -54,7 +54,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "checkpoint", type=Path, help="a checkpoint directory, such as runs/demo/best"
+        "checkpoint", type=settled, help="a checkpoint directory, such as runs/demo/best"
     )
     parser.add_argument(
         "--output", type=Path, required=True, help="a new directory, named as the model shall be"

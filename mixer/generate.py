@@ -4,7 +4,6 @@
 
 import argparse
 import math
-from pathlib import Path
 
 from torch import Tensor
 from transformers import (
@@ -15,7 +14,7 @@ from transformers import (
     set_seed,
 )
 
-from mixer.checkpoints.pretrained import check_token, load_checkpoint
+from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, run_command
 from mixer.common.memory import memory_for
 from mixer.evaluation.measure import choose_device, reads
@@ -37,7 +36,7 @@ def continuations(
     sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
     lower = "Give fewer prompts at once, or a smaller --new-tokens"
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
-        model, tokenizer = load_checkpoint(Path(checkpoint), device)
+        model, tokenizer = load_checkpoint(settled(checkpoint), device)
         inputs = encode(tokenizer, prompts).to(device)  # (prompts, tokens)
         check_token(int(inputs.input_ids.max()), model, "a prompt")
         check_context(model, inputs.input_ids.shape[1], new_tokens)

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from mixer.analysis.matrices import mixing_matrices
-from mixer.checkpoints.pretrained import load_masked_mixer
+from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_new, check_writable, directory_for
 from mixer.reporting.matrices import Layers, write_pages
@@ -55,6 +55,7 @@ def main(arguments=None) -> None:
     parser.add_argument(
         "--checkpoint",
         nargs="+",
+        type=settled,
         required=True,
         metavar="DIR",
         help="checkpoints, the last one is pictured",
@@ -66,12 +67,12 @@ def main(arguments=None) -> None:
         "(default: CHECKPOINT/../inspect-<checkpoint>)",
     )
     options = parser.parse_args(arguments)
-    output = Path(options.output or directory_for(Path(options.checkpoint[-1]), "inspect"))
+    output = Path(options.output or directory_for(options.checkpoint[-1], "inspect"))
     if (output / "index.md").is_file():  # of an inspection before, which this one replaces
         check_writable(output)
     else:
         check_new(output)
-    print(inspect(options.checkpoint, output))
+    print(inspect(list(map(str, options.checkpoint)), output))
 
 
 if __name__ == "__main__":

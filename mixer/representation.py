@@ -19,6 +19,7 @@ lower bounds of what is there: another search might read more.
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mixer.analysis.reconstruction import blocks, embedding_and_inverse, random_twin, score_layer
-from mixer.checkpoints.pretrained import load_checkpoint
+from mixer.checkpoints.pretrained import load_checkpoint, settled
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable, directory_for, place_for
 from mixer.evaluation.evaluate import (
@@ -69,8 +70,12 @@ def choose(
 
 def check_numbers(options: argparse.Namespace) -> None:
     for name in ("texts", "steps", "lr"):
-        if not getattr(options, name) > 0:
-            raise UserError(f"--{name} {getattr(options, name)} is too small: give more than 0")
+        value = getattr(options, name)
+        if not 0 < value < float("inf"):
+            how = "large" if value > 0 else "small"
+            raise UserError(f"--{name} {value} is too {how}: give more than 0")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed is {options.seed}; allowed: 0 to {2**32 - 1}")
 
 
 def representation(options: argparse.Namespace) -> dict:
@@ -80,11 +85,10 @@ def representation(options: argparse.Namespace) -> dict:
     layers or tokens that are asked for.
     """
     check_numbers(options)
-    source = EvalOptions(checkpoint=options.checkpoint, text=options.text, data=options.data)
+    source = EvalOptions(checkpoint=str(options.checkpoint), text=options.text, data=options.data)
     check_options(source)
-    model, tokenizer = load_checkpoint(
-        Path(options.checkpoint), choose_device(options.device, "fp32")
-    )
+    model, tokenizer = load_checkpoint(options.checkpoint, choose_device(options.device, "fp32"))
+    described = describe_model(options.checkpoint, model, tokenizer)
     context, _ = choose_window(source, model)
     count = len(blocks(model.base_model))
     layers = choose(options.layers, list(range(count + 1)), 0, count, "layers")
@@ -106,7 +110,7 @@ def representation(options: argparse.Namespace) -> dict:
             rows += [{"weights": weights, **row} for row in found]
     settings = {name: getattr(options, name) for name in ("texts", "steps", "lr", "seed")}
     return {
-        **describe_model(Path(options.checkpoint), model, tokenizer),
+        **described,
         "text": text.name,
         **settings,
         "rows": rows,
@@ -120,7 +124,7 @@ def main(arguments=None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
-    add("--checkpoint", required=True, metavar="DIR", help="of any causal language model")
+    add("--checkpoint", required=True, type=settled, metavar="DIR", help="of a causal model")
     add("--data", default="", metavar="DIR", help="prepared data (default: the run's validation)")
     add(
         "--text",
@@ -139,12 +143,15 @@ def main(arguments=None) -> None:
     where = "where it goes (default: CHECKPOINT/../representation-<checkpoint>, or -2, -3, ...)"
     add("--output", metavar="DIR", help=where)
     options = parser.parse_args(arguments)
-    output = Path(options.output or directory_for(Path(options.checkpoint), "representation"))
+    output = Path(options.output or directory_for(options.checkpoint, "representation"))
     check_writable(output)
     result = representation(options)
-    output = output if options.output else place_for(result, output, "representation.json", asked)
     print(report(result))
-    print(f"\nrepresentation.json, .md and .png are in {write(result, output)}")
+    chosen = nullcontext(output)
+    if not options.output:
+        chosen = place_for(result, output, "representation.json", asked)
+    with chosen as output:
+        print(f"\nrepresentation.json, .md and .png are in {write(result, output)}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,8 @@ def optimizer_file(checkpoint: Path, number: int, of: int) -> Path:
 def optimizer_files(checkpoint: Path) -> list[Path]:
     """The files of the optimizer's state, in the order of their processes."""
     files = (checkpoint / STATE).glob("optimizer-*.safetensors")
-    return sorted(files, key=lambda path: int(path.name.split("-")[1]))
+    numbers = {path: re.fullmatch(r"optimizer-(\d+)-of-\d+", path.stem) for path in files}
+    return sorted(filter(numbers.get, numbers), key=lambda path: int(numbers[path][1]))
 
 
 # --- reading and checking ---------------------------------------------------------------------
@@ -157,6 +158,16 @@ def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
+def added(checkpoint: Path, listed: Iterable[str]) -> str | None:
+    """A file of a checkpoint that training has not written, and that a library may read; None if
+    there is none.
+    """
+    files = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
+    unknown = sorted(files - {LISTING, *listed})
+    ignored = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
+    return next((name for name in unknown if not ignored.fullmatch(name)), None)
+
+
 def incomplete(checkpoint: Path) -> str | None:
     """Which file of a checkpoint is missing or has another size than was written; None if none."""
     if not checkpoint.is_dir():
@@ -191,12 +202,14 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def changed(checkpoint: Path) -> str | None:
-    """Which of the files that a model is loaded from is not what training wrote; None if none, or
-    if nothing was recorded, as for a model from elsewhere.
+    """Which of the files that a model is loaded from is not what training wrote; None if none, and
+    for a model from elsewhere, which has no trainer_state.
 
     Compares their SHA-256, once on each machine. The optimizer's state is not looked at.
     """
-    if not (checkpoint / LISTING).is_file():
+    if re.fullmatch(r"step-\d+(\.old)?\.partial", checkpoint.name):
+        return "it was being written or deleted"
+    if not (checkpoint / STATE).is_dir():
         return None
     try:
         hashes = {name: known["sha256"] for name, known in read_listing(checkpoint).items()}
@@ -209,7 +222,8 @@ def changed(checkpoint: Path) -> str | None:
                 return f"{name} is not what was written (its SHA-256 differs)"
         except (OSError, ValueError) as error:
             return f"{name} cannot be read ({error})"
-    return None
+    name = added(checkpoint, hashes)
+    return f"{name} was added, which may change what is loaded" if name else None
 
 
 # --- completing and pruning -------------------------------------------------------------------

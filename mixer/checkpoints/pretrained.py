@@ -2,6 +2,7 @@
 transformers knows. Every fault of the directory is named.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -24,17 +25,20 @@ from mixer.common.memory import is_out_of_memory
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
+ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # Embeddings are padded up to a multiple of a round number; no model is known to pad by more.
 LARGEST_PADDING = 1024
 # The names that most configurations of transformers have for a model's sizes.
 SIZES = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Of the JSON files that transformers reads, the keys whose values it uses without looking at their
 # type. All are optional.
 JSON_FILES = {
     "config.json": {
         "model_type": str,
+        "auto_map": (dict, NONE),
         "dtype": (str, NONE),
         "torch_dtype": (str, NONE),
         "_attn_implementation": (str, dict, NONE),
@@ -52,6 +56,13 @@ REMEDIES = {
     "tokenizer.json": "copy the tokenizer that it was trained with into it (of a run: the "
     "tokenizer/ folder of its data)",
 }
+
+
+def settled(checkpoint: str | Path) -> Path:
+    """The checkpoint that a link such as runs/demo/best points to now. Training may move the link,
+    so whoever reads several files asks once.
+    """
+    return Path(os.path.realpath(checkpoint) if os.path.islink(checkpoint) else checkpoint)
 
 
 def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:
@@ -84,13 +95,17 @@ def check_checkpoint(directory: Path, tokenizer: bool = True) -> None:
         if (directory / name).is_file():
             remedy = "copy the file that was saved with the model"
             read_json(directory / name, remedy, optional=keys)
-    for file in weight_files(directory):
-        check_weights(file)
+    check_layers(directory, len(weight_types(directory)))
     problem = changed(directory)
     if problem:
         raise UserError(
             f"checkpoint {directory} is damaged: {problem}: copy it again, or give another "
             f"checkpoint; if you changed that file on purpose, delete {STATE}/ from a copy of it"
+        )
+    if (directory / ADAPTER).is_file():
+        raise UserError(
+            f"checkpoint {directory} has an adapter, {ADAPTER}, which would change its weights: "
+            "move it to a folder of its own, or merge it and save the merged model"
         )
 
 
@@ -103,10 +118,12 @@ def missing_files(directory: Path, tokenizer: bool) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """model.safetensors, or the shards that the index names."""
-    index = directory / INDEX
-    if not index.is_file():
-        return [directory / "model.safetensors"]
+    """model.safetensors, or the shards that the index names where there is none: what transformers
+    reads.
+    """
+    index, whole = directory / INDEX, directory / "model.safetensors"
+    if whole.is_file() or not index.is_file():
+        return [whole]
     remedy = "copy it again, or give another checkpoint"
     shards = read_json(index, remedy, required={"weight_map": dict})["weight_map"].values()
     if not all(isinstance(name, str) for name in shards):
@@ -121,13 +138,18 @@ def weights_sha256(directory: Path) -> list[str]:
     return [sha256(file) for file in weight_files(directory)]
 
 
-def check_weights(file: Path) -> None:
+def weight_types(directory: Path) -> dict[str, str]:
+    """The type of each tensor, by name, from the weight files' headers."""
+    return {name: kind for file in weight_files(directory) for name, kind in _header(file)}
+
+
+def _header(file: Path) -> list[tuple[str, str]]:
     """safetensors compares the file's length with its header's, so this finds a shard cut short
     without reading it.
     """
     try:
-        with safe_open(file, "pt"):
-            pass
+        with safe_open(file, "pt") as opened:
+            return [(name, opened.get_slice(name).get_dtype()) for name in opened.keys()]
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"checkpoint {file.parent} cannot be read: {file.name} ({file.stat().st_size:,} bytes) "
@@ -155,13 +177,31 @@ def load_checkpoint(
     return load_model(directory, config).to(device).eval(), tokenizer
 
 
-def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The directory's model in fp32, on the CPU; raises UserError where its weights cannot be read
-    or are not all there.
+def check_layers(directory: Path, tensors: int) -> None:
+    """Raises UserError for more layers than tensors, before anything has as many of them."""
+    written = read_json(directory / "config.json", REMEDIES["config.json"])
+    text = written.get("text_config")
+    for values in (written, text if isinstance(text, dict) else {}):
+        for name in LAYERS:
+            if type(values.get(name)) is int and values[name] > tensors:
+                raise UserError(
+                    f"the config.json of checkpoint {directory} has {name} {values[name]}, but its "
+                    f"weights are {tensors} tensors: give the config.json that was saved with them"
+                )
+
+
+def load_model(
+    directory: Path,
+    config: PreTrainedConfig,
+    kind: type[PreTrainedModel] | type[AutoModelForCausalLM] = AutoModelForCausalLM,
+) -> PreTrainedModel:
+    """The directory's model in fp32, on the CPU; raises UserError where its weights cannot be read,
+    are not all there or are no floating-point numbers.
     """
     disable_progress_bar()
+    vars(config).pop("transformers_weights", None)  # which names another file than weight_files
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = kind.from_pretrained(
             str(directory),
             config=config,
             dtype=torch.float32,
@@ -182,6 +222,7 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
             "complete checkpoint"
         )
     check_unknown_weights(directory, model, sorted(loading["unexpected_keys"]))
+    check_types(directory, model)
     check_finite(directory, model)
     return model
 
@@ -206,6 +247,20 @@ def check_unknown_weights(directory: Path, model: PreTrainedModel, unknown: list
 def without_numbers(name: str) -> str:
     """model.layers.3.mlp.weight -> model.layers.N.mlp.weight"""
     return re.sub(r"\.\d+(?=\.)", ".N", name)
+
+
+def check_types(directory: Path, model: PreTrainedModel) -> None:
+    """Raises UserError for parameters that are saved as integers, bool or complex numbers. Buffers
+    of other models, such as masks, may be.
+    """
+    names = [f".{name}" for name, _ in model.named_parameters(remove_duplicate=False)]
+    for saved, kind in weight_types(directory).items():
+        is_parameter = any(name.endswith(f".{saved}") for name in names)
+        if is_parameter and not kind.startswith(("F", "BF")):
+            raise UserError(
+                f"checkpoint {directory} has {saved} of type {kind}; allowed: floating-point "
+                "numbers: give a checkpoint that training or save_pretrained wrote"
+            )
 
 
 def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None:

@@ -7,22 +7,29 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from mixer.checkpoints import pretrained
 from mixer.checkpoints.format import (
     FORMAT,
     RANDOM,
+    STATE,
     all_checkpoints,
     damage,
     optimizer_files,
     read_trainer,
     step_of,
 )
-from mixer.checkpoints.pretrained import load_checkpoint
-from mixer.common.errors import UserError
+from mixer.checkpoints.pretrained import (
+    check_checkpoint,
+    load_checkpoint,
+    load_model_config,
+    settled,
+)
+from mixer.common.errors import UserError, first_line
 from mixer.common.say import Say
 from mixer.data.manifest import Manifest
 from mixer.distributed.shards import as_held
@@ -151,11 +158,13 @@ def _short(value: Any) -> str:
 def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model in fp32, with the mixing backend of `config`.
 
-    Raises UserError if the model's configuration is not `config`, naming each differing field.
+    Raises UserError if the checkpoint cannot be read, and if the model's configuration is not
+    `config`, naming each differing field.
     """
-    saved = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    check_checkpoint(checkpoint)
+    saved = load_model_config(checkpoint)
     check_same_model(checkpoint, saved, config, "choose another name to start afresh")
-    return model_class(config).from_pretrained(checkpoint, config=config, dtype=torch.float32)
+    return pretrained.load_model(checkpoint, config, model_class(config))
 
 
 def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -164,7 +173,7 @@ def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
     Raises UserError if that is another model, has another tokenizer, or cannot be read.
     """
     try:
-        loaded, own = load_checkpoint(directory, torch.device("cpu"))
+        loaded, own = load_checkpoint(settled(directory), torch.device("cpu"))
         check_same_model(directory, loaded.config, model.config, "give another checkpoint")
         if specification(own) != specification(tokenizer):
             raise UserError(
@@ -227,8 +236,14 @@ def resume(
 
     trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
     """
-    load_optimizer(checkpoint, model, optimizer)
-    _load_random_state(checkpoint, accelerator)
+    try:
+        load_optimizer(checkpoint, model, optimizer)
+        _load_random_state(checkpoint, accelerator)
+    except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the {STATE}/ of checkpoint {checkpoint} is not what training wrote "
+            f"({first_line(error)}): give another checkpoint"
+        ) from None
     if accelerator.scaler is not None and trainer["scaler"]:
         accelerator.scaler.load_state_dict(trainer["scaler"])
 
@@ -248,11 +263,16 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     parameters = dict(model.named_parameters())
     for name, holders in parts.items():
         owner, _, key = name.rpartition("/")
+        if owner not in parameters:
+            raise ValueError(f"{optimizer_files(checkpoint)[0]} has {name}, of no parameter")
         parameter = parameters[owner]
         value = _join([file.get_tensor(name) for file in holders])
         is_shaped = value.shape == parameter.shape and value.ndim > 0
         held = as_held(value, parameter) if is_shaped else value.to(parameter.device)
         optimizer.state[parameter][key] = held
+    missing = [name for name, parameter in parameters.items() if parameter not in optimizer.state]
+    if parts and missing:  # the optimizer would begin them with zeros
+        raise ValueError(f"{optimizer_files(checkpoint)[0]} lacks the state of {missing[0]}")
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -1,39 +1,37 @@
 """Writing files and directories so that nothing is ever half there or overwritten by mistake."""
 
-import errno
-import functools
+import glob
 import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mixer.common.errors import UserError
+from mixer.common.file_systems import if_supported
+from mixer.common.locks import locked, missing_directories, remove_empty
 from mixer.common.options import is_plain_text
-from mixer.common.ranks import rank
-from mixer.common.say import say_on_stderr
 
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
-# What network file systems and FUSE answer where they cannot do what is asked for.
-UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yields where to write a file. It gets its name, `path`, when it is whole and on the disk.
 
-    Who reads it, also after a kill or on a full disk, finds the old file or the new one. Missing
-    directories are made. A link stays, and the file that it points to is written. Raises UserError
-    where it cannot be written; then all is as before.
+    Who reads it, also after a kill or on a full disk, finds the old file or the new one; of several
+    processes that write it each waits for the one before. Missing directories are made. A link
+    stays, and the file that it points to is written. Raises UserError where it cannot be written;
+    then all is as before.
     """
     path = Path(os.path.realpath(path))
-    stage = path.with_name(f".partial-{path.name}")
-    with _all_or_nothing(path, stage):
+    with _all_or_nothing(path, path) as stage:
         yield stage
         _let_others_read(stage)
         flush(stage)
@@ -42,28 +40,33 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_directory(directory: Path) -> Iterator[Path]:
+def whole_directory(directory: Path, new: bool = False) -> Iterator[Path]:
     """`whole_file` for a directory: what is written into the one that it yields appears in
     `directory`, with the directory itself if that does not exist yet.
 
-    In one that exists, files of the same names are replaced one by one, and the others stay.
+    In one that exists, files of the same names are replaced one by one, and the others stay; with
+    `new`, `check_new` is asked again, as another process may have made it.
     """
-    exists = directory.is_dir()
-    # Inside one that exists, which may be a mounted disk.
-    place = directory / "x" if exists else directory
-    stage = place.with_name(f".partial-{directory.name}")
-    with _all_or_nothing(directory, stage):
-        stage.mkdir()
-        yield stage
-        if not exists:
-            publish(stage, directory)
+    while True:
+        exists = directory.is_dir()
+        # Inside one that exists, which may be a mounted disk.
+        place = directory / directory.resolve().name if exists else directory
+        with _all_or_nothing(directory, place) as stage:
+            if directory.is_dir() != exists:  # made by the process that had the lock
+                continue
+            if new:
+                check_new(directory)
+            stage.mkdir()
+            yield stage
+            if not exists:
+                publish(stage, directory)
+                return
+            _let_others_read(*stage.iterdir())
+            flush_tree(stage)
+            for file in stage.iterdir():
+                os.replace(file, directory / file.name)
+            flush(directory)
             return
-        _let_others_read(*stage.iterdir())
-        flush_tree(stage)
-        for file in stage.iterdir():
-            os.replace(file, directory / file.name)
-        stage.rmdir()
-        flush(directory)
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -83,17 +86,23 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _all_or_nothing(output: Path, stage: Path) -> Iterator[None]:
-    """Makes the directories that `stage` will stand in. If the block fails, deletes `stage` and
-    them again; an error of the system becomes a UserError about `output`.
+def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
+    """Yields where to write what gets the name `place`, whose directories are made, while no other
+    process does the same. If the block fails, deletes this and them again; an error of the system
+    becomes a UserError about `output`.
     """
-    missing = missing_directories(stage.parent)
+    missing = missing_directories(place.parent)
+    stage = place.with_name(f".partial-{secrets.token_hex(4)}-{place.name}")
     try:
-        stage.parent.mkdir(parents=True, exist_ok=True)
-        _remove(stage)  # which a killed process has left
-        yield
+        with locked(place.with_name(f".partial-{place.name}.lock"), remove=True):
+            for begin in (".partial-", ".partial-????????-"):  # of what a killed process has left
+                for left in place.parent.glob(begin + glob.escape(place.name)):
+                    _remove(left)
+            try:
+                yield stage
+            finally:
+                _remove(stage)
     except BaseException as error:
-        _remove(stage)
         remove_empty(missing)
         system = as_system_error(error)
         if not isinstance(system, OSError):
@@ -119,18 +128,6 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def missing_directories(directory: Path) -> list[Path]:
-    """Those of a directory and its parents that do not exist yet, the innermost first."""
-    return [path for path in (directory, *directory.parents) if not path.exists()]
-
-
-def remove_empty(directories: list[Path]) -> None:
-    """Removes the directories, in their order, but for those that something is in by now."""
-    for directory in directories:
-        with suppress(OSError):
-            directory.rmdir()
-
-
 def _let_others_read(*files: Path) -> None:
     """safetensors lets only the owner read its files; the umask shall decide."""
     for file in files:
@@ -141,10 +138,11 @@ def _let_others_read(*files: Path) -> None:
 
 def check_new(output: Path) -> None:
     """Raises UserError unless `output` is free for a new directory, or is an empty one, but for
-    what a killed `whole_directory` has left.
+    what `whole_directory` writes there or a killed one has left.
     """
-    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    if names - {f".partial-{output.name}"} or (output.exists() and not output.is_dir()):
+    names = os.listdir(output) if output.is_dir() else []
+    filled = any(not name.startswith(".partial-") for name in names)
+    if filled or (output.exists() and not output.is_dir()):
         raise UserError(f"{output} exists already; choose another --output, or delete it")
     check_writable(output)
 
@@ -159,33 +157,39 @@ def check_writable(directory: Path) -> None:
             "is no UTF-8 text; choose another --output"
         )
     places = (directory.absolute(), *directory.absolute().parents)
-    existing = next(path for path in places if path.exists())
+    existing = next(path for path in places if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         problem = "nothing can be written into it" if existing.is_dir() else "it is a file"
+        if not existing.exists():
+            problem = "it is a link that leads nowhere"
         raise UserError(
             f"results cannot go to {directory}: of {existing}, {problem}; choose another --output"
         )
 
 
-def directory_for(checkpoint: Path, what: str) -> Path:
-    """The directory for results about a checkpoint, such as runs/demo/eval-step-600. It is beside
-    the checkpoint, whose own files training has listed and nothing may change.
+def directory_for(checkpoint: Path, what: str, about: str = "") -> Path:
+    """The directory for results about a checkpoint, such as runs/demo/eval-step-600-book.txt. It is
+    beside the checkpoint, whose own files training has listed and nothing may change.
+
+    about: what else the results are of; what no name of a file can be is left out.
     """
-    checkpoint = checkpoint.resolve()
-    return checkpoint.with_name(f"{what}-{checkpoint.name}")
+    about = re.sub(r"[^\w.]+", "-", about)[:40].strip("-.")
+    checkpoint = Path(os.path.realpath(checkpoint))
+    return checkpoint.with_name("-".join(filter(None, (what, checkpoint.name, about))))
 
 
-def place_for(results, directory: Path, file: str, asked: Callable) -> Path:
+@contextmanager
+def place_for(results, directory: Path, file: str, asked: Callable) -> Iterator[Path]:
     """The first of `directory`, `directory`-2, `directory`-3, ... that has no results of another
-    kind.
+    kind. Until they are written, in the `with` block, other processes wait to choose theirs.
 
     file: the name of the JSON file of results. asked: a function from results to what was asked
     for. Results that were asked for in the same way are replaced.
     """
     numbered = (directory.with_name(f"{directory.name}-{n}") for n in itertools.count(2))
-    for place in itertools.chain([directory], numbered):
-        if not _has_other_results(place / file, results, asked):
-            return place
+    with locked(directory.with_name(f".{directory.name}.lock"), remove=True):
+        places = itertools.chain([directory], numbered)
+        yield next(one for one in places if not _has_other_results(one / file, results, asked))
 
 
 def _has_other_results(file: Path, results, asked: Callable) -> bool:
@@ -193,24 +197,6 @@ def _has_other_results(file: Path, results, asked: Callable) -> bool:
         return file.exists() and asked(json.loads(file.read_text("utf-8"))) != asked(results)
     except (ValueError, TypeError, KeyError):
         return False  # not written by this package, or not to its end
-
-
-def if_supported(otherwise: str, ask: Callable, *arguments) -> bool:
-    """Asks the system for what a file system may lack. Where it does, says once what follows from
-    that, and returns False.
-    """
-    try:
-        ask(*arguments)
-        return True
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        if rank() == 0:
-            _warn(f"warning: a file system refuses {ask.__name__} ({error.strerror}): {otherwise}")
-        return False
-
-
-_warn = functools.cache(say_on_stderr)  # once
 
 
 def flush(path: Path) -> None:

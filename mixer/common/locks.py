@@ -6,12 +6,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from mixer.common.errors import UserError
-from mixer.common.files import if_supported, missing_directories, remove_empty
+from mixer.common.file_systems import if_supported
 
 
 @contextmanager
@@ -104,3 +104,15 @@ def run_locked(directory: Path) -> Iterator[None]:
                 lock.unlink()
                 remove_empty(missing)
             raise
+
+
+def missing_directories(directory: Path) -> list[Path]:
+    """Those of a directory and its parents that do not exist yet, the innermost first."""
+    return [path for path in (directory, *directory.parents) if not path.exists()]
+
+
+def remove_empty(directories: list[Path]) -> None:
+    """Removes the directories, in their order, but for those that something is in by now."""
+    for directory in directories:
+        with suppress(OSError):
+            directory.rmdir()

@@ -28,7 +28,7 @@ class CompareOptions:
     output: str
     repeats: int
     timing_steps: int
-    seconds: float
+    seconds: float | None
     tune: str | None
     rates: list[float]
     tune_share: float
@@ -70,7 +70,7 @@ def compare(options: CompareOptions) -> Path:
         "command": options.command,
         "commit": options.commit or commit(),
         "processes": options.processes,
-        "seconds": options.seconds or None,
+        "seconds": options.seconds,
         "timing_steps": options.timing_steps,
         "tune_share": options.tune_share if options.tune else None,
     }
@@ -95,9 +95,10 @@ def check_options(options: CompareOptions, entrants: list[Entrant]) -> None:
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is {getattr(options, name)}; allowed: 1 or more")
-    if not options.seconds >= 0:
+    if options.seconds is not None and not 0 < options.seconds < float("inf"):
         raise UserError(
-            f"--seconds is {options.seconds:g}; allowed: above 0, or left out for train.steps"
+            f"--seconds is {options.seconds:g}; allowed: above 0 and finite, or left out for "
+            "train.steps"
         )
 
 

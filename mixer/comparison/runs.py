@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mixer.checkpoints.format import incomplete
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import whole_file, write_text
 from mixer.common.locks import run_locked
@@ -135,7 +136,11 @@ def is_of(run: RunConfig) -> bool:
 
 
 def reached_end(run: RunConfig) -> bool:
-    """Whether the last line of metrics is that of the evaluation after the last step."""
+    """Whether the last line of metrics is that of the evaluation after the last step, and the last
+    checkpoint is there, if it was asked for.
+    """
+    if run.checkpoint.save_last and incomplete(run.directory / f"step-{run.train.steps}"):
+        return False
     try:
         last = read_metrics(run.directory)[-1]
     except UserError:  # not a line yet

@@ -3,9 +3,11 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
@@ -102,14 +104,15 @@ class EvalOptions:
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     """Evaluates each checkpoint, prints the table and writes the report into `output`.
 
-    By default the report goes beside the first checkpoint, into a directory that no other
-    evaluation's report is in. Under `accelerate launch`, called by every process, the first one
-    prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known before is
-    raised before the first model is loaded.
+    By default the report goes beside the first checkpoint, into a directory that names the text and
+    that no other evaluation's report is in. Under `accelerate launch`, called by every process, the
+    first one prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known
+    before is raised before the first model is loaded.
     """
     for options in evaluations:
         check_options(options)
-    directory = Path(output or directory_for(Path(evaluations[0].checkpoint), "eval"))
+    first = evaluations[0]
+    directory = Path(output or directory_for(Path(first.checkpoint), "eval", short_name(first)))
     if rank() == 0:
         check_writable(directory)
     try:
@@ -118,9 +121,11 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
         leave_if_joined(error)
         raise
     if rank() == 0:
+        chosen = nullcontext(directory)
         if not output:
-            directory = place_for(results, directory, "report.json", asked)
-        write_evaluation(results, directory)
+            chosen = place_for(results, directory, "report.json", asked)
+        with chosen as directory:
+            write_evaluation(results, directory)
         print(evaluation_report(results))
         print(f"\nreport.json, report.md and loss_by_position.png are in {directory}")
     end_processes()
@@ -184,6 +189,13 @@ def check_options(options: EvalOptions) -> None:
             )
 
 
+def short_name(options: EvalOptions) -> str:
+    """What names the text in a file's name; empty for the one that the checkpoint has itself."""
+    paths = [*options.text, *filter(None, [options.data])]
+    hub = options.hub and f"{options.hub} {options.subset} {options.split}"
+    return " ".join([Path(path).resolve().name for path in paths] or [hub])
+
+
 def data_directory(options: EvalOptions) -> str | None:
     return options.data or read_trainer(Path(options.checkpoint)).get("data_directory")
 
@@ -243,6 +255,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 def _evaluate(options: EvalOptions, process: Process) -> dict:
     directory = Path(options.checkpoint)
     model, tokenizer = load_checkpoint(directory, process.device, options.backend)
+    described = describe_model(directory, model, tokenizer)
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
@@ -262,7 +275,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     if options.compare_backends and is_mixer:
         compared = compare_backends(model, text.streams, plan, process)
     return {
-        **describe_model(directory, model, tokenizer),
+        **described,
         **describe_text(text, tokenizer),
         "first_token": FIRST_TOKEN[options.first_token],
         "window": window,
@@ -317,12 +330,16 @@ def describe_model(
 
 def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
     """The result's entries about the text."""
+    tokens_sha256 = hashlib.sha256()
+    for tokens in text.streams:
+        tokens_sha256.update(np.ascontiguousarray(tokens))
     eos, eos_scored = tokenizer.eos_token_id, 0
     if eos is not None:
         eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
     return {
         "text": text.name,
         "public_text": text.public_name,
+        "tokens_sha256": tokens_sha256.hexdigest(),
         "bytes": text.bytes,
         "words": text.words,
         "sizes_counted_from": "; ".join(filter(None, (text.counted, text.loses))),

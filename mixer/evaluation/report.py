@@ -24,7 +24,7 @@ COLUMNS = {
 }
 # What an evaluation was asked for. A report with the same answers here may be replaced.
 ASKED = (
-    *("weights_sha256", "text", "bytes", "tokens_scored", "window", "stride"),
+    *("weights_sha256", "text", "tokens_sha256", "tokens_scored", "window", "stride"),
     *("first_token", "last_window", "backend", "dtype", "device"),
 )
 BACKEND_COLUMNS = {

@@ -81,6 +81,8 @@ def text_from_files(
     or too short.
     """
     names = [Path(path).name for path in paths]
+    if len(names) > 3:
+        names = [*names[:2], f"{len(names) - 2} others"]
     text = Text(", ".join(map(str, paths)), ", ".join(names), counted="the files")
     for path in map(str, paths):
         settings = DataConfig(

@@ -199,6 +199,9 @@ def test_a_second_test_of_other_settings_leaves_the_first_ones_results(finished,
         (("--layers", 3), r"--layers 3 does not fit the checkpoint: give 0\.\.2"),
         (("--tokens", 33), r"--tokens 33 does not fit the checkpoint: give 1\.\.32"),
         (("--texts", 0), "--texts 0 is too small: give more than 0"),
+        (("--lr", "inf"), "--lr inf is too large: give"),
+        (("--lr", "nan"), "--lr nan is too small: give"),
+        (("--seed", 2**64), "--seed is 18446744073709551616; allowed: 0 to"),
     ],
 )
 def test_what_the_checkpoint_does_not_have_is_refused_saying_what_it_has(

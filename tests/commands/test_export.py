@@ -49,7 +49,7 @@ def evaluate(directory: Path, *checkpoints: Path) -> list[dict]:
     )
     assert done.returncode == 0, done.stdout
     return json.loads(
-        (checkpoints[0].parent / f"eval-{checkpoints[0].name}" / "report.json").read_text()
+        (checkpoints[0].parent / f"eval-{checkpoints[0].name}-book.txt" / "report.json").read_text()
     )
 
 
@@ -139,7 +139,7 @@ def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path
     shutil.copytree(last, earlier)
     text = card(earlier, "replaced")
     assert evaluated(text) == [own_rows[1]]
-    report = finished / "eval-step-8" / "report.json"
+    report = finished / "eval-step-8-book.txt" / "report.json"
     report.write_text(report.read_text()[:100])
     with pytest.raises(
         UserError,

@@ -3,14 +3,18 @@ line, all as it was before, and the same command works when there is space.
 """
 
 import json
+import multiprocessing
 import os
 import random
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
+from pictures import assert_png
 from runs import file_limit, state_files
 from safetensors.torch import save_file
 from test_convert import Reference
@@ -21,7 +25,8 @@ import mixer.export
 import mixer.inspect
 import mixer.report
 import mixer.representation
-from mixer.common.errors import UserError
+from mixer.checkpoints.pretrained import load_masked_mixer
+from mixer.common.errors import UserError, run_command
 
 LINES = [{"step": step, "loss": 5 - step / 9, "lr": 1e-3} for step in range(1, 20)]
 REPRESENTATION = "--tokens 4 --texts 1 --steps 1 --layers 0".split()
@@ -142,3 +147,73 @@ def test_what_a_killed_command_has_left_is_replaced(inputs, tmp_path, call, left
     (tmp_path / left / "model.safetensors").write_text("half")
     call(main, arguments)
     assert (output / "README.md").exists() and not (tmp_path / left).exists()
+
+
+def at_the_same_time(jobs: list[tuple[Callable, list]], directory: Path) -> list[tuple[int, str]]:
+    """Runs commands, each in a process of its own; returns their statuses and what they printed."""
+    fork, begin = multiprocessing.get_context("fork"), multiprocessing.Barrier(len(jobs))
+
+    def work(main: Callable, arguments: list, printed: Path) -> None:
+        with open(printed, "w") as sys.stdout:
+            sys.stderr, sys.argv = sys.stdout, ["command", *map(str, arguments)]
+            begin.wait()
+            run_command(main)
+
+    files = [directory / f"printed-{number}" for number in range(len(jobs))]
+    started = [
+        fork.Process(target=work, args=(*job, file)) for job, file in zip(jobs, files, strict=True)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    return [(p.exitcode, f.read_text()) for p, f in zip(started, files, strict=True)]
+
+
+def texts_in(report: Path) -> list[str]:
+    return [result["text"] for result in json.loads(report.read_text())]
+
+
+def test_evaluations_at_the_same_time_have_a_report_each(inputs, tmp_path):
+    """Of texts of other names, of texts of one name, and of one text twice."""
+    runs = tmp_path / "runs"
+    shutil.copytree(inputs / "checkpoint", runs / "step-1")
+    books = [tmp_path / place for place in ("a/book.txt", "b/book.txt", "c/book.txt", "a/other")]
+    for number, book in enumerate(books):
+        book.parent.mkdir(exist_ok=True)
+        book.write_text("the mixer reads each token once " * (3 + number))
+    books.append(books[0])
+    tested = ["--checkpoint", runs / "step-1", "--device", "cpu", "--text"]
+    ended = at_the_same_time([(mixer.eval.main, [*tested, book]) for book in books], tmp_path)
+    for book, (status, printed) in zip(books, ended, strict=True):
+        assert status == 0, printed
+        (place,) = re.findall(r"loss_by_position.png are in (.*)", printed)
+        assert texts_in(Path(place) / "report.json") == [str(book)]
+        assert Path(place).name.startswith(f"eval-step-1-{book.name}")
+    assert len(list(runs.glob("eval-*"))) == 4
+    assert not [path for path in runs.rglob(".*") if path.is_file()]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_outputs_written_at_the_same_time_to_one_place_are_whole(inputs, tmp_path, exists):
+    exported, evaluated = tmp_path / "export", tmp_path / "eval"
+    if exists:
+        exported.mkdir()
+        evaluated.mkdir()
+        (evaluated / "notes").write_text("a file of the user's")
+    export = commands(inputs, exported)["export"][:2]
+    report = commands(inputs, tmp_path)["report"][:2]
+    main, arguments, _ = commands(inputs, evaluated)["eval"]
+    other = tmp_path / "other.txt"
+    other.write_text("never looks ahead " * 9)
+    jobs = [export] * 3 + [report] * 2 + [(main, arguments), (main, [*arguments, "--text", other])]
+    ended = at_the_same_time(jobs, tmp_path)
+    assert sorted(status for status, _ in ended[:3]) == [0, 2, 2]
+    refusal = f"error: {exported} exists already; choose another --output, or delete it"
+    assert all((refusal in printed) == (status == 2) for status, printed in ended[:3])
+    assert [status for status, _ in ended[3:]] == [0] * 4
+    load_masked_mixer(exported, "")
+    (text,) = texts_in(evaluated / "report.json")
+    assert f"; {text}, " in (evaluated / "report.md").read_text()
+    assert_png(tmp_path / "picture.png")
+    assert not list(tmp_path.rglob(".partial-*"))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mixer.common.errors import UserError
-from mixer.common.files import check_writable, write_text
+from mixer.common.files import check_new, check_writable, write_text
 
 
 def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
@@ -17,6 +17,14 @@ def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
     write_text(link, "new")
     assert link.is_symlink() and scratch.read_text() == "new"
     assert {path.name for path in tmp_path.rglob("*")} == {"scratch", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("target", ["output", "gone"])
+def test_a_link_that_leads_nowhere_is_refused_before_any_work(tmp_path, target):
+    (tmp_path / "output").symlink_to(target)
+    for place in ("output", "output/new"):
+        with pytest.raises(UserError, match="it is a link that leads nowhere; choose another"):
+            check_new(tmp_path / place)
 
 
 def test_a_folder_whose_name_is_no_text_is_refused_before_any_work(tmp_path):

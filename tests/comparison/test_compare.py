@@ -217,13 +217,23 @@ def test_losses_of_backends_must_agree_at_every_step_and_closer_at_the_end(facto
         (["dense", "--tune", "lr", "--rates", "x"], "--rates x; allowed: numbers above 0"),
         (["dense", "--tune-share", "nan"], "--tune-share is nan; allowed: above 0, at most 1"),
         (["dense", "--seconds", "-1"], "--seconds is -1; allowed: above 0"),
-        (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0"),
+        *(
+            (["dense", "--seconds", value], f"--seconds is {value}; allowed: above 0 and finite")
+            for value in ("nan", "inf", "0")
+        ),
     ],
 )
 def test_mistakes_show_before_anything_runs(write_config, tmp_path, backends, message):
     with pytest.raises(UserError, match=message):
         main([*options(write_config(), tmp_path / "out"), "--backends", *backends])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_whose_last_checkpoint_could_not_be_saved_is_run_again(finished):
+    run = load_config(str(finished / "config.yaml"), [f"output_dir={finished.parent}"])
+    assert runs.reached_end(run)
+    (finished / "step-12/model.safetensors").unlink()
+    assert not runs.reached_end(run)
 
 
 def test_a_model_of_a_file_may_be_named_by_its_size(tmp_path):

@@ -283,9 +283,9 @@ def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
         evaluate_main([*map(str, options), *how])
     reports = sorted(checkpoint.parent.glob("eval-*/report.json"))
     assert [report.parent.name for report in reports] == [
-        "eval-step-7",
-        "eval-step-7-2",
-        "eval-step-7-3",
+        "eval-step-7-book.txt",
+        "eval-step-7-book.txt-2",
+        "eval-step-7-book.txt-3",
     ]
     results = [json.loads(report.read_text())[0] for report in reports]
     assert [(result["window"], result["stride"]) for result in results] == [

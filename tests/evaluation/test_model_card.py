@@ -60,6 +60,7 @@ def evaluate_texts(checkpoint: Path, home: Path) -> list[str]:
     evaluated = {
         "a book": {"text": ["own/a book"]},
         "a book, a book": {"text": ["own/a book", f"{home}/own, all/a book"]},
+        "a book, a book, 43 others": {"text": ["own/a book"] * 45},
         "a book (first 9 tokens)": {"text": [f"{home}/own/a book"], "max_tokens": 9},
         "rows test": {"hub": f"{home}/own/rows"},
         "rows test (first 9 tokens)": {"hub": "own/rows", "max_tokens": 9},
@@ -75,12 +76,16 @@ def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path, monk
     last, home = finished / "step-12", tmp_path / "ann's home"
     (home / "train").mkdir(parents=True)  # is no tokenizer: data.tokenizer=train makes a new one
     monkeypatch.chdir(home)
-    read = texts.documents
-    monkeypatch.setattr(  # there is no hub here
-        texts,
-        "documents",
-        lambda data, blank: [BOOK] if data.path == "ann/rows" else read(data, blank=blank),
-    )
+    shards_of, read = texts.source_shards, texts.documents
+
+    def documents(shards, data, *how):
+        return [BOOK] if data.path == "ann/rows" else read(shards, data, *how)
+
+    def shards(data, say):  # there is no hub here
+        return [] if data.path == "ann/rows" else shards_of(data, say)
+
+    monkeypatch.setattr(texts, "documents", documents)
+    monkeypatch.setattr(texts, "source_shards", shards)
     names = evaluate_texts(last, home)
     for number, (data, shown) in enumerate(DATA):
         set_data(last, data)
@@ -107,15 +112,15 @@ def test_an_older_report_is_named_with_what_it_lacks_and_another_evaluation_repl
     book.write_text(BOOK)
     options = EvalOptions(checkpoint=str(last), text=[str(book)], device="cpu")
     evaluate([options])
-    report = finished / "eval-step-12/report.json"
+    report = finished / "eval-step-12-book.txt/report.json"
     (result,) = json.loads(report.read_text())
     for key in ("repeats_share", "public_text"):
         older = {name: value for name, value in result.items() if name != key}
         report.write_text(json.dumps([older]))
         with pytest.raises(
             UserError,
-            match=rf"eval-step-12/report.json lacks '{key}', .*: evaluate again in the same way "
-            "with eval.py, or delete it",
+            match=rf"eval-step-12-book.txt/report.json lacks '{key}', .*: evaluate again in the "
+            "same way with eval.py, or delete it",
         ):
             card(last, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()

@@ -1,0 +1,165 @@
+"""Checkpoints that someone has changed: every command, and a resume, refuses them in one line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from mixer.checkpoints.format import LISTING, complete
+from mixer.checkpoints.pretrained import load_checkpoint, load_masked_mixer, settled
+from mixer.common.errors import UserError
+from mixer.convert import convert
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
+from mixer.export import export
+from mixer.generate import continuations
+from mixer.training.config import load_config
+from mixer.training.loop import train
+
+CPU = torch.device("cpu")
+
+
+def uses(checkpoint: Path) -> list[Callable]:
+    return [
+        lambda: evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu")),
+        lambda: continuations(str(checkpoint), ["def"], 2, 0.0, 0),
+        lambda: load_masked_mixer(checkpoint, ""),
+        lambda: export(checkpoint, checkpoint.parent / "exported", "mit"),
+    ]
+
+
+def change_weights(file: Path, name: str, change: Callable) -> None:
+    weights = load_file(file)
+    weights |= {name: change(weights.pop(name))}
+    save_file({name: w for name, w in weights.items() if w is not None}, file, {"format": "pt"})
+
+
+def change_config(checkpoint: Path, **values) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def list_again(checkpoint: Path) -> None:
+    """files.json made anew, as if training had written the files as they are."""
+    (checkpoint / LISTING).unlink()
+    complete(checkpoint.rename(checkpoint.with_name("edited")), checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "model.safetensors.index.json", "trainer_state/x.bin"]
+)
+def test_a_file_that_was_added_is_named(finished, name):
+    checkpoint = finished / "step-12"
+    (checkpoint / "README.md").write_text("notes, which nothing reads")
+    load_masked_mixer(checkpoint, "")
+    (checkpoint / name).write_text("{}")
+    for use in uses(checkpoint):
+        with pytest.raises(UserError, match=f"{name} was added, which may change what is loaded"):
+            use()
+
+
+def test_a_model_from_elsewhere_is_read_from_the_files_that_are_hashed(tmp_path):
+    save_checkpoint(tmp_path, "gpt2")
+    for name in ("other.safetensors", "model-1-of-1.safetensors"):
+        (tmp_path / name).write_text("not weights")
+    index = {"weight_map": {"lm_head.weight": "model-1-of-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    change_config(tmp_path, transformers_weights="other.safetensors")
+    load_checkpoint(tmp_path, CPU)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has an adapter, adapter_config.json, .*: move it to"):
+        load_checkpoint(tmp_path, CPU)
+
+
+def test_what_is_no_complete_checkpoint_is_not_taken_for_one(finished, tmp_path):
+    whole = finished / "step-12"
+    for name in ("step-12.partial", "step-12.old.partial"):
+        partial = shutil.copytree(whole, tmp_path / name)
+        for use in uses(partial):
+            with pytest.raises(UserError, match="it was being written or deleted"):
+                use()
+    (whole / LISTING).unlink()
+    for use in uses(whole):
+        with pytest.raises(UserError, match="step-12 is damaged: .*files.json cannot be read"):
+            use()
+    shutil.rmtree(whole / "trainer_state")  # then it is a model as any other
+    load_checkpoint(whole, CPU)
+
+
+def test_a_link_that_moves_is_followed_once(finished):
+    (finished / "best").unlink()
+    (finished / "best").symlink_to("step-8")
+    best = settled(finished / "best")
+    (finished / "best").unlink()
+    (finished / "best").symlink_to("step-12")
+    assert best == finished / "step-8" and settled("runs/a/step-1") == Path("runs/a/step-1")
+
+
+@pytest.mark.parametrize("kind", ["mixer", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, kind, dtype):
+    save_checkpoint(tmp_path / "saved", kind)
+    file = tmp_path / "saved" / "model.safetensors"
+    name = next(name for name in load_file(file) if name.endswith("bias"))
+    change_weights(file, name, lambda weight: weight.to(dtype))
+    with pytest.raises(UserError, match=f"{name} of type .*; allowed: floating-point numbers"):
+        load_checkpoint(tmp_path / "saved", CPU)
+    with pytest.raises(UserError, match=f"{name} of type {dtype}; allowed: floating-point numbers"):
+        convert(file, tmp_path / "converted", None)
+
+
+@pytest.mark.parametrize("model_type", ["masked_mixer", "qwen3", "gpt2"])
+def test_more_layers_than_tensors_are_refused_before_they_are_built(tmp_path, model_type):
+    save_checkpoint(tmp_path, "mixer")
+    change_config(tmp_path, model_type=model_type, num_hidden_layers=10**12)
+    with pytest.raises(UserError, match="has num_hidden_layers 1000000000000, but its weights are"):
+        load_checkpoint(tmp_path, CPU)
+
+
+def without_head(checkpoint: Path) -> None:
+    change_weights(checkpoint / "model.safetensors", "lm_head.weight", lambda weight: None)
+
+
+def without_moments(checkpoint: Path) -> None:
+    for name in [name for name in load_file(checkpoint / OPTIMIZER) if name.startswith("lm_head")]:
+        change_weights(checkpoint / OPTIMIZER, name, lambda moment: None)
+
+
+def pickle_weights(checkpoint: Path) -> None:
+    torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
+    (checkpoint / "model.safetensors").unlink()
+
+
+OPTIMIZER = "trainer_state/optimizer-1-of-1.safetensors"
+EDITS = {
+    "no lm_head": (without_head, "lacks the weights lm_head"),
+    "layers": (lambda c: change_config(c, num_hidden_layers=[]), r"num_hidden_layers is \[\]"),
+    "type": (lambda c: change_config(c, model_type="64"), "no architecture that .*model_type"),
+    "auto_map": (
+        lambda c: change_config(c, auto_map="x"),
+        "config.json is damaged .auto_map = 'x'",
+    ),
+    "pickled": (pickle_weights, "it lacks model.safetensors: .*pickled"),
+    "random": (
+        lambda c: (c / "trainer_state/random.safetensors").write_text("junk"),
+        "trainer_state/ of checkpoint .*step-12 is not what training wrote .*SafetensorError",
+    ),
+    "optimizer": (lambda c: (c / OPTIMIZER).write_text("junk"), "not what training wrote"),
+    "moments": (without_moments, "lacks the state of lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_resume_never_begins_anew_what_a_checkpoint_lacks(write_config, finished, name):
+    edit, message = EDITS[name]
+    edit(finished / "step-12")
+    list_again(finished / "step-12")
+    before = (finished / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match=message) as error:
+        train(load_config(str(write_config()), ["train.steps=14"]))
+    assert "\n" not in str(error.value)
+    assert (finished / "metrics.jsonl").read_text() == before
