@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from mixer.analysis.reconstruction import blocks, embedding_and_inverse, random_twin, score_layer
-from mixer.checkpoints.pretrained import load_checkpoint, settled
+from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable, directory_for, place_for
 from mixer.evaluation.evaluate import (
     EvalOptions,
     check_options,
-    check_tokens,
     choose_text,
     choose_window,
     describe_model,
@@ -95,7 +94,7 @@ def representation(options: argparse.Namespace) -> dict:
     default = [length for length in TOKENS if length <= context] or [context]
     lengths = choose(options.tokens, default, 1, context, "tokens")
     text = choose_text(source, context, tokenizer)
-    check_tokens(text, model.config.get_text_config().vocab_size)
+    check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
     stream = max(text.streams, key=len)
     windows = [cut_windows(stream, length, options.texts).to(model.device) for length in lengths]
     rows = []

@@ -31,7 +31,7 @@ from mixer.training.optim import OptimConfig
 RENAMED = {"logging.wandb": "logging.tracker=wandb, with WANDB_MODE=offline where it was offline"}
 LONGEST_NAME = 255  # bytes, on Linux and macOS
 # Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
-GONE = {"train.all_reduce": ("auto", "nccl")}
+GONE = {"train.all_reduce": ("auto", "nccl"), "logging.wandb": ("disabled",)}
 
 
 @dataclass

@@ -225,6 +225,9 @@ def test_a_run_of_an_earlier_version_resumes_with_the_losses_it_had_there(tmp_pa
     assert done.returncode == 0, done.stdout
     assert "resuming runs/small/step-4" in done.stdout
     lines = read_timeless(before / "runs/small")
+    for line in lines + expected:  # that version scored another sample of the validation text
+        for key in [key for key in line if key.startswith("validation")]:
+            del line[key]
     assert [line.keys() for line in lines] == [line.keys() for line in expected]
     for line, old in zip(lines, expected, strict=True):
         assert line == pytest.approx(old, rel=0, abs=1e-4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import WORDS
+from checkpoints import WORDS, list_files
 from launching import run_python
 from markdown import rows
 from pictures import assert_png
@@ -162,6 +162,7 @@ def run(tmp_path_factory):
     (checkpoint / "trainer_state").mkdir()
     state = {"step": 7, "tokens": 224, "data_directory": str(root / "data")}
     (checkpoint / "trainer_state" / "trainer.json").write_text(json.dumps(state))
+    list_files(checkpoint)
     (root / "book.txt").write_text(documents[0] + "\n", encoding="utf-8")
     return root
 
@@ -360,6 +361,7 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
     shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
     state = {"step": 7, "tokens": 224, "data_directory": "data/of-a-run"}
     (tmp_path / "step-7" / "trainer_state" / "trainer.json").write_text(json.dumps(state))
+    list_files(tmp_path / "step-7")
     with pytest.raises(
         UserError,
         match="was trained on the data in data/of-a-run, which is not here .*: give --data DIR",
@@ -401,6 +403,7 @@ def with_scaler(key: str, value) -> bytes:
 def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content, problem):
     checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
     (checkpoint / "trainer_state" / "trainer.json").write_bytes(content)
+    list_files(checkpoint)
     uses = [
         lambda: evaluate_checkpoint(
             EvalOptions(str(checkpoint), text=[str(run / "book.txt")], device="cpu")
