@@ -418,9 +418,10 @@ def where(model: PreTrainedModel, config: RunConfig) -> dict:
     model.config.use_cache = False  # a transformer would keep keys and values
     for part in model.modules():
         vars(part).pop("forward", None)  # what is compiled is for the trainer's calls alone
+    starts = np.arange(samples) * len(validation) // samples * validation.context
     scores = evaluate_streams(
         model,
-        [np.asarray(validation.tokens[: samples * validation.context + 1])],
+        [np.asarray(validation.tokens[at : at + validation.context + 1]) for at in starts],
         validation.context,
         batch_size=config.train.batch_size,
         device=next(model.parameters()).device,
