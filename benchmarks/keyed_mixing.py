@@ -1,19 +1,14 @@
 """Times keyed mixing by its kernels and by plain PyTorch, beside attention and a convolution alone.
 
-    python benchmarks/keyed_mixing.py --output PATH              # writes PATH.json, PATH.md
-    python benchmarks/keyed_mixing.py --output PATH --tiles      # and looks for better tiles
+    python benchmarks/keyed_mixing.py --output PATH      # writes PATH.json, PATH.md
 
 bf16 with weights in float32, 65,536 tokens. Every result of the kernels is checked against plain
-PyTorch first. --tiles also times each kernel with other sizes of tile, numbers of warps and of
-loads under way, at the first two shapes. The best are for the tables of tiles in
-mixer/ops/keyed_kernels.py, with which the times of the report are measured. Softmax attention has
-keys as long as its values everywhere: PyTorch's fast form needs that.
+PyTorch first. Softmax attention has keys as long as its values everywhere: PyTorch's fast form
+needs that.
 """
 
 import argparse
-import itertools
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +34,6 @@ SHAPES = [
     (8192, 8, 32, 64),
     (8192, 8, 64, 64),
 ]
-TILED = SHAPES[:2]
 NAMES = {
     "kernels": "kernels",
     "plain": "plain PyTorch",
@@ -48,14 +42,12 @@ NAMES = {
     "convolution": "triangular convolution alone",
 }
 ROUNDS, BATCH_MS = 9, 20.0
-EDGES, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3)  # each compiles for a second
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiles", action="store_true", help="look for better tiles, too")
     add_options(parser)
     options = parser.parse_args()
     context, *sizes = SHAPES[0]
@@ -64,9 +56,7 @@ def main() -> None:
     )
     if reason:
         raise UserError(f"nothing to measure: {reason}")
-    result = measured_by(options) | {"tiles": {}, "rows": []}
-    if options.tiles:
-        result["tiles"] = {" ".join(map(str, shape)): times_by_tile(*shape) for shape in TILED}
+    result = measured_by(options) | {"rows": []}
     for shape in SHAPES:
         result["rows"] += rows(*shape)
         save(result, table(result), options.output)
@@ -133,42 +123,6 @@ def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
     return found
 
 
-def times_by_tile(context: int, heads: int, keys: int, values: int) -> dict[str, dict]:
-    """Of each kernel: milliseconds by rows, columns, warps and stages."""
-    from mixer.ops import keyed_kernels as kernels
-
-    query, key, value, weight, bias, dy = inputs(context, heads, keys, values)
-    tiles = kernels.tiles_for(query, keys, values)
-    packed = kernels.pack(weight, context, query.dtype)
-    _, level = kernels.forward(query, key, value, packed, bias)
-
-    def gradients(_):  # of both kernels, of which one stays as it is
-        return kernels.grad_input(dy, query, key, value, packed, level)
-
-    calls = {
-        "forward": lambda _: kernels.forward(query, key, value, packed, bias),
-        "grad_query": gradients,
-        "grad_key_value": gradients,
-        "grad_weight": lambda _: kernels.grad_weight(dy, query, key, value, level, context),
-    }
-    found = {}
-    for kernel, call in calls.items():
-        found[kernel], kept = {}, tiles[kernel]
-        others = itertools.product(EDGES, EDGES, WARPS, STAGES)
-        for tile in dict.fromkeys([kept, *others]):
-            tiles[kernel] = tile
-            with suppress(Exception):  # more shared memory or registers than there are
-                timing = interleaved({"": call}, DEVICE, 1, 3, 3.0)[""]
-                found[kernel][" ".join(map(str, tile))] = timing["ms"]
-        tiles[kernel] = kept
-        best = min(found[kernel], key=found[kernel].get)
-        print(
-            f"{kernel}, {heads} heads, {keys}, {values}: {best}, {found[kernel][best]:.3f} ms",
-            flush=True,
-        )
-    return found
-
-
 def cells(row: dict) -> str:
     times = (row["times"][name].get("ms") for name in NAMES)
     numbers = " | ".join("-" if ms is None else f"{ms:.3f}" for ms in times)
@@ -186,11 +140,6 @@ def table(result: dict) -> str:
         f"|---:|---:|---:|---:|---|{'---:|' * len(NAMES)}",
         *map(cells, result["rows"]),
     ]
-    for shape, kernels in result["tiles"].items():
-        for kernel, times in kernels.items():
-            fastest = sorted(times, key=times.get)[:4]
-            said = ", ".join(f"{tile}: {times[tile]:.3f} ms" for tile in fastest)
-            lines += ["", f"Tiles of {kernel} at {shape} (rows, columns, warps, stages): {said}."]
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -45,7 +46,17 @@ def file_of(output: str, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
+# A list without objects, which may have lists without any in it.
+LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
+
+
+def write_json(file: Path, result: dict) -> None:
+    """Writes results with lists of numbers on one line each."""
+    text = json.dumps(result, indent=1)
+    write_text(file, LIST.sub(lambda found: re.sub(r"\n *", "", found[0]), text) + "\n")
+
+
 def save(result: dict, text: str, output: str) -> None:
     """Writes OUTPUT.json with all numbers, and OUTPUT.md with `text`."""
-    write_text(file_of(output, ".json"), json.dumps(result, indent=1) + "\n")
+    write_json(file_of(output, ".json"), result)
     write_text(file_of(output, ".md"), text)

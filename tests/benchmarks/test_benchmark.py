@@ -324,36 +324,3 @@ def test_a_profile_counts_the_compiled_kernels_of_optimizers_as_theirs(benchmark
 
     assert {kind(name) for name in OPTIMIZERS_KERNELS.split()} == {"optimizer"}
     assert kind(MODELS_KERNEL) == "compiled reductions"
-
-
-def test_the_gaps_between_finished_runs_are_those_of_every_pair(tmp_path):
-    losses = {"one": [4.0, 2.0], "two": [4.0, 2.1], "three": [4.4, 2.0]}
-    measured = {"hardware": {"device": "a machine", "torch": "2.0"}, "commit": "abc"}
-    runs = {
-        name: {"loss": [[10, first], [20, second]], "steps": 20, "tokens": 640} | measured
-        for name, (first, second) in losses.items()
-    }
-    for row in runs.values():
-        row["validation"] = [[0, 5.0], [20, 2.5]]
-    runs["diverged"] = {"failure": "not finite"} | measured
-    file, command = tmp_path / "results.json", [ROOT / "benchmarks" / "loss_gaps.py"]
-    command += [file, "--output", tmp_path / "gaps"]
-    file.write_text(json.dumps({"runs": runs, "command": "recipe.py PLAN"}))
-    done = run_python(*command, output=tmp_path / "printed")
-    assert done.returncode == 0, done.stdout
-    found = {
-        tuple(gap["models"]): gap["largest"]
-        for gap in json.loads((tmp_path / "gaps.json").read_text())["gaps"]
-    }
-    assert found == pytest.approx(
-        {("one", "two"): 0.05, ("one", "three"): 0.1, ("two", "three"): 0.1}
-    )
-    text = (tmp_path / "gaps.md").read_text()
-    assert (
-        "| one / three | 10.00% | 10 |" in text and "| two | 20 | 0.0 | 2.1000 | 2.5000 |" in text
-    )
-    assert "Measured on a machine" in text and (tmp_path / "gaps.png").exists()
-
-    file.write_text(json.dumps({"runs": {"one": runs["one"]}, "command": "recipe.py PLAN"}))
-    done = run_python(*command, output=tmp_path / "refused")
-    assert done.returncode == 2 and "1 finished run(s); allowed: two or more" in done.stdout

@@ -11,9 +11,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 REPORTS = {
     "generation": "generation",
     "keyed_mixing": "keyed_mixing",
-    "model_sizes": "model_sizes_report",
-    "optimizer_step": "training_step_report",
-    "recipe": "recipe",
+    "model_sizes": "plan_report",
+    "recipe": "plan_report",
     "token_mixing": "token_mixing_report",
     "training_step": "training_step_report",
 }

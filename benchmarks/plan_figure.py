@@ -1,0 +1,133 @@
+"""The pictures of train_plan.py: named runs by time, or kinds by time and by position."""
+
+from pathlib import Path
+
+import numpy as np
+from plan_report import best_size, finished, has_jumped, mean_between
+
+from mixer.reporting.figure import COLOURS, name_ends, new_figure, save
+
+MARKERS = "osD^v"
+TICKS = (1, 2, 5, 15, 60, 300, 900, 3600)  # seconds
+MOST_CURVES = 4  # of named runs that one picture shows
+
+
+def draw(result: dict, output: Path) -> Path | None:
+    """None of results that have no picture."""
+    if "kinds" in result["plan"]:
+        return save(figure_of_kinds(result), output) if finished(result["runs"]) else None
+    timed = {name: one for name, one in result["runs"].items() if "training_seconds" in one}
+    return save(figure_of_runs(timed), output) if 0 < len(timed) <= MOST_CURVES else None
+
+
+def figure_of_runs(runs: dict):
+    """Training loss against training time, and gradient norms against steps."""
+    figure = new_figure(figsize=(11, 4.2))
+    left, right = figure.subplots(1, 2)
+    losses, gradients = {}, {}
+    for colour, (name, one) in zip(COLOURS, runs.items(), strict=False):
+        style = {"color": colour, "linewidth": 1}
+        end = (one["training_seconds"], one["validation_loss"], colour)
+        steps, values = zip(*one["loss"], strict=True)
+        left.plot([step * end[0] / one["steps"] for step in steps], values, **style)
+        left.plot(*end[:2], "o", color=colour)
+        losses[f"{end[1]:.3f} {name}"] = end
+        right.plot(*zip(*one["grad_norm"], strict=True), **style)
+        gradients[name] = (*one["grad_norm"][-1], colour)
+    left.set(xlabel="training time (s)", title="Training loss; dots: validation")
+    left.set_ylabel("loss (nats per token)")
+    right.set(xlabel="optimizer step", ylabel="norm", yscale="log")
+    right.set_title("Gradient norm before clipping")
+    name_ends(left, losses)
+    name_ends(right, gradients)
+    return figure
+
+
+def figure_of_kinds(result: dict):
+    figure = new_figure(figsize=(11.5, 5.4))
+    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    kinds = {row["kind"] for row in finished(result["runs"])}
+    # In the order of the plan, so that what plans have in common looks the same.
+    planned = dict.fromkeys([*result["plan"]["kinds"], *sorted(kinds)])
+    colours = dict(zip([kind for kind in planned if kind in kinds], COLOURS, strict=False))
+    draw_times(left, result["runs"], colours)
+    draw_positions(right, result["runs"], colours, result["plan"]["seconds"])
+    return figure
+
+
+def ends_of(runs: dict, kind: str, size: str | None = None) -> list[tuple[float, float]]:
+    """Seconds and loss at each budget of a kind, or of one size of it: the best rate of a sweep."""
+    lowest: dict[float, dict] = {}
+    for row in finished(runs, kind):
+        best = lowest.get(row["budget"], row)
+        if size in (None, row["size"]) and not has_jumped(runs, row):
+            if row["validation_loss"] <= best["validation_loss"]:
+                lowest[row["budget"]] = row
+    return sorted((row["training_seconds"], row["validation_loss"]) for row in lowest.values())
+
+
+def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
+    """The ends of all runs: thin lines for one size, thick ones for the lowest of a kind."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+    rows = sorted(finished(runs), key=lambda row: row["parameters"])
+    markers = dict(zip(dict.fromkeys(row["size"] for row in rows), MARKERS, strict=False))
+    names, times = {}, []
+    for kind, colour in colours.items():
+        lowest = ends_of(runs, kind)
+        axes.plot(*zip(*lowest, strict=True), color=colour, linewidth=1.8)
+        names[kind] = (*lowest[-1], colour)
+        for size, marker in markers.items():
+            ends = ends_of(runs, kind, size)
+            times += [seconds for seconds, _ in ends]
+            axes.plot(*zip(*ends, strict=True) if ends else ([], []), color=colour, linewidth=0.8)
+            for end in ends:
+                style = {"color": colour, "markersize": 6, "zorder": 3}
+                axes.plot(
+                    *end, marker, markerfacecolor=colour if end in lowest else "white", **style
+                )
+    axes.set(xscale="log", yscale="log", xlabel="training time on one GPU", title="Loss by time")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.set_xticks([tick for tick in TICKS if min(times) * 0.8 <= tick <= 1.2 * max(times)])
+    axes.xaxis.set_major_formatter(FuncFormatter(time_text))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(MaxNLocator(7))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    for size, marker in markers.items():
+        style = {"color": "#555555", "markerfacecolor": "white", "linestyle": ""}
+        axes.plot([], [], marker=marker, label=size, **style)
+    sizes = axes.get_legend_handles_labels()
+    axes.figure.legend(
+        *sizes, loc="outside lower left", ncols=5, title="size (filled: lowest of its kind)"
+    )
+    name_ends(axes, names)
+
+
+def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) -> None:
+    """The loss by position of each kind's best size after a time."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    names = {}
+    for kind, colour in colours.items():
+        best = best_size(runs, kind, seconds)
+        if not best or "loss_by_position" not in best:
+            continue
+        losses = best["loss_by_position"]
+        ends = [end for end, _ in losses if (end + 1) & end == 0 or end == losses[-1][0]]
+        pairs = list(zip([0, *ends], ends, strict=False))  # positions 0, 1 to 2, 3 to 6 ...
+        middle = [np.sqrt((first + 1) * end) for first, end in pairs]
+        means = [mean_between(losses, *pair) for pair in pairs]
+        axes.plot(middle, means, "-o", color=colour, markersize=3.5)
+        names[f"{kind} {best['size']}"] = (middle[-1], means[-1], colour)
+    axes.set(xscale="log", xlabel="tokens before", title=f"By position, after {seconds:g} s")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.set_xticks([1, 16, 256, 2048] if axes.get_xlim()[1] > 1000 else [1, 8, 64, 512])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    if names:
+        name_ends(axes, names)
+
+
+def time_text(seconds: float, _position=None) -> str:
+    return f"{seconds:g} s" if seconds < 300 else f"{seconds / 60:g} min"
