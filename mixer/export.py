@@ -1,9 +1,11 @@
-"""Makes a checkpoint ready to be published: python -m mixer.export runs/v100/best --output DIR
---license apache-2.0
+"""Make a directory to publish from a checkpoint.
+
+    python -m mixer.export runs/v100/best --output my-mixer --license apache-2.0
+    hf upload NAME my-mixer
 
 The directory holds what `from_pretrained` needs, the model's code for machines without this
-package, and a model card from the run and from what eval.py reported of these weights. It does not
-hold the optimizer's state. `hf upload NAME DIR` puts it on the hub.
+package, and a model card with the run's settings and what eval.py reported of these weights. It
+does not hold the optimizer's state.
 """
 
 import argparse
@@ -51,18 +53,21 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m mixer.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "checkpoint", type=settled, help="a checkpoint directory, such as runs/demo/best"
+    add = parser.add_argument
+    add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a new directory, named as the model",
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="a new directory, named as the model shall be"
-    )
-    parser.add_argument(
-        "--license", required=True, help="the model's licence, such as apache-2.0, for the card"
-    )
-    parser.add_argument("--dtype", choices=WEIGHT_TYPES, default="fp32", help="of the weights")
+    add("--license", required=True, metavar="NAME", help="the model's license, for the card")
+    add("--dtype", choices=WEIGHT_TYPES, default="fp32", help="of the weights (fp32)")
     options = parser.parse_args()
     export(options.checkpoint, options.output, options.license, options.dtype)
 

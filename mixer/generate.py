@@ -1,5 +1,6 @@
-"""A quick look at what a checkpoint writes: python -m mixer.generate --checkpoint DIR --prompt TEXT
-[TEXT ...]
+"""Continue texts with a checkpoint, by sampling.
+
+python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 """
 
 import argparse
@@ -130,19 +131,18 @@ def check_logits(ids: Tensor, logits: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--checkpoint", required=True, help="a checkpoint directory, such as runs/demo/step-600"
+    parser = argparse.ArgumentParser(
+        prog="python -m mixer.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--prompt", required=True, nargs="+", help="one or more texts to continue")
-    parser.add_argument("--new-tokens", type=int, default=80)
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.7,
-        help="of the sampling; 0 for the likeliest token each time",
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    add, number = parser.add_argument, {"type": int, "metavar": "N"}
+    add("--checkpoint", required=True, metavar="DIR", help="of any causal language model")
+    add("--prompt", required=True, nargs="+", metavar="TEXT", help="texts to continue")
+    add("--new-tokens", default=80, **number, help="at most this many after each text (80)")
+    how = "of the sampling (0.7); 0: always the likeliest token"
+    add("--temperature", type=float, default=0.7, metavar="X", help=how)
+    add("--seed", default=0, **number, help="of the sampling (0)")
     options = parser.parse_args()
     texts = continuations(
         options.checkpoint, options.prompt, options.new_tokens, options.temperature, options.seed

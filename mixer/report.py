@@ -1,7 +1,7 @@
 """Pictures from the metrics of runs.
 
-python -m mixer.report runs/demo                              -> runs/demo/training.png
-python -m mixer.report runs/one runs/two --output both.png    -> validation loss by training time
+python -m mixer.report runs/demo                            # runs/demo/training.png
+python -m mixer.report runs/one runs/two --output both.png  # validation loss by training time
 """
 
 import argparse
@@ -17,7 +17,9 @@ from mixer.reporting.tables import table
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(
-        prog="python -m mixer.report", description=__doc__.split("\n")[0]
+        prog="python -m mixer.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "run", nargs="+", help="run directory, or its metrics.jsonl; two or more are compared"
