@@ -159,7 +159,7 @@ def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int)
     mixing = run.model.mixing_backend if is_mixer else "attention"
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    if not peak_tflops(device, run.train.mixed_precision):
+    if device.type == "cuda" and not peak_tflops(device, run.train.mixed_precision):
         name += ", whose peak rate is not known"
     engine = ", FSDP" if accelerator.distributed_type == DistributedType.FSDP else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * accelerator.num_processes
@@ -176,5 +176,6 @@ def banner(run: RunConfig, accelerator: Accelerator, state: State, samples: int)
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
         f"{accelerator.num_processes} process(es){engine} on {name}\n"
         f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
-        f"{samples:,} samples; {memory}, at least {timedelta(seconds=round(left / rate))}; {begins}"
+        f"{samples:,} samples\n"
+        f"{memory}, at least {timedelta(seconds=round(left / rate))}; {begins}"
     )
