@@ -4,8 +4,8 @@
         [--tokens 512,2048] [--seconds 100]
     python benchmarks/token_mixing.py --plot PATH.json  # draws tables and pictures again, anywhere
 
-Writes PATH.json and PATH.md; with --plot PATH.md, PATH.png (roofline), PATH_speedup.png and, of a
-sweep, PATH_sweep.png. `main` varies the context at 65,536 tokens and 1024 channels in bf16 (--dtype
+Writes PATH.json and PATH.md; with --plot PATH.md, PATH_speedup.png and, of a sweep,
+PATH_sweep.png. `main` varies the context at 65,536 tokens and 1024 channels in bf16 (--dtype
 float16: a V100 has no bf16); `sweep` changes one other factor at a time. Every variant is checked
 against fp64 first, and what fails its check is not timed. Without CUDA kernels it compares `panels`
 with the alternatives, at any size: --device cpu --tokens 64,128 --channels 32 --batch-tokens 256.

@@ -2,20 +2,15 @@
 
 from pathlib import Path
 
-from token_mixing_report import changes, of_family, select, speedup
+from token_mixing_report import changes, select, speedup
 from token_mixing_work import OPERATIONS
 
-ROOFLINE_OPERATIONS = ("forward", "grad_input", "grad_weight")
 SPEEDUP_OPERATIONS = ("forward", "fused", "grad_input", "grad_weight", "autograd")
 
 
 def write_plots(result: dict, output: Path) -> list[Path]:
-    """PATH.png, PATH_speedup.png and, of a sweep, PATH_sweep.png: those for which there are
-    cases.
-    """
+    """PATH_speedup.png and, of a sweep, PATH_sweep.png: those for which there are cases."""
     written = []
-    if plain_cases(result, "forward", "grad_input", "grad_weight"):
-        written.append(plot_roofline(result, output.with_name(output.name + ".png")))
     if plain_cases(result, *SPEEDUP_OPERATIONS):
         written.append(plot_speedups(result, output.with_name(output.name + "_speedup.png")))
     if any(case["suite"] == "sweep" for case in result["cases"]):
@@ -38,133 +33,11 @@ def label_ours(result: dict) -> str:
     return {"cuda": "ours"}.get(result["ours"], f"ours ({result['ours']})")
 
 
-def plot_roofline(result: dict, path: Path) -> Path:
-    """Useful TFLOP/s over useful operations per byte that must move; two measured ceilings; a point
-    for each context.
-    """
-    from mixer.reporting.figure import new_figure, save
-
-    figure = new_figure(figsize=(12, 5.2))
-    grid = figure.subplots(1, 3, sharex=True, sharey=True)
-    for axes, operation in zip(grid, ROOFLINE_OPERATIONS, strict=True):
-        cases = plain_cases(result, operation)
-        if not cases:
-            axes.set_visible(False)
-            continue
-        draw_ceilings(axes, result, plain_cases(result, *ROOFLINE_OPERATIONS))
-        draw_points(axes, result, cases)
-        axes.set_title(OPERATIONS[operation])
-        axes.set_xlabel("useful operations per byte")
-    grid[0].set_ylabel("useful TFLOP/s")
-    lines, labels = next(axes for axes in grid if axes.get_visible()).get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels))
-    figure.suptitle(subtitle(result), fontsize=10, color="#555555")
-    return save(figure, path)
-
-
-def intensity(case: dict) -> float:
-    return case["useful_flops"] / case["least_bytes"]
-
-
-def tflops(case: dict, family: str) -> float | None:
-    best = of_family(case, family)
-    return case["useful_flops"] / best["ms"] / 1e9 if best else None
-
-
-def draw_points(axes, result: dict, cases: list[dict]) -> None:
-    from mixer.reporting.figure import COLOURS
-
-    looks = {"ours": ("o", COLOURS[0]), "panels": ("s", COLOURS[2]), "dense": ("^", COLOURS[1])}
-    for family, (marker, colour) in looks.items():
-        points = [
-            (intensity(case), tflops(case, family)) for case in cases if of_family(case, family)
-        ]
-        look = {
-            "color": colour,
-            "marker": marker,
-            "markerfacecolor": colour if family == "ours" else "white",
-            "zorder": 3,
-        }
-        label = label_ours(result) if family == "ours" else f"best {family}"
-        axes.plot([x for x, _ in points], [y for _, y in points], label=label, **look)
-    for case in cases:
-        axes.axvline(intensity(case), color="#cccccc", linewidth=0.8)
-        place = {
-            "transform": axes.get_xaxis_transform(),
-            "rotation": 90,
-            "ha": "right",
-            "va": "bottom",
-            "zorder": 2,
-        }
-        axes.text(
-            intensity(case),
-            0.015,
-            f"{case['tokens']} tokens",
-            fontsize=8.5,
-            color="#666666",
-            **place,
-            **halo(),
-        )
-
-
-def draw_ceilings(axes, result: dict, cases: list[dict]) -> None:
-    ceiling, rate = cases[0]["ceiling_tflops"], result["copy_tb_s"]
-    ridge = ceiling / rate
-    low, high = min(*map(intensity, cases), ridge) / 4, 1.6 * max(*map(intensity, cases), ridge)
-    axes.plot([low, ridge, high], [low * rate, ceiling, ceiling], color="#222222", linewidth=2)
-    axes.axhline(
-        ceiling / 2,
-        color="#777777",
-        linestyle="--",
-        linewidth=1,
-        label="half the ceiling: the most of a full product",
-    )
-    place = {
-        "textcoords": "offset points",
-        "fontsize": 9,
-        "va": "bottom",
-        "ha": "right",
-        "color": "#222222",
-        **halo(),
-    }
-    axes.annotate(f"dense product\n{ceiling:.4g} TFLOP/s", (high, ceiling), xytext=(-2, 3), **place)
-    axes.annotate(f"copy\n{rate:.3g} TB/s", (ridge * 0.75, ceiling * 0.75), xytext=(-5, 0), **place)
-    shown = [
-        tflops(case, family)
-        for case in cases
-        for family in ("ours", "panels", "dense")
-        if of_family(case, family)
-    ]
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlim=(low, high),
-        ylim=(min(shown + [ceiling / 2]) / 2, ceiling * 1.5),
-    )
-    for axis in (axes.xaxis, axes.yaxis):
-        powers_of_two(axis)
-
-
 def halo() -> dict:
     """Of a label: white around the letters, so that a line behind them leaves them readable."""
     from matplotlib.patheffects import withStroke
 
     return {"path_effects": [withStroke(linewidth=2.5, foreground="white")]}
-
-
-def powers_of_two(axis) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(base=2, numticks=9))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: f"{value:.3g}" if value < 1 else f"{value:.0f}")
-
-
-def subtitle(result: dict) -> str:
-    hardware = result["hardware"]
-    cuda = f", CUDA {hardware['cuda']}" if "cuda" in hardware else ""
-    where = f"{hardware.get('device')}, torch {hardware.get('torch')}{cuda}"
-    return f"{where}; a byte counts once, however often it is read"
 
 
 def plot_speedups(result: dict, path: Path) -> Path:
@@ -233,7 +106,7 @@ def plot_sweep(result: dict, path: Path) -> Path:
 
     operations = [
         operation
-        for operation in ROOFLINE_OPERATIONS + ("autograd",)
+        for operation in ("forward", "grad_input", "grad_weight", "autograd")
         if select(result, "sweep", operation)
     ]
     names = list(
