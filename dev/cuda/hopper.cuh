@@ -8,46 +8,37 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime.h>
 
-#include "tensor_core.cuh"
+#include "common.cuh"
 
 constexpr int kBox = 64;  // rows, and columns, of a box
 constexpr int kBoxBytes = 64 * 64 * 2;
 
 // ------------------------------------------------------------------------------ tensor maps (host)
 
-// The tensor map of a (batch, rows, width) array of bf16 whose rows are `pitch` elements apart, in
-// boxes of 64 x 64. Elements beyond an edge read as zero and are not written. The batch is its own
-// dimension, so that a box at the end of a sample does not reach into the next one. The function
-// that makes a map is in the driver. It is found through the runtime, so that we need not link with
-// libcuda.
-inline cudaError_t make_map(CUtensorMap* map, const bf16* data, int batch, int rows, int width,
-                            int pitch) {
-  using Encode =
-      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static Encode encode = nullptr;
-  if (encode == nullptr) {
+// The tensor map of a (batch, rows, width) array of bf16 in boxes of 64 x 64. Elements beyond an
+// edge read as zero and are not written. The batch is its own dimension, so that a box at the end
+// of a sample does not reach into the next one. The function that makes a map is in the driver. It
+// is found through the runtime, so that we need not link with libcuda.
+inline CUtensorMap tensor_map(const bf16* data, int batch, int rows, int width) {
+  static decltype(&cuTensorMapEncodeTiled) encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &found);
-    if (status != cudaSuccess) return status;
-    if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-    encode = reinterpret_cast<Encode>(function);
-  }
+    CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess) stop("the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
   const cuuint64_t sizes[3] = {cuuint64_t(width), cuuint64_t(rows), cuuint64_t(batch)};
   // bytes, of rows and samples
-  const cuuint64_t strides[2] = {cuuint64_t(pitch) * 2, cuuint64_t(pitch) * rows * 2};
-  const cuuint32_t box[3] = {kBox, kBox, 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<bf16*>(data), sizes, strides, box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const cuuint64_t strides[2] = {cuuint64_t(width) * 2, cuuint64_t(width) * rows * 2};
+  const cuuint32_t box[3] = {kBox, kBox, 1}, steps[3] = {1, 1, 1};
+  CUtensorMap map;
+  if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<bf16*>(data), sizes, strides,
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+    stop("cuTensorMapEncodeTiled refuses the array");
+  return map;
 }
 
 // ---------------------------------------------------------------------------------------- barriers
@@ -110,9 +101,8 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap* map, B
                                          int column, int row, int sample) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5}], [%2];"
-      ::"r"(shared_address(shared)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row),
-      "r"(sample)
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(sample)
       : "memory");
 }
 
@@ -135,11 +125,6 @@ __device__ __forceinline__ void finish_stores() {
 // Makes this thread's ordinary writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void publish_to_copy_engine() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Prefetches the map.
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Stores four 8 x 8 matrices of bf16, the opposite of load_matrices: lane l addresses row l % 8 of
@@ -188,26 +173,31 @@ __device__ __forceinline__ void wgmma_wait() {
 // holds the two from 2 * (t % 4) on: d[4 * block + {0, 1}], and d[4 * block + {2, 3}] 8 rows
 // further down. N is 128 or 256, given by the size of d.
 
+#define WGMMA_NAMES_64                                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
+  "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_128_MORE                                                                 \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, "    \
+  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "    \
+  "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+  "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "     \
+  "%127"
+#define WGMMA_8(i)                                                                            \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_64(i)                                                                               \
+  WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24), WGMMA_8(i + 32), WGMMA_8(i + 40), \
+      WGMMA_8(i + 48), WGMMA_8(i + 56)
+
 template <bool kLeftTransposed, bool kRightTransposed>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t left, uint64_t right, bool add) {
   asm volatile(
       "{.reg .pred accumulate; setp.ne.b32 accumulate, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, accumulate, 1, 1, %67, %68;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63])
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_NAMES_64
+      "}, %64, %65, accumulate, 1, 1, %67, %68;}\n"
+      : WGMMA_64(0)
       : "l"(left), "l"(right), "r"(static_cast<int>(add)), "n"(kLeftTransposed),
         "n"(kRightTransposed)
       : "memory");
@@ -217,37 +207,82 @@ template <bool kLeftTransposed, bool kRightTransposed>
 __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t left, uint64_t right, bool add) {
   asm volatile(
       "{.reg .pred accumulate; setp.ne.b32 accumulate, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
-      "%127}, "
-      "%128, %129, accumulate, 1, 1, %131, %132;}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
-        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
-        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
-        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
-        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
-        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
-        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
-        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
-        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_NAMES_64
+      ", " WGMMA_NAMES_128_MORE "}, %128, %129, accumulate, 1, 1, %131, %132;}\n"
+      : WGMMA_64(0), WGMMA_64(64)
       : "l"(left), "l"(right), "r"(static_cast<int>(add)), "n"(kLeftTransposed),
         "n"(kRightTransposed)
       : "memory");
 }
+
+// ------------------------------------------------------------------------------------------ stages
+
+// The ring of stages between a producer and kConsumers warpgroups of 64 rows each. A stage holds
+// the left operand as kConsumers boxes, then the right one as kBoxesAcross boxes.
+template <int kConsumers, int kBoxesAcross, int kStages>
+struct Stages {
+  static constexpr int kStageBytes = (kConsumers + kBoxesAcross) * kBoxBytes;
+  static constexpr int kBytes =
+      1024 + kStages * (kStageBytes + 2 * static_cast<int>(sizeof(Barrier)));
+  unsigned char* memory;  // boxes must start at multiples of 1024 bytes
+  Barrier *full, *empty;
+
+  // By all threads of the block.
+  __device__ __forceinline__ Stages() {
+    memory = dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
+    full = reinterpret_cast<Barrier*>(memory + kStages * kStageBytes);
+    empty = full + kStages;
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        barrier_init(&full[stage], 1);            // the producer
+        barrier_init(&empty[stage], kConsumers);  // one thread of each consumer
+      }
+      barrier_init_fence();
+    }
+    __syncthreads();
+  }
+
+  // load(step, memory, barrier) starts the copies of one step.
+  template <typename Load>
+  __device__ __forceinline__ void produce(int steps, Load load) const {
+    for (int step = 0; step < steps; ++step) {
+      const int stage = step % kStages;
+      barrier_wait(&empty[stage], (step / kStages + 1) % 2);
+      barrier_arrive_expecting(&full[stage], kStageBytes);
+      load(step, memory + stage * kStageBytes, &full[stage]);
+    }
+  }
+
+  __device__ __forceinline__ void release(int step) const {
+    if (threadIdx.x % 128 == 0) barrier_arrive(&empty[step % kStages]);
+  }
+  // Gives a step of the ring's first round back unread.
+  __device__ __forceinline__ void skip(int step) const {
+    barrier_wait(&full[step], 0);
+    release(step);
+  }
+
+  // sum = left right over the steps [first, last). The last one is not released.
+  template <bool kLeftTransposed, bool kRightTransposed, int kSums>
+  __device__ __forceinline__ void consume(float (&sum)[kSums], int consumer, int first,
+                                          int last) const {
+    for (int step = first; step < last; ++step) {
+      const int stage = step % kStages;
+      const unsigned char* boxes = memory + stage * kStageBytes;
+      barrier_wait(&full[stage], step / kStages % 2);
+      const uint64_t left = operand(boxes + consumer * kBoxBytes, kBoxBytes);
+      const uint64_t right = operand(boxes + kConsumers * kBoxBytes, kBoxBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kBox / 16; ++k) {
+        wgmma<kLeftTransposed, kRightTransposed>(
+            sum, left + k * (kLeftTransposed ? kNextKTransposed : kNextK),
+            right + k * (kRightTransposed ? kNextKTransposed : kNextK), step > first || k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();  // the previous step has been read: its stage is free
+      if (step > first) release(step - 1);
+    }
+    wgmma_wait<0>();
+  }
+};

@@ -11,7 +11,6 @@ documentation and the signatures of Modal 1.6, and not run yet.
 """
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
@@ -71,18 +70,10 @@ def command(options: argparse.Namespace) -> str:
     steps = [
         "exec 2>&1",
         "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm --format=csv,noheader",
-        shlex.join(
-            [
-                "make",
-                "-C",
-                "dev/cuda",
-                f"ARCH={ARCHITECTURES[options.gpu]}",
-                f"build/{options.program}",
-            ]
-        ),
+        f"make -C dev/cuda ARCH={ARCHITECTURES[options.gpu]} build/{options.program}",
         'libraries="$(python dev/cuda/libraries.py)"',
         'eval "$libraries"',
-        shlex.join([f"dev/cuda/build/{options.program}", options.version, *map(str, sizes)]),
+        " ".join([f"dev/cuda/build/{options.program}", options.version, *map(str, sizes)]),
     ]
     return "\n".join(["set -e", *steps])
 

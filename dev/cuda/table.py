@@ -98,39 +98,30 @@ def draw(groups: dict[tuple, list[dict]], path: Path) -> bool:
         from matplotlib import pyplot
     except ImportError:
         return False
-    bars = {}  # operation -> {(tokens, batch, channels): {version: percent}}
-    for (operation, batch, tokens, channels), rows in groups.items():
-        versions = best(rows)
-        cublas = versions.get(0, {}).get("milliseconds")
-        if cublas:
-            timed = {
-                version: row
-                for version, row in versions.items()
-                if version and "milliseconds" in row
-            }
-            percents = {
-                version: 100 * cublas / row["milliseconds"] for version, row in timed.items()
-            }
-            bars.setdefault(operation, {})[tokens, batch, channels] = percents
+    bars = {}  # operation -> {(tokens, batch): {version: percent}}
+    for (operation, batch, tokens, _), rows in groups.items():
+        times = {
+            version: row["milliseconds"]
+            for version, row in best(rows).items()
+            if "milliseconds" in row
+        }
+        if cublas := times.pop(0, None):
+            percents = {version: 100 * cublas / time for version, time in times.items()}
+            bars.setdefault(operation, {})[tokens, batch] = percents
     if not bars:
         return False
     figure, panels = pyplot.subplots(
         1, len(bars), figsize=(1 + 4 * len(bars), 3.4), squeeze=False, sharey=True
     )
-    # a place and a colour for each, also where it is missing
+    # a position and a colour for each size, also where it is missing
     every_size = sorted({size for sizes in bars.values() for size in sizes})
     width = 0.8 / len(every_size)
     for panel, (operation, sizes) in zip(panels[0], bars.items(), strict=True):
-        for index, (tokens, batch, channels) in enumerate(every_size):
-            percents = sizes.get((tokens, batch, channels), {})
-            places = [version - 0.4 + width * (index + 0.5) for version in percents]
-            panel.bar(
-                places,
-                list(percents.values()),
-                width,
-                color=f"C{index}",
-                label=f"{batch} x {tokens} tokens",
-            )
+        for index, (tokens, batch) in enumerate(every_size):
+            percents = sizes.get((tokens, batch), {})
+            left = [version - 0.4 + width * (index + 0.5) for version in percents]
+            label = f"{batch} x {tokens} tokens"
+            panel.bar(left, list(percents.values()), width, color=f"C{index}", label=label)
         panel.axhline(100, color="black", linewidth=0.8, linestyle="--")
         panel.set_title(operation.replace("_", " "))
         panel.set_xlabel("version")

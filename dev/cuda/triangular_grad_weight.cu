@@ -52,6 +52,11 @@ struct Range {
   }
   __device__ int sample(int slice) const { return slice / per_sample; }
   __device__ int channel(int slice) const { return slice % per_sample * kDepth; }
+  // The sample of a slice, of dy or of x.
+  __device__ Matrix of(const bf16* values, const Arguments& a, int slice) const {
+    return {values + static_cast<size_t>(sample(slice)) * a.tokens * a.channels, a.tokens,
+            a.channels};
+  }
 };
 
 // How often to split the sum, so that tiles x splits come close to `wanted` blocks for each
@@ -90,16 +95,20 @@ __global__ void finish_kernel(const Arguments a, const float* workspace, int spl
   a.dweight[static_cast<size_t>(row) * a.tokens + column] = sum;
 }
 
-template <int kRows, int kColumns>
-cudaError_t finish(const Arguments& a, const float* workspace, int splits) {
+// Launches `kernel`, whose arguments end with the workspace, for all tiles and so many splits that
+// `wanted` blocks come on each multiprocessor, then adds the partial tiles up.
+template <int kRows, int kColumns, typename Kernel, typename... Values>
+cudaError_t launch_split(Kernel kernel, int depth, int wanted, int threads, int shared_bytes,
+                         const Arguments& a, Values... maps) {
+  const int tiles = LowerTiles<kRows, kColumns>::count(a.tokens);
+  const int splits = choose_splits(a, tiles, depth, wanted);
+  const size_t elements = static_cast<size_t>(tiles) * splits * kRows * kColumns;
+  float* workspace = static_cast<float*>(scratch(sizeof(float) * elements));
+  const cudaError_t status =
+      launch(kernel, dim3(tiles, splits), dim3(threads), shared_bytes, maps..., a, workspace);
+  if (status != cudaSuccess) return status;
   return launch(finish_kernel<kRows, kColumns>, dim3(ceil_div(a.tokens, 256), a.tokens), dim3(256),
-                0, a, workspace, splits);
-}
-
-template <int kRows, int kColumns>
-float* workspace_for(const Arguments& a, int splits) {
-  const size_t tiles = static_cast<size_t>(LowerTiles<kRows, kColumns>::count(a.tokens));
-  return static_cast<float*>(scratch(sizeof(float) * tiles * splits * kRows * kColumns));
+                0, a, static_cast<const float*>(workspace), splits);
 }
 
 // ======================================================================================= version 1
@@ -132,9 +141,7 @@ __global__ void naive_kernel(const Arguments a) {
 }
 
 Configuration naive(int across, int down) {
-  const std::string name =
-      std::to_string(across) + " columns x " + std::to_string(down) + " rows a block";
-  return {name, [=](const Arguments& a) {
+  return {text(across, " columns x ", down, " rows a block"), [=](const Arguments& a) {
             return launch(naive_kernel, dim3(ceil_div(a.tokens, across), ceil_div(a.tokens, down)),
                           dim3(across, down), 0, a);
           }};
@@ -148,42 +155,32 @@ Configuration naive(int across, int down) {
 
 template <int kTile>
 __global__ void __launch_bounds__(kTile* kTile) shared_kernel(const Arguments a, float* workspace) {
-  __shared__ float left[kTile][kTile];       // [i][channel]
+  __shared__ float left[kTile][kTile];  // [i][channel]
   // [j][channel]; the extra word puts the rows into different banks
   __shared__ float right[kTile][kTile + 1];
+  const int across = threadIdx.x % kTile, down = threadIdx.x / kTile;
   int row0, column0;
   LowerTiles<kTile, kTile>::origin(blockIdx.x, &row0, &column0);
   const Range<kTile> range(a);
   float sum = 0.0f;
   for (int slice = range.first; slice < range.last; ++slice) {
-    const size_t start = static_cast<size_t>(range.sample(slice)) * a.tokens;
-    const int channel = range.channel(slice) + threadIdx.x;
-    const size_t row = row0 + threadIdx.y, column = column0 + threadIdx.y;
-    float dy = 0.0f, x = 0.0f;
-    if (row < a.tokens && channel < a.channels)
-      dy = __bfloat162float(a.dy[(start + row) * a.channels + channel]);
-    if (column < a.tokens && channel < a.channels)
-      x = __bfloat162float(a.x[(start + column) * a.channels + channel]);
+    const int channel = range.channel(slice) + across;
+    const float dy = range.of(a.dy, a, slice).element(row0 + down, channel);
+    const float x = range.of(a.x, a, slice).element(column0 + down, channel);
     __syncthreads();
-    left[threadIdx.y][threadIdx.x] = dy;
-    right[threadIdx.y][threadIdx.x] = x;
+    left[down][across] = dy;
+    right[down][across] = x;
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kTile; ++k) sum += left[threadIdx.y][k] * right[threadIdx.x][k];
+    for (int k = 0; k < kTile; ++k) sum += left[down][k] * right[across][k];
   }
-  partial_tile<kTile, kTile>(workspace)[threadIdx.y * kTile + threadIdx.x] = sum;
+  partial_tile<kTile, kTile>(workspace)[threadIdx.x] = sum;
 }
 
 template <int kTile>
 Configuration shared_tiles() {
-  const std::string size = std::to_string(kTile);
-  return {"tile " + size + "x" + size + ", a thread an element", [](const Arguments& a) {
-            const int tiles = LowerTiles<kTile, kTile>::count(a.tokens);
-            const int splits = choose_splits(a, tiles, kTile, 8);
-            float* workspace = workspace_for<kTile, kTile>(a, splits);
-            const cudaError_t status = launch(shared_kernel<kTile>, dim3(tiles, splits),
-                                              dim3(kTile, kTile), 0, a, workspace);
-            return status == cudaSuccess ? finish<kTile, kTile>(a, workspace, splits) : status;
+  return {text("tile ", kTile, "x", kTile, ", a thread an element"), [](const Arguments& a) {
+            return launch_split<kTile, kTile>(shared_kernel<kTile>, kTile, 8, kTile * kTile, 0, a);
           }};
 }
 
@@ -194,87 +191,43 @@ Configuration shared_tiles() {
 // columns are two 16-byte reads each; the 4 extra floats of a row keep the transposing stores out
 // of each other's banks.
 
-// tile[channel][row] from rows row0 .. of one sample; zero beyond the tokens and channels.
-template <int kRows, int kDepth, int kThreads>
-__device__ __forceinline__ void load_transposed(float (&tile)[kDepth][kRows + 4],
-                                                const Arguments& a, const bf16* values, int row0,
-                                                int channel0) {
-#pragma unroll
-  for (int vector = threadIdx.x; vector < kRows * kDepth / 8; vector += kThreads) {
-    const int row = vector / (kDepth / 8);
-    const int channel = vector % (kDepth / 8) * 8;
-    uint4 packed = make_uint4(0, 0, 0, 0);
-    if (row0 + row < a.tokens && channel0 + channel < a.channels) {
-      packed = *reinterpret_cast<const uint4*>(
-          &values[static_cast<size_t>(row0 + row) * a.channels + channel0 + channel]);
-    }
-    float unpacked[8];
-    unpack(unpacked, packed);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) tile[channel + i][row] = unpacked[i];
-  }
-}
-
 template <int kRows, int kColumns>
 __global__ void __launch_bounds__(kRows* kColumns / 64)
     register_kernel(const Arguments a, float* workspace) {
   constexpr int kDepth = 16;
   constexpr int kThreads = kRows * kColumns / 64;
-  constexpr int kAcross = kColumns / 8;  // threads side by side
   __shared__ __align__(16) float left[kDepth][kRows + 4];
   __shared__ __align__(16) float right[kDepth][kColumns + 4];
-  // the thread's rows: down .. down + 3 and kRows / 2 further on
-  const int down = threadIdx.x / kAcross * 4;
-  // and its columns: across .. across + 3 and kColumns / 2 further on
-  const int across = threadIdx.x % kAcross * 4;
   int row0, column0;
   LowerTiles<kRows, kColumns>::origin(blockIdx.x, &row0, &column0);
   const Range<kDepth> range(a);
-
   float sum[8][8] = {};
   for (int slice = range.first; slice < range.last; ++slice) {
-    const size_t start = static_cast<size_t>(range.sample(slice)) * a.tokens * a.channels;
     __syncthreads();
-    load_transposed<kRows, kDepth, kThreads>(left, a, a.dy + start, row0, range.channel(slice));
-    load_transposed<kColumns, kDepth, kThreads>(right, a, a.x + start, column0,
-                                                range.channel(slice));
+    const int channel = range.channel(slice);
+    load_transposed<kRows, kThreads>(left, range.of(a.dy, a, slice), row0, channel);
+    load_transposed<kColumns, kThreads>(right, range.of(a.x, a, slice), column0, channel);
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kDepth; ++k) {
-      const float4 y0 = *reinterpret_cast<const float4*>(&left[k][down]);
-      const float4 y1 = *reinterpret_cast<const float4*>(&left[k][kRows / 2 + down]);
-      const float4 x0 = *reinterpret_cast<const float4*>(&right[k][across]);
-      const float4 x1 = *reinterpret_cast<const float4*>(&right[k][kColumns / 2 + across]);
-      const float dy[8] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
-      const float x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
-#pragma unroll
-      for (int r = 0; r < 8; ++r) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) sum[r][c] += dy[r] * x[c];
-      }
-    }
+    multiply_registers<kRows, kColumns>(sum, left, right);
   }
   float* partial = partial_tile<kRows, kColumns>(workspace);
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
-    float* target = &partial[(r / 4 * (kRows / 2) + down + r % 4) * kColumns + across];
-    *reinterpret_cast<float4*>(target) = make_float4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-    *reinterpret_cast<float4*>(target + kColumns / 2) =
-        make_float4(sum[r][4], sum[r][5], sum[r][6], sum[r][7]);
+    float* row = &partial[register_row<kRows, kColumns>(r) * kColumns];
+#pragma unroll
+    for (int c = 0; c < 8; c += 4) {
+      *reinterpret_cast<float4*>(row + register_column<kColumns>(c)) =
+          make_float4(sum[r][c], sum[r][c + 1], sum[r][c + 2], sum[r][c + 3]);
+    }
   }
 }
 
 template <int kRows, int kColumns>
 Configuration register_tiles() {
   constexpr int kThreads = kRows * kColumns / 64;
-  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kColumns) + ", ";
-  return {name + std::to_string(kThreads) + " threads", [](const Arguments& a) {
-            const int tiles = LowerTiles<kRows, kColumns>::count(a.tokens);
-            const int splits = choose_splits(a, tiles, 16, 512 / kThreads);
-            float* workspace = workspace_for<kRows, kColumns>(a, splits);
-            const cudaError_t status = launch(register_kernel<kRows, kColumns>, dim3(tiles, splits),
-                                              dim3(kThreads), 0, a, workspace);
-            return status == cudaSuccess ? finish<kRows, kColumns>(a, workspace, splits) : status;
+  return {text("tile ", kRows, "x", kColumns, ", ", kThreads, " threads"), [](const Arguments& a) {
+            return launch_split<kRows, kColumns>(register_kernel<kRows, kColumns>, 16,
+                                                 512 / kThreads, kThreads, 0, a);
           }};
 }
 
@@ -308,56 +261,21 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
   constexpr int kThreads = kRows * kColumns / (kWarpRows * kWarpColumns) * 32;
   __shared__ __align__(16) bf16 left[kRows][kDepth + 8];      // [i][channel]
   __shared__ __align__(16) bf16 right[kColumns][kDepth + 8];  // [j][channel]
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / (kColumns / kWarpColumns) * kWarpRows;
-  const int warp_column = warp % (kColumns / kWarpColumns) * kWarpColumns;
+  const int warp_row = threadIdx.x / 32 / (kColumns / kWarpColumns) * kWarpRows;
+  const int warp_column = threadIdx.x / 32 % (kColumns / kWarpColumns) * kWarpColumns;
   int row0, column0;
   LowerTiles<kRows, kColumns>::origin(blockIdx.x, &row0, &column0);
   const Range<kDepth> range(a);
-
-  // tile[row][channel] from rows row0 .. of one sample; zero beyond the tokens and channels.
-  const auto load = [&](bf16(*tile)[kDepth + 8], int rows, const bf16* values, int first_row,
-                        int channel0) {
-#pragma unroll
-    for (int vector = threadIdx.x; vector < rows * kDepth / 8; vector += kThreads) {
-      const int row = vector / (kDepth / 8);
-      const int channel = vector % (kDepth / 8) * 8;
-      uint4 packed = make_uint4(0, 0, 0, 0);
-      if (first_row + row < a.tokens && channel0 + channel < a.channels) {
-        const size_t index = static_cast<size_t>(first_row + row) * a.channels + channel0 + channel;
-        packed = *reinterpret_cast<const uint4*>(&values[index]);
-      }
-      *reinterpret_cast<uint4*>(&tile[row][channel]) = packed;
-    }
-  };
-
   float sum[kWarpRows / 16][kWarpColumns / 8][4] = {};
   for (int slice = range.first; slice < range.last; ++slice) {
-    const size_t start = static_cast<size_t>(range.sample(slice)) * a.tokens * a.channels;
     __syncthreads();
-    load(left, kRows, a.dy + start, row0, range.channel(slice));
-    load(right, kColumns, a.x + start, column0, range.channel(slice));
+    const int channel = range.channel(slice);
+    load_tile<kDepth, kThreads>(left, range.of(a.dy, a, slice), row0, channel);
+    load_tile<kDepth, kThreads>(right, range.of(a.x, a, slice), column0, channel);
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kDepth; k += 16) {
-      uint32_t dy[kWarpRows / 16][4];
-#pragma unroll
-      for (int r = 0; r < kWarpRows / 16; ++r) {
-        load_matrices(dy[r], &left[warp_row + 16 * r + lane % 16][k + lane / 16 * 8]);
-      }
-#pragma unroll
-      for (int c = 0; c < kWarpColumns / 16; ++c) {
-        uint32_t x[4];  // two operands of 16 x 8
-        load_matrices(
-            x, &right[warp_column + 16 * c + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
-#pragma unroll
-        for (int r = 0; r < kWarpRows / 16; ++r) {
-          multiply_16x8x16(sum[r][2 * c], dy[r], x[0], x[1]);
-          multiply_16x8x16(sum[r][2 * c + 1], dy[r], x[2], x[3]);
-        }
-      }
-    }
+    multiply_warp<kDepth, false, false>(
+        sum, warp_row, warp_column, [&](int i, int j) { return &left[i][j]; },
+        [&](int i, int j) { return &right[i][j]; });
   }
   store_partial<kColumns>(
       partial_tile<kRows, kColumns>(workspace) + warp_row * kColumns + warp_column, sum);
@@ -366,16 +284,10 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
 template <int kRows, int kColumns, int kWarpRows, int kWarpColumns>
 Configuration tensor_cores() {
   constexpr int kWarps = kRows * kColumns / (kWarpRows * kWarpColumns);
-  const std::string name =
-      "tile " + std::to_string(kRows) + "x" + std::to_string(kColumns) + "x32, ";
-  return {name + std::to_string(kWarps) + " warps", [](const Arguments& a) {
-            const int tiles = LowerTiles<kRows, kColumns>::count(a.tokens);
-            const int splits = choose_splits(a, tiles, 32, 16 / kWarps);
-            float* workspace = workspace_for<kRows, kColumns>(a, splits);
-            const cudaError_t status =
-                launch(mma_kernel<kRows, kColumns, kWarpRows, kWarpColumns>, dim3(tiles, splits),
-                       dim3(32 * kWarps), 0, a, workspace);
-            return status == cudaSuccess ? finish<kRows, kColumns>(a, workspace, splits) : status;
+  return {text("tile ", kRows, "x", kColumns, "x32, ", kWarps, " warps"), [](const Arguments& a) {
+            return launch_split<kRows, kColumns>(
+                mma_kernel<kRows, kColumns, kWarpRows, kWarpColumns>, 32, 16 / kWarps, 32 * kWarps,
+                0, a);
           }};
 }
 
@@ -385,81 +297,35 @@ Configuration tensor_cores() {
 // __syncthreads a slice is enough. An XOR swizzle takes the place of the padding. All tiles have
 // the same work here, so what decides the last round is the number of splits.
 
-template <int kRows, int kColumns, int kDepth, int kStages>
-constexpr int pipeline_bytes() {
-  return kStages * (kRows + kColumns) * kDepth * static_cast<int>(sizeof(bf16));
-}
-
 template <int kRows, int kColumns, int kDepth, int kWarpRows, int kWarpColumns, int kStages>
 __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) * 32, 1)
     pipelined_kernel(const Arguments a, float* workspace) {
   constexpr int kThreads = kRows * kColumns / (kWarpRows * kWarpColumns) * 32;
   bf16* left = reinterpret_cast<bf16*>(dynamic_shared());  // (stages, rows, depth), swizzled
   bf16* right = left + kStages * kRows * kDepth;           // (stages, columns, depth), swizzled
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / (kColumns / kWarpColumns) * kWarpRows;
-  const int warp_column = warp % (kColumns / kWarpColumns) * kWarpColumns;
+  const int warp_row = threadIdx.x / 32 / (kColumns / kWarpColumns) * kWarpRows;
+  const int warp_column = threadIdx.x / 32 % (kColumns / kWarpColumns) * kWarpColumns;
   int row0, column0;
   LowerTiles<kRows, kColumns>::origin(blockIdx.x, &row0, &column0);
   const Range<kDepth> range(a);
-  const int steps = range.last - range.first;
-
-  // Starts to copy tile[row][channel] from rows first_row .. of one sample; zero beyond the tokens
-  // and channels.
-  const auto copy = [&](bf16* tile, int rows, const bf16* values, int first_row, int channel0) {
-#pragma unroll
-    for (int vector = threadIdx.x; vector < rows * kDepth / 8; vector += kThreads) {
-      const int row = vector / (kDepth / 8);
-      const int channel = vector % (kDepth / 8) * 8;
-      const bool inside = first_row + row < a.tokens && channel0 + channel < a.channels;
-      const size_t index =
-          inside ? static_cast<size_t>(first_row + row) * a.channels + channel0 + channel : 0;
-      copy_async(&tile[swizzled<kDepth>(row, channel)], values + index, inside);
-    }
-  };
-  const auto load = [&](int step) {
-    const int slice = range.first + step;
-    const size_t start = static_cast<size_t>(range.sample(slice)) * a.tokens * a.channels;
-    copy(left + step % kStages * (kRows * kDepth), kRows, a.dy + start, row0, range.channel(slice));
-    copy(right + step % kStages * (kColumns * kDepth), kColumns, a.x + start, column0,
-         range.channel(slice));
-  };
-
-  for (int step = 0; step < kStages - 1; ++step) {
-    if (step < steps) load(step);
-    close_copy_group();  // also if empty, so that each step has exactly one group
-  }
   float sum[kWarpRows / 16][kWarpColumns / 8][4] = {};
-  for (int step = 0; step < steps; ++step) {
-    wait_for_copies<kStages - 2>();  // this thread's copies of `step` have arrived
-    // all threads' copies have arrived, and all have read step - 1, whose buffer is loaded next
-    __syncthreads();
-    if (step + kStages - 1 < steps) load(step + kStages - 1);
-    close_copy_group();
-    const bf16* left_stage = left + step % kStages * (kRows * kDepth);
-    const bf16* right_stage = right + step % kStages * (kColumns * kDepth);
-#pragma unroll
-    for (int k = 0; k < kDepth; k += 16) {
-      uint32_t dy[kWarpRows / 16][4];
-#pragma unroll
-      for (int r = 0; r < kWarpRows / 16; ++r) {
-        load_matrices(
-            dy[r], &left_stage[swizzled<kDepth>(warp_row + 16 * r + lane % 16, k + lane / 16 * 8)]);
-      }
-#pragma unroll
-      for (int c = 0; c < kWarpColumns / 16; ++c) {
-        uint32_t x[4];
-        const int column = warp_column + 16 * c + lane / 16 * 8 + lane % 8;
-        load_matrices(x, &right_stage[swizzled<kDepth>(column, k + lane / 8 % 2 * 8)]);
-#pragma unroll
-        for (int r = 0; r < kWarpRows / 16; ++r) {
-          multiply_16x8x16(sum[r][2 * c], dy[r], x[0], x[1]);
-          multiply_16x8x16(sum[r][2 * c + 1], dy[r], x[2], x[3]);
-        }
-      }
-    }
-  }
+  run_pipeline<kStages>(
+      range.last - range.first,
+      [&](int step) {
+        const int slice = range.first + step, stage = step % kStages;
+        const int channel = range.channel(slice);
+        copy_tile<kRows, kDepth, kThreads>(left + stage * (kRows * kDepth),
+                                           range.of(a.dy, a, slice), row0, channel);
+        copy_tile<kColumns, kDepth, kThreads>(right + stage * (kColumns * kDepth),
+                                              range.of(a.x, a, slice), column0, channel);
+      },
+      [&](int step) {
+        const bf16* dy = left + step % kStages * (kRows * kDepth);
+        const bf16* x = right + step % kStages * (kColumns * kDepth);
+        multiply_warp<kDepth, false, false>(
+            sum, warp_row, warp_column, [&](int i, int j) { return &dy[swizzled<kDepth>(i, j)]; },
+            [&](int i, int j) { return &x[swizzled<kDepth>(i, j)]; });
+      });
   store_partial<kColumns>(
       partial_tile<kRows, kColumns>(workspace) + warp_row * kColumns + warp_column, sum);
 }
@@ -467,18 +333,13 @@ __global__ void __launch_bounds__(kRows* kColumns / (kWarpRows * kWarpColumns) *
 template <int kRows, int kColumns, int kDepth, int kWarpRows, int kWarpColumns, int kStages>
 Configuration pipelined(int blocks_per_processor) {
   constexpr int kWarps = kRows * kColumns / (kWarpRows * kWarpColumns);
-  constexpr int kBytes = pipeline_bytes<kRows, kColumns, kDepth, kStages>();
-  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kColumns) + "x" +
-                           std::to_string(kDepth) + ", " + std::to_string(kStages) + " stages, " +
-                           std::to_string(blocks_per_processor) + " blocks an SM";
-  return {name, [=](const Arguments& a) {
-            const int tiles = LowerTiles<kRows, kColumns>::count(a.tokens);
-            const int splits = choose_splits(a, tiles, kDepth, blocks_per_processor);
-            float* workspace = workspace_for<kRows, kColumns>(a, splits);
-            const cudaError_t status =
-                launch(pipelined_kernel<kRows, kColumns, kDepth, kWarpRows, kWarpColumns, kStages>,
-                       dim3(tiles, splits), dim3(32 * kWarps), kBytes, a, workspace);
-            return status == cudaSuccess ? finish<kRows, kColumns>(a, workspace, splits) : status;
+  constexpr int kBytes = kStages * (kRows + kColumns) * kDepth * static_cast<int>(sizeof(bf16));
+  return {text("tile ", kRows, "x", kColumns, "x", kDepth, ", ", kStages, " stages, ",
+               blocks_per_processor, " blocks an SM"),
+          [=](const Arguments& a) {
+            return launch_split<kRows, kColumns>(
+                pipelined_kernel<kRows, kColumns, kDepth, kWarpRows, kWarpColumns, kStages>, kDepth,
+                blocks_per_processor, 32 * kWarps, kBytes, a);
           }};
 }
 
@@ -494,12 +355,6 @@ Configuration pipelined(int blocks_per_processor) {
 // boxes of the same shape. Both are K-major, the sum runs along the rows of the boxes, so wgmma
 // transposes nothing.
 
-template <int kConsumers, int kColumns, int kStages>
-constexpr int hopper_bytes() {
-  return 1024 + kStages * (kConsumers + kColumns / kBox) * kBoxBytes +
-         2 * kStages * static_cast<int>(sizeof(Barrier));
-}
-
 template <int kConsumers, int kColumns, int kStages, int kBlocks>
 __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
     hopper_kernel(const __grid_constant__ CUtensorMap dy_map,
@@ -507,70 +362,33 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = kBox * kConsumers;
   constexpr int kBoxesAcross = kColumns / kBox;
-  constexpr int kStageBytes = (kConsumers + kBoxesAcross) * kBoxBytes;
-  // Boxes must start at multiples of 1024 bytes.
-  unsigned char* stages =
-      dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
-  Barrier* full = reinterpret_cast<Barrier*>(stages + kStages * kStageBytes);
-  Barrier* empty = full + kStages;
-
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   int row0, column0;
   LowerTiles<kRows, kColumns>::origin(blockIdx.x, &row0, &column0);
   const Range<kBox> range(a);
   const int steps = range.last - range.first;
-
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(&full[stage], 1);            // the producer
-      barrier_init(&empty[stage], kConsumers);  // one thread of each consumer
-    }
-    barrier_init_fence();
-  }
-  __syncthreads();
+  const Stages<kConsumers, kBoxesAcross, kStages> ring;
 
   if (warp == 4 * kConsumers) {  // the producer
     if (lane != 0) return;
-    for (int step = 0; step < steps; ++step) {
-      const int stage = step % kStages;
+    ring.produce(steps, [&](int step, unsigned char* memory, Barrier* barrier) {
       const int sample = range.sample(range.first + step);
       const int channel = range.channel(range.first + step);
-      unsigned char* memory = stages + stage * kStageBytes;
-      barrier_wait(&empty[stage], (step / kStages + 1) % 2);
-      barrier_arrive_expecting(&full[stage], kStageBytes);
-      for (int box = 0; box < kConsumers; ++box) {
-        load_box(memory + box * kBoxBytes, &dy_map, &full[stage], channel, row0 + box * kBox,
-                 sample);
-      }
+      for (int box = 0; box < kConsumers; ++box)
+        load_box(memory + box * kBoxBytes, &dy_map, barrier, channel, row0 + box * kBox, sample);
       for (int box = 0; box < kBoxesAcross; ++box) {
-        load_box(memory + (kConsumers + box) * kBoxBytes, &x_map, &full[stage], channel,
+        load_box(memory + (kConsumers + box) * kBoxBytes, &x_map, barrier, channel,
                  column0 + box * kBox, sample);
       }
-    }
+    });
     return;
   }
 
   const int consumer = warp / 4;
   // the first wgmma overwrites it, so it needs no zeros, which would delay the wgmma
   float sum[kColumns / 2];
-  for (int step = 0; step < steps; ++step) {
-    const int stage = step % kStages;
-    const unsigned char* memory = stages + stage * kStageBytes;
-    barrier_wait(&full[stage], step / kStages % 2);
-    const uint64_t left = operand(memory + consumer * kBoxBytes, 0);
-    const uint64_t right = operand(memory + kConsumers * kBoxBytes, 0);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kBox / 16; ++k) {
-      wgmma<false, false>(sum, left + k * kNextK, right + k * kNextK, step > 0 || k > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<1>();  // the previous step has been read: its stage is free
-    if (step > 0 && threadIdx.x % 128 == 0) barrier_arrive(&empty[(step - 1) % kStages]);
-  }
-  wgmma_wait<0>();
-
+  ring.template consume<false, false>(sum, consumer, 0, steps);
   float* partial = partial_tile<kRows, kColumns>(workspace);
   const int row = consumer * kBox + warp % 4 * 16 + lane / 4;
 #pragma unroll
@@ -588,23 +406,14 @@ __global__ void __launch_bounds__(128 * kConsumers + 32, kBlocks)
 template <int kConsumers, int kColumns, int kStages, int kBlocks>
 Configuration hopper(int blocks_per_processor) {
   constexpr int kRows = kBox * kConsumers;
-  const std::string name = "tile " + std::to_string(kRows) + "x" + std::to_string(kColumns) +
-                           "x64, " + std::to_string(kStages) + " stages, " +
-                           std::to_string(blocks_per_processor) + " blocks an SM";
-  return {name, [=](const Arguments& a) {
-            CUtensorMap dy_map, x_map;
-            cudaError_t status = make_map(&dy_map, a.dy, a.batch, a.tokens, a.channels, a.channels);
-            if (status == cudaSuccess)
-              status = make_map(&x_map, a.x, a.batch, a.tokens, a.channels, a.channels);
-            if (status != cudaSuccess) return status;
-            const int tiles = LowerTiles<kRows, kColumns>::count(a.tokens);
-            const int splits = choose_splits(a, tiles, kBox, blocks_per_processor);
-            float* workspace = workspace_for<kRows, kColumns>(a, splits);
-            status =
-                launch(hopper_kernel<kConsumers, kColumns, kStages, kBlocks>, dim3(tiles, splits),
-                       dim3(128 * kConsumers + 32), hopper_bytes<kConsumers, kColumns, kStages>(),
-                       dy_map, x_map, a, workspace);
-            return status == cudaSuccess ? finish<kRows, kColumns>(a, workspace, splits) : status;
+  return {text("tile ", kRows, "x", kColumns, "x64, ", kStages, " stages, ", blocks_per_processor,
+               " blocks an SM"),
+          [=](const Arguments& a) {
+            return launch_split<kRows, kColumns>(
+                hopper_kernel<kConsumers, kColumns, kStages, kBlocks>, kBox, blocks_per_processor,
+                128 * kConsumers + 32, Stages<kConsumers, kColumns / kBox, kStages>::kBytes, a,
+                tensor_map(a.dy, a.batch, a.tokens, a.channels),
+                tensor_map(a.x, a.batch, a.tokens, a.channels));
           }};
 }
 
@@ -613,6 +422,7 @@ int main(int count, char** arguments) {
   return run_ladder(
       kGradWeight, options,
       {
+          cublas_version(kGradWeight),
           {1,
            "one thread an element, j <= i only",
            false,

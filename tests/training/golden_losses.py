@@ -87,8 +87,8 @@ def tokens_sha256(directory: Path) -> str:
 
 
 def largest_gap(found: dict, golden: dict) -> float:
-    """The largest relative difference of the losses that both results have. (Validation losses of the
-    GPUs' files were of another sample of the validation text.)
+    """The largest relative difference of the losses that both results have. The files of GPUs have
+    no validation losses: theirs were of another sample of the text.
     """
     pairs = [
         pair
