@@ -98,8 +98,7 @@ def draws_from_json_alone(output: Path, tmp_path: Path) -> None:
         ).returncode
         == 0
     )
-    for name in ("elsewhere_speedup.png", "elsewhere_sweep.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name
+    assert (tmp_path / "elsewhere_speedup.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "elsewhere.md").read_text() == output.with_suffix(".md").read_text()
 
 
