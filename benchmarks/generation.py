@@ -8,8 +8,7 @@ Llama with its KV cache.
 Writes PATH.json (hardware, commit, every time) and PATH.md (tables). Weights are random, all three
 go through generate(), greedily, without an end token. A new token's time is what all but the first
 add to a call: the prompt is not in it, the capture of a static cache's step is. Beside these: the
-captured step itself against the time of reading the weights (alone) once, and the kernel of the
-one-row product against a copy.
+captured step itself against the time of reading the weights (alone) once.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
 from mixer.models.masked_mixer.cache import MixingCache
-from mixer.ops import choice, mix_row
+from mixer.ops import choice
 
 STATIC = ("static", "compiled")  # steps of a static cache
 CAPTURED = 3  # so many steps of a static cache, and it is captured
@@ -125,7 +124,7 @@ def measure(options: argparse.Namespace) -> dict:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, options.device) | {"settings": settings(options)}
     result |= {"copy_bytes_per_ms": timing.copy_bytes_per_ms(options.device), "left_out": []}
-    result |= {"generate": [], "step": [], "kernel": []}
+    result |= {"generate": [], "step": []}
 
     def wanted(what: str) -> bool:
         if time.perf_counter() - started > options.seconds:
@@ -134,9 +133,6 @@ def measure(options: argparse.Namespace) -> dict:
         print(f"{time.perf_counter() - started:7.1f} s  {what}", flush=True)
         return True
 
-    for batch in options.batches:
-        if wanted(f"kernel, batch {batch}"):
-            result["kernel"].append(time_kernel(batch, result["copy_bytes_per_ms"], options))
     model = mixer_model(options)
     result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     result["weight_bytes"] = weight_bytes(model)
@@ -287,43 +283,6 @@ def replay_ms(cache: MixingCache) -> float:
     ]["ms"]
 
 
-def time_kernel(batch: int, copy_bytes_per_ms: float, options: argparse.Namespace) -> dict:
-    """Milliseconds of one row's product, by the kernel (on a CPU by PyTorch), with a weight in
-    bf16; no cache holds its data.
-    """
-    position, hidden, device = options.prompt + options.new // 2, options.hidden, options.device
-    size = batch * position * hidden * 2  # bytes of the inputs that are read
-    # inputs that are together well beyond the L2 cache
-    slots = max(2, -(-2 * 3 * 60 * 2**20 // size)) if device == "cuda" else 2
-    weight = torch.randn(1, 1, options.context, options.context, device=device).to(torch.bfloat16)
-    bias = torch.randn(1, options.context, device=device).to(torch.bfloat16)
-    x, residual = (
-        torch.randn(batch, 1, hidden, device=device).to(torch.bfloat16) for _ in range(2)
-    )
-    memories = [
-        torch.randn(batch, 1, position + 1, hidden, device=device, dtype=torch.bfloat16)
-        for _ in range(slots)
-    ]
-    positions = torch.full((1, 1), position, device=device)
-
-    def call(slot: int) -> Tensor:
-        return mix_row(memories[slot], x, weight, bias, residual, positions)
-
-    with torch.no_grad():
-        served = choice.row_kernel_serves(memories[0], x, weight, bias, residual, "auto")
-        if device == "cuda":
-            # A graph, as the steps are: launches take no time of the host.
-            ms = timing.replayed({"": call}, slots, 9, 10.0)[""]
-        else:
-            ms = timing.interleaved({"": call}, device, slots, 3, 5.0)[""]["ms"]
-    # the row of the weight; x twice, residual and y
-    moved = size + 2 * position + 2 * batch * hidden * 4
-    return {
-        "batch": batch, "position": position, "kernel": served, "ms": ms, "bytes": moved,
-        "tb_per_s": moved / ms / 1e9, "share_of_copy": moved / ms / copy_bytes_per_ms,
-    }  # fmt: skip
-
-
 # ------------------------------------------------------------------------- tables
 
 
@@ -347,7 +306,6 @@ def table(result: dict) -> str:
             result["generate"],
             "{model} | {cache} | {batch} | {new} | {ms_per_token:.3f} | {tokens_per_second:,.0f}",
         ),
-        ratios(result),
         "## A decoding step",
         steps,
         lines(
@@ -360,12 +318,6 @@ def table(result: dict) -> str:
             "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {compiled_ms:.3f} | "
             "{compiled_first_s:.1f} | {captured} | "
             "{floor_ms:.3f} | {static_ratio:.2f} | {compiled_ratio:.2f}",
-        ),
-        "## The one-row product",
-        lines(
-            "batch | position | by the kernel | ms | TB/s | of a copy",
-            result["kernel"],
-            "{batch} | {position} | {kernel} | {ms:.4f} | {tb_per_s:.3f} | {share_of_copy:.0%}",
         ),
         f"Left out for lack of time: {', '.join(result['left_out'])}."
         if result["left_out"]
@@ -396,27 +348,6 @@ def lines(heading: str, rows: list[dict], form: str) -> str:
     return "\n".join(
         [f"| {heading} |", f"|{rule}|", *(f"| {form.format(**row)} |" for row in rows)]
     )
-
-
-def ratios(result: dict) -> str:
-    """What the times say of each other, a sentence for each batch."""
-    ms = {
-        (row["batch"], row["model"], row["cache"]): row["ms_per_token"]
-        for row in result["generate"]
-    }
-    sentences = []
-    for batch in sorted({key[0] for key in ms}):
-        for cache in ("cached", "cached, static"):
-            mine = ms.get((batch, "mixer", cache))
-            others = {"the uncached loop": ("mixer", "uncached"), "the Llama": ("Llama", "cached")}
-            said = [
-                f"{ms[batch, *key] / mine:.1f} times as fast as {name}"
-                for name, key in others.items()
-                if (batch, *key) in ms
-            ]
-            if mine and said:
-                sentences.append(f"Batch {batch}, mixer {cache}: {' and '.join(said)}.")
-    return "\n".join(sentences)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def table(result: dict) -> str:
 
 
 def table_of_runs(result: dict) -> str:
-    rows = [row_of_run(name, result) for name in result["runs"]]
+    # In the order of the plan, whichever ended first.
+    names = dict.fromkeys([*result["plan"].get("runs", {}), *result["runs"]])
+    rows = [row_of_run(name, result) for name in names if name in result["runs"]]
     columns = list(dict.fromkeys(key for row in rows for key in row if row[key]))
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     lines += ["| " + " | ".join(row.get(key, "") for key in columns) + " |" for row in rows]

@@ -2,13 +2,13 @@
 
     python benchmarks/token_mixing.py --output PATH [--suite main|sweep|both] \\
         [--tokens 512,2048] [--seconds 100]
-    python benchmarks/token_mixing.py --plot PATH.json  # draws tables and pictures again, anywhere
+    python benchmarks/token_mixing.py --plot PATH.json  # draws tables and picture again, anywhere
 
-Writes PATH.json and PATH.md; with --plot PATH.md, PATH.png (roofline), PATH_speedup.png and, of a
-sweep, PATH_sweep.png. `main` varies the context at 65,536 tokens and 1024 channels in bf16 (--dtype
-float16: a V100 has no bf16); `sweep` changes one other factor at a time. Every variant is checked
-against fp64 first, and what fails its check is not timed. Without CUDA kernels it compares `panels`
-with the alternatives, at any size: --device cpu --tokens 64,128 --channels 32 --batch-tokens 256.
+Writes PATH.json and PATH.md; with --plot PATH.md and PATH_speedup.png. `main` varies the context at
+65,536 tokens and 1024 channels in bf16 (--dtype float16: a V100 has no bf16); `sweep` changes one
+other factor at a time. Every variant is checked against fp64 first, and what fails
+its check is not timed. Without CUDA kernels it compares `panels` with the alternatives, at any
+size: --device cpu --tokens 64,128 --channels 32 --batch-tokens 256.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import timing
 import torch
 from saving import add_options, measured_by, save
 from token_mixing_check import Expected, check
-from token_mixing_figures import write_plots
+from token_mixing_figures import plot_speedups
 from token_mixing_report import table
 from token_mixing_variants import VARIANTS, Data
 from token_mixing_work import OPERATIONS, Shape, floor_ms, least_bytes, useful_flops
@@ -41,11 +41,11 @@ def main() -> None:
         path = Path(options.plot)
         result = json.loads(path.read_text())
         write_text(path.with_suffix(".md"), table(result))
-        print("\n".join(map(str, write_plots(result, path.with_suffix("")))))
+        print(plot_speedups(result, path.with_name(f"{path.stem}_speedup.png")))
         return
     if not options.output:
         raise UserError(
-            "give --output PATH for the results, or --plot PATH.json for pictures of earlier ones"
+            "give --output PATH for the results, or --plot PATH.json for a picture of earlier ones"
         )
     result = measure(options)
     print(table(result))
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     )
     add_options(parser, required=False)
     parser.add_argument(
-        "--plot", metavar="PATH.json", help="draw the pictures of these results and measure nothing"
+        "--plot", metavar="PATH.json", help="draw the picture of these results and measure nothing"
     )
     parser.add_argument("--suite", choices=("main", "sweep", "both"), default="main")
     parser.add_argument("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")

@@ -2,11 +2,10 @@
 GPU, bf16 autocast.
 
     python benchmarks/training_step.py --output PATH [--forms blocks,matmul,...] \\
-        [--tokens 512,2048,8192] [--profile]
+        [--tokens 512,2048,8192]
 
 Writes PATH.json and PATH.md. The forms of a context run in interleaved rounds of one process, and
-share their weights' memory. `--list` says what each form is; `--profile` adds where one step of
-each form spends its time, kernel by kernel.
+share their weights' memory. `--list` says what each form is.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import timing
 import torch
 from saving import add_options, measured_by, save
 from training_step_models import DEFAULT_FORMS, FORMS, Form, SharedMemory, Size, Step
-from training_step_report import profiled, table
+from training_step_report import table
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, first_line, run_command
@@ -65,9 +64,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--batch-ms", type=float, default=400.0, help="time of one round of one form"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="profile a step of each form, after the timing"
     )
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="build no further form or context after so long"
@@ -126,8 +122,6 @@ def measure_size(size: Size, options: argparse.Namespace, deadline: float, left_
         row |= timings.get(name, {})
         if "ms" in row:
             row["tokens_per_second"] = 1e3 * size.batch * size.tokens / row["ms"]
-        if "ms" in row and options.profile:
-            row["profile"] = profiled(steps[name], options.device)
     del steps, memory
     torch.compiler.reset()
     gc.collect()

@@ -7,7 +7,7 @@ other on a GPU and their rounds can interleave.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.comparison.no_mixing import NoMixing
-from mixer.models.architecture import ModelConfig, model_config
-from mixer.models.transformer import Llama
 from mixer.training.clipping import clip, gradient_norm
 from mixer.training.compile import begin_graphs, compiled, compiled_parts
 from mixer.training.guard import Guard
@@ -37,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Form:
-    """`model`: ours, without (ours, mixing removed), llama, matmul, conv1d, limit (clean ones) or
+    """`model`: ours, without (ours, mixing removed), matmul, conv1d, limit (clean ones) or
     reference.
     """
 
@@ -47,8 +45,6 @@ class Form:
     compile: str = "no"  # ours: no, blocks, model; others: no, model
     recompute: str = "none"
     graphs: bool = False  # ours, compiled: replayed as CUDA graphs
-    optim: dict = field(default_factory=dict)  # options other than the defaults: AdamW
-    change: Callable[[nn.Module], object] = lambda model: None  # ours: made before it is compiled
 
 
 FORMS = {
@@ -72,24 +68,6 @@ FORMS = {
     "reference": Form("the reference implementation's form, eager", "reference"),
     "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),
     "block": Form("blocks, each block computed again", compile="blocks", recompute="block"),
-    "lags": Form("blocks, shared lags", compile="blocks", optim={"shared_lags": True}),
-    "muon": Form("blocks, Muon", compile="blocks", optim={"name": "muon"}),
-    "recipe": Form(
-        "blocks, Muon and shared lags",
-        compile="blocks",
-        optim={"name": "muon", "shared_lags": True},
-    ),
-    "recipe_graphs": Form(
-        "recipe, replayed as CUDA graphs, as a run does by default",
-        compile="blocks",
-        graphs=True,
-        optim={"name": "muon", "shared_lags": True},
-    ),
-    "without_muon": Form("without, Muon", "without", compile="blocks", optim={"name": "muon"}),
-    "llama": Form(
-        "Llama of this width, heads of 128, each block compiled", "llama", compile="blocks"
-    ),
-    "llama_muon": Form("llama, Muon", "llama", compile="blocks", optim={"name": "muon"}),
     "eager_activation": Form("eager, the GELU computed again", recompute="activation"),
 }
 DEFAULT_FORMS = (
@@ -117,7 +95,7 @@ class Step:
         model = self.module.objective.model if self.ours else self.module
         is_compiled = self.ours and form.compile != "no"
         faster = partial(compiled, graphs=False) if is_compiled else None
-        config = OptimConfig(lr=1e-4, **form.optim)
+        config = OptimConfig(lr=1e-4)
         self.optimizer = build_optimizer(model, config, compile=faster)
         self.guard = Guard(
             self.optimizer, scaled=False, stop_at_first=True, device=torch.device(device)
@@ -189,7 +167,7 @@ class SharedMemory:
             parameter.data = view[0]
             step = torch.zeros((), device=parameter.device)
             state = {"step": step, "exp_avg": view[1], "exp_avg_sq": view[2]}
-            optimizer.state[parameter] = state | {"momentum": view[1]}  # whichever it uses
+            optimizer.state[parameter] = state
             place += 1
 
 
@@ -197,8 +175,6 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
     if form.model in CLEAN:
         with torch.device(device):
             return (Reference if form.model == "reference" else Clean)(size, CLEAN[form.model])
-    if form.model == "llama":
-        return Ours(llama(size, device))
     backend = form.backend or ("cuda" if device == "cuda" else "dense")
     config = MaskedMixerConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
@@ -210,16 +186,7 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
         for block in model.model.layers:
             block.mixing = NoMixing(config)
     set_recompute(model, form.recompute)
-    form.change(model)
     return Ours(model)
-
-
-def llama(size: Size, device: str) -> nn.Module:
-    shape = {"hidden_size": size.hidden, "num_hidden_layers": size.layers}
-    shape |= {"max_position_embeddings": size.tokens, "num_attention_heads": size.hidden // 128}
-    model = ModelConfig(architecture="llama", **shape)
-    with torch.device(device):
-        return Llama(model_config(model, size.vocabulary, 0))
 
 
 class Ours(nn.Module):

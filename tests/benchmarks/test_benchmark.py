@@ -98,8 +98,7 @@ def draws_from_json_alone(output: Path, tmp_path: Path) -> None:
         ).returncode
         == 0
     )
-    for name in ("elsewhere.png", "elsewhere_speedup.png", "elsewhere_sweep.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG"), name
+    assert (tmp_path / "elsewhere_speedup.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "elsewhere.md").read_text() == output.with_suffix(".md").read_text()
 
 
@@ -245,7 +244,7 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
         row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0
         for row in result["step"]
     )
-    assert "Batch 2, mixer cached" in text and "commit abc123" in text
+    assert "commit abc123" in text
     shape = {
         "vocab_size": 100,
         "hidden_size": 32,
@@ -263,7 +262,7 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
     )
 
 
-def test_a_training_step_is_timed_and_profiled(tmp_path):
+def test_a_training_step_is_timed(tmp_path):
     small = (
         "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 "
         "--batch-ms 1 --commit abc123"
@@ -276,7 +275,6 @@ def test_a_training_step_is_timed_and_profiled(tmp_path):
         "32,48",
         "--forms",
         forms,
-        "--profile",
         "--output",
         output,
     ]
@@ -295,32 +293,5 @@ def test_a_training_step_is_timed_and_profiled(tmp_path):
     for case in result["cases"]:
         assert list(case["forms"]) == forms.split(",")
         for row in case["forms"].values():
-            assert (
-                row["ms"] > 0
-                and row["losses"][2] < row["losses"][0]
-                and row["profile"]["kinds"]["optimizer"] > 0
-            )
-    assert "| eager: ours, eager |" in text and "## Where the time goes, 2 x 48 tokens" in text
-
-
-# As torch 2.11 names the kernels of shared lags and of Muon on a GPU, and those of a model.
-OPTIMIZERS_KERNELS = """
-triton_red_fused_arange_constant_pad_nd_le_pow_rsub_scalar_tensor_slice_sum_unsqueeze_view_where_0
-triton_red_fused_arange_le_pow_rsub_scalar_tensor_slice_sum_unsqueeze_view_where_0
-triton_poi_fused_add_constant_pad_nd_flip_select_slice_unbind_9
-triton_poi_fused_add_arange_clamp_copy__div_ge_gt_index_lerp_mul_pow_scalar_tensor_select_sqrt_sub_unbind_unsqueeze_where_7
-triton_per_fused_div_gt_lerp_pow_sum_where_1
-triton_poi_fused__to_copy_stack_3
-triton_poi_fused__to_copy_add_copy__mul_sub_unbind_0
-"""
-MODELS_KERNEL = (
-    "triton_red_fused__log_softmax__to_copy_arange_clone_eq_expand_nll_loss_forward_"
-    "scalar_tensor_slice_tril_view_where_0"
-)
-
-
-def test_a_profile_counts_the_compiled_kernels_of_optimizers_as_theirs(benchmark):
-    from training_step_report import kind
-
-    assert {kind(name) for name in OPTIMIZERS_KERNELS.split()} == {"optimizer"}
-    assert kind(MODELS_KERNEL) == "compiled reductions"
+            assert row["ms"] > 0 and row["losses"][2] < row["losses"][0]
+    assert "| eager: ours, eager |" in text
