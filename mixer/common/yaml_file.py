@@ -71,10 +71,9 @@ def read_yaml(path: str | Path) -> dict:
     try:
         given = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = ", ".join(sorted(map(str, Path(path).parent.glob("*.yaml"))))
-        raise UserError(
-            f"no configuration file {path}; there are: {near or 'none beside it'}"
-        ) from None
+        near = list(Path(path).parent.glob("*.yaml")) or list(Path("configs").glob("*.yaml"))
+        names = ", ".join(sorted(map(str, near))) or "none"
+        raise UserError(f"no configuration file {path}; there are: {names}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path} cannot be read as YAML: {error}") from None
     if given is None:

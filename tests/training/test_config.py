@@ -134,10 +134,11 @@ def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_pa
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["steps"] == 700
 
 
-def test_a_missing_file_names_those_that_exist_and_exits_with_2(tmp_path):
-    done = run_python("train.py", "--config", "configs/v10.yaml", output=tmp_path / "printed")
+@pytest.mark.parametrize("name", ["configs/v10.yaml", "demo.yaml"])
+def test_a_missing_file_names_those_that_exist_and_exits_with_2(name, tmp_path):
+    done = run_python("train.py", "--config", name, output=tmp_path / "printed")
     assert done.returncode == 2
-    assert "no configuration file configs/v10.yaml; there are: " in done.stdout
+    assert f"no configuration file {name}; there are: " in done.stdout
     assert "configs/comparison.yaml, configs/demo.yaml" in done.stdout
     assert "Traceback" not in done.stdout
 
