@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
 from mixer.evaluation.measure import AUTOCAST_TYPES, Plan, Process, measure
-from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.models.masked_mixer.convolution import TriangularConv
 
 COMPARED_BACKENDS = ("dense", "cuda")  # the first is what the other is compared with
 CHANGED_PLACES = 8

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from mixer.common.errors import first_line
 from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
-from mixer.models.masked_mixer.mixing import KeyedConv, TriangularConv
+from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 from mixer.ops import choice
 from mixer.training.automatic import choose, find_environment
 from mixer.training.compile import compiled
