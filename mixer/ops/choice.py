@@ -125,17 +125,17 @@ def probe_message(library: ctypes.CDLL, status: int, device: str) -> str:
     """What a failed probe means. Most often nvcc is newer than the driver."""
     runtime = divmod(library.mixer_runtime_version(), 1000)
     driver = divmod(library.mixer_driver_version(), 1000)
-    error = cuda.error_text(library, status)
-    text = f"the CUDA kernels were built but do not run on {device}: {error}."
+    text = f"the CUDA kernels were built but do not run on {device}: "
+    text += f"{cuda.error_text(library, status)}. "
     if runtime[0] > driver[0] > 0:
-        return (
-            f"{text} They were built with CUDA {runtime[0]}.{runtime[1] // 10}, and the driver "
-            f"supports {driver[0]}.{driver[1] // 10}: point CUDA_HOME at a CUDA {driver[0]}.x "
-            f"toolkit, e.g. `export CUDA_HOME=/usr/local/cuda-{driver[0]}`, or update the driver."
+        text += (
+            f"They were built with CUDA {runtime[0]}.{runtime[1] // 10}, and the driver supports "
+            f"{driver[0]}.{driver[1] // 10}. "
         )
+    home = f"/usr/local/cuda-{driver[0]}"
     return (
-        f"{text} Build with the toolkit that matches the driver: "
-        "`export CUDA_HOME=/path/to/cuda`, then run again."
+        f"{text}Build them anew with a toolkit that the driver supports: "
+        f"`CUDA_HOME={home} python -m mixer.ops.build`, or update the driver."
     )
 
 
