@@ -5,7 +5,6 @@ import shutil
 import subprocess
 
 import pytest
-import torch
 from toolchain import needs_nvcc
 
 from mixer.ops import build, choice, cuda
@@ -64,10 +63,6 @@ def test_structure_and_c_struct_agree(tmp_path):
     subprocess.run(
         ["g++", "-std=c++17", "-fsyntax-only", f"-I{build.SOURCES}", str(source)], check=True
     )
-
-
-def test_cpu_tensor_is_told_why():
-    assert "x is on cpu" in choice.call_reason(torch.device("cpu"), torch.float32)
 
 
 def test_driver_older_than_the_build_names_the_toolkit():
