@@ -7,18 +7,12 @@ import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# The bounds in words, in the order in which a lower and an upper one are named.
-WORDS = {
-    "at_least": "{} or more",
-    "above": "above {}",
-    "at_most": "at most {}",
-    "below": "below {}",
-}
-HOLDS = {
-    "at_least": operator.ge,
-    "above": operator.gt,
-    "at_most": operator.le,
-    "below": operator.lt,
+# The bounds in words, in the order in which a lower and an upper one are named, and their meaning.
+BOUNDS = {
+    "at_least": ("{} or more", operator.ge),
+    "above": ("above {}", operator.gt),
+    "at_most": ("at most {}", operator.le),
+    "below": ("below {}", operator.lt),
 }
 
 
@@ -67,7 +61,7 @@ def allowed_values(field: dataclasses.Field) -> str:
     if field.metadata.get("choices"):
         return ", ".join(field.metadata["choices"])
     bounds = field.metadata.get("bounds", {})
-    parts = [WORDS[name].format(bounds[name]) for name in WORDS if name in bounds]
+    parts = [words.format(bounds[name]) for name, (words, _) in BOUNDS.items() if name in bounds]
     unbounded = "any finite number" if field.type is float and "bounds" in field.metadata else ""
     return " and ".join(parts) or unbounded
 
@@ -88,4 +82,4 @@ def _is_allowed(value: Any, metadata: Mapping[str, Any]) -> bool:
     if not isinstance(value, (int, float)):
         return True
     bounds = metadata["bounds"].items()
-    return math.isfinite(value) and all(HOLDS[name](value, bound) for name, bound in bounds)
+    return math.isfinite(value) and all(BOUNDS[name][1](value, bound) for name, bound in bounds)
