@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.comparison.no_mixing import NoMixing
+from mixer.comparison.entrants import NoMixing
 from mixer.training.clipping import clip, gradient_norm
 from mixer.training.compile import begin_graphs, compiled, compiled_parts
 from mixer.training.guard import Guard
