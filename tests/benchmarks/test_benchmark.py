@@ -267,7 +267,7 @@ def test_a_training_step_is_timed(tmp_path):
         "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 "
         "--batch-ms 1 --commit abc123"
     )
-    forms = "eager,eager_activation,reference"
+    forms = "eager,matmul_eager,reference"
     output = tmp_path / "results" / "step"
     options = [
         *small.split(),

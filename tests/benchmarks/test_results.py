@@ -14,7 +14,7 @@ REPORTS = {
     "model_sizes": "mixer.comparison.report",
     "recipe": "mixer.comparison.report",
     "token_mixing": "token_mixing_report",
-    "training_step": "training_step_report",
+    "training_step": "training_step",
 }
 RESULTS = [
     pytest.param(data, module, id=data.stem)
