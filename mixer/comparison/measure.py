@@ -74,7 +74,8 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         lines = read_metrics(config.directory)
         if lines[-1]["step"] < config.train.steps:
             return None
-        row |= measured(lines, config, min if run.about.get("budget") == 0 else median)
+        is_speed = run.about.get("budget") == 0 and not run.about.get("without_mixing")
+        row |= measured(lines, config, min if is_speed else median)
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         useful = model.flops_per_token()["useful"]
         row["useful_tflops"] = useful * row["tokens_per_second"] / 1e12
