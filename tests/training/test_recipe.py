@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.comparison.entrants import entrant
-from mixer.training.config import load_config
+from mixer.training.config import load_config, override
 from mixer.training.loop import train
 from mixer.training.optim import OPTIMIZERS, OptimConfig, build_optimizer
 
@@ -54,7 +54,8 @@ def test_shared_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the
         load_config(None, [LLAMA, *RECIPE[:2]])
     wanted = "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed"
     assert f"{wanted} for architecture llama: false" in str(caught.value)
-    optim = [load_config(None, [*RECIPE, *entrant(name).overrides]).optim for name in ENTRANTS]
+    overrides = [[override(*item) for item in entrant(name).items()] for name in ENTRANTS]
+    optim = [load_config(None, [*RECIPE, *given]).optim for given in overrides]
     assert [each.name for each in optim] == ["muon"] * 3
     assert [each.shared_lags for each in optim] == [True, False, False]
 
