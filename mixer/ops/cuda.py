@@ -1,8 +1,8 @@
 """Calls the CUDA kernels of `csrc` through ctypes: backend `cuda` of the triangular convolution.
 
-Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, taps, context, context),
-out then in; bias (heads, context); packed (heads, taps, tokens, columns), columns = tokens rounded
-up to 8. x, dy and packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
+Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
+then in; bias (heads, context); packed (heads, tokens, columns), columns = tokens rounded up to 8.
+x, dy and packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
 gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
@@ -12,7 +12,6 @@ shapes, dtypes and devices, and `mixer.ops.choice` that the kernels can run.
 import ctypes
 import functools
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,12 +22,12 @@ from mixer.ops.toolchain import BuildError
 # mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
 # module already imported.
 
-ABI_VERSION = 5  # MIXER_ABI_VERSION in csrc/params.h
+ABI_VERSION = 6  # MIXER_ABI_VERSION in csrc/params.h
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [
     *("x", "weight", "packed", "bias", "residual", "y", "dy", "dx", "dweight", "dbias"),
-    *("workspace", "schedule", "memory", "positions", "stream"),
+    *("workspace", "memory", "positions", "stream"),
 ]
 STRIDES = [
     *("x_batch_stride", "x_token_stride"),
@@ -36,7 +35,7 @@ STRIDES = [
     *("dy_batch_stride", "dy_token_stride"),
     *("memory_batch_stride", "memory_head_stride", "positions_stride"),
 ]
-SIZES = ["batch", "tokens", "channels", "context", "heads", "taps", "columns"]
+SIZES = ["batch", "tokens", "channels", "context", "heads", "columns"]
 CODES = [
     *("dtype", "weight_dtype", "bias_dtype", "gradient_dtype"),
     *("device", "capability", "processors"),
@@ -67,13 +66,13 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """The lower triangle of the weight's top-left (tokens, tokens) corner in `dtype`, exact zeros
     elsewhere.
 
-    Returns (heads, taps, tokens, columns). The strictly upper triangle of `weight` is not read.
+    Returns (heads, tokens, columns). The strictly upper triangle of `weight` is not read.
     """
     weight = weight.contiguous()
-    heads, taps, context, _ = weight.shape
-    shape = (heads, taps, tokens, packed_columns(tokens))
+    heads, context, _ = weight.shape
+    shape = (heads, tokens, packed_columns(tokens))
     packed = torch.empty(shape, dtype=dtype, device=weight.device)
-    params = new_params(weight.device.index, dtype, heads, taps, tokens)
+    params = new_params(weight.device.index, dtype, heads, tokens)
     params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
     params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
     call("mixer_pack", params)
@@ -84,7 +83,7 @@ def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | N
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
     x = rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params, _workspace = product_params(x, packed)
+    params = product_params(x, packed)
     params.x, params.y = x.data_ptr(), y.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
@@ -103,7 +102,7 @@ def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    params, _workspace = product_params(dy, packed)
+    params = product_params(dy, packed)
     params.dy, params.dx = dy.data_ptr(), dx.data_ptr()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
     call("mixer_grad_input", params)
@@ -111,9 +110,9 @@ def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
 
 
 def grad_weight(
-    dy: Tensor, x: Tensor, context: int, taps: int, heads: int, dtype: torch.dtype, with_bias: bool
+    dy: Tensor, x: Tensor, context: int, heads: int, dtype: torch.dtype, with_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """dweight (heads, taps, context, context) and dbias (heads, context), or (0,) without bias,
+    """dweight (heads, context, context) and dbias (heads, context), or (0,) without bias,
     both in `dtype`.
 
     Exact zeros above the diagonal and beyond `tokens`.
@@ -121,9 +120,9 @@ def grad_weight(
     dy, x = rows(dy), rows(x)
     batch, tokens, channels = x.shape
     device = x.device
-    dweight = torch.empty((heads, taps, context, context), dtype=dtype, device=device)
+    dweight = torch.empty((heads, context, context), dtype=dtype, device=device)
     dbias = torch.empty((heads, context) if with_bias else (0,), dtype=dtype, device=device)
-    params = new_params(device.index, x.dtype, heads, taps, tokens, batch, channels)
+    params = new_params(device.index, x.dtype, heads, tokens, batch, channels)
     params.x, params.dy, params.dweight = x.data_ptr(), dy.data_ptr(), dweight.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
@@ -156,49 +155,27 @@ def rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def product_params(x: Tensor, packed: Tensor) -> tuple[Params, Tensor | None]:
-    """Params of a product of `packed` with x (or dy), and its workspace, which the caller must keep
-    alive until after the launch.
-    """
-    heads, taps, tokens, _ = packed.shape
-    params = new_params(x.device.index, x.dtype, heads, taps, tokens, x.shape[0], x.shape[2])
+def product_params(x: Tensor, packed: Tensor) -> Params:
+    """Params of a product of `packed` with x (or dy)."""
+    heads, tokens, _ = packed.shape
+    params = new_params(x.device.index, x.dtype, heads, tokens, x.shape[0], x.shape[2])
     params.packed = packed.data_ptr()
-    if taps == 1:
-        return params, None
-    size = kernels(x.device.index).mixer_product_workspace(ctypes.byref(params))
-    workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-    params.workspace = workspace.data_ptr()
-    return params, workspace
+    return params
 
 
 def new_params(
-    index: int,
-    dtype: torch.dtype,
-    heads: int,
-    taps: int,
-    tokens: int,
-    batch: int = 0,
-    channels: int = 0,
+    index: int, dtype: torch.dtype, heads: int, tokens: int, batch: int = 0, channels: int = 0
 ) -> Params:
     """What all calls of one shape have in common; the caller adds addresses, strides, and the
     context if it is longer than the tokens.
     """
-    common = template(index, dtype, heads, taps, tokens, batch, channels)
-    return Params.from_buffer_copy(common)
+    return Params.from_buffer_copy(template(index, dtype, heads, tokens, batch, channels))
 
 
 # Made once for a shape, because setting each field takes the host several times as long as a copy.
-# Never emptied: a captured CUDA graph keeps the address of the schedule, which lives as long as its
-# template.
 @functools.cache
 def template(
-    index: int,
-    dtype: torch.dtype,
-    heads: int,
-    taps: int,
-    tokens: int,
-    batch: int,
-    channels: int,
+    index: int, dtype: torch.dtype, heads: int, tokens: int, batch: int, channels: int
 ) -> Params:
     params = Params(
         batch=batch,
@@ -206,44 +183,11 @@ def template(
         channels=channels,
         context=tokens,
         heads=heads,
-        taps=taps,
         columns=packed_columns(tokens),
         dtype=DTYPE_CODES[dtype],
     )
     add_device(params, index)
-    params.tiles = schedule(params)
-    params.schedule = None if params.tiles is None else params.tiles.data_ptr()
     return params
-
-
-def schedule(params: Params) -> Tensor | None:
-    """Which block works on which tiles of a product, in the device's memory; None where the
-    kernels need no schedule.
-
-    Raises RuntimeError inside a graph capture, which would record the copy instead of making it.
-    """
-    library = kernels(params.device)
-    size = library.mixer_schedule_size(ctypes.byref(params))
-    if size == 0:
-        return None
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the first triangular_conv of a shape cannot be inside a CUDA graph capture; "
-            "run it once before"
-        )
-    host = torch.empty(size, dtype=torch.uint8, device="cpu")
-    library.mixer_schedule(ctypes.byref(params), host.data_ptr())
-    # In a thread of its own: what this one allocates may go to a memory pool that torch.compile
-    # makes for a CUDA graph, and nothing there may outlive the graph's run.
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(copy_to_device, host, params.device).result()
-
-
-def copy_to_device(host: Tensor, index: int) -> Tensor:
-    """A copy in a device's memory, complete for all of its streams."""
-    copy = host.to(torch.device("cuda", index))
-    torch.cuda.current_stream(index).synchronize()
-    return copy
 
 
 def add_device(params: Params, index: int) -> None:
@@ -371,11 +315,7 @@ def load(path: str) -> ctypes.CDLL:
 def declare(library: ctypes.CDLL) -> None:
     """The argument and result types of the library's functions; see csrc/api.cu."""
     launches = ("pack", "forward", "grad_input", "grad_weight", "mix_row", "kernels_capability")
-    byte_counts = ("product_workspace", "grad_weight_workspace", "schedule_size")
-    for name in (*launches, *byte_counts):
+    for name in (*launches, "grad_weight_workspace"):
         getattr(library, f"mixer_{name}").argtypes = [ctypes.POINTER(Params)]
-    for name in byte_counts:
-        getattr(library, f"mixer_{name}").restype = ctypes.c_int64
-    library.mixer_schedule.argtypes = [ctypes.POINTER(Params), ctypes.c_void_p]
-    library.mixer_schedule.restype = None
+    library.mixer_grad_weight_workspace.restype = ctypes.c_int64
     library.mixer_error_string.restype = ctypes.c_char_p

@@ -53,7 +53,7 @@ def debugging(monkeypatch):
 
 def call_forward():
     params = cuda.Params(
-        batch=3, tokens=200, channels=520, context=512, heads=4, taps=5, columns=200, dtype=2
+        batch=3, tokens=200, channels=520, context=512, heads=4, columns=200, dtype=2
     )
     cuda.call("mixer_forward", params)
 
@@ -83,9 +83,7 @@ def test_debugging_does_not_break_a_graph_capture(debugging, monkeypatch):
 def test_debugging_names_operator_and_shapes(debugging, monkeypatch):
     debugging("1")
     Launches(monkeypatch, fail_at=2)
-    shapes = (
-        "batch=3, tokens=200, channels=520, context=512, heads=4, taps=5, columns=200, bfloat16"
-    )
+    shapes = "batch=3, tokens=200, channels=520, context=512, heads=4, columns=200, bfloat16"
     with pytest.raises(
         RuntimeError, match=f"^mixer_forward failed on cuda:0: .*illegal memory access.*; {shapes}$"
     ):

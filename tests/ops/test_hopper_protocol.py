@@ -59,10 +59,8 @@ class Mutation:
 
 
 PRODUCT, TILE = "hopper_product.cuh", "hopper_tile.cuh"
-WAIT = "        wgmma_wait<0>();\n"
-RELEASE = (
-    "        if (!in_place || tap + 1 < taps() || step + 1 < steps) barriers.ring.release(slot);\n"
-)
+WAIT = "      wgmma_wait<0>();\n"
+RELEASE = "      if (!in_place || step + 1 < steps) barriers.ring.release(slot);\n"
 RELEASE_ALL = "      barriers.ring.release_for_warpgroup(slot);\n"
 MUTATIONS = [
     Mutation(
@@ -73,7 +71,7 @@ MUTATIONS = [
     Mutation(
         "the last stage is released before the result that lies there has been written out",
         "any",
-        ((PRODUCT, RELEASE, "        barriers.ring.release(slot);\n"), (PRODUCT, RELEASE_ALL, "")),
+        ((PRODUCT, RELEASE, "      barriers.ring.release(slot);\n"), (PRODUCT, RELEASE_ALL, "")),
     ),
     Mutation(
         "two multipliers write to one output box without taking turns",
@@ -95,8 +93,8 @@ MUTATIONS = [
         "the loaders do not arrive at the empty barriers",
         "streamed",
         (
-            (PRODUCT, "            if (!Shape::kResident) barriers.ring.loaded(at.slot);\n", ""),
-            (PRODUCT, "          barriers.ring.loaded(at.slot);\n        }\n", "        }\n"),
+            (PRODUCT, "          if (!Shape::kResident) barriers.ring.loaded(at.slot);\n", ""),
+            (PRODUCT, "        barriers.ring.loaded(at.slot);\n      }\n", "      }\n"),
             (TILE, "kReaders + (loaders - 1) * 2 * kClusterSize", "kReaders"),
         ),
     ),

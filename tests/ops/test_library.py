@@ -35,7 +35,6 @@ def test_workspace_grows_until_the_gpu_is_full():
             channels=1024,
             context=tokens,
             heads=1,
-            taps=1,
             columns=tokens,
             dtype=2,
             capability=80,

@@ -1,20 +1,19 @@
-// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift]
-//   for j <= i < tokens, exact zeros elsewhere.
+// dweight[h,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact
+// zeros elsewhere.
 #include "ampere_tile.cuh"
 #include "tensor_grad_weight.cuh"
 
 namespace ampere {
 namespace {
 
-template <typename Element, bool kOneTap>
+template <typename Element>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     partial_kernel(const TriangularConvParams params, int splits) {
 #if __CUDA_ARCH__ >= 800
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
   const PartialTile tile(params, splits);
-  GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile,
-                                            tile.lower.column * kTile,
-                                            tap_shift(tile.tap, params.taps), tile.first);
+  GradWeightLoader<Element> loader(params, tile.head, tile.lower.row * kTile,
+                                   tile.lower.column * kTile, tile.first);
   Accumulator sum;
   const auto multiply = [&](const Fragments& fragments) {
     multiply_lower_groups(tile.on_diagonal(), [&](int row_group, int column_group) {
@@ -57,11 +56,9 @@ int64_t grad_weight_workspace(const TriangularConvParams& params) {
 cudaError_t grad_weight(const TriangularConvParams& params) {
   return launch_grad_weight(params, [&](unsigned blocks, int splits) {
     return dispatch_dtype(params.dtype, [&](auto element) {
-      return dispatch_taps(params, [&](auto one_tap) {
-        partial_kernel<decltype(element), decltype(one_tap)::value>
-            <<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, splits);
-        return cudaGetLastError();
-      });
+      partial_kernel<decltype(element)>
+          <<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, splits);
+      return cudaGetLastError();
     });
   });
 }

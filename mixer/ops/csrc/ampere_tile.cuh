@@ -26,11 +26,6 @@ struct AsyncCopies {
   __device__ __forceinline__ void copy(Side side, int i, const void* global, bool inside) const {
     copy_async(stage + vector_offset<Layout>(side, i), global, inside);
   }
-
-  template <typename Layout>
-  __device__ __forceinline__ void store(Side side, int i, uint4 vector) const {
-    store_shared(stage + vector_offset<Layout>(side, i), vector);
-  }
 };
 
 // --------------------------------------------------------------------------------------- fragments

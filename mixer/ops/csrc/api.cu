@@ -1,9 +1,6 @@
 // The library's C interface, loaded by mixer/ops/cuda.py. Every function returns a cudaError_t as
 // an int; 0 is success.
-#include <cstring>
-
 #include "kernels.h"
-#include "schedule.h"
 
 #define MIXER_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -31,24 +28,47 @@ constexpr KernelSet kHopper = {
     true, 90};
 #endif
 
-// The only place that chooses kernels by architecture, type and shape: returns the fastest set that
-// supports the call, or null.
-const KernelSet* kernels_for(const TriangularConvParams& params) {
-#ifdef MIXER_HOPPER
-  if (hopper::serves(params) && hopper::fits(params)) return &kHopper;
-#endif
-  if (ampere::supports(params)) return &kAmpere;
-  if (volta::supports(params)) return &kVolta;
-  return nullptr;
-}
-
 bool has_no_outputs(const TriangularConvParams& params) {
   return params.batch == 0 || params.tokens == 0 || params.channels == 0 || params.heads == 0;
 }
 
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// Whether all rows of a (batch, tokens, channels) tensor start at multiples of 16 bytes; those of a
+// null pointer with zero strides do. The stride of a dimension of size one is never used, so it may
+// have any value.
+bool is_aligned(const TriangularConvParams& params, const void* pointer, int64_t batch_stride,
+                int64_t token_stride, int64_t size) {
+  return is_aligned(pointer) && (params.batch <= 1 || batch_stride * size % 16 == 0) &&
+         (params.tokens <= 1 || token_stride * size % 16 == 0);
+}
+
+bool is_aligned(const TriangularConvParams& params) {
+  const int64_t size = params.dtype == MIXER_FLOAT32 ? 4 : 2;
+  return params.channels / params.heads * size % 16 == 0 && params.columns * size % 16 == 0 &&
+         is_aligned(params.packed) && is_aligned(params.y) && is_aligned(params.dx) &&
+         is_aligned(params, params.x, params.x_batch_stride, params.x_token_stride, size) &&
+         is_aligned(params, params.residual, params.residual_batch_stride,
+                    params.residual_token_stride, size) &&
+         is_aligned(params, params.dy, params.dy_batch_stride, params.dy_token_stride, size);
+}
+
+// The only place that chooses kernels by architecture, type and shape: returns the fastest set that
+// supports the call, or null. All sets move vectors of 16 bytes.
+const KernelSet* kernels_for(const TriangularConvParams& params) {
+  if (!is_aligned(params)) return nullptr;
+#ifdef MIXER_HOPPER
+  if (params.capability == 90 && params.processors >= 2 && params.dtype != MIXER_FLOAT32 &&
+      !has_no_outputs(params))
+    return &kHopper;
+#endif
+  if (params.capability >= 80) return &kAmpere;
+  if (params.capability >= 70 && params.dtype == MIXER_FLOAT16) return &kVolta;
+  return nullptr;
+}
+
 bool is_valid(const TriangularConvParams& params) {
-  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.taps >= 1 &&
-                     params.heads >= 1 && params.tokens >= 0 && params.tokens <= params.context &&
+  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.heads >= 1 && params.tokens >= 0 && params.tokens <= params.context &&
                      params.columns >= params.tokens;
   return sizes && params.channels % params.heads == 0;
 }
@@ -73,7 +93,7 @@ cudaError_t try_pack(int device, bool* right) {
   params.weight = memory;
   params.packed = memory + sizeof(weight);
   params.tokens = params.context = 2;
-  params.heads = params.taps = 1;
+  params.heads = 1;
   params.columns = 8;
   params.dtype = params.weight_dtype = MIXER_FLOAT32;
   params.device = device;
@@ -108,15 +128,6 @@ MIXER_EXPORT int mixer_grad_input(const TriangularConvParams* params) {
   return kernels ? kernels->grad_input(*params) : cudaErrorNotSupported;
 }
 
-// Bytes of workspace for mixer_forward and mixer_grad_input.
-MIXER_EXPORT int64_t mixer_product_workspace(const TriangularConvParams* params) {
-#ifdef MIXER_HOPPER
-  if (is_valid(*params) && hopper::serves(*params)) return hopper::product_workspace(*params);
-#endif
-  (void)params;
-  return 0;
-}
-
 // 10 * major + minor of the GPUs that the chosen kernels are written for (70, 80 or 90), or 0 if
 // none serve.
 MIXER_EXPORT int mixer_kernels_capability(const TriangularConvParams* params) {
@@ -146,24 +157,7 @@ MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
 MIXER_EXPORT int mixer_mix_row(const TriangularConvParams* params) {
   const cudaError_t status = enter(*params);
   if (status != cudaSuccess || has_no_outputs(*params)) return status;
-  return params->taps == 1 ? mix_row(*params) : cudaErrorInvalidValue;
-}
-
-// Bytes of the schedule for mixer_forward and mixer_grad_input; 0 if they need none.
-MIXER_EXPORT int64_t mixer_schedule_size(const TriangularConvParams* params) {
-#ifdef MIXER_HOPPER
-  if (is_valid(*params) && hopper::serves(*params)) {
-    return schedule::flatten(schedule::assign(*params)).size() * sizeof(int32_t);
-  }
-#endif
-  (void)params;
-  return 0;
-}
-
-// Writes the schedule to `host`; the caller copies it to the device.
-MIXER_EXPORT void mixer_schedule(const TriangularConvParams* params, void* host) {
-  const std::vector<int32_t> flat = schedule::flatten(schedule::assign(*params));
-  std::memcpy(host, flat.data(), flat.size() * sizeof(int32_t));
+  return mix_row(*params);
 }
 
 // Runs one small kernel and waits for it, to check that this build, the driver and the device work

@@ -1,5 +1,5 @@
-// dweight[h,k,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + k - middle]
-//   for j <= i < tokens, exact zeros elsewhere, and
+// dweight[h,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact
+//   zeros elsewhere, and
 // dbias[h,i] = sum over batch and channels of dy[b,i,c], on Hopper's tensor cores.
 //
 // A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast) and 128
@@ -20,7 +20,6 @@
 #include <algorithm>
 
 #include "hopper_maps.h"
-#include "hopper_shift.cuh"
 #include "hopper_tile.cuh"
 #include "kernels.h"
 #include "triangle.cuh"
@@ -48,10 +47,8 @@ constexpr int kMaxSplits = 128;
 // c, c + clusters, ...
 struct Plan {
   int32_t row_tiles;   // tiles along the tokens
-  int32_t triangle;    // lower tiles of one matrix
-  int32_t matrices;    // heads * taps
-  int32_t taps;
-  int32_t batch;
+  int32_t triangle;    // lower tiles of one head
+  int32_t heads;
   int32_t depth;       // chunks of 64 channels over all samples
   int32_t chunks;      // of one sample
   int32_t whole, rest, splits;
@@ -61,7 +58,6 @@ struct Plan {
 
 struct WeightArguments {
   CUtensorMap dy, x;
-  CUtensorMap shifted;   // copies of x, as further samples, for all taps but the middle one
   void* dweight;
   void* dbias;
   float* partials;       // (rest * splits, 2 blocks, kGroups, 512 threads, 4)
@@ -70,23 +66,18 @@ struct WeightArguments {
   Plan plan;
 };
 
-// Tile number `index`, counted along the rows of the triangle, matrix by matrix.
+// Tile number `index`, counted along the rows of the triangle, head by head.
 struct WeightTile {
-  int matrix, row_tile, column_tile;
-  int head, tap;
+  int head, row_tile, column_tile;
 
   __device__ __forceinline__ WeightTile(const Plan& plan, int index) {
-    matrix = index / plan.triangle;
-    head = matrix / plan.taps;
-    tap = matrix % plan.taps;
+    head = index / plan.triangle;
     const LowerTile lower = locate_lower_tile(index % plan.triangle);
     row_tile = lower.row;
     column_tile = lower.column;
   }
-  // dbias is computed in the first tap's tiles on the diagonal.
-  __device__ __forceinline__ bool brings_bias() const {
-    return tap == 0 && column_tile == row_tile;
-  }
+  // dbias is computed in the tiles on the diagonal.
+  __device__ __forceinline__ bool brings_bias() const { return column_tile == row_tile; }
 };
 
 struct Item {
@@ -145,10 +136,10 @@ __device__ __forceinline__ void store_sums(Gradient* matrix, int context, int to
   }
 }
 
-__device__ __forceinline__ void store_gradient(const WeightArguments& arguments, int matrix,
-                                               int row, int column, const float (&sum)[4]) {
+__device__ __forceinline__ void store_gradient(const WeightArguments& arguments, int head, int row,
+                                               int column, const float (&sum)[4]) {
   const int context = arguments.context, tokens = arguments.tokens;
-  const int64_t offset = static_cast<int64_t>(matrix) * context * context;
+  const int64_t offset = static_cast<int64_t>(head) * context * context;
   if (arguments.gradient_dtype == MIXER_FLOAT32) {
     store_sums(static_cast<float*>(arguments.dweight) + offset, context, tokens, row, column, sum);
   } else if (arguments.gradient_dtype == MIXER_FLOAT16) {
@@ -192,9 +183,6 @@ __device__ __forceinline__ void load_operands(const WeightArguments& arguments, 
     const Item item(plan, index);
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
-    const bool shifted = item.tile.tap != middle_tap(plan.taps);
-    const CUtensorMap* columns = shifted ? &arguments.shifted : &arguments.x;
-    const int first_sample = shifted ? copy_of_tap(item.tile.tap, plan.taps) * plan.batch : 0;
     int sample = item.begin / plan.chunks, chunk = item.begin % plan.chunks;
     for (int depth = item.begin; depth < item.end; ++depth, at.advance()) {
       char* stage = stages + at.slot * kStageBytes;
@@ -202,8 +190,8 @@ __device__ __forceinline__ void load_operands(const WeightArguments& arguments, 
       barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
       barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
       for (int box = 0; box < column_boxes; ++box) {
-        load_box(stage + (kRowBlocks + box) * kBoxBytes, columns, full, chunk * kBox,
-                 item.tile.head, tile.first_column + box * kBox, first_sample + sample);
+        load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, chunk * kBox,
+                 item.tile.head, tile.first_column + box * kBox, sample);
       }
       for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
         load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, chunk * kBox,
@@ -286,7 +274,7 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
       for (int i = 0; i < 4; ++i) value[i] = multiplies ? sum[group * 4 + i] : 0.0f;
       if (item.partial < 0) {
         const Place place(thread, group);
-        store_gradient(arguments, item.tile.matrix, tile.first_row + place.row,
+        store_gradient(arguments, item.tile.head, tile.first_row + place.row,
                        tile.first_column + place.column, value);
       } else if (multiplies) {
         partial[group * kMultiplyingThreads] = make_float4(value[0], value[1], value[2], value[3]);
@@ -316,14 +304,14 @@ template <typename Gradient>
 __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
   const int lane = threadIdx.x % 32;
   const int context = arguments.context;
-  const int64_t rows = static_cast<int64_t>(arguments.plan.matrices) * context;
+  const int64_t rows = static_cast<int64_t>(arguments.plan.heads) * context;
   const bool wide = context * sizeof(Gradient) % 16 == 0;
   constexpr int kWide = 16 / sizeof(Gradient);
-  for (int64_t matrix_row = warp; matrix_row < rows; matrix_row += warps) {
-    const int row = static_cast<int>(matrix_row % context);
+  for (int64_t head_row = warp; head_row < rows; head_row += warps) {
+    const int row = static_cast<int>(head_row % context);
     const int first =
         row / kTileRows < arguments.plan.row_tiles ? (row / kTileRows + 1) * kTileRows : 0;
-    Gradient* values = static_cast<Gradient*>(arguments.dweight) + matrix_row * context;
+    Gradient* values = static_cast<Gradient*>(arguments.dweight) + head_row * context;
     if (wide) {
       for (int column = first + lane * kWide; column < context; column += 32 * kWide) {
         *reinterpret_cast<uint4*>(values + column) = make_uint4(0, 0, 0, 0);
@@ -332,12 +320,8 @@ __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, in
       for (int column = first + lane; column < context; column += 32)
         values[column] = from_float<Gradient>(0.0f);
     }
-    const int64_t matrix = matrix_row / context;
-    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens &&
-        matrix % arguments.plan.taps == 0) {
-      store_float(arguments.dbias, arguments.gradient_dtype,
-                  matrix / arguments.plan.taps * context + row, 0.0f);
-    }
+    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens)
+      store_float(arguments.dbias, arguments.gradient_dtype, head_row, 0.0f);
   }
 }
 
@@ -414,7 +398,7 @@ __global__ void __launch_bounds__(kMultiplyingThreads)
       sum[3] += value.w;
     }
   }
-  store_gradient(arguments, weight_tile.matrix, tile.first_row + place.row,
+  store_gradient(arguments, weight_tile.head, tile.first_row + place.row,
                  tile.first_column + place.column, sum);
 
   const int row = tile.first_row + threadIdx.x;
@@ -454,12 +438,10 @@ Plan make_plan(const TriangularConvParams& params) {
   Plan plan = {};
   plan.row_tiles = static_cast<int32_t>(ceil_div(params.tokens, kTileRows));
   plan.triangle = static_cast<int32_t>(lower_tiles(params.tokens, kTileRows));
-  plan.matrices = params.heads * params.taps;
-  plan.taps = params.taps;
-  plan.batch = params.batch;
+  plan.heads = params.heads;
   plan.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
   plan.depth = params.batch * plan.chunks;
-  const int tiles = plan.triangle * plan.matrices;
+  const int tiles = plan.triangle * plan.heads;
   plan.rest = tiles % clusters(params);
   plan.whole = tiles - plan.rest;
   plan.splits = plan.rest > 0 ? choose_splits(plan.rest, plan.depth, clusters(params)) : 1;
@@ -492,7 +474,7 @@ cudaError_t launch_grad_weight(const TriangularConvParams& params,
 
 int64_t grad_weight_workspace(const TriangularConvParams& params) {
   const Plan plan = make_plan(params);
-  return shifted_bytes(params) + partial_bytes(plan) +
+  return partial_bytes(plan) +
          (plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows * sizeof(float));
 }
 
@@ -501,10 +483,8 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
   arguments.plan = make_plan(params);
   arguments.dweight = params.dweight;
   arguments.dbias = params.dbias;
-  char* workspace = static_cast<char*>(params.workspace);
-  arguments.partials = reinterpret_cast<float*>(workspace + shifted_bytes(params));
-  arguments.bias_partials =
-      reinterpret_cast<float*>(workspace + shifted_bytes(params) + partial_bytes(arguments.plan));
+  arguments.partials = static_cast<float*>(params.workspace);
+  arguments.bias_partials = arguments.partials + partial_bytes(arguments.plan) / sizeof(float);
   arguments.tokens = params.tokens;
   arguments.context = params.context;
   arguments.gradient_dtype = params.gradient_dtype;
@@ -513,11 +493,6 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
   if (status == cudaSuccess) {
     status = encode_activations(&arguments.x, params.x, params.x_batch_stride,
                                 params.x_token_stride, params);
-  }
-  if (status == cudaSuccess && params.taps > 1) {
-    status =
-        shift_taps(params, params.x, params.x_batch_stride, params.x_token_stride, 1, workspace);
-    if (status == cudaSuccess) status = encode_shifted(&arguments.shifted, workspace, params);
   }
   if (status != cudaSuccess) return status;
   return params.dtype == MIXER_FLOAT16 ? launch_grad_weight<__half>(params, arguments)

@@ -14,7 +14,7 @@ struct alignas(kGroup * sizeof(Value) < 16 ? kGroup * sizeof(Value) : 16) Group 
   Value values[kGroup];
 };
 
-// Threads: (heads * taps * tokens, groups of a row).
+// Threads: (heads * tokens, groups of a row).
 template <typename Weight, typename Element>
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const TriangularConvParams params, int64_t groups) {
@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(kThreads)
   const int row_groups = params.columns / kGroup;
   const int64_t packed_row = index / row_groups;
   const int column = static_cast<int>(index % row_groups) * kGroup;
-  const int64_t matrix = packed_row / params.tokens;  // head * taps + tap
+  const int64_t head = packed_row / params.tokens;
   const int row = static_cast<int>(packed_row % params.tokens);
   const Weight* weight = static_cast<const Weight*>(params.weight) +
-                         (matrix * params.context + row) * params.context + column;
+                         (head * params.context + row) * params.context + column;
 
   Group<Element> packed;
   if (column + kGroup - 1 <= row &&
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t pack(const TriangularConvParams& params) {
   const int64_t groups =
-      static_cast<int64_t>(params.heads) * params.taps * params.tokens * (params.columns / kGroup);
+      static_cast<int64_t>(params.heads) * params.tokens * (params.columns / kGroup);
   const int64_t blocks = ceil_div(groups, kThreads);
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;

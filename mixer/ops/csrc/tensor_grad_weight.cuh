@@ -28,7 +28,7 @@ inline int choose_splits(const TriangularConvParams& params) {
   // writing and reading a tile's 64 KB at full bandwidth
   constexpr double kPartialTileCost = 0.1;
   constexpr double kRangeCost = 0.3;        // waiting for one more value in each thread's sum
-  const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads * params.taps;
+  const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads;
   const int64_t places =
       static_cast<int64_t>(params.processors > 0 ? params.processors : 1) * kBlocksResident;
   const int64_t slices = slice_count(params);
@@ -47,20 +47,20 @@ inline int choose_splits(const TriangularConvParams& params) {
 }
 
 // Loads the slices of dy and of x, one pair per call.
-template <typename Element, bool kOneTap>
+template <typename Element>
 struct GradWeightLoader {
   static constexpr int kVector = Sizes<Element>::kVector;
   using Layout = KMajor<Element>;
 
   const TriangularConvParams& params;
-  const int width, shift;
+  const int width;
   const Element *left, *right;  // this thread's vectors in the next slices of dy and x
   int left_rows, right_rows;    // rows of the tensors from there on; 0 after the batch
   int samples_left, channel;    // samples from this thread's on; its channel in the head
 
   __device__ __forceinline__ GradWeightLoader(const TriangularConvParams& params, int head,
-                                              int row0, int column0, int shift, int64_t first_slice)
-      : params(params), width(params.channels / params.heads), shift(shift) {
+                                              int row0, int column0, int64_t first_slice)
+      : params(params), width(params.channels / params.heads) {
     const int64_t start =
         first_slice * Sizes<Element>::kSliceDepth + vector_across<Layout>() * kVector;
     const int64_t sample = start / width;
@@ -78,8 +78,8 @@ struct GradWeightLoader {
 
   template <typename Copies>
   __device__ __forceinline__ void operator()(Copies& copies) {
-    load_rows(copies, kLeft, left, params.dy_token_stride, left_rows, 0);
-    load_rows(copies, kRight, right, params.x_token_stride, right_rows, shift);
+    load_rows(copies, kLeft, left, params.dy_token_stride, left_rows);
+    load_rows(copies, kRight, right, params.x_token_stride, right_rows);
     constexpr int kDepth = Sizes<Element>::kSliceDepth;
     left += kDepth;
     right += kDepth;
@@ -90,33 +90,24 @@ struct GradWeightLoader {
     }
   }
 
-  // slice(row, k) = the row's values from channel k + shift on; zero beyond the tokens, outside the
-  // head and after the batch.
+  // slice(row, k) = the row's value in channel k; zero beyond the tokens and after the batch.
   template <typename Copies>
   __device__ __forceinline__ void load_rows(Copies& copies, Side side, const Element* vector,
-                                            int64_t token_stride, int rows, int shift) const {
+                                            int64_t token_stride, int rows) const {
     // slice rows between a thread's vectors
     constexpr int kDown = kThreads / Layout::kVectorsAcross;
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
-      const bool inside = i * kDown < rows;
-      if (kOneTap || shift == 0) {
-        copies.template copy<Layout>(side, i, vector, inside);
-      } else {
-        const Element* const head = vector - channel;
-        copies.template store<Layout>(
-            side, i, inside ? load_shifted(head, channel, shift, width) : make_uint4(0, 0, 0, 0));
-      }
+      copies.template copy<Layout>(side, i, vector, i * kDown < rows);
       vector += kDown * token_stride;
     }
   }
 };
 
-// What a block of the first kernel computes. Blocks, fastest index first: lower tiles, taps, heads,
-// splits. Blocks that run at the same time thus read the same range.
+// What a block of the first kernel computes. Blocks, fastest index first: lower tiles, heads, splits. Blocks that run at the same time thus read the same range.
 struct PartialTile {
   LowerTile lower;
-  int tap, head;
+  int head;
   int64_t first, last;  // slices
 
   __device__ __forceinline__ PartialTile(const TriangularConvParams& params, int splits) {
@@ -124,8 +115,6 @@ struct PartialTile {
     int block = blockIdx.x;
     lower = locate_lower_tile(block % tiles);
     block /= tiles;
-    tap = block % params.taps;
-    block /= params.taps;
     head = block % params.heads;
     const int split = block / params.heads;
     const int64_t count = slice_count(params);
@@ -165,7 +154,7 @@ __device__ __forceinline__ float* partial_tile(const TriangularConvParams& param
 }
 
 inline int64_t partial_blocks(const TriangularConvParams& params, int splits) {
-  return lower_tiles(params.tokens, kTile) * params.heads * params.taps * splits;
+  return lower_tiles(params.tokens, kTile) * params.heads * splits;
 }
 
 inline int64_t workspace_bytes(const TriangularConvParams& params) {

@@ -13,21 +13,16 @@ FILES = [
     "numeric.cuh",
     "triangle.cuh",
     "kernels.h",
-    "schedule.h",
-    "schedule.cu",
     "hopper_maps.h",
     "hopper_ptx.cuh",
-    "hopper_shift.cuh",
-    "hopper_shift.cu",
     "hopper_tile.cuh",
     "hopper_product.cuh",
-    "hopper.cu",
     "hopper_forward.cu",
     "hopper_grad_input.cu",
     "hopper_grad_weight.cu",
 ]
-# the product's, grad_weight's, that of the sum over its splits and that of the shifted copies
-LAUNCHES = 4
+# the product's, grad_weight's and that of the sum over its splits
+LAUNCHES = 3
 
 BOX = "emulator::load_box(shared_address(box), map, shared_address(barrier)"
 IS_HALF = "std::is_same<Element, __half>::value"

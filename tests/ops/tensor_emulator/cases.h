@@ -63,7 +63,6 @@ bool run_case() {
   if (is_long) p.tokens = 500 + below(200);
   p.context = p.tokens + (below(2) ? below(20) : 0);
   p.heads = is_long ? 1 : 1 + below(3);
-  p.taps = below(2) ? 1 : 1 + below(is_long ? 2 : 5);
   p.batch = 1 + below(3);
   const int width = 8 * (1 + below(below(2) ? 20 : 6));
   p.channels = p.heads * width;
@@ -76,11 +75,11 @@ bool run_case() {
   p.bias_dtype = wide_bias ? MIXER_FLOAT32 : kDtype;
   p.gradient_dtype = wide_gradient ? MIXER_FLOAT32 : kDtype;
   printf(
-      "tokens %d context %d heads %d taps %d batch %d width %d bias %d residual %d processors %d\n",
-      p.tokens, p.context, p.heads, p.taps, p.batch, width, has_bias, has_residual, p.processors);
+      "tokens %d context %d heads %d batch %d width %d bias %d residual %d processors %d\n",
+      p.tokens, p.context, p.heads, p.batch, width, has_bias, has_residual, p.processors);
 
   Activation x(p, 8 * below(3)), dy(p, 8 * below(3)), residual(p, 8 * below(3)), y(p, 0), dx(p, 0);
-  Buffer<Element> packed(static_cast<size_t>(p.heads) * p.taps * p.tokens * p.columns),
+  Buffer<Element> packed(static_cast<size_t>(p.heads) * p.tokens * p.columns),
       narrow(p.heads * p.context);
   Buffer<float> wide(p.heads * p.context);
   x.fill(), dy.fill(), residual.fill(), packed.fill(), wide.fill();
@@ -88,9 +87,8 @@ bool run_case() {
   for (size_t i = 0; i < packed.count; ++i) {
     if (int(i % p.columns) > int(i / p.columns % p.tokens)) packed.data()[i] = Element(0.0f);
   }
-  const auto weight = [&](int head, int tap, int row, int column) {
-    return packed.get((static_cast<int64_t>(head * p.taps + tap) * p.tokens + row) * p.columns +
-                      column);
+  const auto weight = [&](int head, int row, int column) {
+    return packed.get((static_cast<int64_t>(head) * p.tokens + row) * p.columns + column);
   };
   // In the first sample, one token of x and one of dy may be infinite or NaN.
   const int bad_x = kIsCausal && below(3) == 0 ? below(p.tokens) : p.tokens,
@@ -108,7 +106,7 @@ bool run_case() {
     p.residual_batch_stride = residual.batch_stride,
     p.residual_token_stride = residual.token_stride;
   }
-  const int64_t size = static_cast<int64_t>(p.heads) * p.taps * p.context * p.context;
+  const int64_t size = static_cast<int64_t>(p.heads) * p.context * p.context;
   Buffer<float> workspace(kernels::grad_weight_workspace(p) / sizeof(float)), wide_gradients(size);
   Buffer<Element> narrow_gradients(size);
   p.workspace = workspace.data();
@@ -124,23 +122,16 @@ bool run_case() {
   for (int b = 0; b < p.batch; ++b) {
     for (int c = 0; c < p.channels; ++c) {
       const int head = c / width;
-      const auto inside = [&](int channel) {
-        return channel >= head * width && channel < (head + 1) * width;
-      };
       for (int row = 0; row < p.tokens; ++row) {
         float sum = has_bias ? wide.get(head * p.context + row) : 0.0f, back = 0.0f;
         if (has_residual) sum += residual.at(b, row, c);
-        for (int tap = 0; tap < p.taps; ++tap) {
-          const int shift = tap - (p.taps - 1) / 2;
-          for (int k = 0; k <= row && inside(c + shift); ++k) {
-            const float value = x.at(b, k, c + shift);
-            sum += weight(head, tap, row, k) * value;
-            dweight[(static_cast<int64_t>(head * p.taps + tap) * p.context + row) * p.context +
-                    k] += dy.at(b, row, c) * value;
-          }
-          for (int i = row; i < p.tokens && inside(c - shift); ++i)
-            back += weight(head, tap, i, row) * dy.at(b, i, c - shift);
+        for (int k = 0; k <= row; ++k) {
+          const float value = x.at(b, k, c);
+          sum += weight(head, row, k) * value;
+          dweight[(static_cast<int64_t>(head) * p.context + row) * p.context + k] +=
+              dy.at(b, row, c) * value;
         }
+        for (int i = row; i < p.tokens; ++i) back += weight(head, i, row) * dy.at(b, i, c);
         const int64_t place = (static_cast<int64_t>(b) * p.tokens + row) * p.channels + c;
         if (b > 0 || row < bad_x)
           good = good && check("y", place, y.get(place), static_cast<float>(Element(sum)));

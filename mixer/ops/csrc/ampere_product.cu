@@ -1,13 +1,13 @@
-// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on tensor
-// cores. One kernel does both: transposing only flips the triangle.
-#pragma once
-
+// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over j <= i of W[h,i,j] * x[b,j,c] and (kTransposed)
+// dx[b,j,c] = sum over i >= j of W[h,i,j] * dy[b,i,c]. One kernel does both: transposing only flips
+// the triangle.
 #include "ampere_store.cuh"
 #include "ampere_tile.cuh"
 #include "kernels.h"
 #include "tensor_product.cuh"
 
 namespace ampere {
+namespace {
 
 // ------------------------------------------------------------------------------------ the diagonal
 
@@ -78,19 +78,16 @@ __device__ __forceinline__ void multiply_triangle(Accumulator& sum, const Fragme
 
 // Whether a block computes two row tiles of a column, one after the other, so that slices of the
 // second are loaded while the first is stored. A tile n tiles from the first token is paired with
-// the tile n tiles from the last, so all pairs take the same time. If sums are long anyway (several
-// taps), or there are too few pairs to fill the GPU evenly, each tile has its own block.
-template <bool kOneTap>
+// the tile n tiles from the last, so all pairs take the same time. If there are too few pairs to
+// fill the GPU evenly, each tile has its own block.
 __host__ __device__ inline bool in_pairs(const TriangularConvParams& params) {
   constexpr int kLeastRounds = 4;  // rounds of blocks on the GPU
   const int64_t pairs = ceil_div(row_tiles(params), 2) * column_tiles(params) * params.heads;
-  return kOneTap &&
-         pairs >= static_cast<int64_t>(kLeastRounds) * kBlocksResident * params.processors;
+  return pairs >= static_cast<int64_t>(kLeastRounds) * kBlocksResident * params.processors;
 }
 
-template <bool kOneTap>
 __host__ __device__ inline int blocks_of_column(const TriangularConvParams& params) {
-  return in_pairs<kOneTap>(params) ? (row_tiles(params) + 1) / 2 : row_tiles(params);
+  return in_pairs(params) ? (row_tiles(params) + 1) / 2 : row_tiles(params);
 }
 
 // First row of the other tile of a pair.
@@ -101,17 +98,17 @@ __device__ __forceinline__ int opposite(const TriangularConvParams& params, int 
 // ------------------------------------------------------------------------------------------ kernel
 
 // Computes this block's tiles. Returns whether any of this thread's sums is infinite or NaN.
-template <typename Element, bool kTransposed, bool kOneTap, bool kCareful>
+template <typename Element, bool kTransposed, bool kCareful>
 __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, uint32_t stages) {
-  using Loader = ProductLoader<Element, kTransposed, kOneTap>;
+  using Loader = ProductLoader<Element, kTransposed>;
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
   // When unrolled, each step on the diagonal knows which groups it skips. Measured: faster for
   // forward, slower for grad-input.
-  constexpr bool kUnrolled = !kTransposed && kOneTap && !kCareful;
+  constexpr bool kUnrolled = !kTransposed && !kCareful;
   const auto slices = [](int tokens) { return (max(tokens, 0) + kSliceDepth - 1) / kSliceDepth; };
 
-  Tile tile = locate<kTransposed>(params, read_block(), blocks_of_column<kOneTap>(params));
-  const bool is_pair = in_pairs<kOneTap>(params) && opposite(params, tile.row0) != tile.row0;
+  Tile tile = locate<kTransposed>(params, read_block(), blocks_of_column(params));
+  const bool is_pair = in_pairs(params) && opposite(params, tile.row0) != tile.row0;
   Loader loader(params, tile);
   bool has_more = is_pair;
   const auto load = [&](AsyncCopies& copies) {
@@ -139,20 +136,17 @@ __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, u
       for (int group = 0; group < kWarpGroups; ++group)
         multiply_row_group<Element>(sum, fragments, group);
     };
-#pragma unroll 1
-    for (int tap = 0; tap < (kOneTap ? 1 : params.taps); ++tap) {
-      pipeline.run(before, load, multiply_all);
+    pipeline.run(before, load, multiply_all);
 #pragma unroll(kUnrolled ? kTile / kSliceDepth : 1)
-      for (int slice = 0; slice < kTile / kSliceDepth; ++slice) {
-        if (slice >= diagonal) continue;
-        int lead = -slice * kSliceDepth;  // first row of the tile - first token of the step
-        pipeline.run(1, load, [&](const Fragments& fragments) {
-          multiply_triangle<Element, kTransposed, kCareful>(sum, fragments, lead);
-          lead -= kMmaDepth<Element>;
-        });
-      }
-      pipeline.run(after, load, multiply_all);
+    for (int slice = 0; slice < kTile / kSliceDepth; ++slice) {
+      if (slice >= diagonal) continue;
+      int lead = -slice * kSliceDepth;  // first row of the tile - first token of the step
+      pipeline.run(1, load, [&](const Fragments& fragments) {
+        multiply_triangle<Element, kTransposed, kCareful>(sum, fragments, lead);
+        lead -= kMmaDepth<Element>;
+      });
     }
+    pipeline.run(after, load, multiply_all);
     nonfinite |= store_result<Element, kTransposed>(sum, params, tile);
     tile.row0 = opposite(params, tile.row0);
   }
@@ -162,30 +156,32 @@ __device__ __forceinline__ bool make_tiles(const TriangularConvParams& params, u
 
 // If x holds infinities or NaN, W's zeros above the diagonal turn them into NaN in the sums. Only
 // then does the block compute its tiles again, without such products.
-template <typename Element, bool kTransposed, bool kOneTap>
+template <typename Element, bool kTransposed>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     product_kernel(const TriangularConvParams params) {
 #if __CUDA_ARCH__ >= 800
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
   const uint32_t stages = shared_address(memory);
-  const bool nonfinite = make_tiles<Element, kTransposed, kOneTap, false>(params, stages);
-  if (__syncthreads_or(nonfinite)) make_tiles<Element, kTransposed, kOneTap, true>(params, stages);
+  const bool nonfinite = make_tiles<Element, kTransposed, false>(params, stages);
+  if (__syncthreads_or(nonfinite)) make_tiles<Element, kTransposed, true>(params, stages);
 #endif
 }
 
 template <bool kTransposed>
 cudaError_t launch_product(const TriangularConvParams& params) {
-  return dispatch_taps(params, [&](auto one_tap) {
-    constexpr bool kOneTap = decltype(one_tap)::value;
-    const int64_t blocks = blocks_of_column<kOneTap>(params) * column_tiles(params) * params.heads;
-    if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-    const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-    return dispatch_dtype(params.dtype, [&](auto element) {
-      product_kernel<decltype(element), kTransposed, kOneTap>
-          <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-      return cudaGetLastError();
-    });
+  const int64_t blocks = blocks_of_column(params) * column_tiles(params) * params.heads;
+  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  return dispatch_dtype(params.dtype, [&](auto element) {
+    product_kernel<decltype(element), kTransposed>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
   });
 }
+
+}  // namespace
+
+cudaError_t forward(const TriangularConvParams& params) { return launch_product<false>(params); }
+cudaError_t grad_input(const TriangularConvParams& params) { return launch_product<true>(params); }
 
 }  // namespace ampere
