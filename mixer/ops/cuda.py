@@ -1,8 +1,8 @@
 """Calls the CUDA kernels of `csrc` through ctypes: backend `cuda` of the triangular convolution.
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
-then in; bias (heads, context); packed (heads, tokens, columns), columns = tokens rounded up to 8.
-x, dy and packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
+then in, or by lag (heads, context); bias (heads, context); packed (heads, rows, columns). x, dy and
+packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
 gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
@@ -23,6 +23,7 @@ from mixer.ops.toolchain import BuildError
 # module already imported.
 
 ABI_VERSION = 6  # MIXER_ABI_VERSION in csrc/params.h
+STRIP_ROWS = 128  # MIXER_STRIP_ROWS
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [
@@ -35,7 +36,7 @@ STRIDES = [
     *("dy_batch_stride", "dy_token_stride"),
     *("memory_batch_stride", "memory_head_stride", "positions_stride"),
 ]
-SIZES = ["batch", "tokens", "channels", "context", "heads", "columns"]
+SIZES = ["batch", "tokens", "channels", "context", "heads", "columns", "lag_zero"]
 CODES = [
     *("dtype", "weight_dtype", "bias_dtype", "gradient_dtype"),
     *("device", "capability", "processors"),
@@ -62,28 +63,47 @@ def packed_columns(tokens: int) -> int:
     return (tokens + 7) // 8 * 8
 
 
+def packed_shape(heads: int, tokens: int, by_lag: bool) -> tuple[int, int, int]:
+    """(heads, tokens, columns), or that of the strip of a weight by lag (see csrc/params.h)."""
+    if by_lag:
+        return heads, STRIP_ROWS, lag_zero(tokens) + STRIP_ROWS
+    return heads, tokens, packed_columns(tokens)
+
+
+def lag_zero(tokens: int) -> int:
+    """The strip's column of lag 0 in its first row."""
+    return (tokens + STRIP_ROWS - 1) // STRIP_ROWS * STRIP_ROWS
+
+
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """The lower triangle of the weight's top-left (tokens, tokens) corner in `dtype`, exact zeros
-    elsewhere.
+    elsewhere; by lag a strip, from which each tile of that triangle can be read.
 
-    Returns (heads, tokens, columns). The strictly upper triangle of `weight` is not read.
+    The strictly upper triangle of `weight` is not read.
     """
     weight = weight.contiguous()
-    heads, context, _ = weight.shape
-    shape = (heads, tokens, packed_columns(tokens))
+    heads, context = weight.shape[:2]
+    by_lag = weight.dim() == 2
+    shape = packed_shape(heads, tokens, by_lag)
     packed = torch.empty(shape, dtype=dtype, device=weight.device)
-    params = new_params(weight.device.index, dtype, heads, tokens)
+    params = new_params(weight.device.index, dtype, heads, tokens, by_lag)
     params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
     params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
     call("mixer_pack", params)
     return packed
 
 
-def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def forward(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    by_lag: bool = False,
+) -> Tensor:
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
     x = rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = product_params(x, packed)
+    params = product_params(x, packed, by_lag)
     params.x, params.y = x.data_ptr(), y.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
@@ -98,11 +118,11 @@ def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | N
     return y
 
 
-def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
+def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    params = product_params(dy, packed)
+    params = product_params(dy, packed, by_lag)
     params.dy, params.dx = dy.data_ptr(), dx.data_ptr()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
     call("mixer_grad_input", params)
@@ -110,19 +130,26 @@ def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
 
 
 def grad_weight(
-    dy: Tensor, x: Tensor, context: int, heads: int, dtype: torch.dtype, with_bias: bool
+    dy: Tensor,
+    x: Tensor,
+    context: int,
+    heads: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+    by_lag: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dweight (heads, context, context) and dbias (heads, context), or (0,) without bias,
-    both in `dtype`.
+    """dweight (heads, context, context), by lag (heads, context), and dbias (heads, context), or
+    (0,) without bias, all in `dtype`.
 
     Exact zeros above the diagonal and beyond `tokens`.
     """
     dy, x = rows(dy), rows(x)
     batch, tokens, channels = x.shape
     device = x.device
-    dweight = torch.empty((heads, context, context), dtype=dtype, device=device)
+    shape = (heads, context) if by_lag else (heads, context, context)
+    dweight = torch.empty(shape, dtype=dtype, device=device)
     dbias = torch.empty((heads, context) if with_bias else (0,), dtype=dtype, device=device)
-    params = new_params(device.index, x.dtype, heads, tokens, batch, channels)
+    params = new_params(device.index, x.dtype, heads, tokens, by_lag, batch, channels)
     params.x, params.dy, params.dweight = x.data_ptr(), dy.data_ptr(), dweight.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
@@ -155,27 +182,40 @@ def rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def product_params(x: Tensor, packed: Tensor) -> Params:
+def product_params(x: Tensor, packed: Tensor, by_lag: bool) -> Params:
     """Params of a product of `packed` with x (or dy)."""
-    heads, tokens, _ = packed.shape
-    params = new_params(x.device.index, x.dtype, heads, tokens, x.shape[0], x.shape[2])
+    batch, tokens, channels = x.shape
+    params = new_params(x.device.index, x.dtype, packed.shape[0], tokens, by_lag, batch, channels)
     params.packed = packed.data_ptr()
     return params
 
 
 def new_params(
-    index: int, dtype: torch.dtype, heads: int, tokens: int, batch: int = 0, channels: int = 0
+    index: int,
+    dtype: torch.dtype,
+    heads: int,
+    tokens: int,
+    by_lag: bool,
+    batch: int = 0,
+    channels: int = 0,
 ) -> Params:
     """What all calls of one shape have in common; the caller adds addresses, strides, and the
     context if it is longer than the tokens.
     """
-    return Params.from_buffer_copy(template(index, dtype, heads, tokens, batch, channels))
+    common = template(index, dtype, heads, tokens, by_lag, batch, channels)
+    return Params.from_buffer_copy(common)
 
 
 # Made once for a shape, because setting each field takes the host several times as long as a copy.
 @functools.cache
 def template(
-    index: int, dtype: torch.dtype, heads: int, tokens: int, batch: int, channels: int
+    index: int,
+    dtype: torch.dtype,
+    heads: int,
+    tokens: int,
+    by_lag: bool,
+    batch: int,
+    channels: int,
 ) -> Params:
     params = Params(
         batch=batch,
@@ -183,7 +223,8 @@ def template(
         channels=channels,
         context=tokens,
         heads=heads,
-        columns=packed_columns(tokens),
+        columns=packed_shape(heads, tokens, by_lag)[2],
+        lag_zero=lag_zero(tokens) if by_lag else 0,
         dtype=DTYPE_CODES[dtype],
     )
     add_device(params, index)

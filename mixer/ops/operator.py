@@ -2,7 +2,8 @@
 autograd formula.
 
 The weight is packed (masked, cast, padded) once in forward, and the packed copy is saved for
-backward. The kernels have one tap; several are a sum of calls.
+backward. The kernels have one tap; several are a sum of calls. Weights are (heads, taps, context,
+context), those by lag (heads, taps, context); the operators take one tap, without that dimension.
 """
 
 import torch
@@ -13,7 +14,7 @@ from mixer.ops import cuda
 
 
 def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
-    """The triangular convolution of arguments that `mixer.ops.triangular_conv` has checked."""
+    """y, given a weight of either kind; `mixer.ops.triangular_conv` has checked the arguments."""
     heads, taps = weight.shape[:2]
     if taps == 1:
         return one_tap(x, weight.squeeze(1), bias, residual)[0]
@@ -29,38 +30,43 @@ def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
 def one_tap(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(y, packed weight); weight (heads, context, context)."""
+    """(y, packed weight)."""
     packed = cuda.pack(weight, x.shape[1], x.dtype)
-    return cuda.forward(x, packed, bias, residual), packed
+    return cuda.forward(x, packed, bias, residual, weight.dim() == 2), packed
 
 
 @one_tap.register_fake
 def _(x, weight, bias, residual):
-    heads, tokens = weight.shape[0], x.shape[1]
-    packed = x.new_empty((heads, tokens, cuda.packed_columns(tokens)))
+    packed = x.new_empty(cuda.packed_shape(weight.shape[0], x.shape[1], weight.dim() == 2))
     return torch.empty_like(x, memory_format=torch.contiguous_format), packed
 
 
 @torch.library.custom_op("mixer::triangular_conv_grad_input", mutates_args=())
-def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
-    return cuda.grad_input(dy, packed)
+def grad_input(dy: Tensor, packed: Tensor, by_lag: bool) -> Tensor:
+    return cuda.grad_input(dy, packed, by_lag)
 
 
 @grad_input.register_fake
-def _(dy, packed):
+def _(dy, packed, by_lag):
     return torch.empty_like(dy, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("mixer::triangular_conv_grad_weight", mutates_args=())
 def grad_weight(
-    dy: Tensor, x: Tensor, context: int, heads: int, dtype: torch.dtype, with_bias: bool
+    dy: Tensor,
+    x: Tensor,
+    context: int,
+    heads: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+    by_lag: bool,
 ) -> tuple[Tensor, Tensor]:
-    return cuda.grad_weight(dy, x, context, heads, dtype, with_bias)
+    return cuda.grad_weight(dy, x, context, heads, dtype, with_bias, by_lag)
 
 
 @grad_weight.register_fake
-def _(dy, x, context, heads, dtype, with_bias):
-    dweight = dy.new_empty((heads, context, context), dtype=dtype)
+def _(dy, x, context, heads, dtype, with_bias, by_lag):
+    dweight = dy.new_empty((heads, context) if by_lag else (heads, context, context), dtype=dtype)
     dbias = dy.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
     return dweight, dbias
 
@@ -74,7 +80,7 @@ def _setup_context(ctx, inputs, output):
     # Nothing is kept that no gradient will ask for.
     ctx.save_for_backward(x if needs_weight or needs_bias else None, packed if needs_x else None)
     ctx.heads, ctx.context = weight.shape[:2]
-    ctx.weight_dtype = weight.dtype
+    ctx.weight_dtype, ctx.by_lag = weight.dtype, weight.dim() == 2
 
 
 def _backward(ctx, dy, _):
@@ -90,11 +96,11 @@ def _backward(ctx, dy, _):
         return None, None, None, None
     x, packed = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad
-    dx = grad_input(dy, packed) if needs_x else None
+    dx = grad_input(dy, packed, ctx.by_lag) if needs_x else None
     dweight = dbias = None
     if needs_weight or needs_bias:
-        sizes = (ctx.context, ctx.heads)
-        dweight, dbias = grad_weight(dy, x, *sizes, ctx.weight_dtype, needs_bias)
+        sizes = (ctx.context, ctx.heads, ctx.weight_dtype)
+        dweight, dbias = grad_weight(dy, x, *sizes, needs_bias, ctx.by_lag)
     dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
     return dx, dweight, dbias, dy if needs_residual else None
 

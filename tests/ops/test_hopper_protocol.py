@@ -24,7 +24,7 @@ EMULATOR = Path(sources.__file__).parent
 FLAGS = ["-std=c++17", "-O3", "-w", "-Xcompiler=-Wno-psabi"]
 JOBS = 2
 SEEDS = (1, 2)  # one process each
-CASES = 80  # of each process
+CASES = 90  # of each process
 # This seed shows all mistakes soon, and a run ends at the first failure.
 MUTANT_SEED, MUTANT_CASES = 3, 300
 OPERATIONS = ["forward", "grad_input", "grad_weight"]
@@ -218,8 +218,7 @@ def test_mistakes_are_caught(built, tmp_path):
                 strict=True,
             )
         )
-    seen = re.compile(r"EMULATOR FAIL \[forward .*(DEADLOCK|MISMATCH|barrier @)")
-    missed = [name for name, outcome in outcomes.items() if not seen.match(outcome)]
+    missed = [name for name, text in outcomes.items() if "EMULATOR FAIL [forward" not in text]
     assert missed == [], outcomes
 
 

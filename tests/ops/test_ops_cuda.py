@@ -22,6 +22,7 @@ CHANNELS = [8, 40, 64, 96, 256, 520, 1024]
 BATCH = [1, 3, 32]
 HEADS = [1, 2, 4, 8]
 TAPS = [1, 1, 3]
+KINDS = ["weight", "lags"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]  # fp32 as tf32
 NAMES = ("y", "dx", "dweight", "dbias", "dresidual")
 # The compute capabilities that kernels are written for, and the types that they take.
@@ -51,6 +52,7 @@ def covering_cases() -> list[dict]:
                 with_residual=index // 4 % 2 == 0,
                 strided=index // 3 % 2 == 0,
                 wide_weight=index // 6 % 2 == 0,
+                by_lag=index // 5 % 2 == 0,
             )
         )
     return cases
@@ -102,12 +104,13 @@ def make(
     with_residual=True,
     strided=False,
     wide_weight=True,
+    by_lag=False,
     integers=False,
     device="cuda",
     seed=0,
 ):
-    """(x, weight, bias, residual, dy); the weight is fp32 if `wide_weight`, scaled so that y stays
-    near 1.
+    """(x, weight, bias, residual, dy); the weight, or the lags in its place, are fp32 if
+    `wide_weight`, scaled so that y stays near 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     context = tokens + extra
@@ -126,7 +129,8 @@ def make(
 
     parameter_dtype = torch.float32 if wide_weight else dtype
     scale = 1.0 if integers else (tokens * taps) ** -0.5
-    weight = (draw(heads, taps, context, context) * scale).to(parameter_dtype)
+    square = (context,) if by_lag else (context, context)
+    weight = (draw(heads, taps, *square) * scale).to(parameter_dtype)
     shape = (batch, tokens, channels)
     bias = draw(heads, context).to(parameter_dtype) if with_bias else None
     return rows(*shape), weight, bias, rows(*shape) if with_residual else None, rows(*shape)
@@ -152,11 +156,17 @@ def exact(x, weight, bias, residual, dy):
     """The same in fp64, from the weight as the kernels see it: rounded to x's dtype."""
     rounded = weight.to(x.dtype).double()
     bias, residual = (None if t is None else t.double() for t in (bias, residual))
-    return gradients(plain.dense, x.double(), rounded, bias, residual, dy.double())
+    return gradients(dense_conv, x.double(), rounded, bias, residual, dy.double())
 
 
-def kernel_conv(*inputs):
-    return triangular_conv(*inputs, backend="cuda")
+def dense_conv(x, weight, bias, residual):
+    kinds = (weight, None) if weight.dim() == 4 else (None, weight)
+    return plain.dense(x, kinds[0], bias, residual, kinds[1])
+
+
+def kernel_conv(x, weight, bias, residual):
+    kind = {"weight": weight} if weight.dim() == 4 else {"lags": weight}
+    return triangular_conv(x, bias=bias, residual=residual, backend="cuda", **kind)
 
 
 def rms(values):
@@ -190,7 +200,7 @@ def test_cases_cover_every_value():
         tokens=TOKENS, channels=CHANNELS, batch=BATCH, heads=HEADS, taps=TAPS, dtype=DTYPES
     ).items():
         assert {case[name] for case in cases} == set(values), name
-    for name in ("with_bias", "with_residual", "strided", "wide_weight"):
+    for name in ("with_bias", "with_residual", "strided", "wide_weight", "by_lag"):
         assert {case[name] for case in cases} == {True, False}, name
     pairs = {(case["tokens"], case["dtype"]) for case in cases}
     assert pairs == set(itertools.product(TOKENS, DTYPES))
@@ -202,7 +212,7 @@ def test_as_near_to_fp64_as_torch(case, kernels, pretend):
     inputs = make(**case)
     wanted = exact(*inputs)
     ours = gradients(kernel_conv, *inputs)
-    dense = gradients(plain.dense, *inputs)
+    dense = gradients(dense_conv, *inputs)
     for name, value, peer, truth in zip(NAMES, ours, dense, wanted, strict=True):
         if truth is None:
             assert value is None
@@ -232,23 +242,24 @@ def test_small_integers_are_exact(case, kernels, pretend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_raw_functions(dtype):
-    tokens, context = 65, 70
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_raw_functions(dtype, by_lag):
+    tokens, context = 165, 170
     x, weight, bias, residual, dy = make_one_tap(
-        tokens, 96, 3, 2, dtype, 5, integers=True, wide_weight=False
+        tokens, 96, 3, 2, dtype, 5, integers=True, wide_weight=False, by_lag=by_lag
     )
     packed = cuda.pack(weight, tokens, dtype)
     assert torch.equal(packed, plain_kernels.pack(weight, tokens, dtype))
     doubles = [tensor.double() for tensor in (x, packed, bias, residual, dy)]
     for given in (residual, None):
-        wide = plain_kernels.forward(*doubles[:3], None if given is None else doubles[3])
-        assert torch.equal(cuda.forward(x, packed, bias.float(), given), wide.to(dtype))
-    assert torch.equal(
-        cuda.grad_input(dy, packed), plain_kernels.grad_input(doubles[4], doubles[1]).to(dtype)
-    )
+        wide = plain_kernels.forward(*doubles[:3], None if given is None else doubles[3], by_lag)
+        assert torch.equal(cuda.forward(x, packed, bias.float(), given, by_lag), wide.to(dtype))
+    wide = plain_kernels.grad_input(doubles[4], doubles[1], by_lag)
+    assert torch.equal(cuda.grad_input(dy, packed, by_lag), wide.to(dtype))
     for kind in {torch.float32, dtype}:
-        ours = cuda.grad_weight(dy, x, context, 2, kind, True)
-        truth = plain_kernels.grad_weight(doubles[4], doubles[0], context, 2, torch.float64, True)
+        ours = cuda.grad_weight(dy, x, context, 2, kind, True, by_lag)
+        options = (context, 2, torch.float64, True, by_lag)
+        truth = plain_kernels.grad_weight(doubles[4], doubles[0], *options)
         assert all(
             a.dtype == kind and torch.equal(a, b.to(kind)) for a, b in zip(ours, truth, strict=True)
         )
@@ -263,8 +274,9 @@ def test_empty_batch_gives_zero_gradients():
         == cuda.grad_input(empty, packed).shape
         == (0, 5, 8)
     )
-    dweight, dbias = cuda.grad_weight(empty, empty, 6, 2, torch.float32, True)
-    assert (dweight == 0).all() and (dbias == 0).all()
+    for by_lag in (False, True):
+        dweight, dbias = cuda.grad_weight(empty, empty, 6, 2, torch.float32, True, by_lag)
+        assert (dweight == 0).all() and (dbias == 0).all()
 
 
 def test_gradient_of_a_sum():
@@ -279,12 +291,13 @@ def test_gradient_of_a_sum():
 
 
 @pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
 @pytest.mark.parametrize("cut", [1, 63, 64, 65, 130, 199])
-def test_causal_bit_for_bit(kernels, cut, pretend):
+def test_causal_bit_for_bit(kernels, by_lag, cut, pretend):
     # Tensor cores multiply the zeros above the diagonal inside a block of 64 tokens, so there only
     # what is finite stays apart.
     pretend(kernels)
-    check_causal(make_one_tap(200, 96, 2, 2, torch.float16), cut, (3.0, -6e4))
+    check_causal(make_one_tap(200, 96, 2, 2, torch.float16, by_lag=by_lag), cut, (3.0, -6e4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -298,16 +311,18 @@ def test_ampere_kernels_are_causal_whatever_comes_later(dtype, processors, cut, 
 
 def check_causal(inputs, cut, strangers):
     x, weight, bias, residual, dy = inputs
-    packed = cuda.pack(weight, 200, x.dtype)
-    y, dx = cuda.forward(x, packed, bias, residual), cuda.grad_input(dy, packed)
+    packed, by_lag = cuda.pack(weight, 200, x.dtype), weight.dim() == 2
+    y, dx = cuda.forward(x, packed, bias, residual, by_lag), cuda.grad_input(dy, packed, by_lag)
     for stranger in strangers:
         later, earlier = x.clone(), dy.clone()
         later[:, cut:] = stranger
         earlier[:, :cut] = stranger
-        assert torch.equal(cuda.forward(later, packed, bias, residual)[:, :cut], y[:, :cut])
-        assert torch.equal(cuda.grad_input(earlier, packed)[:, cut:], dx[:, cut:])
+        y_changed = cuda.forward(later, packed, bias, residual, by_lag)
+        assert torch.equal(y_changed[:, :cut], y[:, :cut])
+        assert torch.equal(cuda.grad_input(earlier, packed, by_lag)[:, cut:], dx[:, cut:])
     # A shorter input gives the same bits as the start of a longer one.
-    short = cuda.forward(x[:, :cut], cuda.pack(weight, cut, x.dtype), bias, residual[:, :cut])
+    packed = cuda.pack(weight, cut, x.dtype)
+    short = cuda.forward(x[:, :cut], packed, bias, residual[:, :cut], by_lag)
     assert torch.equal(short, y[:, :cut])
 
 
@@ -330,10 +345,25 @@ def test_the_upper_half_is_never_read_and_has_no_gradient(kernels, pretend):
 
 
 @pytest.mark.parametrize("kernels", SETS)
-@pytest.mark.parametrize("tokens", [64, 450, 1000])
-def test_two_runs_agree_bit_for_bit(kernels, tokens, pretend):
+def test_lags_beyond_the_tokens_are_never_read_and_have_no_gradient(kernels, pretend):
     pretend(kernels)
-    inputs = make(tokens, 256, 8, 2, 1, torch.float16)
+    x, lags, bias, residual, dy = make(129, 64, 2, 2, 1, torch.float16, extra=70, by_lag=True)
+    poisoned = lags.clone()
+    poisoned[..., 129:] = math.nan
+    clean = gradients(kernel_conv, x, lags, bias, residual, dy)
+    for value, other in zip(
+        clean, gradients(kernel_conv, x, poisoned, bias, residual, dy), strict=True
+    ):
+        assert torch.equal(value, other)
+    assert (clean[2][..., 129:] == 0).all() and (clean[3][:, 129:] == 0).all()
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+@pytest.mark.parametrize("tokens", [64, 450, 1000])
+def test_two_runs_agree_bit_for_bit(kernels, by_lag, tokens, pretend):
+    pretend(kernels)
+    inputs = make(tokens, 256, 8, 2, 1, torch.float16, by_lag=by_lag)
     first, second = gradients(kernel_conv, *inputs), gradients(kernel_conv, *inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -355,8 +385,9 @@ def test_ampere_tiles_in_pairs_have_the_bits_of_single_ones(dtype, tokens, prete
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(dtype):
-    x, weight, bias, residual, _ = make_one_tap(65, 48, 2, 2, dtype, extra=3)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_opcheck(dtype, by_lag):
+    x, weight, bias, residual, _ = make_one_tap(65, 48, 2, 2, dtype, extra=3, by_lag=by_lag)
     for optional in ((bias, residual), (None, None)):
         inputs = [
             None if t is None else t.detach().requires_grad_() for t in (x, weight, *optional)
@@ -365,8 +396,9 @@ def test_opcheck(dtype):
 
 
 @pytest.mark.parametrize("taps", [1, 3])
-def test_compiles_without_graph_breaks(taps):
-    inputs = make(200, 96, 2, 2, taps, torch.bfloat16)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_compiles_without_graph_breaks(taps, by_lag):
+    inputs = make(200, 96, 2, 2, taps, torch.bfloat16, by_lag=by_lag)
 
     def block(x, weight, bias, residual):
         return torch.nn.functional.gelu(kernel_conv(x * 2, weight, bias, residual))
@@ -380,9 +412,10 @@ def test_compiles_without_graph_breaks(taps):
         assert rms(value.double() - other.double()) <= 1e-2 * rms(value)
 
 
-def test_the_first_call_of_a_shape_may_be_in_a_cuda_graph_of_the_compiler():
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_the_first_call_of_a_shape_may_be_in_a_cuda_graph_of_the_compiler(by_lag):
     # a shape that no other test has: what is kept for a shape is made here
-    inputs = make(208, 96, 2, 2, 1, torch.float16)
+    inputs = make(208, 96, 2, 2, 1, torch.float16, by_lag=by_lag)
     compiled = torch.compile(kernel_conv, fullgraph=True, mode="reduce-overhead")
     runs = []
     for _ in range(3):  # run, recorded, replayed
@@ -395,17 +428,17 @@ def test_the_first_call_of_a_shape_may_be_in_a_cuda_graph_of_the_compiler():
 
 
 @pytest.mark.parametrize("kernels", SETS)
-def test_graph_replay_computes_anew(kernels, pretend):
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_graph_replay_computes_anew(kernels, by_lag, pretend):
     pretend(kernels)
-    x, weight, bias, residual, dy = make_one_tap(1000, 96, 2, 2, torch.float16)
+    x, weight, bias, residual, dy = make_one_tap(1000, 96, 2, 2, torch.float16, by_lag=by_lag)
 
     def step():
         packed = cuda.pack(weight, 1000, torch.float16)
-        y = cuda.forward(x, packed, bias, residual)
         return (
-            y,
-            cuda.grad_input(dy, packed),
-            *cuda.grad_weight(dy, x, 1000, 2, torch.float32, True),
+            cuda.forward(x, packed, bias, residual, by_lag),
+            cuda.grad_input(dy, packed, by_lag),
+            *cuda.grad_weight(dy, x, 1000, 2, torch.float32, True, by_lag),
         )
 
     graph = torch.cuda.CUDAGraph()
@@ -439,8 +472,9 @@ def test_runs_on_the_current_stream():
 
 
 @pytest.mark.parametrize("taps", [1, 3])
-def test_autocast_keeps_fp32_parameters(taps):
-    x, weight, bias, residual, _ = make(129, 96, 2, 2, taps, torch.float32)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_autocast_keeps_fp32_parameters(taps, by_lag):
+    x, weight, bias, residual, _ = make(129, 96, 2, 2, taps, torch.float32, by_lag=by_lag)
     parameters = [tensor.detach().requires_grad_() for tensor in (weight, bias)]
     with torch.autocast("cuda", dtype=torch.bfloat16):
         y = kernel_conv(x, *parameters, residual)

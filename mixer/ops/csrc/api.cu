@@ -12,7 +12,7 @@ struct KernelSet {
   cudaError_t (*grad_input)(const TriangularConvParams&);
   int64_t (*grad_weight_workspace)(const TriangularConvParams&);
   cudaError_t (*grad_weight)(const TriangularConvParams&);
-  bool with_bias;  // grad_weight also writes dbias
+  bool with_bias;  // grad_weight of a full weight also writes dbias
   int capability;  // 10 * major + minor of the GPUs it is written for
 };
 
@@ -147,9 +147,9 @@ MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
   if (status != cudaSuccess) return status;
   const KernelSet* kernels = kernels_for(*params);
   status = kernels ? kernels->grad_weight(*params) : cudaErrorNotSupported;
-  return status == cudaSuccess && params->dbias != nullptr && !kernels->with_bias
-             ? grad_bias(*params)
-             : status;
+  const bool has_bias = kernels != nullptr && kernels->with_bias && params->lag_zero == 0;
+  return status == cudaSuccess && params->dbias != nullptr && !has_bias ? grad_bias(*params)
+                                                                        : status;
 }
 
 // One new token of each sample: writes x into the memory and computes y = bias + residual +

@@ -37,6 +37,7 @@ struct ProductArguments {
   CUtensorMap weight, input, residual, output;
   const void* bias;  // or null
   int32_t bias_dtype, tokens, context;
+  int32_t lag_zero;   // as in params.h
   int32_t chunks;     // of one head of one sample
   int32_t row_tiles;
   int32_t height;     // row blocks of a row tile, at most Shape::kRowBlocks
@@ -350,13 +351,16 @@ struct Loader {
   __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int step,
                                             uint64_t* barrier, Place place) {
     barrier_arrive_expect(barrier, limits.count(step) * kBoxBytes);
-    const int depth = tile.token(step);
+    const int depth = tile.token(step), lag_zero = arguments.lag_zero;
 #pragma unroll
     for (int box = 0; box < Shape::kRowBoxes; ++box) {
       if (step >= limits.steps[box]) continue;
-      const int row = tile.token(tile.first_block + row_block_of(box, rank));
-      load_weight(place(box), &arguments.weight, barrier, Shape::kTransposed ? row : depth,
-                  Shape::kTransposed ? depth : row, tile.head);
+      const int result = tile.token(tile.first_block + row_block_of(box, rank));
+      const int row = Shape::kTransposed ? depth : result;
+      const int column = Shape::kTransposed ? result : depth;
+      load_weight(place(box), &arguments.weight, barrier,
+                  lag_zero > 0 ? lag_zero + column - row : column, lag_zero > 0 ? 0 : row,
+                  tile.head);
     }
   }
 
@@ -762,6 +766,7 @@ template <bool kTransposed>
 cudaError_t make_arguments(const TriangularConvParams& params, ProductArguments* arguments) {
   arguments->tokens = params.tokens;
   arguments->context = params.context;
+  arguments->lag_zero = params.lag_zero;
   cudaError_t status = encode_weight(&arguments->weight, params);
   if (status != cudaSuccess) return status;
   status = kTransposed ? encode_activations(&arguments->input, params.dy, params.dy_batch_stride,

@@ -29,5 +29,6 @@ namespace hopper {  // sm_90a (MIXER_HOPPER): TMA and wgmma; 16-bit types; at le
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 int64_t grad_weight_workspace(const TriangularConvParams& params);
-cudaError_t grad_weight(const TriangularConvParams& params);  // dweight and dbias
+// dweight and, of a full weight, dbias
+cudaError_t grad_weight(const TriangularConvParams& params);
 }  // namespace hopper

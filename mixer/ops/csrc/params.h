@@ -8,6 +8,13 @@
 //   packed                   (heads, tokens, columns), in x's type: the lower triangle of the
 //                            top-left corner of each weight matrix, exact zeros elsewhere; columns
 //                            = tokens rounded up to a multiple of 8
+//
+// A weight by lag has W[h,i,j] = lags[h, i - j]. Then `weight` and `dweight` point to lags and their
+// gradient (heads, context), and `packed` is a *strip* (heads, 128, columns) with strip[h, r, u] =
+// lags[h, r + lag_zero - u], zero for lags below 0 and beyond the tokens; lag_zero = tokens rounded
+// up to a multiple of 128, and columns = lag_zero + 128. All tiles of W on one diagonal are equal:
+// the tile that begins at (i, j) begins in the strip at (0, lag_zero + j - i).
+//
 // For mix_row, `tokens` is the length of the memory, and x, residual and y hold one token.
 //
 // Pointers that an operation does not use are null. Whoever changes this struct must change
@@ -17,6 +24,8 @@
 #include <stdint.h>
 
 #define MIXER_ABI_VERSION 6
+
+#define MIXER_STRIP_ROWS 128
 
 enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
@@ -45,6 +54,7 @@ typedef struct TriangularConvParams {
   int64_t positions_stride;
 
   int32_t batch, tokens, channels, context, heads, columns;
+  int32_t lag_zero;      // the strip's column of lag 0 in row 0; 0 for a full weight
   int32_t dtype, weight_dtype, bias_dtype, gradient_dtype;
   int32_t device;        // index of the CUDA device
   int32_t capability;    // 10 * major + minor of that device

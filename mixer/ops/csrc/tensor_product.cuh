@@ -59,7 +59,7 @@ struct ProductLoader {
   using InputLayout = MnMajor<Element>;
 
   const TriangularConvParams& params;
-  const Element* weight;  // of this head
+  const Element* weight;  // of this head, or its strip
   const Element* input;   // of this thread's sample and this head
   int channel, width;     // this thread's first channel in the head, or `width` if it has none
   int row0, depth;        // first row of the result's tile, first token of the next slices
@@ -72,8 +72,8 @@ struct ProductLoader {
     input = static_cast<const Element*>(kTransposed ? params.dy : params.x) +
             static_cast<int64_t>(tile.head) * width +
             sample * (kTransposed ? params.dy_batch_stride : params.x_batch_stride);
-    weight = static_cast<const Element*>(params.packed) +
-             static_cast<int64_t>(tile.head) * params.tokens * params.columns;
+    const int64_t rows = params.lag_zero > 0 ? MIXER_STRIP_ROWS : params.tokens;
+    weight = static_cast<const Element*>(params.packed) + tile.head * rows * params.columns;
     start(tile.row0);
   }
 
@@ -102,14 +102,19 @@ struct ProductLoader {
   // another in both cases.
   template <typename Copies>
   __device__ __forceinline__ void load_weight(Copies& copies) const {
+    const int first_row = kTransposed ? depth : row0;
     const int column = (kTransposed ? row0 : depth) + vector_across<WeightLayout>() * kVector;
+    // In a strip the tile begins in row 0.
+    const Element* const origin =
+        params.lag_zero > 0
+            ? weight + params.lag_zero - first_row
+            : weight + static_cast<int64_t>(first_row) * params.columns;
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
       const int down = vector_down<WeightLayout>(i);
-      const int row = (kTransposed ? depth : row0) + down;
-      const Element* vector = weight + static_cast<int64_t>(row) * params.columns + column;
-      copies.template copy<WeightLayout>(kLeft, i, vector,
-                                         row < params.tokens && column < params.columns);
+      const Element* vector = origin + static_cast<int64_t>(down) * params.columns + column;
+      copies.template copy<WeightLayout>(
+          kLeft, i, vector, first_row + down < params.tokens && column < params.columns);
     }
   }
 

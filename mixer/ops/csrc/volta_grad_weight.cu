@@ -6,36 +6,38 @@
 namespace volta {
 namespace {
 
+template <typename Plan>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
-    partial_kernel(const TriangularConvParams params, int splits) {
+    partial_kernel(const TriangularConvParams params, const Plan plan) {
   using Layout = KMajor<Element>;
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
-  const PartialTile tile(params, splits);
-  GradWeightLoader<Element> loader(params, tile.head, tile.lower.row * kTile,
-                                   tile.lower.column * kTile, tile.first);
-  Accumulator sum;
-  const auto multiply = [&](int, const Fragments& fragments) {
-    multiply_lower_groups(tile.on_diagonal(), [&](int row_group, int column_group) {
-      multiply_groups<Layout, Layout>(sum, fragments, row_group, column_group);
-    });
-  };
-  run_pipeline<Layout, Layout, kGroupColumnStep>(memory, static_cast<int>(tile.last - tile.first),
-                                                 first_group_column(), loader, multiply);
+  for_each_task(params, plan, [&](const Task& task) {
+    GradWeightLoader<Element> loader(params, task);
+    Accumulator sum;
+    const auto multiply = [&](int, const Fragments& fragments) {
+      multiply_lower_groups(task.on_diagonal(), [&](int row_group, int column_group) {
+        multiply_groups<Layout, Layout>(sum, fragments, row_group, column_group);
+      });
+    };
+    run_pipeline<Layout, Layout, kGroupColumnStep>(memory, task.steps, first_group_column(),
+                                                   loader, multiply);
 
-  float* partial = partial_tile(params);
 #pragma unroll
-  for (int group = 0; group < kWarpGroups; ++group) {
+    for (int group = 0; group < kWarpGroups; ++group) {
 #pragma unroll
-    for (int column_group = 0; column_group < kWarpGroups; ++column_group) {
+      for (int column_group = 0; column_group < kWarpGroups; ++column_group) {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const float(&value)[8] = sum.value[group][column_group];
-        const int column = first_group_column() + column_group * kGroupColumnStep + value_column(i);
-        *reinterpret_cast<float2*>(&partial[(group_row(group) + value_row(i)) * kTile + column]) =
-            make_float2(value[i], value[i + 1]);
+        for (int i = 0; i < 8; i += 2) {
+          const float(&value)[8] = sum.value[group][column_group];
+          const int row = group_row(group) + value_row(i);
+          const int column =
+              first_group_column() + column_group * kGroupColumnStep + value_column(i);
+          *reinterpret_cast<float2*>(task.tile + row * kTile + column) =
+              make_float2(value[i], value[i + 1]);
+        }
       }
     }
-  }
+  });
 }
 
 }  // namespace
@@ -45,9 +47,8 @@ int64_t grad_weight_workspace(const TriangularConvParams& params) {
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
-  return launch_grad_weight(params, [&](unsigned blocks, int splits) {
-    partial_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params,
-                                                                                     splits);
+  return launch_grad_weight(params, [&](unsigned blocks, auto plan) {
+    partial_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, plan);
     return cudaGetLastError();
   });
 }

@@ -142,7 +142,7 @@ class Activations {
 struct Case {
   int operation, tokens, width, heads, batch, dtype, processors;
   int extra;  // context less tokens
-  bool with_bias, with_residual;
+  bool with_bias, with_residual, by_lag;
   int layout, weight_dtype, bias_dtype;
 
   int channels() const { return width * heads; }
@@ -153,9 +153,9 @@ struct Case {
     char text[300];
     snprintf(
         text, sizeof text,
-        "%s tokens %d width %d heads %d batch %d %s processors %d context %d "
+        "%s %s tokens %d width %d heads %d batch %d %s processors %d context %d "
         "bias %d (%s) residual %d layout %d gradient %s seed %lu",
-        kOperationNames[operation], tokens, width, heads, batch, kTypeNames[dtype],
+        kOperationNames[operation], by_lag ? "by lag" : "", tokens, width, heads, batch, kTypeNames[dtype],
         processors, context(), with_bias, kTypeNames[bias_dtype], with_residual, layout,
         kTypeNames[weight_dtype], static_cast<unsigned long>(seed));
     return text;
@@ -168,7 +168,8 @@ struct Case {
     params.channels = channels();
     params.context = context();
     params.heads = heads;
-    params.columns = (tokens + 7) / 8 * 8;
+    params.lag_zero = by_lag ? (tokens + 127) / 128 * 128 : 0;
+    params.columns = by_lag ? params.lag_zero + MIXER_STRIP_ROWS : (tokens + 7) / 8 * 8;
     params.dtype = dtype;
     params.weight_dtype = params.gradient_dtype = weight_dtype;
     params.bias_dtype = bias_dtype;
@@ -183,21 +184,34 @@ void compare(const char* what, int a, int b, int c, float got, float want) {
     emulator::fail("%s MISMATCH at (%d, %d, %d): got %g want %g", what, a, b, c, got, want);
 }
 
-// A random lower triangle per head, packed as in pack.cu: rows padded to a multiple of 8,
-// zeros above the diagonal.
+// A random lower triangle per head, packed as in pack.cu: rows padded to a multiple of 8, zeros above
+// the diagonal; by lag, a strip.
 class Weight {
  public:
   Weight(const TriangularConvParams& params, std::mt19937& random)
       : tokens_(params.tokens),
-        packed_(size_t(params.heads) * params.tokens * params.columns, params.dtype),
-        values_(size_t(params.heads) * params.tokens * params.tokens) {
+        rows_(params.lag_zero > 0 ? MIXER_STRIP_ROWS : tokens_),
+        packed_(size_t(params.heads) * rows_ * params.columns, params.dtype),
+        values_(size_t(params.heads) * tokens_ * tokens_) {
     for (int head = 0; head < params.heads; ++head) {
+      std::vector<float> lags(tokens_);
+      for (float& value : lags) value = draw(random);
       for (int row = 0; row < tokens_; ++row) {
+        for (int column = 0; column <= row; ++column) {
+          values_[(size_t(head) * tokens_ + row) * tokens_ + column] =
+              params.lag_zero > 0 ? lags[row - column] : draw(random);
+        }
+      }
+      for (int row = 0; row < rows_; ++row) {
         for (int column = 0; column < params.columns; ++column) {
-          const float value = column <= row ? int(random() % 5) - 2 : 0;
-          packed_.set((size_t(head) * tokens_ + row) * params.columns + column, value);
-          if (column < tokens_)
-            values_[(size_t(head) * tokens_ + row) * tokens_ + column] = value;
+          const int lag = row + params.lag_zero - column;
+          float value = 0;
+          if (params.lag_zero == 0) {
+            value = column < tokens_ ? at(head, row, column) : 0;
+          } else if (lag >= 0 && lag < tokens_) {
+            value = lags[lag];
+          }
+          packed_.set((size_t(head) * rows_ + row) * params.columns + column, value);
         }
       }
     }
@@ -208,7 +222,8 @@ class Weight {
   }
 
  private:
-  int tokens_;
+  static float draw(std::mt19937& random) { return int(random() % 5) - 2; }
+  int tokens_, rows_;
   Buffer packed_;
   std::vector<float> values_;
 };
@@ -279,7 +294,7 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
   const int tokens = c.tokens, channels = c.channels(), width = c.width, context = c.context();
   const Activations x(c.batch, tokens, channels, c.dtype, c.layout, random);
   const Activations dy(c.batch, tokens, channels, c.dtype, c.other_layout(), random);
-  Buffer dweight(size_t(c.heads) * context * context, c.weight_dtype),
+  Buffer dweight(size_t(c.heads) * context * (c.by_lag ? 1 : context), c.weight_dtype),
       dbias(size_t(c.heads) * context, c.weight_dtype);
   params.x = x.data();
   params.x_batch_stride = x.batch_stride;
@@ -303,6 +318,7 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
           columns[(size_t(sample) * width + k) * tokens + token] = values[k];
       }
     }
+    std::vector<float> lags(context);
     for (int row = 0; row < context; ++row) {
       std::fill(sum.begin(), sum.end(), 0.0f);
       float bias = 0;
@@ -312,15 +328,20 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
         bias += factor;
         for (int column = 0; column <= row; ++column) sum[column] += factor * values[column];
       }
-      for (int column = 0; column < context; ++column) {
+      for (int column = 0; column <= row && row < tokens; ++column) lags[row - column] += sum[column];
+      for (int column = 0; column < context && !c.by_lag; ++column) {
         const float want =
             column <= row && row < tokens ? rounded(c.weight_dtype, sum[column]) : 0.0f;
         compare("dweight", head, row, column,
                 dweight.get((size_t(head) * context + row) * context + column), want);
       }
-      if (c.with_bias)
+      if (c.with_bias && !c.by_lag)
         compare("dbias", head, row, 0, dbias.get(size_t(head) * context + row),
                 rounded(c.weight_dtype, bias));
+    }
+    for (int lag = 0; lag < context && c.by_lag; ++lag) {
+      compare("dlags", head, lag, 0, dweight.get(size_t(head) * context + lag),
+              rounded(c.weight_dtype, lags[lag]));
     }
   }
   dweight.check_guards();
@@ -369,6 +390,7 @@ Case choose(std::mt19937_64& random, int operation) {
   c.extra = random() % 3 ? 0 : random() % 300;
   c.with_bias = random() % 2;
   c.with_residual = random() % 2;
+  c.by_lag = random() % 2;
   c.layout = random() % kLayouts;
   const int types[] = {MIXER_FLOAT32, MIXER_FLOAT16, MIXER_BFLOAT16};
   c.weight_dtype = one_of(types, random);

@@ -12,6 +12,7 @@ FILES = [
     "params.h",
     "numeric.cuh",
     "triangle.cuh",
+    "lags.cuh",
     "kernels.h",
     "hopper_maps.h",
     "hopper_ptx.cuh",
@@ -21,8 +22,8 @@ FILES = [
     "hopper_grad_input.cu",
     "hopper_grad_weight.cu",
 ]
-# the product's, grad_weight's and that of the sum over its splits
-LAUNCHES = 3
+# the product's, grad_weight's, and those of the sums over its splits and over pieces of diagonals
+LAUNCHES = 4
 
 BOX = "emulator::load_box(shared_address(box), map, shared_address(barrier)"
 IS_HALF = "std::is_same<Element, __half>::value"
@@ -98,8 +99,8 @@ def replace_launches(text: str) -> tuple[str, int]:
     """kernel<<<blocks, threads, bytes, stream>>>(arguments); calls the emulator. Also says how many
     there were.
     """
-    launch = r"(\w+)<<<\s*([^;]*?), (\w+), (\w+), ([^;]*?)>>>\(\s*(\w+)\);"
-    return re.subn(launch, r"emulator::launch(\2, \3, \4, [&] { \1(\6); });", text)
+    launch = r"(\w+(?:<[^;{}]*?>)?)\s*<<<([^;]*?), (\w+), (\w+),\s*[^;]*?>>>\(\s*([^;]*?)\);"
+    return re.subn(launch, r"emulator::launch(\2, \3, \4, [&] { \1(\5); });", text)
 
 
 def replace_ptx(text: str) -> str:

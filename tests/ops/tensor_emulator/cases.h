@@ -66,7 +66,9 @@ bool run_case() {
   p.batch = 1 + below(3);
   const int width = 8 * (1 + below(below(2) ? 20 : 6));
   p.channels = p.heads * width;
-  p.columns = (p.tokens + 7) / 8 * 8;
+  const bool by_lag = below(2);
+  p.lag_zero = by_lag ? (p.tokens + 127) / 128 * 128 : 0;
+  p.columns = by_lag ? p.lag_zero + MIXER_STRIP_ROWS : (p.tokens + 7) / 8 * 8;
   p.dtype = kDtype;
   p.capability = kCapability;
   p.processors = 1 + below(below(2) ? 4 : 20);
@@ -75,20 +77,33 @@ bool run_case() {
   p.bias_dtype = wide_bias ? MIXER_FLOAT32 : kDtype;
   p.gradient_dtype = wide_gradient ? MIXER_FLOAT32 : kDtype;
   printf(
-      "tokens %d context %d heads %d batch %d width %d bias %d residual %d processors %d\n",
-      p.tokens, p.context, p.heads, p.batch, width, has_bias, has_residual, p.processors);
+      "%s tokens %d context %d heads %d batch %d width %d bias %d residual %d processors %d\n",
+      by_lag ? "lags" : "weight", p.tokens, p.context, p.heads, p.batch, width, has_bias, has_residual, p.processors);
 
   Activation x(p, 8 * below(3)), dy(p, 8 * below(3)), residual(p, 8 * below(3)), y(p, 0), dx(p, 0);
-  Buffer<Element> packed(static_cast<size_t>(p.heads) * p.tokens * p.columns),
+  const int rows = by_lag ? MIXER_STRIP_ROWS : p.tokens;  // of packed
+  Buffer<Element> packed(static_cast<size_t>(p.heads) * rows * p.columns),
       narrow(p.heads * p.context);
   Buffer<float> wide(p.heads * p.context);
   x.fill(), dy.fill(), residual.fill(), packed.fill(), wide.fill();
   for (size_t i = 0; i < narrow.count; ++i) narrow.data()[i] = Element(wide.get(i));
-  for (size_t i = 0; i < packed.count; ++i) {
-    if (int(i % p.columns) > int(i / p.columns % p.tokens)) packed.data()[i] = Element(0.0f);
+  for (int head = 0; head < p.heads; ++head) {
+    Element* const of_head = packed.data() + static_cast<int64_t>(head) * rows * p.columns;
+    std::vector<float> lags(p.tokens);
+    for (float& lag : lags) lag = below(5) - 2;
+    for (int i = 0; i < rows * p.columns; ++i) {
+      const int lag = i / p.columns + p.lag_zero - i % p.columns;
+      if (lag < 0 || lag >= p.tokens) {
+        of_head[i] = Element(0.0f);
+      } else if (by_lag) {
+        of_head[i] = Element(lags[lag]);
+      }
+    }
   }
   const auto weight = [&](int head, int row, int column) {
-    return packed.get((static_cast<int64_t>(head) * p.tokens + row) * p.columns + column);
+    const int64_t first = static_cast<int64_t>(head) * rows * p.columns;
+    return packed.get(by_lag ? first + p.lag_zero + column - row
+                             : first + row * p.columns + column);
   };
   // In the first sample, one token of x and one of dy may be infinite or NaN.
   const int bad_x = kIsCausal && below(3) == 0 ? below(p.tokens) : p.tokens,
@@ -106,7 +121,7 @@ bool run_case() {
     p.residual_batch_stride = residual.batch_stride,
     p.residual_token_stride = residual.token_stride;
   }
-  const int64_t size = static_cast<int64_t>(p.heads) * p.context * p.context;
+  const int64_t size = static_cast<int64_t>(p.heads) * p.context * (by_lag ? 1 : p.context);
   Buffer<float> workspace(kernels::grad_weight_workspace(p) / sizeof(float)), wide_gradients(size);
   Buffer<Element> narrow_gradients(size);
   p.workspace = workspace.data();
@@ -128,8 +143,8 @@ bool run_case() {
         for (int k = 0; k <= row; ++k) {
           const float value = x.at(b, k, c);
           sum += weight(head, row, k) * value;
-          dweight[(static_cast<int64_t>(head) * p.context + row) * p.context + k] +=
-              dy.at(b, row, c) * value;
+          const int64_t place = by_lag ? row - k : static_cast<int64_t>(row) * p.context + k;
+          dweight[size / p.heads * head + place] += dy.at(b, row, c) * value;
         }
         for (int i = row; i < p.tokens; ++i) back += weight(head, i, row) * dy.at(b, i, c);
         const int64_t place = (static_cast<int64_t>(b) * p.tokens + row) * p.channels + c;
@@ -142,7 +157,9 @@ bool run_case() {
   }
   for (int64_t i = 0; i < size && good; ++i) {
     const int row = i / p.context % p.context, column = i % p.context;
-    if (column <= row && (row == bad_dy || column == bad_x)) continue;
+    if (by_lag ? (bad_dy >= 0 || bad_x < p.tokens)
+               : column <= row && (row == bad_dy || column == bad_x))
+      continue;
     good = wide_gradient ? check("dweight", i, wide_gradients.get(i), dweight[i])
                          : check("dweight", i, narrow_gradients.get(i),
                                  static_cast<float>(Element(dweight[i])));
