@@ -24,7 +24,7 @@ EMULATOR = Path(sources.__file__).parent
 FLAGS = ["-std=c++17", "-O3", "-w", "-Xcompiler=-Wno-psabi"]
 JOBS = 2
 SEEDS = (1, 2)  # one process each
-CASES = 90  # of each process
+CASES = 100  # of each process
 # This seed shows all mistakes soon, and a run ends at the first failure.
 MUTANT_SEED, MUTANT_CASES = 3, 300
 OPERATIONS = ["forward", "grad_input", "grad_weight"]

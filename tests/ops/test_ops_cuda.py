@@ -153,10 +153,17 @@ def gradients(function, x, weight, bias, residual, dy):
 
 
 def exact(x, weight, bias, residual, dy):
-    """The same in fp64, from the weight as the kernels see it: rounded to x's dtype."""
-    rounded = weight.to(x.dtype).double()
+    """The same in fp64, from factors as the kernels see them: rounded to x's dtype, or to tf32."""
+    x, weight, dy = (factors(t, x.dtype) for t in (x, weight, dy))
     bias, residual = (None if t is None else t.double() for t in (bias, residual))
-    return gradients(dense_conv, x.double(), rounded, bias, residual, dy.double())
+    return gradients(dense_conv, x, weight, bias, residual, dy)
+
+
+def factors(tensor, dtype):
+    rounded = tensor.to(dtype)
+    if dtype == torch.float32:  # to 10 bits of mantissa, ties away from zero
+        rounded = ((rounded.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return rounded.double()
 
 
 def dense_conv(x, weight, bias, residual):
@@ -220,7 +227,7 @@ def test_as_near_to_fp64_as_torch(case, kernels, pretend):
         assert value.dtype == peer.dtype and value.isfinite().all(), name
         error, rival, size = rms(value - truth), rms(peer - truth), rms(truth)
         if case["dtype"] == torch.float32:
-            # Products of factors of 11 bits, rounded to nearest: 2^-12 each and less for a sum.
+            # dbias and dresidual come from dy itself, which is rounded to 11 bits in `truth`.
             assert error <= 2**-11 * size, f"{name}: relative error {error / size:.3e}"
             continue
         # One fp32 rounding: where torch happens to be exact (one token), twice its error would be
@@ -300,15 +307,6 @@ def test_causal_bit_for_bit(kernels, by_lag, cut, pretend):
     check_causal(make_one_tap(200, 96, 2, 2, torch.float16, by_lag=by_lag), cut, (3.0, -6e4))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("processors", [1, 1000])  # few: blocks have two tiles each; many: one
-@pytest.mark.parametrize("cut", [1, 63, 65, 130, 199])
-def test_ampere_kernels_are_causal_whatever_comes_later(dtype, processors, cut, pretend):
-    """Infinities and NaN, too, stay with their own and the later tokens."""
-    pretend(80, processors)
-    check_causal(make_one_tap(200, 96, 16, 2, dtype), cut, (3.0, math.inf, -math.inf, math.nan))
-
-
 def check_causal(inputs, cut, strangers):
     x, weight, bias, residual, dy = inputs
     packed, by_lag = cuda.pack(weight, 200, x.dtype), weight.dim() == 2
@@ -366,19 +364,6 @@ def test_two_runs_agree_bit_for_bit(kernels, by_lag, tokens, pretend):
     inputs = make(tokens, 256, 8, 2, 1, torch.float16, by_lag=by_lag)
     first, second = gradients(kernel_conv, *inputs), gradients(kernel_conv, *inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [128, 129, 300, 600])
-def test_ampere_tiles_in_pairs_have_the_bits_of_single_ones(dtype, tokens, pretend):
-    """One block makes two tiles only where there are many, so the smaller tests have none."""
-    x, weight, bias, residual, dy = make_one_tap(tokens, 256, 8, 2, dtype)
-    packed = cuda.pack(weight, tokens, dtype)
-    pretend(80, processors=1)
-    pairs = cuda.forward(x, packed, bias, residual), cuda.grad_input(dy, packed)
-    pretend(80, processors=1000)
-    assert torch.equal(pairs[0], cuda.forward(x, packed, bias, residual))
-    assert torch.equal(pairs[1], cuda.grad_input(dy, packed))
 
 
 # ------------------------------------------------------------------------- inside torch

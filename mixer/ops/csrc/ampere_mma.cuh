@@ -29,18 +29,12 @@ __host__ __device__ constexpr int depth_half(Side side, int part) {
   return side == kLeft ? part / 2 : part % 2;
 }
 
-// The thread's index in its warp and the block's in the grid, read again at each call. Values that
-// are used outside the main loop, or rarely inside it, then occupy no registers in the loop.
+// The thread's index in its warp, read again at each call. Values that are used outside the main
+// loop, or rarely inside it, then occupy no registers in the loop.
 __device__ __forceinline__ int read_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
-}
-
-__device__ __forceinline__ int read_block() {
-  int block;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return block;
 }
 
 // ----------------------------------------------------------------------------------- shared memory

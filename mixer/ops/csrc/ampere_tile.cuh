@@ -227,36 +227,4 @@ struct Pipeline {
   }
 };
 
-// The same without overlap: slow, but it leaves more registers to `multiply`.
-template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
-struct SerialPipeline {
-  uint32_t stage;
-  OwnOffsets own;
-
-  template <typename Load>
-  __device__ __forceinline__ SerialPipeline(uint32_t stages, int first_column, Load&&)
-      : stage(stages), own(own_offsets<LeftLayout, RightLayout>(first_column)) {}
-
-  template <typename Load, typename Multiply>
-  __device__ __forceinline__ void run(int steps, Load&& load, Multiply&& multiply) {
-#pragma unroll 1
-    for (; steps > 0; --steps) {
-      AsyncCopies copies = {stage};
-      load(copies);
-      commit_copies();
-      wait_copies<0>();
-      __syncthreads();  // every thread's copies have arrived
-#pragma unroll 1
-      for (int mma_step = 0; mma_step < kMmaSteps; ++mma_step) {
-        Fragments fragments;
-        load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments, stage, own,
-                                                                      mma_step);
-        round_factors<Element>(fragments);
-        multiply(fragments);
-      }
-      __syncthreads();  // and are read
-    }
-  }
-};
-
 }  // namespace ampere

@@ -25,8 +25,6 @@
 //     both at once.
 #pragma once
 
-#include <algorithm>
-
 #include "hopper_maps.h"
 #include "hopper_tile.cuh"
 #include "kernels.h"
@@ -43,7 +41,6 @@ struct ProductArguments {
   int32_t height;     // row blocks of a row tile, at most Shape::kRowBlocks
   int32_t columns;    // column tiles of a head
   int32_t heads;
-  int32_t group;      // column tiles that are worked on at the same time
 };
 
 // Where W comes from, and which thread block loads the columns of x or dy.
@@ -114,64 +111,41 @@ struct ProductBarriers {
   }
 };
 
-// The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()) use tiles.now.
+// The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()).
 //
 // Tiles are numbered row tile by row tile, the longest first, and dealt out to the clusters in
-// rounds, every second one backwards. All clusters then have about the same work. Each takes its
-// tiles by groups of columns whose input fits in the L2 cache, so that all are on the same columns
-// at the same time.
+// rounds, every second one backwards. All clusters then have about the same work.
 struct Tiles {
-  struct Place {
-    int row_tile, column;  // the column counts through all heads; row_tile is -1 after the last tile
-  };
-
   const ProductArguments& arguments;
-  Place now, ahead;
-  int first_column = 0;  // of the group that is searched for the next tile
-  int row_tile, round;   // where the search goes on
+  int number, round = 0;
 
   __device__ __forceinline__ explicit Tiles(const ProductArguments& arguments)
-      : arguments(arguments) {
-    start_row_tile(arguments.row_tiles - 1);
-    now = find();
-    ahead = find();
-  }
-  __device__ __forceinline__ bool valid() const { return now.row_tile >= 0; }
-  __device__ __forceinline__ bool head_changes() const {
-    return ahead.row_tile >= 0 &&
-           ahead.column / arguments.columns != now.column / arguments.columns;
-  }
+      : arguments(arguments), number(cluster()) {}
+  __device__ __forceinline__ bool valid() const { return number < count(); }
   __device__ __forceinline__ void next() {
-    now = ahead;
-    ahead = find();
+    number = next_number();
+    ++round;
+  }
+  __device__ __forceinline__ int row_tile() const {
+    return arguments.row_tiles - 1 - number / all_columns();
+  }
+  // The column tile, counted through all heads.
+  __device__ __forceinline__ int column() const { return number % all_columns(); }
+  // With one row tile: whether the next tile is of another head.
+  __device__ __forceinline__ bool head_changes() const {
+    const int next = next_number();
+    return next < count() && next / arguments.columns != number / arguments.columns;
   }
 
  private:
-  __device__ __forceinline__ int clusters() const { return gridDim.x / kClusterSize; }
+  __device__ __forceinline__ static int cluster() { return blockIdx.x / kClusterSize; }
+  __device__ __forceinline__ static int clusters() { return gridDim.x / kClusterSize; }
   __device__ __forceinline__ int all_columns() const { return arguments.columns * arguments.heads; }
-  // The number of the first tile of a row tile.
-  __device__ __forceinline__ int base() const {
-    return (arguments.row_tiles - 1 - row_tile) * all_columns();
-  }
-  __device__ __forceinline__ void start_row_tile(int next) {
-    row_tile = next;
-    round = (base() + first_column) / clusters();
-  }
-
-  __device__ __forceinline__ Place find() {
-    const int cluster = blockIdx.x / kClusterSize;
-    while (first_column < all_columns()) {
-      const int end = min(first_column + arguments.group, all_columns());
-      while (round * clusters() < base() + end) {
-        const int column =
-            round * clusters() + (round % 2 == 0 ? cluster : clusters() - 1 - cluster) - base();
-        ++round;
-        if (column >= first_column && column < end) return {row_tile, column};
-      }
-      if (row_tile == 0) first_column = end;
-      start_row_tile(row_tile > 0 ? row_tile - 1 : arguments.row_tiles - 1);
-    }
-    return {-1, 0};
+  __device__ __forceinline__ int count() const { return arguments.row_tiles * all_columns(); }
+  // In the next round the places are taken backwards.
+  __device__ __forceinline__ int next_number() const {
+    const int place = number - round * clusters();
+    return (round + 1) * clusters() + clusters() - 1 - place;
   }
 };
 
@@ -196,11 +170,12 @@ struct Tile {
   int first_block;  // number of its first row block
   int row_blocks;   // row blocks that hold tokens: the last tile may have fewer
 
-  __device__ __forceinline__ Tile(const ProductArguments& arguments, const Tiles::Place& place) {
+  __device__ __forceinline__ Tile(const ProductArguments& arguments, const Tiles& tiles) {
+    const int column = tiles.column();
     blocks = (arguments.tokens + kBox - 1) / kBox;
-    head = place.column / arguments.columns;
-    chunk = place.column % arguments.columns * Shape::kColumnBoxes;
-    first_block = place.row_tile * arguments.height;
+    head = column / arguments.columns;
+    chunk = column % arguments.columns * Shape::kColumnBoxes;
+    first_block = tiles.row_tile() * arguments.height;
     row_blocks = min(arguments.height, blocks - first_block);
   }
   // Steps of a thread block: all steps of the tile, or, if it works alone, up to its own last one.
@@ -283,7 +258,7 @@ struct Loader {
   // Loads the columns of x or dy.
   __device__ __forceinline__ void run_columns() {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
-      const Tile<Shape> tile(arguments, tiles.now);
+      const Tile<Shape> tile(arguments, tiles);
       const Limits limits(tile, rank);
       Chunk chunks[Shape::kColumnBoxes];
 #pragma unroll
@@ -367,7 +342,7 @@ struct Loader {
   // Loads W stage by stage.
   __device__ __forceinline__ void run_rows() {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
-      const Tile<Shape> tile(arguments, tiles.now);
+      const Tile<Shape> tile(arguments, tiles);
       const Limits limits(tile, rank);
 #pragma unroll 1
       for (int step = 0; step < tile.steps(rank); ++step, advance()) {
@@ -386,7 +361,7 @@ struct Loader {
     uint32_t parity = 1;
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
       if (new_head) {
-        const Tile<Shape> tile(arguments, tiles.now);
+        const Tile<Shape> tile(arguments, tiles);
         const Limits limits(tile, rank);
         barrier_wait(&barriers.weight_empty, parity);
         parity ^= 1;
@@ -639,7 +614,7 @@ struct Multiplier {
 
   __device__ __forceinline__ void run_all() {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
-      const Tile<Shape> tile(arguments, tiles.now);
+      const Tile<Shape> tile(arguments, tiles);
       const int steps = tile.steps_of(row_block);
       if (steps > 0) {
         BiasPair bias;
@@ -703,9 +678,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
   cluster_sync();  // the other block may still write into our shared memory
 }
 
-// Half of Hopper's L2 cache, because each of its two halves may hold a copy.
-constexpr int64_t kGroupBytes = 25 << 20;
-
 // The shape of the tiles. A height is even because two thread blocks share a tile; all row tiles
 // but the last have the same, in the smallest number of tiles.
 template <typename Shape>
@@ -718,8 +690,6 @@ void set_tiles(const TriangularConvParams& params, ProductArguments& arguments) 
   arguments.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
   arguments.columns = static_cast<int32_t>(
       ceil_div(int64_t(params.batch) * arguments.chunks, Shape::kColumnBoxes));
-  const int64_t column_bytes = int64_t(params.tokens) * Shape::kColumnBoxes * kBox * 2;
-  arguments.group = static_cast<int32_t>(std::max<int64_t>(1, kGroupBytes / column_bytes));
 }
 
 template <typename Shape>

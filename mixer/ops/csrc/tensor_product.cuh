@@ -31,10 +31,9 @@ __host__ __device__ inline int row_tiles(const TriangularConvParams& params) {
 // in the L2 cache from its first row tile to its last.
 constexpr int kBlocksPerGroup = 512;
 
-// The tile of a block. If each column has only `rows` blocks, it is the first of the row tiles that
-// the block computes.
 template <bool kTransposed>
-__host__ __device__ inline Tile locate(const TriangularConvParams& params, int block, int rows) {
+__device__ inline Tile locate(const TriangularConvParams& params, int block) {
+  const int rows = row_tiles(params);
   const int per_head = static_cast<int>(column_tiles(params));
   const int columns = per_head * params.heads;
   const int widest = rows < kBlocksPerGroup ? kBlocksPerGroup / rows : 1;
@@ -44,7 +43,7 @@ __host__ __device__ inline Tile locate(const TriangularConvParams& params, int b
   const int inside = block - group * widest * rows;
   const int row_tile = inside / wide;
   const int column = group * widest + inside % wide;
-  return {column / per_head, (kTransposed ? row_tile : row_tiles(params) - 1 - row_tile) * kTile,
+  return {column / per_head, (kTransposed ? row_tile : rows - 1 - row_tile) * kTile,
           static_cast<int64_t>(column % per_head) * kTile};
 }
 
@@ -74,12 +73,7 @@ struct ProductLoader {
             sample * (kTransposed ? params.dy_batch_stride : params.x_batch_stride);
     const int64_t rows = params.lag_zero > 0 ? MIXER_STRIP_ROWS : params.tokens;
     weight = static_cast<const Element*>(params.packed) + tile.head * rows * params.columns;
-    start(tile.row0);
-  }
-
-  // Moves to the first slices of a row tile. A previous row tile must be finished.
-  __device__ __forceinline__ void start(int new_row0) {
-    row0 = new_row0;
+    row0 = tile.row0;
     depth = first();
   }
 

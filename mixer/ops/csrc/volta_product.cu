@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
 
-  const Tile tile = locate<kTransposed>(params, blockIdx.x, row_tiles(params));
+  const Tile tile = locate<kTransposed>(params, blockIdx.x);
   Loader loader(params, tile);
   const int first = loader.first(), last = loader.last();
   const int steps = (last - first + kSliceDepth - 1) / kSliceDepth;
@@ -139,8 +139,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
       }
     }
   };
-  store_result<kTransposed>(write_group, memory, params,
-                            locate<kTransposed>(params, blockIdx.x, row_tiles(params)));
+  store_result<kTransposed>(write_group, memory, params, locate<kTransposed>(params, blockIdx.x));
 }
 
 template <bool kTransposed>
