@@ -22,8 +22,8 @@ from mixer.ops.toolchain import BuildError
 # mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
 # module already imported.
 
-ABI_VERSION = 6  # MIXER_ABI_VERSION in csrc/params.h
-STRIP_ROWS = 128  # MIXER_STRIP_ROWS
+STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
+UNKNOWN_ERROR = 999  # cudaErrorUnknown
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [
@@ -82,6 +82,12 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     The strictly upper triangle of `weight` is not read.
     """
     weight = weight.contiguous()
+    packed, params = pack_params(weight, tokens, dtype)
+    call("mixer_pack", params)
+    return packed
+
+
+def pack_params(weight: Tensor, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Params]:
     heads, context = weight.shape[:2]
     by_lag = weight.dim() == 2
     shape = packed_shape(heads, tokens, by_lag)
@@ -89,8 +95,21 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     params = new_params(weight.device.index, dtype, heads, tokens, by_lag)
     params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
     params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
-    call("mixer_pack", params)
-    return packed
+    return packed, params
+
+
+def probe(index: int) -> int:
+    """Runs one small kernel and waits for it, to check that the build, the driver and a device work
+    together. Returns the CUDA status; 0 is success.
+    """
+    weight = torch.tensor([[[1.0, 9.0], [2.0, 3.0]]], device=torch.device("cuda", index))
+    packed, params = pack_params(weight, 2, torch.float32)
+    params.stream = current_stream(index)
+    with torch.cuda.device(index):
+        if status := kernels(index).mixer_pack(ctypes.byref(params)):
+            return status
+    is_right = packed[0, :, :2].tolist() == [[1.0, 0.0], [2.0, 3.0]]
+    return 0 if is_right else UNKNOWN_ERROR
 
 
 def forward(
@@ -259,24 +278,17 @@ def allows_tf32() -> bool:
 def call(name: str, params: Params) -> None:
     """Launches on the current stream of params.device. Raises RuntimeError with the CUDA status
     when the launch fails.
-
-    Under MIXER_DEBUG=1 it also waits for the GPU, so that a kernel that fails raises here and not
-    in some later operation.
     """
     index = params.device
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
             return call(name, params)
-    library, debug = kernels(index), debugging()
+    library = kernels(index)
     params.stream = current_stream(index)
-    if debug:
-        wait(f"an operation before {name}", params)  # or its failure would be taken for ours
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
         error = error_text(library, status)
         raise RuntimeError(f"{name} failed on cuda:{index}: {error}; {sizes(params)}")
-    if debug:
-        wait(name, params)
 
 
 def current_stream(index: int) -> int:
@@ -284,25 +296,6 @@ def current_stream(index: int) -> int:
     as long to make.
     """
     return torch._C._cuda_getCurrentRawStream(index)
-
-
-@functools.cache
-def debugging() -> bool:
-    """Whether MIXER_DEBUG is set, to anything but 0; read once, since each launch asks."""
-    return os.environ.get("MIXER_DEBUG", "0") not in ("", "0")
-
-
-def wait(name: str, params: Params) -> None:
-    """Waits for the GPU. Raises RuntimeError with the operator's name and shapes if something
-    failed on it.
-    """
-    try:
-        # Under capture nothing runs yet, and waiting would end the capture.
-        if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize(params.device)
-    except RuntimeError as error:
-        message = f"{name} failed on cuda:{params.device}: {error}; {sizes(params)}"
-        raise RuntimeError(message) from error
 
 
 def sizes(params: Params) -> str:
@@ -338,17 +331,16 @@ def load(path: str) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(path)
         declare(library)
-        version, size = library.mixer_abi_version(), library.mixer_params_size()
+        size = library.mixer_params_size()
     except (OSError, AttributeError) as error:
         raise BuildError(
             f"cannot load the CUDA kernels ({error}). "
             f"Build them anew: `rm -r {os.path.dirname(path)}`, then run again."
         ) from error
-    if (version, size) != (ABI_VERSION, ctypes.sizeof(Params)):
+    if size != ctypes.sizeof(Params):
         raise BuildError(
-            f"{path} has interface {version} of {size} bytes; this code calls {ABI_VERSION} of "
-            f"{ctypes.sizeof(Params)} bytes: csrc/params.h and mixer/ops/cuda.py must change "
-            "together."
+            f"{path} takes {size} bytes, and this code gives {ctypes.sizeof(Params)}: "
+            "csrc/params.h and mixer/ops/cuda.py must change together."
         )
     return library
 

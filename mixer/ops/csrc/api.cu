@@ -80,33 +80,6 @@ cudaError_t enter(const TriangularConvParams& params) {
   return is_valid(params) ? cudaSetDevice(params.device) : cudaErrorInvalidValue;
 }
 
-// Packs [[1, unread], [2, 3]] on the current device and sets `right` if the result is correct.
-cudaError_t try_pack(int device, bool* right) {
-  const float weight[4] = {1.0f, 9.0f, 2.0f, 3.0f};
-  const float expected[16] = {1.0f, 0, 0, 0, 0, 0, 0, 0, 2.0f, 3.0f, 0, 0, 0, 0, 0, 0};
-  float packed[16] = {};
-  char* memory = nullptr;
-  cudaError_t status =
-      cudaMalloc(reinterpret_cast<void**>(&memory), sizeof(weight) + sizeof(packed));
-  if (status != cudaSuccess) return status;
-  TriangularConvParams params = {};
-  params.weight = memory;
-  params.packed = memory + sizeof(weight);
-  params.tokens = params.context = 2;
-  params.heads = 1;
-  params.columns = 8;
-  params.dtype = params.weight_dtype = MIXER_FLOAT32;
-  params.device = device;
-  status = cudaMemcpy(memory, weight, sizeof(weight), cudaMemcpyHostToDevice);
-  if (status == cudaSuccess) status = pack(params);
-  if (status == cudaSuccess)
-    status = cudaMemcpy(packed, params.packed, sizeof(packed), cudaMemcpyDeviceToHost);
-  cudaFree(memory);
-  *right = true;
-  for (int i = 0; i < 16; ++i) *right = *right && packed[i] == expected[i];
-  return status;
-}
-
 }  // namespace
 
 MIXER_EXPORT int mixer_pack(const TriangularConvParams* params) {
@@ -160,25 +133,9 @@ MIXER_EXPORT int mixer_mix_row(const TriangularConvParams* params) {
   return mix_row(*params);
 }
 
-// Runs one small kernel and waits for it, to check that this build, the driver and the device work
-// together.
-MIXER_EXPORT int mixer_probe(int device) {
-  int previous = 0;
-  cudaError_t status = cudaGetDevice(&previous);
-  if (status == cudaSuccess) status = cudaSetDevice(device);
-  if (status != cudaSuccess) return status;
-  bool right = false;
-  status = try_pack(device, &right);
-  cudaSetDevice(previous);
-  // clears the error, so that the next call does not see it
-  if (status != cudaSuccess) cudaGetLastError();
-  return status == cudaSuccess && !right ? cudaErrorUnknown : status;
-}
-
 MIXER_EXPORT const char* mixer_error_string(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
-MIXER_EXPORT int mixer_abi_version() { return MIXER_ABI_VERSION; }
 MIXER_EXPORT int mixer_params_size() { return static_cast<int>(sizeof(TriangularConvParams)); }
 MIXER_EXPORT int mixer_runtime_version() { return CUDART_VERSION; }
 

@@ -17,13 +17,10 @@
 //
 // For mix_row, `tokens` is the length of the memory, and x, residual and y hold one token.
 //
-// Pointers that an operation does not use are null. Whoever changes this struct must change
-// MIXER_ABI_VERSION.
+// Pointers that an operation does not use are null.
 #pragma once
 
 #include <stdint.h>
-
-#define MIXER_ABI_VERSION 6
 
 #define MIXER_STRIP_ROWS 128
 
