@@ -95,7 +95,7 @@ def device_reason(index: int) -> str | None:
         library = cuda.kernels(index)
     except UserError as error:
         return str(error)
-    status = library.mixer_probe(index)
+    status = cuda.probe(index)
     if status == 0:
         return None
     return probe_message(library, status, torch.cuda.get_device_name(index))

@@ -9,14 +9,12 @@ from toolchain import first_and_slow, needs_nvcc
 
 from mixer.ops import build
 
-KERNELS = ["ampere_forward.cu", "ampere_grad_input.cu", "ampere_grad_weight.cu"]
+KERNELS = ["ampere_product.cu", "ampere_grad_weight.cu"]
 PTX = [  # what an asm statement begins with, what stands for it
     (r"mov\.u32 %0, %%laneid", "lane = threadIdx.x % 32;"),
-    (r"mov\.u32 %0, %%ctaid", "block = blockIdx.x;"),
     (r"cp\.async\.cg", "(void)bytes; emulator::copy_async(shared, global, valid);"),
     (r"cp\.async\.commit_group", "emulator::commit_copies();"),
     (r"cp\.async\.wait_group", "emulator::wait_copies(kPending);"),
-    (r"st\.shared\.v4", "memcpy(emulator::shared + shared, &value, sizeof(value));"),
     (r"ld\.shared\.b32", "memcpy(&value, emulator::shared + shared, sizeof(value));"),
     (
         r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared",
@@ -46,9 +44,7 @@ def emulator(element: str, directory: Path, mistake: tuple[str, str] = ("", ""))
 @needs_nvcc
 @pytest.mark.parametrize("element", ["__nv_bfloat16", "float"])
 def test_kernels_are_right_on_the_cpu(element, tmp_path):
-    """Random shapes, heads, taps, strides, types of bias and gradient, GPUs of any size; infinite
-    and NaN tokens.
-    """
+    """Random shapes, strides, full weights and lags, types of bias and gradient, sizes of GPU."""
     result = subprocess.run(
         emulator(element, tmp_path), capture_output=True, text=True, timeout=300
     )
@@ -63,7 +59,6 @@ WAIT, BARRIER = ARRIVED.splitlines(keepends=True)
 MISTAKES = {
     "slices are read before they have arrived": (ARRIVED, BARRIER),
     "a stage is filled while it is read": (ARRIVED, WAIT),
-    "later tokens show in earlier ones": ("if (__syncthreads_or(nonfinite))", "if (false)"),
 }
 
 

@@ -24,7 +24,7 @@ EMULATOR = Path(sources.__file__).parent
 FLAGS = ["-std=c++17", "-O3", "-w", "-Xcompiler=-Wno-psabi"]
 JOBS = 2
 SEEDS = (1, 2)  # one process each
-CASES = 80  # of each process
+CASES = 100  # of each process
 # This seed shows all mistakes soon, and a run ends at the first failure.
 MUTANT_SEED, MUTANT_CASES = 3, 300
 OPERATIONS = ["forward", "grad_input", "grad_weight"]
@@ -59,10 +59,8 @@ class Mutation:
 
 
 PRODUCT, TILE = "hopper_product.cuh", "hopper_tile.cuh"
-WAIT = "        wgmma_wait<0>();\n"
-RELEASE = (
-    "        if (!in_place || tap + 1 < taps() || step + 1 < steps) barriers.ring.release(slot);\n"
-)
+WAIT = "      wgmma_wait<0>();\n"
+RELEASE = "      if (!in_place || step + 1 < steps) barriers.ring.release(slot);\n"
 RELEASE_ALL = "      barriers.ring.release_for_warpgroup(slot);\n"
 MUTATIONS = [
     Mutation(
@@ -73,7 +71,7 @@ MUTATIONS = [
     Mutation(
         "the last stage is released before the result that lies there has been written out",
         "any",
-        ((PRODUCT, RELEASE, "        barriers.ring.release(slot);\n"), (PRODUCT, RELEASE_ALL, "")),
+        ((PRODUCT, RELEASE, "      barriers.ring.release(slot);\n"), (PRODUCT, RELEASE_ALL, "")),
     ),
     Mutation(
         "two multipliers write to one output box without taking turns",
@@ -95,8 +93,8 @@ MUTATIONS = [
         "the loaders do not arrive at the empty barriers",
         "streamed",
         (
-            (PRODUCT, "            if (!Shape::kResident) barriers.ring.loaded(at.slot);\n", ""),
-            (PRODUCT, "          barriers.ring.loaded(at.slot);\n        }\n", "        }\n"),
+            (PRODUCT, "          if (!Shape::kResident) barriers.ring.loaded(at.slot);\n", ""),
+            (PRODUCT, "        barriers.ring.loaded(at.slot);\n      }\n", "      }\n"),
             (TILE, "kReaders + (loaders - 1) * 2 * kClusterSize", "kReaders"),
         ),
     ),
@@ -220,8 +218,7 @@ def test_mistakes_are_caught(built, tmp_path):
                 strict=True,
             )
         )
-    seen = re.compile(r"EMULATOR FAIL \[forward .*(DEADLOCK|MISMATCH|barrier @)")
-    missed = [name for name, outcome in outcomes.items() if not seen.match(outcome)]
+    missed = [name for name, text in outcomes.items() if "EMULATOR FAIL [forward" not in text]
     assert missed == [], outcomes
 
 

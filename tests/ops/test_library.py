@@ -3,8 +3,10 @@
 import ctypes
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 from toolchain import needs_nvcc
 
 from mixer.ops import build, choice, cuda
@@ -19,7 +21,6 @@ def cache(kernel_cache):
 def test_library_loads_without_a_gpu():
     library = cuda.load(str(build.library((9, 0))))
     assert library.mixer_params_size() == ctypes.sizeof(cuda.Params)
-    assert library.mixer_abi_version() == cuda.ABI_VERSION
     assert b"driver" in library.mixer_error_string(35)
 
 
@@ -34,7 +35,6 @@ def test_workspace_grows_until_the_gpu_is_full():
             channels=1024,
             context=tokens,
             heads=1,
-            taps=1,
             columns=tokens,
             dtype=2,
             capability=80,
@@ -76,3 +76,15 @@ def test_driver_older_than_the_build_names_the_toolkit():
     message = choice.probe_message(Library(), 35, "NVIDIA X")
     assert "built with CUDA 13.0, and the driver supports 12.4." in message
     assert "`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`" in message
+
+
+def test_a_refused_launch_names_shapes_and_status(monkeypatch):
+    library = SimpleNamespace(
+        mixer_forward=lambda params: 9, mixer_error_string=lambda status: b"invalid configuration"
+    )
+    monkeypatch.setattr(cuda, "kernels", lambda index: library)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    said = r"mixer_forward failed on cuda:0: invalid .* \(CUDA error 9\); batch=3, tokens=200,"
+    with pytest.raises(RuntimeError, match=said):
+        cuda.call("mixer_forward", cuda.Params(batch=3, tokens=200))

@@ -1,7 +1,7 @@
 """The triangular convolution in plain PyTorch: the masked-weight matmul, single rows of it, how
 many products each backend computes, and keyed mixing.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so it imports from its own folder alone.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
 context), out then in; bias (heads, context).
@@ -10,6 +10,8 @@ context), out then in; bias (heads, context).
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .lags import toeplitz
 
 BACKENDS = ("auto", "cuda", "dense")
 
@@ -53,12 +55,19 @@ def tap_shift(tap: int, taps: int) -> int:
     return tap - (taps - 1) // 2
 
 
-def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def dense(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    lags: Tensor | None = None,
+) -> Tensor:
     """The masked-weight matmul: the weight is masked with tril and multiplied in full, as one would
     write it in PyTorch. See `mixer.ops.triangular_conv` for arguments and result.
     """
-    heads, taps = weight.shape[:2]
     tokens = x.shape[1]
+    weight = toeplitz(lags, tokens) if weight is None else weight
+    heads, taps = weight.shape[:2]
     mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
     parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
     y = by_each_head(mask[:, 0], shift_channels(parts, tap_shift(0, taps)))

@@ -15,7 +15,6 @@
 
 #include "emulator.h"
 #include "kernels.h"
-#include "schedule.h"
 
 namespace {
 
@@ -26,7 +25,7 @@ const char* const kPlanNames[] = {"resident", "resident_alone", "streamed"};
 const char* const kTypeNames[] = {"fp32", "fp16", "bf16"};                    // MIXER_FLOAT32 ...
 constexpr int kPlans = 3;
 
-int plan_of(int tokens, int taps) { return taps > 1 || tokens > 512 ? 2 : tokens > 256 ? 1 : 0; }
+int plan_of(int tokens) { return tokens > 512 ? 2 : tokens > 256 ? 1 : 0; }
 
 float rounded(int type, float value) {
   if (type == MIXER_FLOAT16) return __half2float(__float2half_rn(value));
@@ -141,23 +140,22 @@ class Activations {
 // ------------------------------------------------------------------------------------------- cases
 
 struct Case {
-  int operation, tokens, width, heads, taps, batch, dtype, processors;
+  int operation, tokens, width, heads, batch, dtype, processors;
   int extra;  // context less tokens
-  bool with_bias, with_residual;
+  bool with_bias, with_residual, by_lag;
   int layout, weight_dtype, bias_dtype;
 
   int channels() const { return width * heads; }
   int context() const { return tokens + extra; }
-  int shift(int tap) const { return tap - (taps - 1) / 2; }
   int other_layout() const { return (layout + with_residual) % kLayouts; }
 
   std::string describe(uint64_t seed) const {
     char text[300];
     snprintf(
         text, sizeof text,
-        "%s tokens %d width %d heads %d taps %d batch %d %s processors %d context %d "
+        "%s %s tokens %d width %d heads %d batch %d %s processors %d context %d "
         "bias %d (%s) residual %d layout %d gradient %s seed %lu",
-        kOperationNames[operation], tokens, width, heads, taps, batch, kTypeNames[dtype],
+        kOperationNames[operation], by_lag ? "by lag" : "", tokens, width, heads, batch, kTypeNames[dtype],
         processors, context(), with_bias, kTypeNames[bias_dtype], with_residual, layout,
         kTypeNames[weight_dtype], static_cast<unsigned long>(seed));
     return text;
@@ -170,8 +168,8 @@ struct Case {
     params.channels = channels();
     params.context = context();
     params.heads = heads;
-    params.taps = taps;
-    params.columns = (tokens + 7) / 8 * 8;
+    params.lag_zero = by_lag ? (tokens + 127) / 128 * 128 : 0;
+    params.columns = by_lag ? params.lag_zero + MIXER_STRIP_ROWS : (tokens + 7) / 8 * 8;
     params.dtype = dtype;
     params.weight_dtype = params.gradient_dtype = weight_dtype;
     params.bias_dtype = bias_dtype;
@@ -186,49 +184,46 @@ void compare(const char* what, int a, int b, int c, float got, float want) {
     emulator::fail("%s MISMATCH at (%d, %d, %d): got %g want %g", what, a, b, c, got, want);
 }
 
-// The schedule as the kernels read it: aligned to 16 bytes.
-class Schedule {
- public:
-  explicit Schedule(const TriangularConvParams& params) {
-    const std::vector<int32_t> flat = schedule::flatten(schedule::assign(params));
-    memory_.resize(flat.size() + 8);
-    first_ = memory_.data();
-    while (reinterpret_cast<uintptr_t>(first_) % 16) ++first_;
-    memcpy(first_, flat.data(), flat.size() * sizeof(int32_t));
-  }
-  const int32_t* data() const { return first_; }
-
- private:
-  std::vector<int32_t> memory_;
-  int32_t* first_;
-};
-
-// A random lower triangle per head and tap, packed as in pack.cu: rows padded to a multiple of 8,
-// zeros above the diagonal.
+// A random lower triangle per head, packed as in pack.cu: rows padded to a multiple of 8, zeros above
+// the diagonal; by lag, a strip.
 class Weight {
  public:
   Weight(const TriangularConvParams& params, std::mt19937& random)
       : tokens_(params.tokens),
-        packed_(size_t(params.heads) * params.taps * params.tokens * params.columns, params.dtype),
-        values_(size_t(params.heads) * params.taps * params.tokens * params.tokens) {
-    for (int matrix = 0; matrix < params.heads * params.taps; ++matrix) {
+        rows_(params.lag_zero > 0 ? MIXER_STRIP_ROWS : tokens_),
+        packed_(size_t(params.heads) * rows_ * params.columns, params.dtype),
+        values_(size_t(params.heads) * tokens_ * tokens_) {
+    for (int head = 0; head < params.heads; ++head) {
+      std::vector<float> lags(tokens_);
+      for (float& value : lags) value = draw(random);
       for (int row = 0; row < tokens_; ++row) {
+        for (int column = 0; column <= row; ++column) {
+          values_[(size_t(head) * tokens_ + row) * tokens_ + column] =
+              params.lag_zero > 0 ? lags[row - column] : draw(random);
+        }
+      }
+      for (int row = 0; row < rows_; ++row) {
         for (int column = 0; column < params.columns; ++column) {
-          const float value = column <= row ? int(random() % 5) - 2 : 0;
-          packed_.set((size_t(matrix) * tokens_ + row) * params.columns + column, value);
-          if (column < tokens_)
-            values_[(size_t(matrix) * tokens_ + row) * tokens_ + column] = value;
+          const int lag = row + params.lag_zero - column;
+          float value = 0;
+          if (params.lag_zero == 0) {
+            value = column < tokens_ ? at(head, row, column) : 0;
+          } else if (lag >= 0 && lag < tokens_) {
+            value = lags[lag];
+          }
+          packed_.set((size_t(head) * rows_ + row) * params.columns + column, value);
         }
       }
     }
   }
   void* data() const { return packed_.data(); }
-  float at(int matrix, int row, int column) const {
-    return values_[(size_t(matrix) * tokens_ + row) * tokens_ + column];
+  float at(int head, int row, int column) const {
+    return values_[(size_t(head) * tokens_ + row) * tokens_ + column];
   }
 
  private:
-  int tokens_;
+  static float draw(std::mt19937& random) { return int(random() % 5) - 2; }
+  int tokens_, rows_;
   Buffer packed_;
   std::vector<float> values_;
 };
@@ -246,11 +241,7 @@ void run_product(const Case& c, std::mt19937& random) {
     for (int row = 0; row < tokens; ++row)
       bias.set(size_t(head) * c.context() + row, int(random() % 9) - 4);
   }
-  const Schedule schedule(params);
-  Buffer workspace(hopper::product_workspace(params) / 2, c.dtype);
-  params.workspace = workspace.data();
   std::unique_ptr<Activations> residual;
-  params.schedule = schedule.data();
   params.packed = weight.data();
   if (is_forward) {
     params.x = input.data();
@@ -270,7 +261,6 @@ void run_product(const Case& c, std::mt19937& random) {
     params.dy_token_stride = input.token_stride;
     params.dx = output.data();
   }
-  EMULATOR_CHECK(hopper::fits(params));
   EMULATOR_CHECK((is_forward ? hopper::forward(params) : hopper::grad_input(params)) ==
                  cudaSuccess);
 
@@ -279,15 +269,11 @@ void run_product(const Case& c, std::mt19937& random) {
     for (int head = 0; head < c.heads; ++head) {
       for (int row = 0; row < tokens; ++row) {
         std::fill(sum.begin(), sum.end(), 0.0f);
-        for (int tap = 0; tap < c.taps; ++tap) {
-          const int matrix = head * c.taps + tap, shift = is_forward ? c.shift(tap) : -c.shift(tap);
-          for (int depth = is_forward ? 0 : row; depth < (is_forward ? row + 1 : tokens); ++depth) {
-            const float factor =
-                is_forward ? weight.at(matrix, row, depth) : weight.at(matrix, depth, row);
-            const float* values = input.row(sample, depth) + head * width;
-            for (int k = std::max(0, -shift); k < std::min(width, width - shift); ++k)
-              sum[k] += factor * values[k + shift];
-          }
+        for (int depth = is_forward ? 0 : row; depth < (is_forward ? row + 1 : tokens); ++depth) {
+          const float factor =
+              is_forward ? weight.at(head, row, depth) : weight.at(head, depth, row);
+          const float* values = input.row(sample, depth) + head * width;
+          for (int k = 0; k < width; ++k) sum[k] += factor * values[k];
         }
         for (int k = 0; k < width; ++k) {
           const int channel = head * width + k;
@@ -301,7 +287,6 @@ void run_product(const Case& c, std::mt19937& random) {
     }
   }
   output.check_guards();
-  workspace.check_guards();
 }
 
 void run_grad_weight(const Case& c, std::mt19937& random) {
@@ -309,7 +294,7 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
   const int tokens = c.tokens, channels = c.channels(), width = c.width, context = c.context();
   const Activations x(c.batch, tokens, channels, c.dtype, c.layout, random);
   const Activations dy(c.batch, tokens, channels, c.dtype, c.other_layout(), random);
-  Buffer dweight(size_t(c.heads) * c.taps * context * context, c.weight_dtype),
+  Buffer dweight(size_t(c.heads) * context * (c.by_lag ? 1 : context), c.weight_dtype),
       dbias(size_t(c.heads) * context, c.weight_dtype);
   params.x = x.data();
   params.x_batch_stride = x.batch_stride;
@@ -321,22 +306,19 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
   if (c.with_bias) params.dbias = dbias.data();
   Buffer workspace(hopper::grad_weight_workspace(params) / sizeof(float), MIXER_FLOAT32);
   params.workspace = workspace.data();
-  EMULATOR_CHECK(hopper::fits(params));
   EMULATOR_CHECK(hopper::grad_weight(params) == cudaSuccess);
 
   // x of a head, tokens innermost
   std::vector<float> columns(size_t(tokens) * c.batch * width), sum(tokens);
-  for (int matrix = 0; matrix < c.heads * c.taps; ++matrix) {
-    const int head = matrix / c.taps, shift = c.shift(matrix % c.taps);
+  for (int head = 0; head < c.heads; ++head) {
     for (int sample = 0; sample < c.batch; ++sample) {
       for (int token = 0; token < tokens; ++token) {
         const float* values = x.row(sample, token) + head * width;
-        for (int k = 0; k < width; ++k) {
-          const bool inside = k + shift >= 0 && k + shift < width;
-          columns[(size_t(sample) * width + k) * tokens + token] = inside ? values[k + shift] : 0;
-        }
+        for (int k = 0; k < width; ++k)
+          columns[(size_t(sample) * width + k) * tokens + token] = values[k];
       }
     }
+    std::vector<float> lags(context);
     for (int row = 0; row < context; ++row) {
       std::fill(sum.begin(), sum.end(), 0.0f);
       float bias = 0;
@@ -346,15 +328,20 @@ void run_grad_weight(const Case& c, std::mt19937& random) {
         bias += factor;
         for (int column = 0; column <= row; ++column) sum[column] += factor * values[column];
       }
-      for (int column = 0; column < context; ++column) {
+      for (int column = 0; column <= row && row < tokens; ++column) lags[row - column] += sum[column];
+      for (int column = 0; column < context && !c.by_lag; ++column) {
         const float want =
             column <= row && row < tokens ? rounded(c.weight_dtype, sum[column]) : 0.0f;
-        compare("dweight", matrix, row, column,
-                dweight.get((size_t(matrix) * context + row) * context + column), want);
+        compare("dweight", head, row, column,
+                dweight.get((size_t(head) * context + row) * context + column), want);
       }
-      if (c.with_bias)
+      if (c.with_bias && !c.by_lag)
         compare("dbias", head, row, 0, dbias.get(size_t(head) * context + row),
                 rounded(c.weight_dtype, bias));
+    }
+    for (int lag = 0; lag < context && c.by_lag; ++lag) {
+      compare("dlags", head, lag, 0, dweight.get(size_t(head) * context + lag),
+              rounded(c.weight_dtype, lags[lag]));
     }
   }
   dweight.check_guards();
@@ -367,7 +354,6 @@ void run(const Case& c, uint64_t seed) {
   emulator::random_bits.seed(seed * 1000003 + c.tokens * 7919 + c.width * 31 + c.operation * 5 +
                              c.batch * 3 + c.heads);
   std::mt19937 random(seed * 17 + c.tokens);
-  EMULATOR_CHECK(hopper::serves(c.params()));
   if (c.operation == kGradWeight) {
     run_grad_weight(c, random);
   } else {
@@ -394,17 +380,17 @@ Case choose(std::mt19937_64& random, int operation) {
   c.operation = operation >= 0 ? operation : int(random() % kOperations);
   c.width = one_of(widths, random);
   c.heads = 1 + random() % 3;
-  c.taps = random() % 4 ? 1 : 2 + random() % 3;
   c.batch = one_of(batches, random);
   if (random() % 3 == 0) {
     const int times[kPlans] = {c.tokens <= 65 ? 8 : 4, 3, 1};
-    c.batch *= times[plan_of(c.tokens, c.taps)];
+    c.batch *= times[plan_of(c.tokens)];
   }
   c.dtype = random() % 2 ? MIXER_BFLOAT16 : MIXER_FLOAT16;
   c.processors = one_of(processors, random);
   c.extra = random() % 3 ? 0 : random() % 300;
   c.with_bias = random() % 2;
   c.with_residual = random() % 2;
+  c.by_lag = random() % 2;
   c.layout = random() % kLayouts;
   const int types[] = {MIXER_FLOAT32, MIXER_FLOAT16, MIXER_BFLOAT16};
   c.weight_dtype = one_of(types, random);
@@ -414,7 +400,7 @@ Case choose(std::mt19937_64& random, int operation) {
 
 // Skips cases that would take seconds.
 bool is_cheap(const Case& c) {
-  return double(c.tokens) * c.tokens * c.batch * c.heads * c.taps * ((c.width + 63) / 64) <= 1.6e7;
+  return double(c.tokens) * c.tokens * c.batch * c.heads * ((c.width + 63) / 64) <= 1.6e7;
 }
 
 // The index of a name in a list; -1 for "any" or no name.
@@ -439,9 +425,9 @@ int main(int count, char** arguments) {
   int done[kOperations][kPlans] = {};
   for (int i = 0; i < cases;) {
     const Case c = choose(random, operation);
-    if ((plan >= 0 && plan_of(c.tokens, c.taps) != plan) || !is_cheap(c)) continue;
+    if ((plan >= 0 && plan_of(c.tokens) != plan) || !is_cheap(c)) continue;
     run(c, seed * 100000 + i++);
-    ++done[c.operation][plan_of(c.tokens, c.taps)];
+    ++done[c.operation][plan_of(c.tokens)];
   }
   for (int i = 0; i < kOperations * kPlans; ++i) {
     printf("%s %s: %d\n", kOperationNames[i / kPlans], kPlanNames[i % kPlans],
