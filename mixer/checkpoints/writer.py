@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
-from mixer.checkpoints.finite import Look
 from mixer.checkpoints.snapshot import DeviceCopy, HostCopy, choose_copy, room_for
+from mixer.checkpoints.state import Look, optimizer_state
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
 from mixer.common.say import Say
@@ -216,19 +216,10 @@ class CheckpointWriter:
     def _held(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The weights, and the optimizer's state as PARAMETER/KEY, whichever keys it has; of
-        sharded state this process's shards.
-        """
-        weights, state = dict(self.model.named_parameters()), {}
-        for name, weight in weights.items():
-            for key, value in optimizer.state.get(weight, {}).items():
-                if isinstance(weight, DTensor) and value.ndim and not isinstance(value, DTensor):
-                    raise UserError(
-                        f"the optimizer's state {name}/{key} is not sharded like its parameter, so "
-                        "it cannot be saved under FSDP; train without FSDP"
-                    )
-                state[f"{name}/{key}"] = local_part(value)
-        return weights, state
+        """The weights, and the optimizer's state; of sharded state this process's shards."""
+        state = optimizer_state(self.model, optimizer)
+        parts = {name: local_part(value) for name, value in state.items()}
+        return dict(self.model.named_parameters()), parts
 
     def _write(
         self, model: list[str], state: list[str], random: list[dict], trainer: dict[str, Any]
@@ -236,6 +227,7 @@ class CheckpointWriter:
         """Writes one checkpoint, of the copies with these names; runs in the thread."""
         held = self.copied.fetch()
         final = self.directory / f"step-{trainer['step']}"
+        of = self._files()
         partial = final.with_name(final.name + ".partial")
         try:
             if self.main:
@@ -252,7 +244,8 @@ class CheckpointWriter:
             }
             save_file(states, partial / format.RANDOM)
             (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
-            self._wait_for(lambda: len(format.optimizer_files(partial)) == self._files())
+            files = [format.optimizer_file(partial, n, of) for n in range(1, of + 1)]
+            self._wait_for(lambda: all(file.is_file() for file in files))
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
             format.complete(partial, final, self.say)

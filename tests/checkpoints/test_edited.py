@@ -124,9 +124,20 @@ def without_head(checkpoint: Path) -> None:
     change_weights(checkpoint / "model.safetensors", "lm_head.weight", lambda weight: None)
 
 
-def without_moments(checkpoint: Path) -> None:
-    for name in [name for name in load_file(checkpoint / OPTIMIZER) if name.startswith("lm_head")]:
-        change_weights(checkpoint / OPTIMIZER, name, lambda moment: None)
+def without(checkpoint: Path, key: str, owner: str = "") -> None:
+    """Takes that part of the optimizer's state, of one parameter or of all, out of the file."""
+    state = load_file(checkpoint / OPTIMIZER)
+    kept = {name: part for name, part in state.items() if key not in name or owner not in name}
+    assert len(kept) < len(state)
+    save_file(kept, checkpoint / OPTIMIZER)
+
+
+def cut_a_moment(checkpoint: Path) -> None:
+    change_weights(checkpoint / OPTIMIZER, "lm_head.weight/exp_avg", lambda moment: moment[:-1])
+
+
+def rename_optimizer(checkpoint: Path) -> None:
+    (checkpoint / OPTIMIZER).rename(checkpoint / OPTIMIZER.replace("1-of-1", "2-of-2"))
 
 
 def pickle_weights(checkpoint: Path) -> None:
@@ -149,7 +160,15 @@ EDITS = {
         "trainer_state/ of checkpoint .*step-12 is not what training wrote .*SafetensorError",
     ),
     "optimizer": (lambda c: (c / OPTIMIZER).write_text("junk"), "not what training wrote"),
-    "moments": (without_moments, "lacks the state of lm_head.weight"),
+    "no moments": (lambda c: without(c, "", "lm_head"), "lacks lm_head.weight/"),
+    "one moment": (
+        lambda c: without(c, "/exp_avg_sq", "lm_head"),
+        "lacks lm_head.weight/exp_avg_sq",
+    ),
+    "that moment of all": (lambda c: without(c, "/exp_avg_sq"), "lacks .*/exp_avg_sq"),
+    "nothing": (lambda c: without(c, ""), "lacks .*/step"),
+    "cut moment": (cut_a_moment, "lm_head.weight/exp_avg of shape"),
+    "renumbered": (rename_optimizer, "optimizer-2-of-2.safetensors, expected .*optimizer-1-of-1"),
 }
 
 
