@@ -101,7 +101,7 @@ def test_another_optimizer_is_refused_where_an_earlier_version_wrote_adamws_stat
     monkeypatch.chdir(before)
     (before / "runs/small/.lock").touch()  # the one file that every command leaves in a run
     named = "optim.name: 'adamw' in the checkpoint, now 'muon'"
-    refused_as_it_is(before, ["config.yaml", "optim.name=muon"], named)
+    refused_as_it_is(before, ["runs/small/config.yaml", "optim.name=muon"], named)
 
 
 def refused_as_it_is(directory: Path, settings: list[str], named: str) -> None:
