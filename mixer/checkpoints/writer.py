@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
 
 from mixer.checkpoints import format
 from mixer.checkpoints.config import CheckpointConfig
@@ -29,7 +30,6 @@ from mixer.common.files import as_system_error, flush
 from mixer.common.say import Say
 from mixer.distributed.hosts import Hosts
 from mixer.distributed.shards import local_part, whole
-from mixer.models.carried_code import write_code
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
@@ -313,11 +313,12 @@ def _write_model(
     and training has changed them since they were copied.
     """
     config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    config.architectures = [kind.__name__]
     config.dtype = torch.float32
     if isinstance(config, MaskedMixerConfig):
         config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
-        write_code(directory)
+        custom_object_save(kind, directory)  # the model's code, for use without this package
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
