@@ -29,7 +29,7 @@ from mixer.checkpoints.pretrained import (
     load_model_config,
     settled,
 )
-from mixer.checkpoints.state import begin_state, optimizer_state
+from mixer.checkpoints.state import begin_state, held_state, is_weight
 from mixer.common.errors import UserError, first_line
 from mixer.common.say import Say
 from mixer.data.manifest import Manifest
@@ -257,7 +257,8 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     shapes.
     """
     begin_state(optimizer)
-    state = optimizer_state(model, optimizer)
+    held = held_state(model, optimizer)
+    state = {name: tensor for name, tensor in held.items() if not is_weight(name)}
     parts: dict[str, list[Any]] = {name: [] for name in state}  # the files that have each name
     for file in optimizer_files(checkpoint):
         opened = safe_open(file, "pt")
@@ -269,11 +270,10 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
         if not files:  # the optimizer would begin it with zeros
             raise ValueError(f"the optimizer's state lacks {name}")
         value = _join([file.get_tensor(name) for file in files])
-        held = state[name]
-        if value.shape != held.shape:
-            shapes = f"{tuple(value.shape)}, expected {tuple(held.shape)}"
+        if value.shape != state[name].shape:
+            shapes = f"{tuple(value.shape)}, expected {tuple(state[name].shape)}"
             raise ValueError(f"the optimizer's state has {name} of shape {shapes}")
-        local_part(held).copy_(local_part(as_held(value, held)))
+        local_part(state[name]).copy_(local_part(as_held(value, state[name])))
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 from mixer.common.errors import UserError
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as PARAMETER/KEY, whichever keys it has.
+def held_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The weights as PARAMETER, and the optimizer's state as PARAMETER/KEY, whichever keys it has;
+    under FSDP sharded, except for scalars. A tied weight comes once.
 
-    Under FSDP its tensors are sharded like their parameters, except for scalars. Raises UserError
-    for a tensor that is not.
+    Raises UserError for state that is not sharded like its parameter.
     """
-    state = {}
-    for name, weight in model.named_parameters():
+    weights, state = dict(model.named_parameters()), {}
+    for name, weight in weights.items():
         for key, value in optimizer.state.get(weight, {}).items():
             if isinstance(weight, DTensor) and value.ndim and not isinstance(value, DTensor):
                 raise UserError(
@@ -27,7 +27,12 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                     "cannot be saved under FSDP; train without FSDP"
                 )
             state[f"{name}/{key}"] = value
-    return state
+    return weights | state
+
+
+def is_weight(name: str) -> bool:
+    """Whether a name of `held_state` is a weight's."""
+    return "/" not in name
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
