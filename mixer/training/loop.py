@@ -164,7 +164,6 @@ class Trainer:
         norm = gradient_norm(self.optimizer.optimizer)
         clip(self.optimizer.optimizer, norm, run.train.max_grad_norm)
         self.guard.before_step(norm, progress.step + 1)
-        self.writer.before_update()
         self.optimizer.step()  # skipped on the device if the gradient is not finite
         self.optimizer.zero_grad(set_to_none=True)
 
