@@ -14,21 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
-from mixer.checkpoints.config import CheckpointConfig
 from mixer.checkpoints.finite import Look
 from mixer.checkpoints.snapshot import DeviceCopy, HostCopy, choose_copy, room_for
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
-from mixer.common.say import Say
-from mixer.distributed.hosts import Hosts
 from mixer.distributed.shards import local_part, whole
+from mixer.distributed.world import World
 from mixer.models.carried_code import write_code
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -55,21 +52,18 @@ class CheckpointWriter:
     def __init__(
         self,
         directory: Path,
-        config: CheckpointConfig,
-        accelerator: Accelerator,
-        hosts: Hosts,
+        keep: int,
+        keep_every: int,
+        world: World,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        say: Say,
     ):
-        self.directory, self.config = directory, config
-        self.accelerator, self.hosts = accelerator, hosts
-        self.model, self.tokenizer, self.say = model, tokenizer, say
-        self.main = accelerator.is_main_process
+        self.directory, self.keep, self.keep_every = directory, keep, keep_every
+        self.world, self.model, self.tokenizer = world, model, tokenizer
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.copied: HostCopy | DeviceCopy | None = None  # made by the first save
         self.prepared: Prepared | None = None  # of the save that comes next
-        on_gpu = accelerator.device.type == "cuda"
+        on_gpu = world.device.type == "cuda"
         gpu = torch.cuda.current_device() if on_gpu else None
         self.thread = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=_after_training, initargs=(gpu,)
@@ -100,9 +94,9 @@ class CheckpointWriter:
         self.wait()  # until the last checkpoint is written
         prepared, self.prepared = self.prepared or self._prepare(optimizer), None
         self._require_finite(prepared.look, trainer["step"])
-        random = self.hosts.gather(_random_state(self.accelerator.device))
+        random = self.world.gather(_random_state(self.world.device))
         trainer = {"format": format.FORMAT} | trainer
-        if self.main or self.sharded:
+        if self.world.is_main or self.sharded:
             self._submit(self._write, prepared.weights, prepared.state, random, trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -117,7 +111,7 @@ class CheckpointWriter:
         return Prepared(_look(weights | state), *self._copy(weights, state))
 
     def _require_finite(self, look: Look, step: int) -> None:
-        reports = self.hosts.gather(look.not_finite())
+        reports = self.world.gather(look.not_finite())
         rank = next((rank for rank, names in enumerate(reports) if names), None)
         if rank is None:
             return
@@ -134,18 +128,18 @@ class CheckpointWriter:
         processes must call this together.
         """
         self.wait()
-        return self.hosts.of_main(self._newest())
+        return self.world.of_main(self._newest())
 
     def is_busy(self) -> bool:
         """Whether a checkpoint is still being written; the same answer on all processes, which must
         ask together.
         """
-        return self.hosts.of_main(any(not job.done() for job in self.jobs))
+        return self.world.of_main(any(not job.done() for job in self.jobs))
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
-        if self.main:  # a copy: training adds losses while the thread reads them
-            self._submit(format.link_best, self.directory, dict(validation_losses), self.say)
+        if self.world.is_main:  # a copy: training adds losses while the thread reads them
+            self._submit(format.link_best, self.directory, dict(validation_losses), self.world.say)
 
     def check(self) -> None:
         """Raises UserError if writing has failed."""
@@ -196,22 +190,22 @@ class CheckpointWriter:
         self, weights: dict[str, Tensor], state: dict[str, Tensor]
     ) -> tuple[list[str], list[str]]:
         """Copies what this process writes; returns the names of its weights and of its state."""
-        if not (self.main or self.sharded):
+        if not (self.world.is_main or self.sharded):
             weights, state = {}, {}
         state = {name: value for name, value in state.items() if value.numel()}
-        needed = room_for([*(weights.values() if self.main else ()), *state.values()])
+        needed = room_for([*(weights.values() if self.world.is_main else ()), *state.values()])
         if self.copied is None or self.copied.room < needed:
             self.copied = None  # gives its memory back
-            self.copied = choose_copy(self.accelerator.device, needed)
+            self.copied = choose_copy(self.world.device, needed)
         self.copied.begin()
         for name, weight in weights.items():  # a tied weight comes once
             full = whole(weight)  # one at a time: sharded, the model need not fit on one device
-            if self.main:
+            if self.world.is_main:
                 self.copied.copy(name, full)
         for name, value in state.items():
             self.copied.copy(name, value)
         self.copied.finish()
-        return list(weights) if self.main else [], list(state)
+        return list(weights) if self.world.is_main else [], list(state)
 
     def _held(
         self, optimizer: torch.optim.Optimizer
@@ -238,10 +232,10 @@ class CheckpointWriter:
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
-            if self.main:
+            if self.world.is_main:
                 (partial / format.STATE).mkdir(parents=True)
             self._write_optimizer(partial, {name: held[name] for name in state})
-            if not self.main:
+            if not self.world.is_main:
                 return
             weights = {name: held[name] for name in model}
             _write_model(partial, self.model, weights, self.tokenizer)
@@ -255,23 +249,23 @@ class CheckpointWriter:
             self._wait_for(lambda: len(format.optimizer_files(partial)) == self._files())
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
-            format.complete(partial, final, self.say)
+            format.complete(partial, final, self.world.say)
         except BaseException as error:
-            if self.main:
+            if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
-        self.say(f"saved {final}")
-        format.prune(self.directory, self.config.keep, self.config.keep_every, self.say)
+        self.world.say(f"saved {final}")
+        format.prune(self.directory, self.keep, self.keep_every, self.world.say)
 
     def _files(self) -> int:
-        return self.hosts.processes if self.sharded else 1
+        return self.world.size if self.sharded else 1
 
     def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
         """Writes this process's file. It gets its name once it is whole, because the main process
         waits for that name.
         """
         self._wait_for((partial / format.STATE).is_dir)
-        number = self.hosts.rank + 1 if self.sharded else 1
+        number = self.world.rank + 1 if self.sharded else 1
         file = format.optimizer_file(partial, number, self._files())
         save_file(optimizer, file.with_suffix(".partial"))
         flush(file.with_suffix(".partial"))

@@ -47,6 +47,15 @@ Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes text that `Loader`, or a reader of YAML 1.1, would take for something else."""
+
+
+for first, resolvers in Loader.yaml_implicit_resolvers.items():
+    for tag, pattern in resolvers:
+        Dumper.add_implicit_resolver(tag, pattern, [first])
 Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int",
     re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)$"),
@@ -61,6 +70,11 @@ def parse_yaml(text: str) -> Any:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         # PyYAML lets these through for `!!float x` and the like, and for very deep nesting.
         raise yaml.YAMLError(f"it holds a value that Python cannot read ({error})") from None
+
+
+def as_yaml(value: Any) -> str:
+    """The YAML text that `parse_yaml` and other readers take for `value`, in its order."""
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: str | Path) -> dict:

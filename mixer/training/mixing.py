@@ -10,16 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
-from mixer.common.say import Say
-from mixer.distributed.hosts import Hosts
+from mixer.distributed.world import World
 from mixer.models.masked_mixer.mixing import KeyedConv, TriangularConv
 from mixer.ops import choice
-from mixer.training.automatic import choose, find_environment
 from mixer.training.compile import compiled
 from mixer.training.config import RunConfig
 
@@ -32,9 +29,8 @@ def settle_mixing(
     model: PreTrainedModel,
     run: RunConfig,
     earlier: dict[str, Any] | None,
-    accelerator: Accelerator,
-    hosts: Hosts,
-    say: Say,
+    is_compiled: bool,
+    world: World,
 ) -> dict[str, Any] | None:
     """Sets the backend of every triangular convolution of the model, the same on all processes,
     where model.mixing_backend is auto and the device a GPU. Elsewhere nothing is done.
@@ -44,14 +40,13 @@ def settle_mixing(
     rule or race. Keyed mixing has other kernels, and a choice of its own. Returns what trainer.json
     is to keep.
     """
-    if run.model.mixing_backend != "auto" or not has_kernels(accelerator.device):
+    if run.model.mixing_backend != "auto" or not has_kernels(world.device):
         return None
     parts = [part for part in model.modules() if isinstance(part, TriangularConv)]
     keyed = [part for part in parts if isinstance(part, KeyedConv)]
     others = [part for part in parts if not isinstance(part, KeyedConv)]
     before, record = (earlier or {}).get("mixing") or {}, {}
-    is_compiled = choose(run.train, find_environment(accelerator, hosts)).compile != "no"
-    about = (run, is_compiled, accelerator, hosts, say)
+    about = (run, is_compiled, world)
     if others:
         record = settle(others, before, *about)
     if keyed:
@@ -68,17 +63,15 @@ def settle(
     before: dict[str, Any],
     run: RunConfig,
     is_compiled: bool,
-    accelerator: Accelerator,
-    hosts: Hosts,
-    say: Say,
+    world: World,
 ) -> dict[str, Any]:
     """`settle_mixing` for parts of one kind, as `before` has it from an earlier checkpoint."""
-    part, device = parts[0], accelerator.device
+    part, device = parts[0], world.device
     # This builds the kernels where they are not built yet, on all hosts at once.
-    reasons = hosts.gather(missing_for(part, device, DTYPES[run.train.mixed_precision]))
+    reasons = world.gather(missing_for(part, device, DTYPES[run.train.mixed_precision]))
     missing = next((reason for reason in reasons if reason), None)
     chosen = None
-    if accelerator.is_main_process:
+    if world.is_main:
         kept = before.get("backend")
         if kept == "dense" or (kept == "cuda" and not missing):
             chosen, why = kept, "as the run did before"  # the same backend gives the same bits
@@ -89,8 +82,8 @@ def settle(
         else:
             chosen, why = race(part, run, is_compiled, device)
         what = "keyed mixing" if isinstance(part, KeyedConv) else "token mixing"
-        say(f"{what}: auto takes {chosen}, {why}")
-    chosen = hosts.of_main(chosen)
+        world.say(f"{what}: auto takes {chosen}, {why}")
+    chosen = world.of_main(chosen)
     for part in parts:
         part.backend = chosen
     return {"backend": chosen}
