@@ -80,7 +80,8 @@ class Trainer:
         self.data = prepare_data(run, world)
         self.state = start_state(run, self.data, compilation, world)
         self.model, self.parallel = self.state.model, self.state.parallel
-        self.optimizer, self.counters = self.state.optimizer, self.state.counters
+        self.accelerated, self.counters = self.state.optimizer, self.state.counters
+        self.optimizer = self.accelerated.optimizer
         # A run that was killed between a save and its evaluation makes up for the evaluation.
         fresh = self.state.resumed is None
         self.owes_evaluation = fresh or self.evaluation_due(self.counters.step)
@@ -107,10 +108,10 @@ class Trainer:
             self.data.tokenizer,
         )
         scaled, stop_at_first = self.scaler is not None, train.non_finite == "stop"
-        self.guard = Guard(self.optimizer.optimizer, scaled, stop_at_first, self.device)
+        self.guard = Guard(self.optimizer, scaled, stop_at_first, self.device)
         profiled = logging.profile_steps if world.is_main else 0
         self.profiler = Profiler(run.directory, logging.profile_step, profiled, world.say)
-        self.timer, self.stop = Timer(), Stop(world)
+        self.timer, self.stop = Timer(self.counters.tokens), Stop(world)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
         # In float64 the sum is exact, so that its parts may be added in any order.
@@ -147,7 +148,7 @@ class Trainer:
         """One optimizer step. Nothing in it waits for the device."""
         run, counters, accelerator = self.run, self.counters, self.accelerator
         rate = learning_rate(run.optim, counters.step, run.train.steps)
-        set_learning_rate(self.optimizer.optimizer, rate)
+        set_learning_rate(self.optimizer, rate)
         with self.timer.waiting():
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
@@ -161,18 +162,17 @@ class Trainer:
             with nullcontext() if is_last else accelerator.no_sync(self.parallel):
                 nats += self.backward(batch, step_targets)
         accelerator.unscale_gradients()  # of fp16's loss scale
-        norm = gradient_norm(self.optimizer.optimizer)
-        clip(self.optimizer.optimizer, norm, run.train.max_grad_norm)
+        norm = gradient_norm(self.optimizer)
+        clip(self.optimizer, norm, run.train.max_grad_norm)
         self.guard.before_step(norm, counters.step + 1)
         self.writer.before_update()
-        self.optimizer.step()  # skipped on the device if the gradient is not finite
-        self.optimizer.zero_grad(set_to_none=True)
+        self.accelerated.step()  # skipped on the device if the gradient is not finite
+        self.accelerated.zero_grad(set_to_none=True)
 
         self.nats += nats
         counters.step += 1
         counters.samples += self.share.step_samples
         self.uncounted += step_targets
-        self.timer.step(step_targets)
         return Step(norm, rate)
 
     def backward(self, batch: Batch, step_targets: int | Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class Trainer:
         busy = stopping and not done and writer.is_busy()
         saving = (stopping or self.save_due(counters.step)) and not busy
         if saving:
-            writer.prepare(self.optimizer.optimizer)  # before anything that waits for the step
+            writer.prepare(self.optimizer)  # before anything that waits for the step
         if counters.step % run.logging.log_every == 0 or done:
             self.log(step)
         if stopping or saving or evaluating:
@@ -201,7 +201,7 @@ class Trainer:
             if saving:
                 self.save()  # before the evaluation, whose failure must not cost the checkpoint
             elif done:  # also a run that saves nothing must not end well with NaN
-                writer.require_finite(self.optimizer.optimizer, counters.step)
+                writer.require_finite(self.optimizer, counters.step)
             if evaluating:
                 self.evaluate()
         if done or not stopping:
@@ -245,7 +245,8 @@ class Trainer:
         if scaler is not None:
             line["loss_scale"] = scaler.get_scale()
         flops = self.model.flops_per_token()["useful"]
-        line |= self.timer.window(flops, self.world, self.run.train.mixed_precision)
+        precision = self.run.train.mixed_precision
+        line |= self.timer.window(counters.tokens, flops, self.world, precision)
         if self.metrics:
             self.metrics.write(line)
         self.world.say(as_text(line, self.run.train.steps))
@@ -261,7 +262,7 @@ class Trainer:
         trainer["threads"] = torch.get_num_threads()
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
-        self.writer.save(self.optimizer.optimizer, trainer)
+        self.writer.save(self.optimizer, trainer)
 
     def evaluation_due(self, step: int) -> bool:
         return step == self.run.train.steps or is_due(self.run.train.eval_every, step)

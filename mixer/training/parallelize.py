@@ -31,11 +31,11 @@ class Devices:
 
 @dataclass(frozen=True)
 class Compilation:
-    """What is compiled (no, blocks or model), whether as CUDA graphs, and a line about what was
-    auto, empty on a CPU.
+    """How the model is compiled (no, blocks or model), whether as CUDA graphs, and a line about
+    what was auto, empty on a CPU.
     """
 
-    what: str
+    how: str
     graphs: bool
     line: str = ""
 
@@ -54,19 +54,19 @@ def settle_compilation(train: TrainConfig, devices: Devices) -> Compilation:
 
     Raises UserError for CUDA graphs that were asked for and cannot be had.
     """
-    on_gpu, what, said = devices.type == "cuda", train.compile, []
-    if what == "auto":
+    on_gpu, how, said = devices.type == "cuda", train.compile, []
+    if how == "auto":
         obstacle = _first(
             (not on_gpu, "it pays on GPUs"),
             (devices.capability < COMPILES_FROM, "Triton needs compute capability 7.0"),
             (not devices.has_triton, "Triton is not installed"),
         )
-        what = "no" if obstacle else "blocks"
-        said.append(f"train.compile={what}" + f" ({obstacle})" * bool(obstacle))
+        how = "no" if obstacle else "blocks"
+        said.append(f"train.compile={how}" + f" ({obstacle})" * bool(obstacle))
     obstacle = _first(
         (not on_gpu, "they are for GPUs"),
         (devices.is_sharded, "FSDP moves the weights"),
-        (what == "no", "they are made of what is compiled"),
+        (how == "no", "they are made of what is compiled"),
         (
             train.gradient_accumulation_steps > 1,
             "each backward pass would overwrite the gradients of the one before",
@@ -81,7 +81,7 @@ def settle_compilation(train: TrainConfig, devices: Devices) -> Compilation:
     graphs = train.cuda_graphs != "false" and not obstacle
     if train.cuda_graphs == "auto":
         said.append(f"train.cuda_graphs={str(graphs).lower()}" + f" ({obstacle})" * bool(obstacle))
-    return Compilation(what, graphs, f"auto: {', '.join(said)}" if said and on_gpu else "")
+    return Compilation(how, graphs, f"auto: {', '.join(said)}" if said and on_gpu else "")
 
 
 def _first(*cases: tuple[bool, str]) -> str:
@@ -103,10 +103,10 @@ def parallelize(
     objective = Objective(model).to(world.device).train()
     if compilation.line:
         world.say(compilation.line)
-    what, graphs = compilation.what, compilation.graphs
-    is_compiled = compile_objective(objective, what, graphs, shape, world)
+    how, graphs = compilation.how, compilation.graphs
+    is_compiled = compile_objective(objective, how, graphs, shape, world)
     if graphs and not is_compiled and train.cuda_graphs == "auto":
-        is_compiled = compile_objective(objective, what, False, shape, world)
+        is_compiled = compile_objective(objective, how, False, shape, world)
     faster = None
     if is_compiled and not world.is_sharded:
         faster = optimizer_compiler(model, run.optim, world)

@@ -113,7 +113,7 @@ def start_state(run: RunConfig, data: Data, compilation: Compilation, world: Wor
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
     record = start_record(run, world.size, trainer, world.say)
-    mixing = settle_mixing(model, run, trainer, compilation.what != "no", world)
+    mixing = settle_mixing(model, run, trainer, compilation.how != "no", world)
     parallel, optimizer = parallelize(model, run, compilation, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from mixer.common.hardware import peak_memory_gb, peak_tflops
 from mixer.common.say import Say
@@ -18,11 +17,12 @@ from mixer.distributed.world import World
 class Timer:
     """Wall time between two lines of metrics, without evaluation and the writing of checkpoints."""
 
-    def __init__(self):
-        self._begin()
+    def __init__(self, tokens: int):
+        """tokens: trained on so far."""
+        self._begin(tokens)
 
-    def _begin(self) -> None:
-        self.tokens: int | Tensor = 0
+    def _begin(self, tokens: int) -> None:
+        self.tokens = tokens
         self.waited, self.left_out = 0.0, 0.0
         self.started = time.perf_counter()
 
@@ -40,24 +40,22 @@ class Timer:
         yield
         self.left_out += time.perf_counter() - began
 
-    def step(self, tokens: int | Tensor) -> None:
-        """tokens: trained on by all processes, padding left out; a tensor is not read before
-        `window`.
-        """
-        self.tokens += tokens
-
-    def window(self, flops_per_token: float, world: World, precision: str) -> dict[str, float]:
+    def window(
+        self, tokens: int, flops_per_token: float, world: World, precision: str
+    ) -> dict[str, float]:
         """Throughput of all processes since the last call, and the share of time that this process
         waited for data.
+
+        tokens: trained on so far by all processes, padding left out.
         """
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.started - self.left_out
-        rate = int(self.tokens) / seconds
+        rate = (tokens - self.tokens) / seconds
         line = throughput(rate, flops_per_token, world.size, world.device, precision)
         line |= {"seconds": seconds, "data_wait_share": self.waited / seconds}
         line["peak_memory_gb"] = peak_memory_gb(world.device)
-        self._begin()
+        self._begin(tokens)
         return line
 
 

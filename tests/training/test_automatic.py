@@ -40,7 +40,7 @@ def test_auto_takes_what_can_run_and_says_what_cannot(name):
     assert said in settled.line and bool(said) == bool(settled.line)
     # What is done is what is said, and what was given stays.
     expected = settings.get("compile", "no" if "compile=no" in said or not said else "blocks")
-    assert (settled.what, settled.graphs) == (expected, "cuda_graphs=true" in said)
+    assert (settled.how, settled.graphs) == (expected, "cuda_graphs=true" in said)
 
 
 @pytest.mark.parametrize("name", ["P100", "no Triton", "CPU", "FSDP", "accumulation", "recompute"])

@@ -56,17 +56,16 @@ def test_the_timer_leaves_out_saving_and_evaluation_and_counts_waiting(monkeypat
     clock, world = [100.0], World(Accelerator(cpu=True))
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: clock[0])
 
-    timer = Timer()
+    timer = Timer(100)
     with timer.waiting():
         clock[0] += 1
     clock[0] += 3
-    timer.step(800)
     with timer.paused():
         clock[0] += 50
-    line = timer.window(1e9, world, "no")
+    line = timer.window(900, 1e9, world, "no")
     assert (line["seconds"], line["tokens_per_second"], line["data_wait_share"]) == (4, 200, 0.25)
     clock[0] += 1
-    assert timer.window(1e9, world, "no")["seconds"] == 1
+    assert timer.window(900, 1e9, world, "no")["seconds"] == 1
 
 
 def slow_evaluation() -> None:
