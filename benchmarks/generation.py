@@ -120,7 +120,7 @@ def ready(model, options: argparse.Namespace):
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    if options.device == "cuda" and (reason := choice.unavailable_reason()):
+    if options.device == "cuda" and (reason := choice.device_reason(0)):
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, options.device) | {"settings": settings(options)}
     result |= {"copy_bytes_per_ms": timing.copy_bytes_per_ms(options.device), "left_out": []}

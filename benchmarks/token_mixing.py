@@ -183,7 +183,7 @@ def backend(device: str) -> str:
     """What is measured: the kernels on a GPU, or it is an error; on a CPU the panels."""
     if device == "cpu":
         return "panels"
-    reason = choice.unavailable_reason()
+    reason = choice.device_reason(0)
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     return "cuda"

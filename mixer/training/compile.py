@@ -14,7 +14,7 @@ from mixer.training.gradients import gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
 
-SHAPES = 64  # of the inputs of one compiled function, at most
+SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 
 
 def compile_objective(
@@ -57,8 +57,9 @@ def compile_objective(
         delattr(module, name)
     if each_pass:
         each_pass.remove()
+    recorded = " with CUDA graphs" if graphs else ""
     world.say(
-        f"{_asked(how, graphs)} failed, the run goes on without: {failure}. Nothing else "
+        f"train.compile={how}{recorded} failed, the run goes on without: {failure}. Nothing else "
         "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a "
         "CPU, Triton and a C compiler on a GPU"
     )
@@ -127,7 +128,9 @@ def compiled(function: Callable, graphs: bool) -> Callable:
     chooses by rule.
     """
     options = by_rule() | {"triton.cudagraphs": graphs}
-    _allow_shapes()
+    # The optimizers' functions have a form for each shape of their parameters' parts.
+    limits = torch._dynamo.config
+    limits.cache_size_limit = max(SHAPES, limits.cache_size_limit)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
@@ -141,16 +144,6 @@ def by_rule() -> dict[str, bool]:
         return {"deterministic": True}
     older = ("triton.autotune_pointwise", "dynamic_scale_rblock", "shape_padding")
     return dict.fromkeys(older, False)
-
-
-def _allow_shapes() -> None:
-    """Lets the compiler make more than the usual 8 forms of one function: the optimizers' have one
-    for each shape of their parameters' parts.
-    """
-    from torch._dynamo import config
-
-    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    setattr(config, name, max(SHAPES, getattr(config, name)))
 
 
 def begin_graphs(*_) -> None:
@@ -169,10 +162,6 @@ def _first_pass(objective: nn.Module, shape: tuple[int, int], world: World) -> N
         nats.sum().backward()
     finally:  # a backward pass that fails leaves gradients, which the first step would add up
         objective.zero_grad(set_to_none=True)
-
-
-def _asked(how: str, graphs: bool) -> str:
-    return f"train.compile={how} with CUDA graphs" if graphs else f"train.compile={how}"
 
 
 def _graphs_said() -> str:
