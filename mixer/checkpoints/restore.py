@@ -28,10 +28,11 @@ from mixer.checkpoints.pretrained import (
     load_model_config,
     settled,
 )
+from mixer.checkpoints.state import begin_state, held_state, is_weight
 from mixer.common.errors import UserError, first_line
 from mixer.common.say import Say
 from mixer.data.manifest import Manifest
-from mixer.distributed.shards import as_held
+from mixer.distributed.shards import as_held, local_part
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
@@ -251,30 +252,30 @@ def resume(
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads the optimizer's state, whichever keys it has. The numbers of processes that wrote it
-    and that read it may differ.
+    """Loads the optimizer's state. The numbers of processes that wrote it and that read it may
+    differ. Only one whole tensor is in memory at a time.
 
-    A tensor of its parameter's shape is sharded like the parameter. Scalars and tensors of other
-    shapes are loaded as they are. Only one whole tensor is in memory at a time.
+    Raises ValueError unless it is just what the optimizer has after a step: the same names and
+    shapes.
     """
-    files = [safe_open(file, "pt") for file in optimizer_files(checkpoint)]
-    parts: dict[str, list[Any]] = {}  # the files that have each name, in the order of processes
-    for file in files:
-        for name in file.keys():
-            parts.setdefault(name, []).append(file)
-    parameters = dict(model.named_parameters())
-    for name, holders in parts.items():
-        owner, _, key = name.rpartition("/")
-        if owner not in parameters:
-            raise ValueError(f"{optimizer_files(checkpoint)[0]} has {name}, of no parameter")
-        parameter = parameters[owner]
-        value = _join([file.get_tensor(name) for file in holders])
-        is_shaped = value.shape == parameter.shape and value.ndim > 0
-        held = as_held(value, parameter) if is_shaped else value.to(parameter.device)
-        optimizer.state[parameter][key] = held
-    missing = [name for name, parameter in parameters.items() if parameter not in optimizer.state]
-    if parts and missing:  # the optimizer would begin them with zeros
-        raise ValueError(f"{optimizer_files(checkpoint)[0]} lacks the state of {missing[0]}")
+    begin_state(optimizer)
+    held = held_state(model, optimizer)
+    state = {name: tensor for name, tensor in held.items() if not is_weight(name)}
+    parts: dict[str, list[Any]] = {name: [] for name in state}  # the files that have each name
+    for file in optimizer_files(checkpoint):
+        opened = safe_open(file, "pt")
+        for name in opened.keys():
+            if name not in parts:
+                raise ValueError(f"{file} has {name}, which the optimizer does not have")
+            parts[name].append(opened)
+    for name, files in parts.items():
+        if not files:  # the optimizer would begin it with zeros
+            raise ValueError(f"the optimizer's state lacks {name}")
+        value = _join([file.get_tensor(name) for file in files])
+        if value.shape != state[name].shape:
+            shapes = f"{tuple(value.shape)}, expected {tuple(state[name].shape)}"
+            raise ValueError(f"the optimizer's state has {name} of shape {shapes}")
+        local_part(state[name]).copy_(local_part(as_held(value, state[name])))
 
 
 def _join(parts: list[Tensor]) -> Tensor:

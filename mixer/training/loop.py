@@ -165,7 +165,6 @@ class Trainer:
         norm = gradient_norm(self.optimizer)
         clip(self.optimizer, norm, run.train.max_grad_norm)
         self.guard.before_step(norm, counters.step + 1)
-        self.writer.before_update()
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 

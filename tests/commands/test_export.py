@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import ModelCard
 from launching import run_python
 from markdown import rows
+from models import CODE
 from runs import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -34,7 +35,6 @@ from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.export import export
 from mixer.export import main as export_command
 from mixer.generate import continuations
-from mixer.models.carried_code import CODE
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 
 
