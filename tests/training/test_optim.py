@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.comparison.entrants import entrant
-from mixer.training.config import load_config
+from mixer.training.config import load_config, override
 from mixer.training.loop import train
 from mixer.training.optim import (
     OPTIMIZERS,
@@ -79,7 +79,8 @@ def test_shared_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the
     with pytest.raises(UserError, match=refused):
         load_config(None, [LLAMA, *RECIPE[:2]])
     for name in ("auto", "llama", "llama:64x2"):
-        optim = load_config(None, [*RECIPE, *entrant(name).overrides]).optim
+        overrides = [override(*item) for item in entrant(name).items()]
+        optim = load_config(None, [*RECIPE, *overrides]).optim
         assert (optim.name, optim.shared_lags) == ("muon", name == "auto")
 
 
