@@ -88,30 +88,19 @@ def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
     assert read_timeless(tmp_path / "runs/told") == read_timeless(finished)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there torchrun's processes are for GPUs")
-def test_torchrun_on_a_cpu_starts_one_run_of_several_processes(write_config, launch):
-    as_torchrun = {"ACCELERATE_USE_CPU": "false"}  # which nobody sets beside accelerate's launcher
-    ranks = launch("--config", write_config(), processes=2, environment=as_torchrun)
-    assert "2 process(es) on cpu" in ranks.succeed()
-
-
 def test_a_run_goes_on_between_one_process_ddp_and_fsdp(write_config, launch, tmp_path):
-    config = write_config()
+    config, many = write_config(), tmp_path / "runs/many"
     launch("--config", config, "name=one").succeed()
-    stages = [(2, FSDP), (1, {}), (4, FSDP), (2, {})]
-    for number, (processes, environment) in enumerate(stages):
-        last = 3 * (number + 1)
+    stages = [(1, {}), (2, FSDP), (2, {}), (4, FSDP)]
+    for last, (processes, environment) in zip((3, 6, 9, 12), stages, strict=True):
         options = [f"train.batch_size={8 // processes}", f"checkpoint.save_every={last}"]
-        ranks = launch(
-            "--config", config, "name=many", *options, processes=processes, environment=environment
-        )
+        launched = {"processes": processes, "environment": environment}
+        ranks = launch("--config", config, "name=many", *options, **launched)
         if last < 12:
-            ranks.until((tmp_path / f"runs/many/step-{last}").exists).kill()
+            ranks.until((many / f"step-{last}").exists).kill()
         else:
             ranks.succeed()
-    assert read_losses(tmp_path / "runs/many") == pytest.approx(
-        read_losses(tmp_path / "runs/one"), rel=1e-5
-    )
+    assert read_losses(many) == pytest.approx(read_losses(tmp_path / "runs/one"), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from runs import ROOT, read_lines
 
 from mixer.checkpoints.format import damage, step_of
@@ -171,7 +172,9 @@ def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, 
     itself exits with 1.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1"}
+    # Beside accelerate's launcher nobody says that a run is for CPUs.
+    environment = {"ACCELERATE_USE_CPU": str(torch.cuda.is_available()).lower()}
+    environment["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGUSR1"
     launcher = trained([sys.executable, *torchrun], write_config, tmp_path, **environment)
     children = psutil.Process(launcher.pid).children(recursive=True)
     launcher.send_signal(number)
@@ -179,6 +182,7 @@ def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, 
     assert not any(
         child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
     )
+    assert "2 process(es) on cpu" in output
     assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
 
 
