@@ -1,6 +1,5 @@
 """Saved models and runs:
 
-config            the settings
 format            what a checkpoint holds; finding, completing and pruning checkpoints
 writer            writes a run's checkpoints while it goes on
 snapshot          copies of the state that are written meanwhile

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from mixer.common.errors import UserError, first_line
 from mixer.common.say import Say
 from mixer.data.manifest import Manifest
 from mixer.distributed.shards import as_held, local_part
+from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
 # The settings that decide which state the optimizer has, and their values for a checkpoint whose
@@ -42,7 +42,8 @@ OPTIMIZER_SETTINGS = {"optim.name": "adamw", "optim.shared_lags": False}
 
 
 def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
-    """The checkpoint to continue from, None for a fresh start; see CheckpointConfig.resume.
+    """The checkpoint to continue from, None for a fresh start; see `python train.py
+    --help` for checkpoint.resume.
 
     Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
     damaged, if all of the run's checkpoints are, and if they would be in the way.
@@ -231,7 +232,7 @@ def resume(
     trainer: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
+    world: World,
 ) -> None:
     """Loads all state beside the model: the optimizer's, the random state and the loss scale.
 
@@ -240,14 +241,15 @@ def resume(
     begin_state(optimizer)
     try:
         load_optimizer(checkpoint, model, optimizer)
-        _load_random_state(checkpoint, accelerator)
+        _load_random_state(checkpoint, world)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"the {STATE}/ of checkpoint {checkpoint} is not what training wrote "
             f"({first_line(error)}): give another checkpoint"
         ) from None
-    if accelerator.scaler is not None and trainer["scaler"]:
-        accelerator.scaler.load_state_dict(trainer["scaler"])
+    scaler = world.accelerator.scaler
+    if scaler is not None and trainer["scaler"]:
+        scaler.load_state_dict(trainer["scaler"])
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -280,12 +282,12 @@ def _join(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0]
 
 
-def _load_random_state(checkpoint: Path, accelerator: Accelerator) -> None:
+def _load_random_state(checkpoint: Path, world: World) -> None:
     """Sets this process's random state. Where the checkpoint has none for it, because there are
     more processes now, it keeps its own.
     """
-    states, rank = load_file(checkpoint / RANDOM), accelerator.process_index
+    states, rank = load_file(checkpoint / RANDOM), world.rank
     if f"cpu-{rank}" in states:
         torch.set_rng_state(states[f"cpu-{rank}"])
-    if accelerator.device.type == "cuda" and f"cuda-{rank}" in states:
-        torch.cuda.set_rng_state(states[f"cuda-{rank}"], accelerator.device)
+    if world.device.type == "cuda" and f"cuda-{rank}" in states:
+        torch.cuda.set_rng_state(states[f"cuda-{rank}"], world.device)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,14 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.dynamic_module_utils import custom_object_save
 
 from mixer.checkpoints import format
-from mixer.checkpoints.config import CheckpointConfig
 from mixer.checkpoints.snapshot import Snapshot
 from mixer.checkpoints.state import Look, held_state, is_weight
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
-from mixer.common.say import Say
-from mixer.distributed.hosts import Hosts
 from mixer.distributed.shards import local_part, whole
+from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
@@ -46,21 +43,18 @@ class CheckpointWriter:
     def __init__(
         self,
         directory: Path,
-        config: CheckpointConfig,
-        accelerator: Accelerator,
-        hosts: Hosts,
+        keep: int,
+        keep_every: int,
+        world: World,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        say: Say,
     ):
-        self.directory, self.config = directory, config
-        self.accelerator, self.hosts = accelerator, hosts
-        self.model, self.tokenizer, self.say = model, tokenizer, say
-        self.main = accelerator.is_main_process
+        self.directory, self.keep, self.keep_every = directory, keep, keep_every
+        self.world, self.model, self.tokenizer = world, model, tokenizer
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.snapshot: Snapshot | None = None  # made by the first save
         self.prepared: Look | None = None  # at the copies that the next save is to write
-        on_gpu = accelerator.device.type == "cuda"
+        on_gpu = world.device.type == "cuda"
         gpu = torch.cuda.current_device() if on_gpu else None
         self.thread = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=_after_training, initargs=(gpu,)
@@ -91,9 +85,9 @@ class CheckpointWriter:
         self.wait()  # until the last checkpoint is written
         look, self.prepared = self.prepared or self._prepare(optimizer), None
         self._require_finite(look, trainer["step"])
-        random = self.hosts.gather(_random_state(self.accelerator.device))
+        random = self.world.gather(_random_state(self.world.device))
         trainer = {"format": format.FORMAT} | trainer
-        if self.main or self.sharded:
+        if self.world.is_main or self.sharded:
             self._submit(self._write, random, trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -105,12 +99,12 @@ class CheckpointWriter:
     def _prepare(self, optimizer: torch.optim.Optimizer) -> Look:
         """Copies what this process writes, and looks for NaN and infinity in all that it holds."""
         held = held_state(self.model, optimizer)
-        if self.main or self.sharded:
+        if self.world.is_main or self.sharded:
             self._copy(held)
         return _look(held)
 
     def _require_finite(self, look: Look, step: int) -> None:
-        reports = self.hosts.gather(look.not_finite())
+        reports = self.world.gather(look.not_finite())
         rank = next((rank for rank, names in enumerate(reports) if names), None)
         if rank is None:
             return
@@ -127,18 +121,18 @@ class CheckpointWriter:
         processes must call this together.
         """
         self.wait()
-        return self.hosts.of_main(self._newest())
+        return self.world.of_main(self._newest())
 
     def is_busy(self) -> bool:
         """Whether a checkpoint is still being written; the same answer on all processes, which must
         ask together.
         """
-        return self.hosts.of_main(any(not job.done() for job in self.jobs))
+        return self.world.of_main(any(not job.done() for job in self.jobs))
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
-        if self.main:  # a copy: training adds losses while the thread reads them
-            self._submit(format.link_best, self.directory, dict(validation_losses), self.say)
+        if self.world.is_main:  # a copy: training adds losses while the thread reads them
+            self._submit(format.link_best, self.directory, dict(validation_losses), self.world.say)
 
     def check(self) -> None:
         """Raises UserError if writing has failed."""
@@ -183,8 +177,10 @@ class CheckpointWriter:
     def _copy(self, held: dict[str, Tensor]) -> None:
         if self.snapshot is None:
             sizes = {name: local_part(tensor).nbytes for name, tensor in held.items()}
-            sizes |= {name: self.main * held[name].nbytes for name in held if is_weight(name)}
-            self.snapshot = Snapshot(self.accelerator.device, sum(sizes.values()))
+            sizes |= {
+                name: self.world.is_main * held[name].nbytes for name in held if is_weight(name)
+            }
+            self.snapshot = Snapshot(self.world.device, sum(sizes.values()))
         self.snapshot.take(self._written(held))
 
     def _written(self, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -194,7 +190,7 @@ class CheckpointWriter:
         """
         for name, tensor in held.items():
             part = whole(tensor) if is_weight(name) else local_part(tensor)
-            if part.numel() and (self.main or not is_weight(name)):
+            if part.numel() and (self.world.is_main or not is_weight(name)):
                 yield name, part
 
     def _write(self, random: list[dict], trainer: dict[str, Any]) -> None:
@@ -204,11 +200,11 @@ class CheckpointWriter:
         of = self._files()
         partial = final.with_name(final.name + ".partial")
         try:
-            if self.main:
+            if self.world.is_main:
                 (partial / format.STATE).mkdir(parents=True)
             state = {name: copy for name, copy in held.items() if not is_weight(name)}
             self._write_optimizer(partial, state)
-            if not self.main:
+            if not self.world.is_main:
                 return
             weights = {name: copy for name, copy in held.items() if is_weight(name)}
             _write_model(partial, self.model, weights, self.tokenizer)
@@ -223,23 +219,23 @@ class CheckpointWriter:
             self._wait_for(lambda: all(file.is_file() for file in files))
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
-            format.complete(partial, final, self.say)
+            format.complete(partial, final, self.world.say)
         except BaseException as error:
-            if self.main:
+            if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
-        self.say(f"saved {final}")
-        format.prune(self.directory, self.config.keep, self.config.keep_every, self.say)
+        self.world.say(f"saved {final}")
+        format.prune(self.directory, self.keep, self.keep_every, self.world.say)
 
     def _files(self) -> int:
-        return self.hosts.processes if self.sharded else 1
+        return self.world.size if self.sharded else 1
 
     def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
         """Writes this process's file. It gets its name once it is whole, because the main process
         waits for that name.
         """
         self._wait_for((partial / format.STATE).is_dir)
-        number = self.hosts.rank + 1 if self.sharded else 1
+        number = self.world.rank + 1 if self.sharded else 1
         file = format.optimizer_file(partial, number, self._files())
         save_file(optimizer, file.with_suffix(".partial"))
         flush(file.with_suffix(".partial"))

@@ -14,12 +14,11 @@ from runs import FSDP, RECIPE, assert_same
 from safetensors.torch import load_file
 
 from mixer.checkpoints import snapshot
-from mixer.checkpoints.config import CheckpointConfig
 from mixer.checkpoints.restore import load_optimizer
 from mixer.checkpoints.state import begin_state
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.data.manifest import Manifest
-from mixer.distributed.hosts import Hosts
+from mixer.distributed.world import World
 
 
 def test_a_checkpoint_loads_alone_in_fp32_and_is_readable_as_the_umask_says(finished, tmp_path):
@@ -104,9 +103,8 @@ def test_whatever_state_an_optimizer_has_comes_back(tmp_path):
     model = small_model()
     optimizer = KeepsMore(model.parameters(), {})
     optimizer.step()
-    accelerator = Accelerator(cpu=True)
-    settings = (CheckpointConfig(), accelerator, Hosts(accelerator), model, NoTokenizer(), print)
-    writer = CheckpointWriter(tmp_path, *settings)
+    world = World(Accelerator(cpu=True))
+    writer = CheckpointWriter(tmp_path, 2, 0, world, model, NoTokenizer())
     (tmp_path / "metrics.jsonl").touch()
     writer.save(optimizer, {"step": 3})
     writer.close()
