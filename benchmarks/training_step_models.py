@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.comparison.entrants import NoMixing
-from mixer.training.clipping import clip, gradient_norm
 from mixer.training.compile import begin_graphs, compiled, compiled_parts
-from mixer.training.guard import Guard
+from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
 from mixer.training.parallelize import set_recompute

@@ -42,9 +42,14 @@ class Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
 
+class Dumper(yaml.SafeDumper):
+    """Quotes text that a reader of YAML 1.1 or 1.2 would take for something else."""
+
+
 for tag, (pattern, first) in CORE.items():
     whole = re.compile(f"^({pattern})$")
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list(first))
+    for kind in (Loader, Dumper):
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list(first))
 
 
 def parse_yaml(text: str) -> Any:
@@ -54,6 +59,11 @@ def parse_yaml(text: str) -> Any:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         # PyYAML lets these through for `!!float x` and the like, and for very deep nesting.
         raise yaml.YAMLError(f"it holds a value that Python cannot read ({error})") from None
+
+
+def as_yaml(value: Any) -> str:
+    """The YAML text of a value, with its keys in their order."""
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: str | Path) -> dict:

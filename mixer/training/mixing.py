@@ -10,18 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
-from mixer.common.say import Say
-from mixer.distributed.hosts import Hosts
+from mixer.distributed.world import World
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 from mixer.models.masked_mixer.mixing import TokenMixing
 from mixer.ops import choice
-from mixer.training.automatic import choose, find_environment
 from mixer.training.compile import compiled
 from mixer.training.config import RunConfig
 
@@ -34,9 +31,8 @@ def settle_mixing(
     model: PreTrainedModel,
     run: RunConfig,
     earlier: dict[str, Any] | None,
-    accelerator: Accelerator,
-    hosts: Hosts,
-    say: Say,
+    is_compiled: bool,
+    world: World,
 ) -> dict[str, Any] | None:
     """Sets the backend of every triangular convolution of the model, the same on all processes,
     where model.mixing_backend is auto and the device a GPU. Elsewhere nothing is done.
@@ -46,15 +42,14 @@ def settle_mixing(
     rule or race. Keyed mixing has other kernels, and a choice of its own. Returns what trainer.json
     is to keep.
     """
-    if run.model.mixing_backend != "auto" or not has_kernels(accelerator.device):
+    if run.model.mixing_backend != "auto" or not has_kernels(world.device):
         return None
     every = [layer for layer in model.modules() if isinstance(layer, TokenMixing)]
     layers = [layer for layer in every if convolutions(layer)]
     keyed = [layer for layer in layers if isinstance(convolutions(layer)[0], KeyedConv)]
     others = [layer for layer in layers if layer not in keyed]
     before, record = (earlier or {}).get("mixing") or {}, {}
-    is_compiled = choose(run.train, find_environment(accelerator, hosts)).compile != "no"
-    settled = partial(settle, run, is_compiled, accelerator, hosts, say)
+    settled = partial(settle, run, is_compiled, world)
     if others:
         record["backend"] = settled("token mixing", others, before)
     if keyed:
@@ -74,9 +69,7 @@ def convolutions(layer: TokenMixing) -> list[TriangularConv]:
 def settle(
     run: RunConfig,
     is_compiled: bool,
-    accelerator: Accelerator,
-    hosts: Hosts,
-    say: Say,
+    world: World,
     kind: str,
     layers: list[TokenMixing],
     before: dict[str, Any],
@@ -84,12 +77,12 @@ def settle(
     """Sets and returns the backend of layers of one kind, where `before` is its record in an
     earlier checkpoint.
     """
-    device, dtype = accelerator.device, DTYPES[run.train.mixed_precision]
+    device, dtype = world.device, DTYPES[run.train.mixed_precision]
     # This builds the kernels where they are not built yet, on all hosts at once.
-    reasons = hosts.gather(missing_for(convolutions(layers[0])[0], device, dtype))
+    reasons = world.gather(missing_for(convolutions(layers[0])[0], device, dtype))
     missing = next(filter(None, reasons), None)
     chosen = None
-    if accelerator.is_main_process:
+    if world.is_main:
         kept = before.get("backend")
         if kept == "dense" or (kept == "cuda" and not missing):
             chosen, why = kept, "as the run did before"  # the same backend gives the same bits
@@ -98,9 +91,9 @@ def settle(
         elif torch.cuda.get_device_capability(device) == TIMED:
             chosen, why = "cuda", "the fastest wherever it was timed on such GPUs"
         else:
-            chosen, why = race(layers[0], run, is_compiled, accelerator)
-        say(f"{kind}: auto takes {chosen}, {why}")
-    chosen = hosts.of_main(chosen)
+            chosen, why = race(layers[0], run, is_compiled, world)
+        world.say(f"{kind}: auto takes {chosen}, {why}")
+    chosen = world.of_main(chosen)
     for layer in layers:
         set_backend(layer, chosen)
     return chosen
@@ -123,16 +116,14 @@ def missing_for(part: TriangularConv, device: torch.device, dtype: torch.dtype) 
 # ------------------------------------------------------------------------- the race
 
 
-def race(
-    layer: TokenMixing, run: RunConfig, is_compiled: bool, accelerator: Accelerator
-) -> tuple[str, str]:
+def race(layer: TokenMixing, run: RunConfig, is_compiled: bool, world: World) -> tuple[str, str]:
     """The faster backend in a forward and backward pass of a layer on the run's own shape, and why.
     A backend that fails, and kernels whose results are wrong, are out.
     """
     times, wanted, failures = {}, None, ""
     for backend in ("dense", "cuda"):
         try:
-            step = training_step(layer, backend, run, is_compiled, accelerator)
+            step = training_step(layer, backend, run, is_compiled, world)
             results = step()
             problem = choice.difference(results.values(), wanted, results) if wanted else None
             if not problem:
@@ -143,9 +134,9 @@ def race(
             failures += f"; without {backend}: {problem}"
     step = results = wanted = None
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(accelerator.device)  # the run reports its own
+    torch.cuda.reset_peak_memory_stats(world.device)  # the run reports its own
     listed = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()) or "neither ran"
-    gpu = torch.cuda.get_device_name(accelerator.device)
+    gpu = torch.cuda.get_device_name(world.device)
     fastest = min(times, key=times.get, default="dense")
     return fastest, f"the faster on {gpu}: {listed}{failures}"
 
@@ -156,13 +147,13 @@ def milliseconds(step: Callable) -> float:
 
 
 def training_step(
-    layer: TokenMixing, backend: str, run: RunConfig, is_compiled: bool, accelerator: Accelerator
+    layer: TokenMixing, backend: str, run: RunConfig, is_compiled: bool, world: World
 ) -> Callable[[], dict[str, Tensor]]:
     """A forward and backward pass of a copy of the layer by a backend, as the run has them, on
     random numbers that are the same in each call. It returns the output, and the gradients of the
     input and of what mixes tokens, by name.
     """
-    device = accelerator.device
+    device = world.device
     layer, generator = copy.deepcopy(layer).to(device), torch.Generator(device).manual_seed(0)
     set_backend(layer, backend)
     shape = (run.train.batch_size, run.model.max_position_embeddings, run.model.hidden_size)
@@ -175,7 +166,7 @@ def training_step(
     residual = torch.zeros_like(x)
 
     def step() -> dict[str, Tensor]:
-        with accelerator.autocast():
+        with world.accelerator.autocast():
             y = mix(x, residual)
         gradients = torch.autograd.grad(y, list(leaves.values()), dy)
         return {"y": y.detach()} | {

@@ -1,9 +1,15 @@
 """Small models with tokens for them, and generation by them."""
 
+from pathlib import Path
+
 import torch
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.models import masked_mixer
 from mixer.models.masked_mixer.convolution import TriangularConv
+
+# The model's code, which is saved beside its weights.
+CODE = [p for p in Path(masked_mixer.__file__).parent.glob("*.py") if p.name != "__init__.py"]
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
 # Every way of mixing tokens, which the tests of models and of generation are repeated for.

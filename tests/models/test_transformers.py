@@ -11,7 +11,7 @@ import types
 import peft
 import pytest
 import torch
-from models import MIXINGS, generate, lively_model, padded, small_model, tokens
+from models import CODE, MIXINGS, generate, lively_model, padded, small_model, tokens
 from runs import ROOT
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from mixer.data.tokenizer import train_tokenizer
-from mixer.models.carried_code import CODE
 from mixer.models.masked_mixer import convolution
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 from mixer.models.masked_mixer.modeling import logger

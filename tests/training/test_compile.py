@@ -17,9 +17,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mixer.models.masked_mixer import lags, modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
 from mixer.training import parallelize
-from mixer.training.clipping import gradient_norm
 from mixer.training.compile import compiled, compiled_parts
 from mixer.training.config import load_config
+from mixer.training.gradients import gradient_norm
 from mixer.training.loop import train
 from mixer.training.objective import Objective, short_token_nats, token_nats
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
