@@ -1,9 +1,9 @@
 """The kernels for Ampere without a GPU: their own source runs on the CPU."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from emulated_cases import run_cases
 from tensor_emulator import sources
 from toolchain import first_and_slow, needs_nvcc
 
@@ -28,27 +28,18 @@ REPLACEMENTS = [(rf'asm(?: volatile)?\("{start}.*?\);', replacement) for start, 
 REPLACEMENTS += [(r"__cvta_generic_to_shared\(pointer\)", "emulator::shared_address(pointer)")]
 
 
-def emulator(element: str, directory: Path, mistake: tuple[str, str] = ("", "")) -> list[str]:
-    """The command that runs 30 random cases of the kernels for a type of x, with part of their
-    source replaced.
-    """
+def emulator(directory: Path, mistake: tuple[str, str] = ("", "")) -> Path:
+    """The library of the kernels, with part of their source replaced."""
     text = sources.emulated(build.SOURCES, KERNELS, REPLACEMENTS)
     assert not mistake[0] or text.count(mistake[0]) == 1
-    return [
-        str(sources.compiled("ampere", text.replace(*mistake), directory, f"-DELEMENT={element}")),
-        "1",
-        "30",
-    ]
+    return sources.compiled("ampere", text.replace(*mistake), directory)
 
 
 @needs_nvcc
-@pytest.mark.parametrize("element", ["__nv_bfloat16", "float"])
-def test_kernels_are_right_on_the_cpu(element, tmp_path):
-    """Random shapes, strides, full weights and lags, types of bias and gradient, sizes of GPU."""
-    result = subprocess.run(
-        emulator(element, tmp_path), capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, "\n".join(result.stdout.splitlines()[-3:])
+def test_kernels_are_right_on_the_cpu(tmp_path):
+    """Random shapes, strides, full weights and lags, types of x and gradients, sizes of GPU."""
+    result = run_cases(emulator(tmp_path), 80, 1, 45, "any", 0, 450)
+    assert result.returncode == 0, result.stdout[-300:] + result.stderr[-500:]
 
 
 ARRIVED = (
@@ -65,5 +56,5 @@ MISTAKES = {
 @needs_nvcc
 @pytest.mark.parametrize("mistake", first_and_slow(MISTAKES))
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
-    wrong = emulator("__nv_bfloat16", tmp_path, MISTAKES[mistake])
-    assert subprocess.run(wrong, capture_output=True, timeout=300).returncode == 1
+    wrong = emulator(tmp_path, MISTAKES[mistake])
+    assert run_cases(wrong, 80, 1, 45, "any", 0, 450).returncode == 1

@@ -2,20 +2,15 @@
 sm_70.
 """
 
-import subprocess
-
 import nvrtc
 import pytest
+from emulated_cases import run_cases
 from tensor_emulator import sources
 from toolchain import first_and_slow, kernels_of, needs_nvcc
 
 from mixer.ops import build
 
 KERNELS = ["volta_product.cu", "volta_grad_weight.cu"]
-SEEDS = [1, 2]
-CASES = 20  # of each seed
-
-
 # ------------------------------------------------------------------------- on the CPU
 
 
@@ -25,22 +20,12 @@ def emulated() -> str:
     )
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    """The emulator with the kernels as they are."""
-    return sources.compiled("volta", emulated(), tmp_path_factory.mktemp("emulator"))
-
-
 @needs_nvcc
-@pytest.mark.parametrize("seed", SEEDS)
-def test_kernels_are_right_on_the_cpu(emulator, seed):
-    """Random shapes, heads, strides, types of bias and gradient, with and without bias and
-    residual.
-    """
-    result = subprocess.run(
-        [str(emulator), str(seed), str(CASES)], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, "\n".join(result.stdout.splitlines()[-3:])
+def test_kernels_are_right_on_the_cpu(tmp_path):
+    """Random shapes, strides, full weights and lags, types of gradients, sizes of GPU."""
+    library = sources.compiled("volta", emulated(), tmp_path)
+    result = run_cases(library, 70, 1, 36, "any", 0, 450)
+    assert result.returncode == 0, result.stdout[-300:] + result.stderr[-500:]
 
 
 MISTAKES = {
@@ -62,7 +47,7 @@ def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
     text, (old, new) = emulated(), MISTAKES[mistake]
     assert text.count(old) == 1
     wrong = sources.compiled("volta", text.replace(old, new), tmp_path)
-    assert subprocess.run([str(wrong), "1", "20"], capture_output=True, timeout=300).returncode == 1
+    assert run_cases(wrong, 70, 1, 36, "any", 0, 450).returncode == 1
 
 
 # ------------------------------------------------------------------------- for sm_70

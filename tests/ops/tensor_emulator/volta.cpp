@@ -49,7 +49,4 @@ void mma(float (&sum)[8], uint2 left, uint2 right, const char* layouts) {
 #include "kernels.inc"
 
 namespace kernels = volta;
-using Element = __half;
-constexpr int kDtype = MIXER_FLOAT16, kCapability = 70;
-
-#include "cases.h"
+#include "../emulated_library.h"
