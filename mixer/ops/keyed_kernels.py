@@ -261,6 +261,8 @@ def grad_input_kernel(
         for start in range(column // ROWS * ROWS, tokens, ROWS):
             queries = load_rows(q, q_row, start, tokens, ROWS, KEYS, WHOLE)
             gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
+            # So far, which is nothing before the first column of tiles.
+            total = load_rows(dq, KEYS, start, tokens * (column > first), ROWS, KEYS, False)
             levels = load_vector(level, start, tokens, ROWS, WHOLE)[:, None]
             changes = load_vector(change, start, tokens, ROWS, WHOLE)[:, None]
             s = product(queries, tl.trans(keys))
@@ -279,12 +281,10 @@ def grad_input_kernel(
             ds = ds.to(queries.dtype)
             total_values = product(tl.trans(p), gradient, total_values)
             total_keys = product(tl.trans(ds), queries, total_keys)
-            total = product(ds, keys)
-            if column > first:
-                total += load_rows(dq, KEYS, start, tokens, ROWS, KEYS, WHOLE)
+            total += product(ds, keys) * scale
             if (shares == 1) & (column + COLUMNS >= min(start + ROWS, tokens)):
                 base = dqkv + head * KEYS
-                store_rows(base, ALL, start, tokens, total * scale, ROWS, KEYS, WHOLE)
+                store_rows(base, ALL, start, tokens, total, ROWS, KEYS, WHOLE)
             else:
                 store_rows(dq, KEYS, start, tokens, total, ROWS, KEYS, WHOLE)
         base = dqkv + (HEADS + head) * KEYS
@@ -296,7 +296,7 @@ def grad_input_kernel(
 
 @triton.jit(do_not_specialize=["shares"])
 def add_shares_kernel(
-    dq, dqkv, tokens, scale, shares,
+    dq, dqkv, tokens, shares,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -311,7 +311,7 @@ def add_shares_kernel(
         at = dq + tl.cast(share, tl.int64) * whole
         total += load_rows(at, KEYS, start, tokens, ROWS, KEYS, WHOLE)
     base = dqkv + text * tokens * ALL + head * KEYS
-    store_rows(base, ALL, start, tokens, total * scale, ROWS, KEYS, WHOLE)
+    store_rows(base, ALL, start, tokens, total, ROWS, KEYS, WHOLE)
 
 
 @triton.jit
@@ -497,7 +497,7 @@ def grad_input(
         if shares > 1:
             rows = options["ROWS"]
             add_shares_kernel[batch, triton.cdiv(tokens, rows), heads](
-                *(dq, dqkv, tokens, scale, shares), **options
+                *(dq, dqkv, tokens, shares), **options
             )
     return dqkv, sums
 

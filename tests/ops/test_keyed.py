@@ -62,16 +62,16 @@ def test_the_gradient_of_a_projection_is_not_copied(tmp_path, monkeypatch):
 
 MISTAKES = {
     "a tile beyond the last token is read": (
-        "return tl.load(at, mask=(rows >= first) & (rows < tokens), other=0.0)",
+        "return tl.load(at, mask=start + tl.arange(0, ROWS)[:, None] < tokens, other=0.0)",
         "return tl.load(at)",
     ),
     "a result beyond the last token is written": (
-        "tl.store(at, values.to(base.dtype.element_ty), mask=rows < tokens)",
-        "tl.store(at, values.to(base.dtype.element_ty))",
+        "tl.store(at, values, mask=start + tl.arange(0, ROWS)[:, None] < tokens)",
+        "tl.store(at, values)",
     ),
     "the last tile of a row is left out": (
-        "(ROWS,), tl.float32)\n    for column in range(0, min(start + ROWS,",
-        "(ROWS,), tl.float32)\n    for column in range(0, min(start,",
+        "in range(0, min(start + ROWS, tokens), COLUMNS)",
+        "in range(0, min(start, tokens), COLUMNS)",
     ),
     "the first tile of a column is left out": (
         "in range(column // ROWS * ROWS, tokens, ROWS)",
@@ -79,17 +79,17 @@ MISTAKES = {
     ),
     "the gradient of the weight has one text": ("for _ in range(batch):", "for _ in range(1):"),
     "the scale is left out": ("total_keys * scale", "total_keys"),
-    "the mean's gradient is left out": ("tl.store(change + i, taken,", "tl.store(change + i, 0.0,"),
+    "the mean's gradient is left out": ("tokens, taken, ROWS", "tokens, 0 * taken, ROWS"),
     "a query's gradient has the last tile alone": (
-        "total += product(tl.trans(ds), keys)",
-        "total = product(tl.trans(ds), keys)",
+        "total += product(ds, keys) * scale",
+        "total = product(ds, keys) * scale",
     ),
     "one share of a query's gradient is left out": (
         "for share in range(0, min",
         "for share in range(1, min",
     ),
     "tiles of a strip are shifted": ("(SHIFTED - 1) - r", "SHIFTED - r"),
-    "the falling part has one pivot": ("return start // PIVOT * PIVOT", "return start * 0"),
+    "the falling part of a row is left out": ("row_factor * risen(", "0 * risen("),
     "lags across tiles are left out": (
         "(diagonal * COLUMNS - (ROWS - COLUMNS)) + c",
         "(diagonal * COLUMNS - (ROWS - COLUMNS)) + c + ROWS * (c > 0)",

@@ -19,6 +19,7 @@ BACKENDS = ("auto", "cuda", "dense")
 # at a lower rate.
 MIN_PANEL_ROWS = 64
 MAX_PANEL_ROWS = 512
+EPSILON = 1e-6  # of the norm of queries and keys
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -127,6 +128,26 @@ def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
     # (batch or 1, new, length)
     later = torch.arange(length, device=memory.device) > positions[..., None]
     return rows.masked_fill(later, 0).to(memory.dtype).permute(2, 0, 1, 3, 4)
+
+
+def turned(
+    x: Tensor,
+    heads: int,
+    norm: bool,
+    rotation: tuple[Tensor, Tensor] | None,
+    gain: Tensor | None,
+) -> Tensor:
+    """Queries or keys normed and turned. See `mixer.ops.turn` for arguments and result."""
+    y = x.unflatten(-1, (heads, -1))
+    y = y.to(torch.promote_types(x.dtype, torch.float32))
+    if norm:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON)
+    if rotation is not None:
+        cos, sin = (part[:, :, None] for part in rotation)  # the same for all heads
+        left, right = y.chunk(2, -1)
+        y = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    y = y.flatten(-2)
+    return (y if gain is None else y * gain).to(x.dtype)
 
 
 def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
