@@ -10,10 +10,11 @@ from mixer.models.masked_mixer.plain import BACKENDS
 from mixer.ops import choice, operator
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.row_operator import mix_row
+from mixer.ops.turning import turn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-__all__ = ["BACKENDS", "DTYPES", "keyed_conv", "mix_row", "triangular_conv"]
+__all__ = ["BACKENDS", "DTYPES", "keyed_conv", "mix_row", "triangular_conv", "turn"]
 
 
 def triangular_conv(
