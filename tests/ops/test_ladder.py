@@ -94,19 +94,8 @@ def rent(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_renting_runs_what_was_asked():
-    done = rent(
-        "triangular_grad_input",
-        "5",
-        "--gpu",
-        "A100",
-        "--tokens",
-        "2048",
-        "--batch",
-        "32",
-        "--minutes",
-        "7",
-        "--dry-run",
-    )
+    words = "triangular_grad_input 5 --gpu A100 --tokens 2048 --batch 32 --minutes 7 --dry-run"
+    done = rent(*words.split())
     assert done.returncode == 0, done.stderr
     assert "on one A100, for at most 7 minutes" in done.stdout
     assert "make -C dev/cuda ARCH=80 build/triangular_grad_input\n" in done.stdout
@@ -119,35 +108,16 @@ def test_renting_runs_what_was_asked():
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        ("triangular 3", "invalid choice: 'triangular'"),
-        ("triangular_forward 8", "invalid choice: '8'"),
-        ("triangular_forward 3 --gpu V100", "invalid choice: 'V100'"),
         (
             "triangular_forward 6 --gpu A100",
             "version 6 needs a Hopper GPU and --gpu is A100; use H100 or H200",
         ),
         ("triangular_forward 3 --channels 1001", "--channels is 1001; it must be a multiple of 8"),
-        ("triangular_forward 3 --tokens 0", "'0' is no whole number from 1 to 32768"),
-        ("triangular_forward 3 --minutes ten", "'ten' is no whole number from 1 to 60"),
     ],
 )
 def test_nothing_is_rented_for_what_cannot_run(arguments, problem):
     done = rent(*arguments.split())
     assert done.returncode == 2 and problem in done.stderr
-
-
-def test_the_rented_machine_gets_what_the_ladder_needs():
-    """The CUDA is that of docker/Dockerfile; every file that the script names is there."""
-    text = (LADDER / "rent.py").read_text()
-    dockerfile = (LADDER.parents[1] / "docker" / "Dockerfile").read_text()
-    version = re.search(r"^ARG CUDA=(.*)$", dockerfile, re.MULTILINE)[1]
-    assert f"nvidia/cuda:{version}." in text
-    programs = re.search(r"^PROGRAMS = (.*)$", text, re.MULTILINE)[1]
-    assert sorted(re.findall(r"\w+", programs)) == sorted(
-        path.stem for path in LADDER.glob("triangular_*.cu")
-    )
-    makefile = (LADDER / "Makefile").read_text()
-    assert "$(BUILD)/%: %.cu" in makefile and "BUILD ?= build" in makefile
 
 
 def test_the_rented_machine_is_given_back_when_the_program_fails(monkeypatch, capsys):
