@@ -22,12 +22,11 @@ __global__ void __launch_bounds__(kRows * kWarp)
                             static_cast<int64_t>(head) * vectors * kVector;
   float sum = 0.0f;
   if (row < params.tokens) {
-    const int64_t count = static_cast<int64_t>(params.batch) * vectors;
+    const int count = params.batch * vectors;
 #pragma unroll 4
-    for (int64_t item = threadIdx.x % kWarp; item < count; item += kWarp) {
-      const int64_t sample = item / vectors, vector = item % vectors;
-      const uint4 bits = *reinterpret_cast<const uint4*>(dy + sample * params.dy_batch_stride +
-                                                         vector * kVector);
+    for (int item = threadIdx.x % kWarp; item < count; item += kWarp) {
+      const Element* from = dy + item / vectors * params.dy_batch_stride + item % vectors * kVector;
+      const uint4 bits = *reinterpret_cast<const uint4*>(from);
       const Element* values = reinterpret_cast<const Element*>(&bits);
       float part = 0.0f;
 #pragma unroll
