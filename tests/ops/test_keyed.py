@@ -325,7 +325,9 @@ def test_kernels_that_are_wrong_or_fail_are_found_out_by_the_first_call(monkeypa
 
     def failure(kernels):
         monkeypatch.setattr(
-            choice, "by_kernels", lambda *inputs: kernels(keyed_conv(*inputs), inputs)
+            choice,
+            "by_kernels",
+            lambda *inputs: kernels(choice.in_plain_pytorch(*inputs), inputs),
         )
         with torch.no_grad():  # where a call may find it out first
             return choice.keyed_failure(*about)
