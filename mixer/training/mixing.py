@@ -141,7 +141,8 @@ def race(layer: TokenMixing, run: RunConfig, is_compiled: bool, world: World) ->
 
 
 def milliseconds(step: Callable) -> float:
-    # Its import asks for GPUs, after which a process can no longer be forked into one that has them.
+    # Its import looks for GPUs, and a process that has done so cannot be forked into one that uses
+    # them.
     from torch.utils.benchmark import Timer
 
     timer = Timer("step()", globals={"step": step})

@@ -483,7 +483,7 @@ def test_auto_takes_the_kernels():
 @pytest.mark.parametrize(
     ("precision", "channels", "dtype", "reason"),
     [
-        ("highest", 64, torch.float32, "float32 as TF32 alone, which is off here"),
+        ("highest", 64, torch.float32, "need TF32 for float32, which is off here"),
         ("high", 20, torch.bfloat16, "heads of a multiple of 8 channels"),
     ],
 )
