@@ -3,8 +3,7 @@
     python benchmarks/keyed_mixing.py --output PATH      # writes PATH.json, PATH.md
 
 bf16 with weights in float32, 65,536 tokens. Every result of the kernels is checked against plain
-PyTorch first. Softmax attention has keys as long as its values everywhere: PyTorch's fast form
-needs that.
+PyTorch first. Softmax attention has as many channels in heads of 64, keys as long as values.
 """
 
 import argparse
@@ -36,11 +35,13 @@ SHAPES = [
 ]
 NAMES = {
     "kernels": "kernels",
+    "lags": "kernels, weight by lag",
     "plain": "plain PyTorch",
     "compiled": "compiled",
     "attention": "softmax attention (SDPA)",
     "convolution": "triangular convolution alone",
 }
+ATTENTION_SIZE = 64
 ROUNDS, BATCH_MS = 9, 20.0
 
 
@@ -74,16 +75,28 @@ def inputs(context: int, heads: int, keys: int, values: int) -> list[Tensor]:
     return [*projected.split(parts, dim=-1), weight, bias, dy]
 
 
+def by_lag(tensors: list[Tensor]) -> list[Tensor]:
+    """The same with lags (heads, 1, context) in place of the weight."""
+    query, key, value, weight, bias = tensors
+    return [query, key, value, weight[:, :, -1].contiguous(), bias]
+
+
 def mixings(heads: int) -> dict[str, Callable]:
     """Calls with query, key, value, weight and bias."""
+    decay = torch.tensor([0.0, 1 / 64, 1 / 256, 1 / 256], device=DEVICE).repeat(heads)[:heads]
+
+    def lags(query, key, value, lags, bias):
+        options = {"lags": lags, "decay": decay, "backend": "cuda"}
+        return keyed_conv(query, key, value, bias=bias, **options)
 
     def attention(query, key, value, weight, bias):
-        parts = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
+        parts = (x.unflatten(-1, (-1, ATTENTION_SIZE)).transpose(1, 2) for x in (query, key, value))
         y = F.scaled_dot_product_attention(*parts, is_causal=True)
         return y.transpose(1, 2).flatten(2)
 
     return {
         "kernels": lambda *tensors: keyed_conv(*tensors, backend="cuda"),
+        "lags": lags,
         "plain": plain.keyed,
         "compiled": torch.compile(plain.keyed, dynamic=False),
         "attention": attention,
@@ -97,6 +110,7 @@ def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
     *tensors, dy = inputs(context, heads, keys, values)
     given = dict.fromkeys(calls, tensors)
     given["attention"] = inputs(context, heads, values, values)[:-1]
+    given["lags"] = by_lag(tensors)
     leaves = {name: [x.detach().requires_grad_() for x in given[name]] for name in calls}
 
     @torch.no_grad()
@@ -124,20 +138,21 @@ def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
 
 
 def cells(row: dict) -> str:
-    times = (row["times"][name].get("ms") for name in NAMES)
+    times = (time.get("ms") for time in row["times"].values())
     numbers = " | ".join("-" if ms is None else f"{ms:.3f}" for ms in times)
     about = " | ".join(str(row[key]) for key in ("context", "heads", "keys", "values", "pass"))
     return f"| {about} | {numbers} |"
 
 
 def table(result: dict) -> str:
+    names = [NAMES[name] for name in result["rows"][0]["times"]]
     lines = [
         "# Keyed mixing: milliseconds of one call",
         "",
         f"{TOKENS:,} tokens, bf16; keys, values: the numbers of each in a head. {origin(result)}",
         "",
-        f"| context | heads | keys | values | pass | {' | '.join(NAMES.values())} |",
-        f"|---:|---:|---:|---:|---|{'---:|' * len(NAMES)}",
+        f"| context | heads | keys | values | pass | {' | '.join(names)} |",
+        f"|---:|---:|---:|---:|---|{'---:|' * len(names)}",
         *map(cells, result["rows"]),
     ]
     return "\n".join(lines) + "\n"

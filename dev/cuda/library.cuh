@@ -6,8 +6,6 @@
 #include <dlfcn.h>
 #include <library_types.h>
 
-#include <map>
-
 #include "../../mixer/ops/csrc/params.h"
 #include "common.cuh"
 
@@ -139,7 +137,7 @@ class Library {
     TriangularConvParams params = {};
     params.packed = const_cast<bf16*>(a.weight);
     params.batch = a.batch, params.tokens = params.context = a.tokens, params.channels = a.channels;
-    params.columns = a.columns, params.heads = params.taps = 1;
+    params.columns = a.columns, params.heads = 1;
     params.dtype = MIXER_BFLOAT16,
     params.bias_dtype = params.gradient_dtype = params.weight_dtype = MIXER_FLOAT32;
     params.capability = 10 * device().major + device().minor,
@@ -149,18 +147,14 @@ class Library {
     const int64_t row = a.channels, sample = row * a.tokens;
     params.x_token_stride = params.dy_token_stride = params.residual_token_stride = row;
     params.x_batch_stride = params.dy_batch_stride = params.residual_batch_stride = sample;
-    if (operation == kGradWeight) {
+    if (operation == kGradWeight)
       params.workspace = scratch(static_cast<size_t>(workspace_(&params)));
-    } else {
-      params.schedule = schedule_on_device(operation, params);
-    }
     return static_cast<cudaError_t>(entries_[operation](&params));
   }
 
  private:
   using Entry = int (*)(const TriangularConvParams*);
   using Size = int64_t (*)(const TriangularConvParams*);
-  using Fill = void (*)(const TriangularConvParams*, void*);
 
   Library() {
     const char* path = getenv("MIXER_KERNELS");
@@ -176,19 +170,14 @@ class Library {
           std::string("cannot load it (") + dlerror() + "); build it: `python -m mixer.ops.build`";
       return;
     }
-    const auto version = find<int (*)()>("mixer_abi_version");
     const auto size = find<int (*)()>("mixer_params_size");
     entries_[kForward] = find<Entry>("mixer_forward");
     entries_[kGradInput] = find<Entry>("mixer_grad_input");
     entries_[kGradWeight] = find<Entry>("mixer_grad_weight");
     workspace_ = find<Size>("mixer_grad_weight_workspace");
-    // these two may be missing: then no kernel needs a schedule
-    schedule_size_ = find<Size>("mixer_schedule_size");
-    schedule_ = find<Fill>("mixer_schedule");
-    const bool complete = version && size && workspace_ && entries_[kForward] &&
+    const bool complete = size && workspace_ && entries_[kForward] &&
                           entries_[kGradInput] && entries_[kGradWeight];
-    if (!complete || version() != MIXER_ABI_VERSION ||
-        size() != static_cast<int>(sizeof(TriangularConvParams))) {
+    if (!complete || size() != static_cast<int>(sizeof(TriangularConvParams))) {
       problem_ =
           std::string(path) +
           " has another interface than params.h; build both anew: `python -m mixer.ops.build`";
@@ -200,26 +189,9 @@ class Library {
     return reinterpret_cast<Function>(dlsym(library_, name));
   }
 
-  // The order in which persistent blocks take the tiles: computed once per shape on the host, as in
-  // the trainer.
-  const void* schedule_on_device(Operation operation, const TriangularConvParams& params) {
-    const int64_t bytes = schedule_size_ && schedule_ ? schedule_size_(&params) : 0;
-    if (bytes <= 0) return nullptr;
-    void*& copy = schedules_[{operation, params.batch, params.tokens, params.channels}];
-    if (copy == nullptr) {
-      std::vector<unsigned char> host(static_cast<size_t>(bytes));
-      schedule_(&params, host.data());
-      CHECK(cudaMalloc(&copy, host.size()));
-      CHECK(cudaMemcpy(copy, host.data(), host.size(), cudaMemcpyHostToDevice));
-    }
-    return copy;
-  }
-
   void* library_ = nullptr;
   Entry entries_[3] = {};
-  Size workspace_ = nullptr, schedule_size_ = nullptr;
-  Fill schedule_ = nullptr;
-  std::map<std::vector<int>, void*> schedules_;
+  Size workspace_ = nullptr;
   std::string problem_;
 };
 

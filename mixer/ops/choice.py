@@ -15,7 +15,9 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
 from mixer.models.masked_mixer import plain
+from mixer.models.masked_mixer.lags import weight_by_lag
 from mixer.ops import cuda
+from mixer.ops.strips import strips_of
 
 logger = logging.getLogger("mixer.ops")
 
@@ -95,7 +97,7 @@ def device_reason(index: int) -> str | None:
         library = cuda.kernels(index)
     except UserError as error:
         return str(error)
-    status = library.mixer_probe(index)
+    status = cuda.probe(index)
     if status == 0:
         return None
     return probe_message(library, status, torch.cuda.get_device_name(index))
@@ -211,24 +213,44 @@ def keyed_failure(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, generator=generator)
 
-    def results(conv) -> list[Tensor]:
+    def results(conv, leaves: list[Tensor]) -> list[Tensor]:
         y = conv(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
     no_autocast = torch.autocast(device.type, enabled=False)
     try:
         with torch.inference_mode(False), torch.enable_grad(), no_autocast:
-            leaves = [draw(batch, tokens, width).to(dtype) for width in widths]
-            leaves += [draw(heads, 1, tokens, tokens) / tokens**0.5, draw(heads, tokens)]
             dy = draw(batch, tokens, widths[2]).to(dtype)
-            leaves = [leaf.requires_grad_() for leaf in leaves]
-            return difference(results(by_kernels), results(plain.keyed), KEYED_RESULTS)
+            for square in ((tokens, tokens), (tokens,)):  # a full weight, and one by lag
+                leaves = [draw(batch, tokens, width).to(dtype) for width in widths]
+                leaves += [draw(heads, 1, *square) / tokens**0.5, draw(heads, tokens)]
+                leaves = [leaf.requires_grad_() for leaf in leaves]
+                ours, wanted = results(by_kernels, leaves), results(in_plain_pytorch, leaves)
+                if wrong := difference(ours, wanted, KEYED_RESULTS):
+                    return wrong
     except Exception as error:  # Triton's errors have no type of their own
         return f"its kernels fail: {first_line(error)}"
+    return None
 
 
-def by_kernels(*tensors: Tensor) -> Tensor:
-    return torch.ops.mixer.keyed_conv(*tensors)[0]
+def by_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor) -> Tensor:
+    """Keyed mixing with a full weight (heads, 1, tokens, tokens), or lags (heads, 1, tokens)."""
+    if mixing.ndim == 4:
+        return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias)[0]
+    strips = strips_of(mixing, decay_for(mixing), query.shape[1], query.dtype)
+    return torch.ops.mixer.keyed_conv_by_lag(query, key, value, mixing, bias, *strips)[0]
+
+
+def in_plain_pytorch(
+    query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor
+) -> Tensor:
+    if mixing.ndim == 3:
+        mixing = weight_by_lag(mixing, decay_for(mixing), query.shape[1])
+    return plain.keyed(query, key, value, mixing, bias)
+
+
+def decay_for(lags: Tensor) -> Tensor:
+    return torch.full(lags.shape[:1], 1 / 64, device=lags.device)
 
 
 def difference(

@@ -1,8 +1,8 @@
 """Calls the CUDA kernels of `csrc` through ctypes: backend `cuda` of the triangular convolution.
 
-Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, taps, context, context),
-out then in; bias (heads, context); packed (heads, taps, tokens, columns), columns = tokens rounded
-up to 8. x, dy and packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
+Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
+then in, or by lag (heads, context); bias (heads, context); packed (heads, rows, columns). x, dy and
+packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
 gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
@@ -12,7 +12,6 @@ shapes, dtypes and devices, and `mixer.ops.choice` that the kernels can run.
 import ctypes
 import functools
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,12 +22,13 @@ from mixer.ops.toolchain import BuildError
 # mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
 # module already imported.
 
-ABI_VERSION = 5  # MIXER_ABI_VERSION in csrc/params.h
+STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
+UNKNOWN_ERROR = 999  # cudaErrorUnknown
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [
     *("x", "weight", "packed", "bias", "residual", "y", "dy", "dx", "dweight", "dbias"),
-    *("workspace", "schedule", "memory", "positions", "stream"),
+    *("workspace", "memory", "positions", "stream"),
 ]
 STRIDES = [
     *("x_batch_stride", "x_token_stride"),
@@ -36,7 +36,7 @@ STRIDES = [
     *("dy_batch_stride", "dy_token_stride"),
     *("memory_batch_stride", "memory_head_stride", "positions_stride"),
 ]
-SIZES = ["batch", "tokens", "channels", "context", "heads", "taps", "columns"]
+SIZES = ["batch", "tokens", "channels", "context", "heads", "columns", "lag_zero"]
 CODES = [
     *("dtype", "weight_dtype", "bias_dtype", "gradient_dtype"),
     *("device", "capability", "processors"),
@@ -63,28 +63,66 @@ def packed_columns(tokens: int) -> int:
     return (tokens + 7) // 8 * 8
 
 
+def packed_shape(heads: int, tokens: int, by_lag: bool) -> tuple[int, int, int]:
+    """(heads, tokens, columns), or that of the strip of a weight by lag (see csrc/params.h)."""
+    if by_lag:
+        return heads, STRIP_ROWS, lag_zero(tokens) + STRIP_ROWS
+    return heads, tokens, packed_columns(tokens)
+
+
+def lag_zero(tokens: int) -> int:
+    """The strip's column of lag 0 in its first row."""
+    return (tokens + STRIP_ROWS - 1) // STRIP_ROWS * STRIP_ROWS
+
+
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """The lower triangle of the weight's top-left (tokens, tokens) corner in `dtype`, exact zeros
-    elsewhere.
+    elsewhere; by lag a strip, from which each tile of that triangle can be read.
 
-    Returns (heads, taps, tokens, columns). The strictly upper triangle of `weight` is not read.
+    The strictly upper triangle of `weight` is not read.
     """
     weight = weight.contiguous()
-    heads, taps, context, _ = weight.shape
-    shape = (heads, taps, tokens, packed_columns(tokens))
-    packed = torch.empty(shape, dtype=dtype, device=weight.device)
-    params = new_params(weight.device.index, dtype, heads, taps, tokens)
-    params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
-    params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
+    packed, params = pack_params(weight, tokens, dtype)
     call("mixer_pack", params)
     return packed
 
 
-def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def pack_params(weight: Tensor, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Params]:
+    heads, context = weight.shape[:2]
+    by_lag = weight.dim() == 2
+    shape = packed_shape(heads, tokens, by_lag)
+    packed = torch.empty(shape, dtype=dtype, device=weight.device)
+    params = new_params(weight.device.index, dtype, heads, tokens, by_lag)
+    params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
+    params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
+    return packed, params
+
+
+def probe(index: int) -> int:
+    """Runs one small kernel and waits for it, to check that the build, the driver and a device work
+    together. Returns the CUDA status; 0 is success.
+    """
+    weight = torch.tensor([[[1.0, 9.0], [2.0, 3.0]]], device=torch.device("cuda", index))
+    packed, params = pack_params(weight, 2, torch.float32)
+    params.stream = current_stream(index)
+    with torch.cuda.device(index):
+        if status := kernels(index).mixer_pack(ctypes.byref(params)):
+            return status
+    is_right = packed[0, :, :2].tolist() == [[1.0, 0.0], [2.0, 3.0]]
+    return 0 if is_right else UNKNOWN_ERROR
+
+
+def forward(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    by_lag: bool = False,
+) -> Tensor:
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
     x = rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params, _workspace = product_params(x, packed)
+    params = product_params(x, packed, by_lag)
     params.x, params.y = x.data_ptr(), y.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
@@ -99,11 +137,11 @@ def forward(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | N
     return y
 
 
-def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
+def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    params, _workspace = product_params(dy, packed)
+    params = product_params(dy, packed, by_lag)
     params.dy, params.dx = dy.data_ptr(), dx.data_ptr()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
     call("mixer_grad_input", params)
@@ -111,19 +149,26 @@ def grad_input(dy: Tensor, packed: Tensor) -> Tensor:
 
 
 def grad_weight(
-    dy: Tensor, x: Tensor, context: int, taps: int, heads: int, dtype: torch.dtype, with_bias: bool
+    dy: Tensor,
+    x: Tensor,
+    context: int,
+    heads: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+    by_lag: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dweight (heads, taps, context, context) and dbias (heads, context), or (0,) without bias,
-    both in `dtype`.
+    """dweight (heads, context, context), by lag (heads, context), and dbias (heads, context), or
+    (0,) without bias, all in `dtype`.
 
     Exact zeros above the diagonal and beyond `tokens`.
     """
     dy, x = rows(dy), rows(x)
     batch, tokens, channels = x.shape
     device = x.device
-    dweight = torch.empty((heads, taps, context, context), dtype=dtype, device=device)
+    shape = (heads, context) if by_lag else (heads, context, context)
+    dweight = torch.empty(shape, dtype=dtype, device=device)
     dbias = torch.empty((heads, context) if with_bias else (0,), dtype=dtype, device=device)
-    params = new_params(device.index, x.dtype, heads, taps, tokens, batch, channels)
+    params = new_params(device.index, x.dtype, heads, tokens, by_lag, batch, channels)
     params.x, params.dy, params.dweight = x.data_ptr(), dy.data_ptr(), dweight.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
@@ -156,47 +201,38 @@ def rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def product_params(x: Tensor, packed: Tensor) -> tuple[Params, Tensor | None]:
-    """Params of a product of `packed` with x (or dy), and its workspace, which the caller must keep
-    alive until after the launch.
-    """
-    heads, taps, tokens, _ = packed.shape
-    params = new_params(x.device.index, x.dtype, heads, taps, tokens, x.shape[0], x.shape[2])
+def product_params(x: Tensor, packed: Tensor, by_lag: bool) -> Params:
+    """Params of a product of `packed` with x (or dy)."""
+    batch, tokens, channels = x.shape
+    params = new_params(x.device.index, x.dtype, packed.shape[0], tokens, by_lag, batch, channels)
     params.packed = packed.data_ptr()
-    if taps == 1:
-        return params, None
-    size = kernels(x.device.index).mixer_product_workspace(ctypes.byref(params))
-    workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-    params.workspace = workspace.data_ptr()
-    return params, workspace
+    return params
 
 
 def new_params(
     index: int,
     dtype: torch.dtype,
     heads: int,
-    taps: int,
     tokens: int,
+    by_lag: bool,
     batch: int = 0,
     channels: int = 0,
 ) -> Params:
     """What all calls of one shape have in common; the caller adds addresses, strides, and the
     context if it is longer than the tokens.
     """
-    common = template(index, dtype, heads, taps, tokens, batch, channels)
+    common = template(index, dtype, heads, tokens, by_lag, batch, channels)
     return Params.from_buffer_copy(common)
 
 
 # Made once for a shape, because setting each field takes the host several times as long as a copy.
-# Never emptied: a captured CUDA graph keeps the address of the schedule, which lives as long as its
-# template.
 @functools.cache
 def template(
     index: int,
     dtype: torch.dtype,
     heads: int,
-    taps: int,
     tokens: int,
+    by_lag: bool,
     batch: int,
     channels: int,
 ) -> Params:
@@ -206,44 +242,12 @@ def template(
         channels=channels,
         context=tokens,
         heads=heads,
-        taps=taps,
-        columns=packed_columns(tokens),
+        columns=packed_shape(heads, tokens, by_lag)[2],
+        lag_zero=lag_zero(tokens) if by_lag else 0,
         dtype=DTYPE_CODES[dtype],
     )
     add_device(params, index)
-    params.tiles = schedule(params)
-    params.schedule = None if params.tiles is None else params.tiles.data_ptr()
     return params
-
-
-def schedule(params: Params) -> Tensor | None:
-    """Which block works on which tiles of a product, in the device's memory; None where the
-    kernels need no schedule.
-
-    Raises RuntimeError inside a graph capture, which would record the copy instead of making it.
-    """
-    library = kernels(params.device)
-    size = library.mixer_schedule_size(ctypes.byref(params))
-    if size == 0:
-        return None
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the first triangular_conv of a shape cannot be inside a CUDA graph capture; "
-            "run it once before"
-        )
-    host = torch.empty(size, dtype=torch.uint8, device="cpu")
-    library.mixer_schedule(ctypes.byref(params), host.data_ptr())
-    # In a thread of its own: what this one allocates may go to a memory pool that torch.compile
-    # makes for a CUDA graph, and nothing there may outlive the graph's run.
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(copy_to_device, host, params.device).result()
-
-
-def copy_to_device(host: Tensor, index: int) -> Tensor:
-    """A copy in a device's memory, complete for all of its streams."""
-    copy = host.to(torch.device("cuda", index))
-    torch.cuda.current_stream(index).synchronize()
-    return copy
 
 
 def add_device(params: Params, index: int) -> None:
@@ -274,24 +278,17 @@ def allows_tf32() -> bool:
 def call(name: str, params: Params) -> None:
     """Launches on the current stream of params.device. Raises RuntimeError with the CUDA status
     when the launch fails.
-
-    Under MIXER_DEBUG=1 it also waits for the GPU, so that a kernel that fails raises here and not
-    in some later operation.
     """
     index = params.device
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
             return call(name, params)
-    library, debug = kernels(index), debugging()
+    library = kernels(index)
     params.stream = current_stream(index)
-    if debug:
-        wait(f"an operation before {name}", params)  # or its failure would be taken for ours
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
         error = error_text(library, status)
         raise RuntimeError(f"{name} failed on cuda:{index}: {error}; {sizes(params)}")
-    if debug:
-        wait(name, params)
 
 
 def current_stream(index: int) -> int:
@@ -299,25 +296,6 @@ def current_stream(index: int) -> int:
     as long to make.
     """
     return torch._C._cuda_getCurrentRawStream(index)
-
-
-@functools.cache
-def debugging() -> bool:
-    """Whether MIXER_DEBUG is set, to anything but 0; read once, since each launch asks."""
-    return os.environ.get("MIXER_DEBUG", "0") not in ("", "0")
-
-
-def wait(name: str, params: Params) -> None:
-    """Waits for the GPU. Raises RuntimeError with the operator's name and shapes if something
-    failed on it.
-    """
-    try:
-        # Under capture nothing runs yet, and waiting would end the capture.
-        if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize(params.device)
-    except RuntimeError as error:
-        message = f"{name} failed on cuda:{params.device}: {error}; {sizes(params)}"
-        raise RuntimeError(message) from error
 
 
 def sizes(params: Params) -> str:
@@ -353,17 +331,16 @@ def load(path: str) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(path)
         declare(library)
-        version, size = library.mixer_abi_version(), library.mixer_params_size()
+        size = library.mixer_params_size()
     except (OSError, AttributeError) as error:
         raise BuildError(
             f"cannot load the CUDA kernels ({error}). "
             f"Build them anew: `rm -r {os.path.dirname(path)}`, then run again."
         ) from error
-    if (version, size) != (ABI_VERSION, ctypes.sizeof(Params)):
+    if size != ctypes.sizeof(Params):
         raise BuildError(
-            f"{path} has interface {version} of {size} bytes; this code calls {ABI_VERSION} of "
-            f"{ctypes.sizeof(Params)} bytes: csrc/params.h and mixer/ops/cuda.py must change "
-            "together."
+            f"{path} takes {size} bytes, and this code gives {ctypes.sizeof(Params)}: "
+            "csrc/params.h and mixer/ops/cuda.py must change together."
         )
     return library
 
@@ -371,11 +348,7 @@ def load(path: str) -> ctypes.CDLL:
 def declare(library: ctypes.CDLL) -> None:
     """The argument and result types of the library's functions; see csrc/api.cu."""
     launches = ("pack", "forward", "grad_input", "grad_weight", "mix_row", "kernels_capability")
-    byte_counts = ("product_workspace", "grad_weight_workspace", "schedule_size")
-    for name in (*launches, *byte_counts):
+    for name in (*launches, "grad_weight_workspace"):
         getattr(library, f"mixer_{name}").argtypes = [ctypes.POINTER(Params)]
-    for name in byte_counts:
-        getattr(library, f"mixer_{name}").restype = ctypes.c_int64
-    library.mixer_schedule.argtypes = [ctypes.POINTER(Params), ctypes.c_void_p]
-    library.mixer_schedule.restype = None
+    library.mixer_grad_weight_workspace.restype = ctypes.c_int64
     library.mixer_error_string.restype = ctypes.c_char_p

@@ -5,38 +5,46 @@
 
 As in FlashAttention (arXiv 2205.14135), s is never in memory: each kernel computes the tiles of it
 that it needs. level[i] is the logarithm of the mean, to base 2. Each number has one program that
-adds it up, in the same order always, so results are the same bit for bit in each run.
+adds it up, always in the same order, so results are the same bit for bit in each run.
 
 q, k, v, y and their gradients are (batch, tokens, heads * size), the channels of a token side by
-side; those of q, k and v are parts of one tensor. w is packed, (heads, tokens, tokens) in the type
-of q, zero above the diagonal. Products are of that type, sums float32.
+side; q, k and v may be parts of one tensor, and their gradients are. Products are of the type of q,
+sums float32. The weights w have one of two forms (`Weights`): a packed triangle, or strips, from
+which a tile of a weight by lag is read.
 
 This module is imported only where the kernels run: it needs Triton.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of each kernel: the rows i and columns j of a tile, warps, and loads that are under way at once,
-# without spills and with at most the 99 KB of shared memory that every GPU from 8.0 on has. TILES,
-# for keys and values of at most 128 numbers together, are the fastest of those tried with 32 and 64
-# at 512 tokens on an H200 (dev/cuda/LOG.md). WIDE_TILES are for longer ones, and not tuned.
+from mixer.ops.strips import LARGEST_TILE, SHIFTS
+
+# Of each kernel: the rows i and columns j of a tile, warps, loads that are under way at once, and
+# registers of a thread (None: as many as the compiler takes).
 TILES = {
-    "forward": (64, 64, 4, 3),
-    "grad_query": (64, 32, 4, 3),
-    "grad_key_value": (32, 64, 4, 3),
-    "grad_weight": (64, 64, 4, 3),
+    "forward": (64, 64, 4, 3, 168),
+    "grad_input": (64, 64, 4, 2, None),
+    "grad_weight": (64, 64, 4, 3, None),
+    "grad_lags": (64, 64, 4, 3, None),
 }
 WIDE_TILES = {
-    "forward": (64, 32, 8, 3),
-    "grad_query": (32, 64, 8, 2),
-    "grad_key_value": (64, 32, 8, 2),
-    "grad_weight": (32, 64, 4, 2),
+    "forward": (64, 32, 8, 3, None),
+    "grad_input": (64, 32, 8, 2, None),
+    "grad_weight": (32, 64, 4, 2, None),
+    "grad_lags": (64, 64, 8, 2, None),
 }
-FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1))
+FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1, None))
+# Programs that are enough to fill a GPU. With fewer, texts are shared out among several.
+ENOUGH_PROGRAMS = 256
+LAGS_AT_ONCE = 64  # of which a program adds up the gradient
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+PIVOT: tl.constexpr = tl.constexpr(LARGEST_TILE)
+SHIFTED: tl.constexpr = tl.constexpr(SHIFTS)
 
 
 # ------------------------------------------------------------------------- pieces of the kernels
@@ -52,32 +60,88 @@ def place():
 
 
 @triton.jit
-def load_rows(base, stride, start, tokens, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Tokens start .. start + ROWS of one head, (ROWS, SIZE); zero beyond the last token."""
-    rows = start + tl.arange(0, ROWS)
-    at = base + rows[:, None].to(tl.int64) * stride + tl.arange(0, SIZE)[None, :]
-    return tl.load(at, mask=rows[:, None] < tokens, other=0.0)
+def rows_at(base, stride, start, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Where tokens start .. start + ROWS of one head are."""
+    base += tl.cast(stride, tl.int64) * start
+    return base + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, SIZE)[None, :]
 
 
 @triton.jit
-def store_rows(base, stride, start, tokens, values, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    rows = start + tl.arange(0, ROWS)
-    at = base + rows[:, None].to(tl.int64) * stride + tl.arange(0, SIZE)[None, :]
-    tl.store(at, values.to(base.dtype.element_ty), mask=rows[:, None] < tokens)
+def load_rows(
+    base, stride, start, tokens, ROWS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Tokens start .. start + ROWS of one head, (ROWS, SIZE); zero beyond the last token. Where all
+    tiles are WHOLE, none reaches beyond it.
+    """
+    at = rows_at(base, stride, start, ROWS, SIZE)
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=start + tl.arange(0, ROWS)[:, None] < tokens, other=0.0)
 
 
 @triton.jit
-def load_vector(x, start, tokens, ROWS: tl.constexpr):
+def store_rows(
+    base, stride, start, tokens, values, ROWS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    at = rows_at(base, stride, start, ROWS, SIZE)
+    values = values.to(base.dtype.element_ty)
+    if WHOLE:
+        tl.store(at, values)
+    else:
+        tl.store(at, values, mask=start + tl.arange(0, ROWS)[:, None] < tokens)
+
+
+@triton.jit
+def load_vector(x, start, tokens, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     rows = start + tl.arange(0, ROWS)
+    if WHOLE:
+        return tl.load(x + rows)
     return tl.load(x + rows, mask=rows < tokens, other=0.0)
 
 
 @triton.jit
-def load_weights(w, row, column, tokens, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of one head's weights, (ROWS, COLUMNS) float32."""
-    i, j = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+def store_vector(x, start, tokens, values, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    rows = start + tl.arange(0, ROWS)
+    if WHOLE:
+        tl.store(x + rows, values)
+    else:
+        tl.store(x + rows, values, mask=rows < tokens)
+
+
+@triton.jit
+def load_weights(
+    w, row, column, tokens, half,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, BY_LAG: tl.constexpr,
+):  # fmt: skip
+    """A tile of one head's packed weights, or of the part of them that a strip holds: (ROWS,
+    COLUMNS) float32.
+    """
+    r, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    if BY_LAG:
+        whole = r // SHIFTED * SHIFTED
+        shift = whole + (SHIFTED - 1) - r
+        along = (half + column - row) - whole
+        at = w + (shift * (2 * half))[:, None] + along[:, None] + c[None, :]
+        return tl.load(at).to(tl.float32)
+    i, j = row + r, column + c
+    at = w + i[:, None] * tokens + j[None, :]
+    if WHOLE:
+        return tl.load(at).to(tl.float32)
     inside = (i[:, None] < tokens) & (j[None, :] < tokens)
-    return tl.load(w + i[:, None] * tokens + j[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def risen(fall, distance):
+    """2 ** (fall * distance), which is never so large that a product of two overflows. Where it is
+    cut off, the query's number makes the product nothing beside 1.
+    """
+    return tl.exp2(tl.minimum(fall * distance, 60.0))
+
+
+@triton.jit
+def pivot_of(start):
+    return start // PIVOT * PIVOT
 
 
 @triton.jit
@@ -87,11 +151,12 @@ def product(left, right, total=None):
 
 
 @triton.jit
-def logarithms(left, right, scale, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of s to base 2, (ROWS, COLUMNS), minus infinity where a key comes after its query."""
-    i, j = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    s = product(left, tl.trans(right)) * (scale * LOG2_E)
-    return tl.where(j[None, :] <= i[:, None], s, float("-inf"))
+def with_earlier(x, start, column, other, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tile x (ROWS, COLUMNS) with `other` where a key comes after its query."""
+    if column + COLUMNS > start + 1:
+        i, j = start + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        x = tl.where(j[None, :] <= i[:, None], x, other)
+    return x
 
 
 # ------------------------------------------------------------------------- the kernels
@@ -99,10 +164,10 @@ def logarithms(left, right, scale, row, column, ROWS: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def forward_kernel(
-    q, k, v, w, bias, y, level,
-    q_batch, q_row, k_batch, k_row, v_batch, v_row, context, tokens, scale,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q, k, v, w, rest, falls, bias, y, level,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, half, context, tokens, scale,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_LAG: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A program has ROWS tokens i of one head of one text."""
     tile, text, head = place()
@@ -112,121 +177,167 @@ def forward_kernel(
     v += text * v_batch + head * VALUES
     y += text * tokens * HEADS * VALUES + head * VALUES
     level += (text * HEADS + head) * tokens
-    w += head * tokens * tokens
-    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
+    w += head * w_head
+    scale *= LOG2_E
+    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS, WHOLE)
+    if BY_LAG:
+        fall = tl.load(falls + head)
+        row_factor = load_vector(rest + head * tokens, start, tokens, ROWS, WHOLE)
+        column_factor = risen(fall, tl.arange(0, COLUMNS))
     total = tl.zeros((ROWS, VALUES), tl.float32)
     sums = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)  # the largest s so far, of which sums are
     for column in range(0, min(start + ROWS, tokens), COLUMNS):
-        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
-        values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
-        s = logarithms(queries, keys, scale, start, column, ROWS, COLUMNS)
-        higher = tl.maximum(top, tl.max(s, 1))
+        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS, WHOLE)
+        values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES, WHOLE)
+        s = product(queries, tl.trans(keys))
+        s = with_earlier(s, start, column, float("-inf"), ROWS, COLUMNS)
+        higher = tl.maximum(top, tl.max(s, 1) * scale)
         shrink, top = tl.exp2(top - higher), higher
-        e = tl.exp2(s - top[:, None])
+        e = tl.exp2(s * scale - top[:, None])
         sums = sums * shrink + tl.sum(e, 1)
-        p = e * load_weights(w, start, column, tokens, ROWS, COLUMNS)
-        total = product(p.to(values.dtype), values, total * shrink[:, None])
-    rows = start + tl.arange(0, ROWS)
-    mean = sums / (rows + 1)
-    tl.store(level + rows, top + tl.log2(mean), mask=rows < tokens)
+        weights = load_weights(w, start, column, tokens, half, ROWS, COLUMNS, WHOLE, BY_LAG)
+        if BY_LAG:
+            factor = row_factor * risen(fall, column - pivot_of(start))
+            weights += factor[:, None] * column_factor[None, :]
+        total = product((e * weights).to(values.dtype), values, total * shrink[:, None])
+    mean = sums / (start + tl.arange(0, ROWS) + 1)
+    store_vector(level, start, tokens, top + tl.log2(mean), ROWS, WHOLE)
     total /= mean[:, None]
-    total += load_vector(bias + head * context, start, tokens, ROWS)[:, None]
-    store_rows(y, HEADS * VALUES, start, tokens, total, ROWS, VALUES)
+    total += load_vector(bias + head * context, start, tokens, ROWS, WHOLE)[:, None]
+    store_rows(y, HEADS * VALUES, start, tokens, total, ROWS, VALUES, WHOLE)
 
 
 @triton.jit
-def grad_query_kernel(
-    q, k, v, w, dy, level, change, dqkv,
-    q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def grad_input_kernel(
+    q, k, v, w, rest, falls, bias, y, dy, level, change, sums, dq, dqkv,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, half, context, tokens, scale,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_LAG: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = f (w (dy[i] . v[j]) - change[i]).
-    change[i], which is what the mean takes, is the mean over j of f w (dy[i] . v[j]): its part is
-    added up by itself. A program has ROWS tokens i.
+    """dq[i] = scale * sum over j of ds[i, j] k[j], dk[j] = scale * sum over i of ds[i, j] q[i] and
+    dv[j] = sum over i of w f dy[i], where ds = f (w (dy[i] . v[j]) - change[i]). change[i], which
+    is what the mean takes, is the mean over j of f w (dy[i] . v[j]), or of dy[i] . (y[i] - bias).
+
+    A program has one head of one text, or every so many columns of tiles of it, one after the
+    other. It adds up dq in memory, which nobody else reads or writes.
     """
-    tile, text, head = place()
-    start = (tl.num_programs(1) - 1 - tile) * ROWS
+    share, text, head = place()
+    shares = tl.num_programs(1)
     q += text * q_batch + head * KEYS
     k += text * k_batch + head * KEYS
     v += text * v_batch + head * VALUES
+    y += text * tokens * HEADS * VALUES + head * VALUES
     dy += text * tokens * HEADS * VALUES + head * VALUES
     vector = (text * HEADS + head) * tokens
+    level += vector
+    own = share.to(tl.int64) * tl.num_programs(0) * HEADS * tokens + vector
+    change += own
+    dq += own * KEYS
     ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
-    dq = dqkv + text * tokens * ALL + head * KEYS
-    w += head * tokens * tokens
-    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
-    gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
-    levels = load_vector(level + vector, start, tokens, ROWS)[:, None]
+    dqkv += text * tokens * ALL
+    w += head * w_head
+    first = share * COLUMNS
+    for start in range(first // ROWS * ROWS, tokens, ROWS):
+        gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
+        gradient = gradient.to(tl.float32)
+        result = load_rows(y, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE).to(tl.float32)
+        biases = load_vector(bias + head * context, start, tokens, ROWS, WHOLE)
+        added = tl.sum(gradient, 1)
+        taken = tl.sum(gradient * result, 1) - biases * added
+        taken /= start + tl.arange(0, ROWS) + 1
+        store_vector(change, start, tokens, taken, ROWS, WHOLE)
+        if share == 0:
+            store_vector(sums + vector, start, tokens, added, ROWS, WHOLE)
+    tl.debug_barrier()  # what other threads have written is read from here on
+    if BY_LAG:
+        fall = tl.load(falls + head)
+        column_factor = risen(fall, tl.arange(0, COLUMNS))
+    for column in range(first, tokens, shares * COLUMNS):
+        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS, WHOLE)
+        values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES, WHOLE)
+        total_keys = tl.zeros((COLUMNS, KEYS), tl.float32)
+        total_values = tl.zeros((COLUMNS, VALUES), tl.float32)
+        for start in range(column // ROWS * ROWS, tokens, ROWS):
+            queries = load_rows(q, q_row, start, tokens, ROWS, KEYS, WHOLE)
+            gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
+            # So far, which is nothing before the first column of tiles.
+            total = load_rows(dq, KEYS, start, tokens * (column > first), ROWS, KEYS, False)
+            levels = load_vector(level, start, tokens, ROWS, WHOLE)[:, None]
+            changes = load_vector(change, start, tokens, ROWS, WHOLE)[:, None]
+            s = product(queries, tl.trans(keys))
+            df = product(gradient, tl.trans(values))
+            f = tl.exp2(s * (scale * LOG2_E) - levels)
+            f = with_earlier(f, start, column, 0.0, ROWS, COLUMNS)
+            weights = load_weights(w, start, column, tokens, half, ROWS, COLUMNS, WHOLE, BY_LAG)
+            if BY_LAG:
+                factor = load_vector(rest + head * tokens, start, tokens, ROWS, WHOLE)
+                factor *= risen(fall, column - pivot_of(start))
+                weights += factor[:, None] * column_factor[None, :]
+            p = (f * weights).to(gradient.dtype)
+            ds = f * (weights * df - changes)
+            if start == 0:  # the first query has one key: its f is 1, whatever the rounding of y
+                ds = tl.where(tl.arange(0, ROWS)[:, None] > 0, ds, 0.0)
+            ds = ds.to(queries.dtype)
+            total_values = product(tl.trans(p), gradient, total_values)
+            total_keys = product(tl.trans(ds), queries, total_keys)
+            total += product(ds, keys) * scale
+            if (shares == 1) & (column + COLUMNS >= min(start + ROWS, tokens)):
+                base = dqkv + head * KEYS
+                store_rows(base, ALL, start, tokens, total, ROWS, KEYS, WHOLE)
+            else:
+                store_rows(dq, KEYS, start, tokens, total, ROWS, KEYS, WHOLE)
+        base = dqkv + (HEADS + head) * KEYS
+        store_rows(base, ALL, column, tokens, total_keys * scale, COLUMNS, KEYS, WHOLE)
+        base = dqkv + 2 * HEADS * KEYS + head * VALUES
+        store_rows(base, ALL, column, tokens, total_values, COLUMNS, VALUES, WHOLE)
+        tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["shares"])
+def add_shares_kernel(
+    dq, dqkv, tokens, shares,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ROWS queries from what the programs of grad_input_kernel have added up."""
+    tile, text, head = place()
+    start = tile * ROWS
+    whole = tl.num_programs(0) * HEADS * tokens * KEYS
+    dq += (text * HEADS + head) * tokens * KEYS
+    ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
     total = tl.zeros((ROWS, KEYS), tl.float32)
-    fitting = tl.zeros((ROWS, KEYS), tl.float32)  # the sum of f k
-    changes = tl.zeros((ROWS,), tl.float32)
-    for column in range(0, min(start + ROWS, tokens), COLUMNS):
-        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
-        values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
-        f = tl.exp2(logarithms(queries, keys, scale, start, column, ROWS, COLUMNS) - levels)
-        fitting = product(f.to(keys.dtype), keys, fitting)
-        weights = load_weights(w, start, column, tokens, ROWS, COLUMNS)
-        df = f * weights * product(gradient, tl.trans(values))
-        total = product(df.to(keys.dtype), keys, total)
-        changes += tl.sum(df, 1)
-    rows = start + tl.arange(0, ROWS)
-    changes /= rows + 1
-    tl.store(change + vector + rows, changes, mask=rows < tokens)
-    total -= changes[:, None] * fitting
-    store_rows(dq, ALL, start, tokens, total * scale, ROWS, KEYS)
+    for share in range(0, min(shares, tl.cdiv(start + ROWS, COLUMNS))):
+        at = dq + tl.cast(share, tl.int64) * whole
+        total += load_rows(at, KEYS, start, tokens, ROWS, KEYS, WHOLE)
+    base = dqkv + text * tokens * ALL + head * KEYS
+    store_rows(base, ALL, start, tokens, total, ROWS, KEYS, WHOLE)
 
 
 @triton.jit
-def grad_key_value_kernel(
-    q, k, v, wt, dy, level, change, dqkv,
-    q_batch, q_row, k_batch, k_row, v_batch, v_row, tokens, scale,
+def tile_of_gradient(
+    q, k, v, dy, level, q_row, k_row, v_row, start, column, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dk[j] = scale * sum over i of ds[i, j] q[i], with ds as above; dv[j] = sum over i of w f
-    dy[i]. A program has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left
-    factors, as wt is.
+    """f (dy[i] . v[j]) of one text and head, (ROWS, COLUMNS): its part in the weight's gradient.
+    What it has above the diagonal is without meaning.
     """
-    tile, text, head = place()
-    column = tile * COLUMNS
-    q += text * q_batch + head * KEYS
-    k += text * k_batch + head * KEYS
-    v += text * v_batch + head * VALUES
-    dy += text * tokens * HEADS * VALUES + head * VALUES
-    vector = (text * HEADS + head) * tokens
-    ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
-    dk = dqkv + text * tokens * ALL + (HEADS + head) * KEYS
-    dv = dqkv + text * tokens * ALL + 2 * HEADS * KEYS + head * VALUES
-    wt += head * tokens * tokens
-    keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
-    values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
-    total_keys = tl.zeros((COLUMNS, KEYS), tl.float32)
-    total_values = tl.zeros((COLUMNS, VALUES), tl.float32)
-    j = column + tl.arange(0, COLUMNS)
-    for start in range(column // ROWS * ROWS, tokens, ROWS):
-        queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
-        gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
-        levels = load_vector(level + vector, start, tokens, ROWS)[None, :]
-        changes = load_vector(change + vector, start, tokens, ROWS)[None, :]
-        i = start + tl.arange(0, ROWS)
-        s = product(keys, tl.trans(queries)) * (scale * LOG2_E)
-        f = tl.where(j[:, None] <= i[None, :], tl.exp2(s - levels), 0.0)
-        weights = load_weights(wt, column, start, tokens, COLUMNS, ROWS)
-        total_values = product((f * weights).to(gradient.dtype), gradient, total_values)
-        ds = f * (weights * product(values, tl.trans(gradient)) - changes)
-        total_keys = product(ds.to(queries.dtype), queries, total_keys)
-    store_rows(dk, ALL, column, tokens, total_keys * scale, COLUMNS, KEYS)
-    store_rows(dv, ALL, column, tokens, total_values, COLUMNS, VALUES)
+    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS, WHOLE)
+    keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS, WHOLE)
+    gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
+    values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES, WHOLE)
+    levels = load_vector(level, start, tokens, ROWS, WHOLE)[:, None]
+    s = product(queries, tl.trans(keys)) * (scale * LOG2_E)
+    return tl.exp2(s - levels) * product(gradient, tl.trans(values))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def grad_weight_kernel(
     q, k, v, dy, level, dw,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, batch, context, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dw[i, j] = sum over the texts of f (dy[i] . v[j]), (heads, context, context) float32. A
     program has one tile of one head, and writes zeros above the diagonal and beyond the tokens.
@@ -240,24 +351,91 @@ def grad_weight_kernel(
         dy += head * VALUES
         level += head * tokens
         for _ in range(batch):
-            queries = load_rows(q, q_row, start, tokens, ROWS, KEYS)
-            keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS)
-            gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES)
-            values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES)
-            levels = load_vector(level, start, tokens, ROWS)[:, None]
-            s = logarithms(queries, keys, scale, start, column, ROWS, COLUMNS)
-            total += tl.exp2(s - levels) * product(gradient, tl.trans(values))
+            total += tile_of_gradient(
+                q, k, v, dy, level, q_row, k_row, v_row, start, column, tokens, scale,
+                HEADS, KEYS, VALUES, ROWS, COLUMNS, WHOLE,
+            )  # fmt: skip
             q += q_batch
             k += k_batch
             v += v_batch
             dy += tokens * HEADS * VALUES
             level += HEADS * tokens
+        total = with_earlier(total, start, column, 0.0, ROWS, COLUMNS)
     i, j = start + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     at = dw + head.to(tl.int64) * context * context + i[:, None] * context + j[None, :]
     tl.store(at, total, mask=(i[:, None] < context) & (j[None, :] < context))
 
 
+@triton.jit(do_not_specialize=["batch"])
+def grad_lags_kernel(
+    q, k, v, dy, level, partial,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, batch, tokens, scale,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The same gradient added up over the tiles of one block diagonal, which have equal weights,
+    and over every so many texts, (shares of texts, heads, diagonals, COLUMNS, ROWS) float32.
+    """
+    diagonal, share, head = place()
+    shares = tl.num_programs(0)
+    apart = diagonal * COLUMNS - (ROWS - COLUMNS)  # from column to start, in all of its tiles
+    first = tl.cdiv(tl.maximum(apart, 0), ROWS) * ROWS
+    # A tile beyond the last column has no keys.
+    tiles = tl.cdiv(tl.minimum(tokens, tokens + apart) - first, ROWS)
+    q += head * KEYS
+    k += head * KEYS
+    v += head * VALUES
+    dy += head * VALUES
+    level += head * tokens
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(tl.cdiv(batch - share, shares).to(tl.int32) * tiles):
+        text = share + step // tiles * shares
+        start = first + step % tiles * ROWS
+        total += tile_of_gradient(
+            q + text * q_batch, k + text * k_batch, v + text * v_batch,
+            dy + text * tokens * HEADS * VALUES, level + text * HEADS * tokens,
+            q_row, k_row, v_row, start, start - apart, tokens, scale,
+            HEADS, KEYS, VALUES, ROWS, COLUMNS, WHOLE,
+        )  # fmt: skip
+    tile = (share * HEADS + head) * tl.num_programs(1) + diagonal
+    r, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    tl.store(partial + tile * ROWS * COLUMNS + c[None, :] * ROWS + r[:, None], total)
+
+
+@triton.jit
+def along_diagonals_kernel(
+    partial, dlags, diagonals, context,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LAGS: tl.constexpr,
+):  # fmt: skip
+    """Adds up these tiles along their diagonals: dlags is (shares, heads, context). A program has
+    LAGS lags of one share and head.
+    """
+    block, share, head = place()
+    lag = block * LAGS + tl.arange(0, LAGS)
+    total = tl.zeros((LAGS,), tl.float32)
+    partial += (share * HEADS + head) * diagonals * ROWS * COLUMNS
+    # Lag l is r - c + apart in a tile, and 0 <= r < ROWS.
+    lowest = tl.maximum(block * LAGS // COLUMNS - 1, 0)
+    highest = tl.minimum((block * LAGS + LAGS + ROWS) // COLUMNS + 1, diagonals)
+    for diagonal in range(lowest, highest):
+        c = tl.arange(0, COLUMNS)[:, None]
+        r = lag[None, :] - (diagonal * COLUMNS - (ROWS - COLUMNS)) + c
+        at = partial + diagonal * ROWS * COLUMNS + c * ROWS + r
+        total += tl.sum(tl.load(at, mask=(r >= 0) & (r < ROWS), other=0.0), 0)
+    tl.store(dlags + (share * HEADS + head) * context + lag, total, mask=lag < context)
+
+
 # ------------------------------------------------------------------------- launches
+
+
+class Weights(NamedTuple):
+    """Mixing weights of a number of tokens as the kernels read them: packed, or strips by lag
+    (`mixer.ops.strips`).
+    """
+
+    tile: Tensor  # (heads, tokens, tokens), or strips (heads, SHIFTS, length)
+    rest: Tensor | None = None  # (heads, tokens) float32: a number for each query, with strips
+    falls: Tensor | None = None  # (heads,) float32: by how much logarithms fall from lag to lag
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -266,45 +444,62 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, packed: Tensor, bias: Tensor
+    query: Tensor, key: Tensor, value: Tensor, weights: Weights, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """y, (batch, tokens, heads * channels of a head), and level, (batch, heads, tokens) float32."""
     query, key, value = (dense_channels(x) for x in (query, key, value))
-    heads, tokens, _ = packed.shape
+    batch, tokens, _ = query.shape
+    heads = bias.shape[0]
     y = empty(value, value.shape)
-    level = empty(value, (value.shape[0], heads, tokens), torch.float32)
+    level = empty(value, (batch, heads, tokens), torch.float32)
     options = options_for("forward", query, value, heads)
-    grid = (query.shape[0], triton.cdiv(tokens, options["ROWS"]), heads)
+    grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
     with torch.cuda.device_of(query):
         forward_kernel[grid](
-            *(query, key, value, packed, bias.contiguous(), y, level),
+            *(query, key, value, *pointers(weights), bias.contiguous(), y, level),
             *strides(query, key, value),
+            *sizes(weights),
             *(bias.shape[1], tokens, scale_of(query, heads)),
+            BY_LAG=weights.rest is not None,
             **options,
         )
     return y, level
 
 
 def grad_input(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, packed: Tensor, level: Tensor
-) -> Tensor:
-    """The gradients of query, key and value side by side, (batch, tokens, channels of all)."""
+    dy: Tensor, y: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Weights,
+    bias: Tensor, level: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value side by side, (batch, tokens, channels of all), and dy
+    summed over the channels of a head, (batch, heads, tokens) float32.
+    """
     dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
-    heads, tokens, _ = packed.shape
-    channels = sum(x.shape[-1] for x in (query, key, value))
-    dqkv = empty(query, (*query.shape[:2], channels))
-    inputs = (query, key, value)
-    change = empty(query, level.shape, torch.float32)
-    others = (dy, level, change, dqkv, *strides(*inputs), tokens, scale_of(query, heads))
+    batch, tokens, _ = query.shape
+    heads = bias.shape[0]
+    options = options_for("grad_input", query, value, heads)
+    shares = triton.cdiv(ENOUGH_PROGRAMS, batch * heads)
+    shares = min(shares, triton.cdiv(tokens, options["COLUMNS"]))
+    dqkv = empty(query, (batch, tokens, sum(x.shape[-1] for x in (query, key, value))))
+    sums = empty(query, level.shape, torch.float32)
+    change = empty(query, (shares, *level.shape), torch.float32)
+    dq = empty(query, (shares, *level.shape, options["KEYS"]), torch.float32)
+    scale = scale_of(query, heads)
     with torch.cuda.device_of(query):
-        options = options_for("grad_query", query, value, heads)
-        grid = (query.shape[0], triton.cdiv(tokens, options["ROWS"]), heads)
-        grad_query_kernel[grid](*inputs, packed, *others, **options)
-        options = options_for("grad_key_value", query, value, heads)
-        grid = (query.shape[0], triton.cdiv(tokens, options["COLUMNS"]), heads)
-        turned = packed.transpose(1, 2).contiguous()
-        grad_key_value_kernel[grid](*inputs, turned, *others, **options)
-    return dqkv
+        grad_input_kernel[batch, shares, heads](
+            *(query, key, value, *pointers(weights), bias.contiguous()),
+            *(y, dy, level, change, sums, dq, dqkv),
+            *strides(query, key, value),
+            *sizes(weights),
+            *(bias.shape[1], tokens, scale),
+            BY_LAG=weights.rest is not None,
+            **options,
+        )
+        if shares > 1:
+            rows = options["ROWS"]
+            add_shares_kernel[batch, triton.cdiv(tokens, rows), heads](
+                *(dq, dqkv, tokens, shares), **options
+            )
+    return dqkv, sums
 
 
 def grad_weight(
@@ -328,21 +523,62 @@ def grad_weight(
     return dw
 
 
+def grad_lags(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
+) -> Tensor:
+    """The gradient of the weights by lag, (heads, 1, context) float32."""
+    dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
+    batch, tokens, _ = query.shape
+    heads = level.shape[1]
+    options = options_for("grad_lags", query, value, heads)
+    rows, columns = options["ROWS"], options["COLUMNS"]
+    # The last has the tile of the last row and the first column.
+    diagonals = (triton.cdiv(tokens, rows) * rows - columns) // columns + 1
+    shares = min(triton.cdiv(4 * ENOUGH_PROGRAMS, diagonals * heads), batch)
+    partial = empty(query, (shares, heads, diagonals, columns, rows), torch.float32)
+    dlags = empty(query, (shares, heads, context), torch.float32)
+    with torch.cuda.device_of(query):
+        grad_lags_kernel[shares, diagonals, heads](
+            *(query, key, value, dy, level, partial),
+            *strides(query, key, value),
+            *(batch, tokens, scale_of(query, heads)),
+            **options,
+        )
+        along_diagonals_kernel[shares, triton.cdiv(context, LAGS_AT_ONCE), heads](
+            *(partial, dlags, diagonals, context),
+            **dict(HEADS=heads, ROWS=rows, COLUMNS=columns, LAGS=LAGS_AT_ONCE),
+        )
+    return dlags.sum(0)[:, None]
+
+
 def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> dict[str, int]:
     """What a kernel is compiled with."""
     keys, values = query.shape[-1] // heads, value.shape[-1] // heads
-    rows, columns, warps, stages = tiles_for(query, keys, values)[kernel]
+    rows, columns, warps, stages, registers = tiles_for(query, keys, values)[kernel]
     sizes = {"HEADS": heads, "KEYS": keys, "VALUES": values, "ROWS": rows, "COLUMNS": columns}
-    return sizes | {"num_warps": warps, "num_stages": stages}
+    sizes["WHOLE"] = query.shape[1] % max(rows, columns) == 0
+    return sizes | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
 
 
-def tiles_for(query: Tensor, keys: int, values: int) -> dict[str, tuple[int, int, int, int]]:
+def tiles_for(query: Tensor, keys: int, values: int) -> dict[str, tuple]:
     """For keys and values of so many numbers."""
     if query.dtype == torch.float32:
         return FLOAT32_TILES
     if keys + values > 128:
         return WIDE_TILES
     return TILES
+
+
+def pointers(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, and with strips the numbers of queries and heads. Without, nothing reads those."""
+    if weights.rest is None:
+        return weights.tile, weights.tile, weights.tile
+    return weights
+
+
+def sizes(weights: Weights) -> tuple[int, int]:
+    """How far apart the weights of heads are, and half the length of a strip."""
+    return weights.tile.stride(0), weights.tile.shape[-1] // 2
 
 
 def scale_of(query: Tensor, heads: int) -> float:

@@ -178,7 +178,6 @@ def template(
         channels=heads * width,
         context=context,
         heads=heads,
-        taps=1,
         dtype=cuda.DTYPE_CODES[dtype],
         weight_dtype=cuda.DTYPE_CODES[weight],
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
@@ -142,6 +141,10 @@ def race(layer: TokenMixing, run: RunConfig, is_compiled: bool, world: World) ->
 
 
 def milliseconds(step: Callable) -> float:
+    # Its import looks for GPUs, and a process that has done so cannot be forked into one that uses
+    # them.
+    from torch.utils.benchmark import Timer
+
     timer = Timer("step()", globals={"step": step})
     return 1000 * timer.blocked_autorange(min_run_time=RACE_SECONDS).median
 

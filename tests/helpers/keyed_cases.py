@@ -11,6 +11,7 @@ As a program it runs them in Triton's interpreter, on the CPU, with TRITON_INTER
 import importlib.util
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -19,11 +20,15 @@ from torch import Tensor
 
 import mixer.ops
 from mixer.models.masked_mixer import plain
-from mixer.ops import choice, keyed_conv
+from mixer.models.masked_mixer.lags import weight_by_lag
+from mixer.ops import choice, keyed, keyed_conv
 
 APART = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative, of norms
 GUARD = 4096  # numbers on each side
-RESULTS = ("y", "gradient of query, key and value", "gradient of weight", "gradient of bias")
+RESULTS = ("y", "gradient of query, key and value", "gradient of mixing", "gradient of bias")
+# The weight in full, by lag, and by lag with a falling part, over infinitely many tokens and fewer.
+FORMS = ("full", "lags", "falling")
+DECAYS = (0.0, 1 / 256, 1 / 64, 0.3, 2.0, 40.0)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Case:
     context: int
     dtype: torch.dtype
     wide_weight: bool  # in float32
+    form: str  # of FORMS
 
 
 def drawn(
@@ -51,6 +57,7 @@ def drawn(
         context=context,
         dtype=rng.choice(dtypes),
         wide_weight=rng.random() < 0.5,
+        form=rng.choice(FORMS),
     )
 
 
@@ -71,28 +78,45 @@ def check(case: Case, device: str) -> None:
     projected = guarded(projected, torch.nan)[:, : case.tokens].requires_grad_()
     wide = torch.float32 if case.wide_weight else case.dtype
     # The weight's rounding to the type is of both sides.
-    weight = torch.randn(case.heads, 1, case.context, case.context, device=device).to(case.dtype)
-    weight = guarded(weight.to(wide), torch.nan).requires_grad_()
+    lags = case.form != "full"
+    shape = (case.heads, 1, case.context) if lags else (case.heads, 1, case.context, case.context)
+    mixing = torch.randn(shape, device=device).to(case.dtype)
+    mixing = guarded(mixing.to(wide), torch.nan).requires_grad_()
     bias = torch.randn(case.heads, case.context, device=device).to(wide)
     bias = guarded(bias, torch.nan).requires_grad_()
+    falls = [DECAYS[(case.context + head) % len(DECAYS)] for head in range(case.heads)]
+    decay = torch.tensor(falls, device=device) if case.form == "falling" else None
     dy = torch.randn(case.batch, case.tokens, values, device=device).to(case.dtype)
     dy = guarded(dy, torch.nan)
 
     def results(dtype: torch.dtype, conv) -> list[Tensor]:
-        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in (projected, weight, bias)]
+        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in (projected, mixing, bias)]
         if dtype != torch.float64:
-            leaves = [projected, weight, bias]
+            leaves = [projected, mixing, bias]
         y = conv(*leaves[0].split([keys, keys, values], dim=-1), *leaves[1:])
         return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
-    ours = results(case.dtype, lambda *inputs: torch.ops.mixer.keyed_conv(*inputs)[0])
-    exact = results(torch.float64, plain.keyed)
-    for name, got, wanted in zip(RESULTS, ours, exact, strict=True):
+    def by_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor):
+        if not lags:
+            return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias)[0]
+        weights = keyed.strips_of(mixing, decay, case.tokens, case.dtype)
+        return torch.ops.mixer.keyed_conv_by_lag(query, key, value, mixing, bias, *weights)[0]
+
+    def exactly(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor):
+        if lags:
+            wide_decay = None if decay is None else decay.double()
+            mixing = weight_by_lag(mixing, wide_decay, case.tokens)
+        return plain.keyed(query, key, value, mixing, bias)
+
+    ours, again = results(case.dtype, by_kernels), results(case.dtype, by_kernels)
+    exact = results(torch.float64, exactly)
+    for name, got, repeated, wanted in zip(RESULTS, ours, again, exact, strict=True):
         assert got.shape == wanted.shape, f"{case}: {name} has shape {tuple(got.shape)}"
+        assert torch.equal(got, repeated), f"{case}: {name} has other bits the second time"
         apart = (got.double() - wanted).norm() / wanted.norm()
         assert apart <= APART[case.dtype], f"{case}: {name} is {apart:.1e} away from fp64"
-    upper = ours[2].triu(1)
-    assert not upper.any(), f"{case}: the weight has a gradient above the diagonal"
+    unread = ours[2][..., case.tokens :] if lags else ours[2].triu(1)
+    assert not unread.any(), f"{case}: what is not read has a gradient"
 
 
 # ------------------------------------------------------------------------- in the interpreter
@@ -113,8 +137,11 @@ def random_cases(kernels: ModuleType, seed: int, cases: int) -> None:
     for number in range(cases):
         tile = [16, 32, 64]
         for tiles in (kernels.TILES, kernels.FLOAT32_TILES):
-            tiles |= {name: (rng.choice(tile), rng.choice(tile), 4, 1) for name in tiles}
+            tiles |= {name: (rng.choice(tile), rng.choice(tile), 4, 1, None) for name in tiles}
+            edges = sorted(tiles["grad_lags"][:2], reverse=True)  # no more columns than rows
+            tiles["grad_lags"] = (*edges, 4, 1, None)
         dtypes = [torch.float32, torch.float16]  # the interpreter multiplies bf16 as integers
+        kernels.ENOUGH_PROGRAMS = rng.choice([1, 4, 256])
         case = drawn(rng, [16, 32], [1, 8, 40, 64, 100, 130], dtypes)
         outputs.clear()
         check(case, "cpu")
@@ -127,7 +154,7 @@ def random_cases(kernels: ModuleType, seed: int, cases: int) -> None:
 
 def watch(kernels: ModuleType) -> list[Tensor]:
     """Has the kernels' weights between NaN, and their outputs between sevens: the list of those."""
-    outputs, pack = [], kernels.pack
+    outputs, pack, strips_of = [], kernels.pack, keyed.strips_of
 
     def empty(like: Tensor, shape: tuple, dtype: torch.dtype | None = None) -> Tensor:
         output = guarded(torch.full(shape, torch.nan, dtype=dtype or like.dtype), 7.0)
@@ -136,41 +163,57 @@ def watch(kernels: ModuleType) -> list[Tensor]:
 
     kernels.empty = empty
     kernels.pack = lambda *inputs: guarded(pack(*inputs), torch.nan)
+    keyed.strips_of = lambda *inputs: tuple(guarded(x, torch.nan) for x in strips_of(*inputs))
     return outputs
 
 
 def operator(_: ModuleType) -> None:
-    """What autograd, torch.compile and autocast see is the operator's own."""
+    """What autograd, torch.compile and autocast see is the operators' own."""
     choice.keyed_kernels_serve = torch.compiler.assume_constant_result(lambda *_: True)
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 24, 32)
     leaves = [query, key, value, torch.randn(2, 1, 32, 32), torch.randn(2, 32)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     torch.library.opcheck(torch.ops.mixer.keyed_conv.default, leaves)
+    owes(leaves, "grad_weight", keyed_conv, plain.keyed)
+    decay = torch.tensor([0.0, 0.1])
+    leaves[3] = torch.randn(2, 1, 32).requires_grad_()
+    strips = keyed.strips_of(leaves[3], decay, 24, torch.float32)
+    torch.library.opcheck(torch.ops.mixer.keyed_conv_by_lag.default, [*leaves, *strips])
 
-    def gradients(conv) -> list[Tensor]:
-        y = conv(*leaves, backend="cuda")
+    def by_lag(query, key, value, lags, bias, backend="dense"):
+        return keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay, backend=backend)
+
+    owes(leaves, "grad_lags", by_lag, by_lag)
+
+
+def owes(leaves: list[Tensor], of_mixing: str, by_kernels: Callable, exactly: Callable) -> None:
+    """Checks one of the operators: the fourth leaf is its weight or its lags."""
+
+    def gradients(conv, **options) -> list[Tensor]:
+        y = conv(*leaves, **options)
         return [y, *torch.autograd.grad(y.sin().sum(), leaves)]
 
-    wanted = gradients(lambda *inputs, backend: plain.keyed(*inputs))
-    compiled = torch.compile(keyed_conv, fullgraph=True, backend="aot_eager")
-    for conv in (keyed_conv, compiled):
-        for got, expected in zip(gradients(conv), wanted, strict=True):
+    wanted = gradients(exactly)
+    compiled = torch.compile(by_kernels, fullgraph=True, backend="aot_eager")
+    for conv in (by_kernels, compiled):
+        for got, expected in zip(gradients(conv, backend="cuda"), wanted, strict=True):
             assert (got - expected).norm() <= 1e-5 * expected.norm()
     counted = []
-    real = mixer.ops.keyed_kernels.grad_weight
-    mixer.ops.keyed_kernels.grad_weight = lambda *inputs: counted.append(1) or real(*inputs)
+    real = getattr(mixer.ops.keyed_kernels, of_mixing)
+    count = lambda *inputs: counted.append(1) or real(*inputs)  # noqa: E731
+    setattr(mixer.ops.keyed_kernels, of_mixing, count)
     frozen = [*leaves[:3], *(leaf.detach() for leaf in leaves[3:])]
-    torch.autograd.grad(keyed_conv(*frozen, backend="cuda").sum(), leaves[:3])
+    torch.autograd.grad(by_kernels(*frozen, backend="cuda").sum(), leaves[:3])
     assert not counted, "a frozen weight's gradient is computed"
     try:
-        total = keyed_conv(*leaves, backend="cuda").sum()
+        total = by_kernels(*leaves, backend="cuda").sum()
         torch.autograd.grad(total, leaves[0], create_graph=True)
         raise AssertionError("a second derivative can be asked for, which nothing computes")
     except NotImplementedError as error:
         assert "backend 'dense'" in str(error), error
     with torch.autocast("cpu", torch.float16):
-        y = keyed_conv(*leaves, backend="cuda")
+        y = by_kernels(*leaves, backend="cuda")
     assert y.dtype == torch.float16
     assert (y.float() - wanted[0]).norm() / wanted[0].norm() < APART[torch.float16]
 

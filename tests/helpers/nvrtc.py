@@ -1,25 +1,20 @@
 """Compiles the CUDA kernels with the NVRTC of a CUDA 12 wheel: it supports sm_70, nvcc 13 does not.
 
-    python tests/helpers/nvrtc.py DIRECTORY  # writes the PTX that ptx_library.py loads
-
-For each X.cu with kernels it writes X.ptx for compute_70. `pip install -e ".[sm70]"` installs the
-wheels. Their headers are older than NVRTC, so a kernel that uses anything newer fails to compile.
-The source is compiled unchanged. NVRTC takes no host code, so the functions that launch the kernels
-are compiled for the device too, which instantiates every kernel.
+`pip install -e ".[sm70]"` installs the wheels. Their headers are older than NVRTC, so a kernel that
+uses anything newer fails to compile. The source is compiled unchanged. NVRTC takes no host code, so
+the functions that launch the kernels are compiled for the device too, which instantiates every
+kernel.
 """
 
 import ctypes
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-from mixer.common.errors import UserError, run_command
-from mixer.ops import build, toolchain
+from mixer.common.errors import UserError
 
 INSTALL = 'pip install -e ".[sm70]"'
-HOST_ONLY = {"api.cu", "schedule.cu", "tensor_supports.cu"}  # hold no kernel
 # NVRTC has no standard headers: these are the parts of them that the kernels use.
 HEADERS = {
     "stdint.h": """
@@ -59,14 +54,6 @@ def is_here() -> bool:
 needs_nvrtc = pytest.mark.skipif(not is_here(), reason=f"no NVRTC of CUDA 12 here: {INSTALL}")
 
 
-def sources() -> list[Path]:
-    """The .cu files with kernels of which a library for sm_70 is built."""
-    files = [path for path in build.source_files(build.SOURCES) if path.suffix == ".cu"]
-    return [
-        path for path in files if not path.name.startswith("hopper") and path.name not in HOST_ONLY
-    ]
-
-
 def load() -> ctypes.CDLL:
     """Raises UserError where there is no NVRTC of CUDA 12."""
     if not is_here():
@@ -78,20 +65,12 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def version() -> tuple[int, int]:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    load().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return major.value, minor.value
-
-
 def text_list(values: list[str]) -> ctypes.Array:
     return (ctypes.c_char_p * len(values))(*(value.encode() for value in values))
 
 
 def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
-    """(machine code for sm_X or PTX for compute_X, the log with ptxas's report). Raises UserError
-    with the log.
-    """
+    """(machine code for sm_X, the log with ptxas's report). Raises UserError with the log."""
     library, program = load(), ctypes.c_void_p()
     options = [
         f"--gpu-architecture={architecture}",
@@ -115,7 +94,7 @@ def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
         raise UserError(
             f"NVRTC could not compile {path}: {library.nvrtcGetErrorString(status).decode()}\n{log}"
         )
-    binary = result(library, "PTX" if architecture.startswith("compute") else "CUBIN", program)
+    binary = result(library, "CUBIN", program)
     library.nvrtcDestroyProgram(ctypes.byref(program))
     return binary, log
 
@@ -127,24 +106,3 @@ def result(library: ctypes.CDLL, name: str, program: ctypes.c_void_p) -> bytes:
     buffer = ctypes.create_string_buffer(size.value)
     getattr(library, f"nvrtcGet{name}")(program, buffer)
     return buffer.raw
-
-
-def write_ptx(paths: list[Path], directory: Path) -> None:
-    """X.ptx for compute_70 of each X.cu."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in paths:
-        ptx, _ = compile_source(path, "compute_70")
-        (directory / path.with_suffix(".ptx").name).write_bytes(ptx.rstrip(b"\0"))
-    print(f"PTX for compute_70 by NVRTC {toolchain.dotted(version())}: {directory}")
-
-
-def main() -> None:
-    if len(sys.argv) != 2:
-        raise UserError(
-            "give the directory to write the PTX to: `python tests/helpers/nvrtc.py build/ptx`"
-        )
-    write_ptx(sources(), Path(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,22 +1,20 @@
 """The kernels for Ampere without a GPU: their own source runs on the CPU."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from emulated_cases import run_cases
 from tensor_emulator import sources
 from toolchain import first_and_slow, needs_nvcc
 
 from mixer.ops import build
 
-KERNELS = ["ampere_forward.cu", "ampere_grad_input.cu", "ampere_grad_weight.cu"]
+KERNELS = ["ampere_product.cu", "ampere_grad_weight.cu"]
 PTX = [  # what an asm statement begins with, what stands for it
     (r"mov\.u32 %0, %%laneid", "lane = threadIdx.x % 32;"),
-    (r"mov\.u32 %0, %%ctaid", "block = blockIdx.x;"),
     (r"cp\.async\.cg", "(void)bytes; emulator::copy_async(shared, global, valid);"),
     (r"cp\.async\.commit_group", "emulator::commit_copies();"),
     (r"cp\.async\.wait_group", "emulator::wait_copies(kPending);"),
-    (r"st\.shared\.v4", "memcpy(emulator::shared + shared, &value, sizeof(value));"),
     (r"ld\.shared\.b32", "memcpy(&value, emulator::shared + shared, sizeof(value));"),
     (
         r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared",
@@ -30,29 +28,18 @@ REPLACEMENTS = [(rf'asm(?: volatile)?\("{start}.*?\);', replacement) for start, 
 REPLACEMENTS += [(r"__cvta_generic_to_shared\(pointer\)", "emulator::shared_address(pointer)")]
 
 
-def emulator(element: str, directory: Path, mistake: tuple[str, str] = ("", "")) -> list[str]:
-    """The command that runs 30 random cases of the kernels for a type of x, with part of their
-    source replaced.
-    """
+def emulator(directory: Path, mistake: tuple[str, str] = ("", "")) -> Path:
+    """The library of the kernels, with part of their source replaced."""
     text = sources.emulated(build.SOURCES, KERNELS, REPLACEMENTS)
     assert not mistake[0] or text.count(mistake[0]) == 1
-    return [
-        str(sources.compiled("ampere", text.replace(*mistake), directory, f"-DELEMENT={element}")),
-        "1",
-        "30",
-    ]
+    return sources.compiled("ampere", text.replace(*mistake), directory)
 
 
 @needs_nvcc
-@pytest.mark.parametrize("element", ["__nv_bfloat16", "float"])
-def test_kernels_are_right_on_the_cpu(element, tmp_path):
-    """Random shapes, heads, taps, strides, types of bias and gradient, GPUs of any size; infinite
-    and NaN tokens.
-    """
-    result = subprocess.run(
-        emulator(element, tmp_path), capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, "\n".join(result.stdout.splitlines()[-3:])
+def test_kernels_are_right_on_the_cpu(tmp_path):
+    """Random shapes, strides, full weights and lags, types of x and gradients, sizes of GPU."""
+    result = run_cases(emulator(tmp_path), 80, 1, 45, "any", 0, 450)
+    assert result.returncode == 0, result.stdout[-300:] + result.stderr[-500:]
 
 
 ARRIVED = (
@@ -63,12 +50,11 @@ WAIT, BARRIER = ARRIVED.splitlines(keepends=True)
 MISTAKES = {
     "slices are read before they have arrived": (ARRIVED, BARRIER),
     "a stage is filled while it is read": (ARRIVED, WAIT),
-    "later tokens show in earlier ones": ("if (__syncthreads_or(nonfinite))", "if (false)"),
 }
 
 
 @needs_nvcc
 @pytest.mark.parametrize("mistake", first_and_slow(MISTAKES))
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
-    wrong = emulator("__nv_bfloat16", tmp_path, MISTAKES[mistake])
-    assert subprocess.run(wrong, capture_output=True, timeout=300).returncode == 1
+    wrong = emulator(tmp_path, MISTAKES[mistake])
+    assert run_cases(wrong, 80, 1, 45, "any", 0, 450).returncode == 1

@@ -51,28 +51,32 @@ def arguments(draw) -> tuple:
     weight_type = draw(st.sampled_from((dtype, torch.float32)))
     shape = (batch, tokens, heads * width)
     x = draw(tensors(shape, dtype))
-    weight = draw(tensors((heads, taps, context, context), weight_type))
+    by_lag = draw(st.booleans())
+    square = (heads, taps, context) if by_lag else (heads, taps, context, context)
+    weight = draw(tensors(square, weight_type))
     bias = draw(st.none() | tensors((heads, context), weight_type))
     residual = draw(st.none() | tensors(shape, dtype))
     backend = draw(st.sampled_from((*BACKENDS, *BACKENDS, "triton", "")))
-    return x, weight, bias, residual, backend
+    return x, weight, bias, residual, backend, "lags" if by_lag else "weight"
 
 
-def what_is_wrong(x, weight, bias, residual, backend) -> set[str]:
+def what_is_wrong(x, weight, bias, residual, backend, kind) -> set[str]:
     """The arguments that do not fit, by the operator's documentation."""
     wrong = set() if backend in ("auto", "dense") else {"backend"}
     if x.dim() != 3 or x.dtype not in DTYPES:
         wrong.add("x")
-    if weight.dim() != 4 or weight.shape[2:3] != weight.shape[3:] or 0 in weight.shape[:2]:
-        wrong.add("weight")
-    if wrong & {"x", "weight"}:
+    dimensions = 3 if kind == "lags" else 4
+    is_square = kind == "lags" or weight.shape[2:3] == weight.shape[3:]
+    if weight.dim() != dimensions or not is_square or 0 in weight.shape[:2]:
+        wrong.add(kind)
+    if wrong & {"x", kind}:
         return wrong
-    heads, _, context, _ = weight.shape
+    heads, _, context = weight.shape[:3]
     tokens, channels = x.shape[1:]
     if not 1 <= tokens <= context or channels % heads or channels == 0:
         wrong.add("x")
     if weight.dtype not in (x.dtype, torch.float32) or weight.device != x.device:
-        wrong.add("weight")
+        wrong.add(kind)
     expected = {"bias": (bias, (heads, context), weight), "residual": (residual, x.shape, x)}
     for name, (tensor, shape, like) in expected.items():
         if tensor is not None and (
@@ -84,7 +88,10 @@ def what_is_wrong(x, weight, bias, residual, backend) -> set[str]:
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """nn.Conv1d of each head with a masked weight, in fp64."""
-    heads, taps, context, _ = weight.shape
+    heads, taps, context = weight.shape[:3]
+    if weight.dim() == 3:
+        lag = torch.arange(context)[:, None] - torch.arange(context)
+        weight = weight[..., lag.clamp(min=0)]
     masked = weight.double().tril()
     padded = torch.zeros(x.shape[0], context, x.shape[2], dtype=torch.float64)
     padded[:, : x.shape[1]] = x.double()
@@ -102,10 +109,11 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor |
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(arguments())
 def test_any_arguments_give_the_right_result_or_an_error_that_names_one(given):
-    x, weight, bias, residual, backend = given
+    x, weight, bias, residual, backend, kind = given
     wrong = what_is_wrong(*given)
     try:
-        y = triangular_conv(x, weight, bias, residual, backend=backend)
+        kinds = {kind: weight}
+        y = triangular_conv(x, bias=bias, residual=residual, backend=backend, **kinds)
     except (TypeError, ValueError, UserError) as error:
         assert wrong, f"refused without reason: {error}"
         assert re.match(rf"(mixing )?({'|'.join(sorted(wrong))})\b", str(error)), (wrong, error)

@@ -15,7 +15,9 @@ import torch
 from toolchain import first_and_slow
 
 import mixer.ops
+from mixer.models.masked_mixer.lags import weight_by_lag
 from mixer.ops import choice, keyed_conv
+from mixer.ops.strips import LARGEST_TILE, SHIFTS, strips_of
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "mixer" / "ops" / "keyed_kernels.py"
@@ -60,24 +62,38 @@ def test_the_gradient_of_a_projection_is_not_copied(tmp_path, monkeypatch):
 
 MISTAKES = {
     "a tile beyond the last token is read": (
-        "return tl.load(at, mask=rows[:, None] < tokens, other=0.0)",
+        "return tl.load(at, mask=start + tl.arange(0, ROWS)[:, None] < tokens, other=0.0)",
         "return tl.load(at)",
     ),
     "a result beyond the last token is written": (
-        "tl.store(at, values.to(base.dtype.element_ty), mask=rows[:, None] < tokens)",
-        "tl.store(at, values.to(base.dtype.element_ty))",
+        "tl.store(at, values, mask=start + tl.arange(0, ROWS)[:, None] < tokens)",
+        "tl.store(at, values)",
     ),
     "the last tile of a row is left out": (
-        "(ROWS,), tl.float32)\n    for column in range(0, min(start + ROWS,",
-        "(ROWS,), tl.float32)\n    for column in range(0, min(start,",
+        "in range(0, min(start + ROWS, tokens), COLUMNS)",
+        "in range(0, min(start, tokens), COLUMNS)",
     ),
     "the first tile of a column is left out": (
-        "range(column // ROWS * ROWS, tokens, ROWS)",
-        "range(column // ROWS * ROWS + ROWS, tokens, ROWS)",
+        "in range(column // ROWS * ROWS, tokens, ROWS)",
+        "in range(column // ROWS * ROWS + ROWS, tokens, ROWS)",
     ),
     "the gradient of the weight has one text": ("for _ in range(batch):", "for _ in range(1):"),
     "the scale is left out": ("total_keys * scale", "total_keys"),
-    "the mean's gradient is left out": ("changes += tl.sum(df, 1)", "changes += 0"),
+    "the mean's gradient is left out": ("tokens, taken, ROWS", "tokens, 0 * taken, ROWS"),
+    "a query's gradient has the last tile alone": (
+        "total += product(ds, keys) * scale",
+        "total = product(ds, keys) * scale",
+    ),
+    "one share of a query's gradient is left out": (
+        "for share in range(0, min",
+        "for share in range(1, min",
+    ),
+    "tiles of a strip are shifted": ("(SHIFTED - 1) - r", "SHIFTED - r"),
+    "the falling part of a row is left out": ("row_factor * risen(", "0 * risen("),
+    "lags across tiles are left out": (
+        "(diagonal * COLUMNS - (ROWS - COLUMNS)) + c",
+        "(diagonal * COLUMNS - (ROWS - COLUMNS)) + c + ROWS * (c > 0)",
+    ),
     "sums are of another largest": ("sums * shrink + ", "sums + "),
 }
 
@@ -100,7 +116,7 @@ SHARED_MEMORY = 99 << 10  # bytes a block: that of compute capability 8.6 and 8.
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", ["forward", "grad_query", "grad_key_value", "grad_weight"])
+@pytest.mark.parametrize("kernel", ["forward", "grad_input", "grad_weight", "grad_lags"])
 @pytest.mark.parametrize(
     ("dtype", "size", "mma"),
     [
@@ -135,15 +151,15 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
 
     heads = 8
     x = torch.empty(1, 1, heads * size, dtype=dtype)
-    options = keyed_kernels.options_for(kernel, x, x, heads)
-    constants = {name: value for name, value in options.items() if name.isupper()}
     function = getattr(keyed_kernels, f"{kernel}_kernel")
+    # One token: no tile is whole, and every load is masked.
+    options = keyed_kernels.options_for(kernel, x, x, heads) | {"BY_LAG": True}
+    constants = {name: value for name, value in options.items() if name in function.arg_names}
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    types = dict.fromkeys(["q", "k", "v", "w", "wt", "y", "dy", "dqkv"], pointer)
-    types |= {"level": "*fp32", "change": "*fp32"}
-    types |= {"bias": "*fp32", "dw": "*fp32", "scale": "fp32"} | dict.fromkeys(
-        constants, "constexpr"
-    )
+    types = dict.fromkeys(["q", "k", "v", "w", "y", "dy", "dqkv"], pointer)
+    floats = ["rest", "falls", "bias", "level", "change", "sums", "dq", "dw", "partial"]
+    types |= dict.fromkeys(floats, "*fp32") | {"scale": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     # As pointers of tensors and their strides are.
     aligned = {
@@ -155,7 +171,7 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
     return triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={name: options[name] for name in ("num_warps", "num_stages")},
+        options={name: options[name] for name in ("num_warps", "num_stages", "maxnreg")},
     )
 
 
@@ -171,14 +187,73 @@ def spilled_bytes(compiled, capability: int, directory: Path) -> int:
     return int(re.search(r"(\d+) bytes spill stores", log)[1])
 
 
+# ------------------------------------------------------------------------- weights by lag
+
+
+def by_a_loop(query, key, value, lags, bias, decay) -> torch.Tensor:
+    """The definition of keyed mixing by lag, one number at a time."""
+    heads, _, context = lags.shape
+    batch, tokens, _ = query.shape
+    query, key, value = (x.unflatten(-1, (heads, -1)) for x in (query, key, value))
+    rows = []
+    for b in range(batch):
+        for i in range(tokens):
+            for h in range(heads):
+                scores = key[b, : i + 1, h] @ query[b, i, h] / query.shape[-1] ** 0.5
+                fits = scores.exp() / scores.exp().mean()
+                lag = i - torch.arange(i + 1)
+                weight = lags[h, 0, lag]
+                if decay is not None:
+                    falling = (-lag * decay[h]).exp()
+                    weight = weight + falling / falling.sum()
+                rows.append(bias[h, i] + (weight * fits) @ value[b, : i + 1, h])
+    return torch.stack(rows).view(batch, tokens, -1)
+
+
+@pytest.mark.parametrize("decay", [None, (0.0, 0.3)])
+def test_lags_are_a_weight_by_lag(decay):
+    """Plain PyTorch and the definition agree in fp64, gradients too. Those of lags that no two
+    tokens have are zero.
+    """
+    shapes = [(2, 9, 6), (2, 9, 6), (2, 9, 4), (2, 1, 12), (2, 12)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    query, key, value, lags, bias = leaves
+    decay = decay and torch.tensor(decay)
+    ours = keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay)
+    wanted = by_a_loop(*leaves, decay)
+    dy = torch.randn_like(wanted)
+    grads, wanted_grads = (torch.autograd.grad(y, leaves, dy) for y in (ours, wanted))
+    for one, other in zip([ours, *grads], [wanted, *wanted_grads], strict=True):
+        torch.testing.assert_close(one, other)
+    assert not grads[3][..., 9:].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 128, 400])
+@pytest.mark.parametrize("decay", [None, 0.0, 1 / 64, 0.3, 2.0, 40.0])
+def test_strips_are_the_weight(tokens, decay):
+    """Read as the kernels read them, whatever the decay: the number of a strip, and the product of
+    one for the query and one for the key.
+    """
+    lags = torch.randn(1, 1, 512)
+    decay = None if decay is None else torch.tensor([decay])
+    strips, rest, falls = strips_of(lags, decay, tokens, torch.float32)
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+    half, start = strips.shape[-1] // 2, i // LARGEST_TILE * LARGEST_TILE
+    near = strips[0, SHIFTS - 1 - i % SHIFTS, half + j - i // SHIFTS * SHIFTS]
+    risen = (falls * (j - start)).clamp(max=60).exp2()
+    found = (near + rest[0, :, None] * risen).tril()
+    exact = weight_by_lag(lags.double(), None if decay is None else decay.double(), tokens)
+    torch.testing.assert_close(found, exact[0, 0].float(), rtol=1e-5, atol=1e-6)
+
+
 # ------------------------------------------------------------------------- which calls get them
 
 
 def given(**changes) -> dict:
     """Arguments of keyed_conv, of two texts, 12 tokens and two heads."""
     tensors = {"query": (2, 12, 32), "key": (2, 12, 32), "value": (2, 12, 8)}
-    tensors |= {"weight": (2, 1, 16, 16), "bias": (2, 16)}
-    return {name: torch.randn(changes.get(name, shape)) for name, shape in tensors.items()}
+    tensors |= {"weight": (2, 1, 16, 16), "bias": (2, 16)} | changes
+    return {name: torch.randn(shape) for name, shape in tensors.items()}
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda", "dense"])
@@ -187,6 +262,8 @@ def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
     wanted = mixer.ops.keyed.plain.keyed(**inputs)
     torch.testing.assert_close(keyed_conv(**inputs, backend=backend), wanted)
     meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    assert keyed_conv(**meta, backend=backend).shape == (2, 12, 8)
+    meta["lags"] = meta.pop("weight")[..., 0]
     assert keyed_conv(**meta, backend=backend).shape == (2, 12, 8)
 
 
@@ -199,6 +276,8 @@ def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
         ("weight", (2, 1, 8, 8)),  # a context shorter than the text
         ("weight", (2, 3, 16, 16)),  # more than one tap
         ("bias", (16,)),
+        ("lags", (2, 1, 16)),  # beside a weight
+        ("decay", (2,)),  # without lags
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_with_their_shapes(name, shape):
@@ -208,6 +287,10 @@ def test_arguments_that_do_not_fit_are_refused_with_their_shapes(name, shape):
 
 def test_other_types_and_backends_are_refused():
     inputs = given()
+    with pytest.raises(ValueError, match="either weight .* or lags"):
+        keyed_conv(inputs["query"], inputs["key"], inputs["value"], bias=inputs["bias"])
+    with pytest.raises(ValueError, match=r"lags \(2, 1, 8\)"):
+        keyed_conv(**{k: v for k, v in inputs.items() if k != "weight"}, lags=torch.randn(2, 1, 8))
     with pytest.raises(ValueError, match=r"key \(2, 12, 32\) torch.float16 on cpu"):
         keyed_conv(**inputs | {"key": inputs["key"].half()})
     with pytest.raises(ValueError, match="backend is 'triton'; allowed: auto, cuda, dense"):
@@ -242,7 +325,9 @@ def test_kernels_that_are_wrong_or_fail_are_found_out_by_the_first_call(monkeypa
 
     def failure(kernels):
         monkeypatch.setattr(
-            choice, "by_kernels", lambda *inputs: kernels(keyed_conv(*inputs), inputs)
+            choice,
+            "by_kernels",
+            lambda *inputs: kernels(choice.in_plain_pytorch(*inputs), inputs),
         )
         with torch.no_grad():  # where a call may find it out first
             return choice.keyed_failure(*about)

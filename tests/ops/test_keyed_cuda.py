@@ -8,7 +8,8 @@ from keyed_cases import check, drawn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.convolution import KeyedConv
-from mixer.ops import choice
+from mixer.ops import choice, keyed_conv
+from mixer.ops.strips import strips_of
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -24,6 +25,36 @@ def test_random_cases_are_right(seed):
     reason = choice.keyed_unavailable_reason(torch.device("cuda", 0), case.dtype, *sizes)
     assert reason is None, reason
     check(case, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [512, 200])
+def test_weights_by_lag_are_one_operator_to_compiled_code_and_graphs(tokens):
+    """Tiles that fill the tokens and tiles that do not: the same results compiled and captured."""
+    torch.manual_seed(0)
+    shapes = [(4, tokens, 64)] * 2 + [(4, tokens, 128), (2, 1, 512), (2, 512)]
+    leaves = [torch.randn(shape, device="cuda") for shape in shapes]
+    leaves = [x.bfloat16() for x in leaves[:3]] + leaves[3:]
+    leaves = [x.requires_grad_() for x in leaves]
+    decay = torch.tensor([0.0, 1 / 64], device="cuda")
+    strips = strips_of(leaves[3], decay, tokens, torch.bfloat16)
+    torch.library.opcheck(torch.ops.mixer.keyed_conv_by_lag.default, [*leaves, *strips])
+
+    def conv(query, key, value, lags, bias) -> torch.Tensor:
+        return keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay, backend="cuda")
+
+    def results(conv) -> list[torch.Tensor]:
+        y = conv(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    wanted = results(conv)
+    for one, other in zip(results(torch.compile(conv, fullgraph=True)), wanted, strict=True):
+        # The compiler may round the strips another way.
+        assert (one - other).norm() <= 1e-3 * other.norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(conv)
+    graph.replay()
+    assert all(map(torch.equal, captured, wanted))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

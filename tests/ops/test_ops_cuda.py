@@ -1,22 +1,18 @@
 """The CUDA kernels against fp64, on a GPU: `pytest tests/ops/test_ops_cuda.py`.
 
-With MIXER_TEST_PTX=DIRECTORY the kernels are those of a V100, from PTX (see ptx_library.py); what
-only others do is left out.
+A newer GPU runs the kernels of older ones too, which have the same promises to keep.
 """
 
 import itertools
 import math
-import os
-from pathlib import Path
 
-import panels
-import ptx_library
+import plain_kernels
 import pytest
 import torch
 
 from mixer.common.errors import UserError
 from mixer.models.masked_mixer import plain
-from mixer.ops import choice, cuda, triangular_conv
+from mixer.ops import choice, cuda, operator, triangular_conv
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -25,12 +21,12 @@ TOKENS = [1, 7, 63, 64, 65, 127, 128, 129, 200, 512, 1000, 1024, 2048]
 CHANNELS = [8, 40, 64, 96, 256, 520, 1024]
 BATCH = [1, 3, 32]
 HEADS = [1, 2, 4, 8]
-TAPS = [1, 3, 4, 5]
-EVERY_DTYPE = [torch.float32, torch.float16, torch.bfloat16]
-PTX = os.environ.get("MIXER_TEST_PTX")
-DTYPES = [torch.float16] if PTX else EVERY_DTYPE  # fp32 as tf32
-not_from_ptx = pytest.mark.skipif(bool(PTX), reason="the PTX holds the kernels of a V100 alone")
+TAPS = [1, 1, 3]
+KINDS = ["weight", "lags"]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]  # fp32 as tf32
 NAMES = ("y", "dx", "dweight", "dbias", "dresidual")
+# The compute capabilities that kernels are written for, and the types that they take.
+SETS = {70: [torch.float16], 80: DTYPES, 90: [torch.float16, torch.bfloat16]}
 
 
 def covering_cases() -> list[dict]:
@@ -38,7 +34,7 @@ def covering_cases() -> list[dict]:
     no factor.
     """
     cases = []
-    for index in range(2 * len(TOKENS) * len(EVERY_DTYPE)):
+    for index in range(2 * len(TOKENS) * len(DTYPES)):
         tokens, channels = TOKENS[index % 13], CHANNELS[index % 7]
         batch = BATCH[index // 2 % 3]
         if batch == 32 and tokens * max(channels, 256) > 512 * 520:
@@ -49,13 +45,14 @@ def covering_cases() -> list[dict]:
                 channels=channels,
                 batch=batch,
                 heads=HEADS[index // 3 % 4],
-                taps=TAPS[index // 5 % 4],
-                dtype=EVERY_DTYPE[index // 13 % 3],
+                taps=TAPS[index // 5 % 3],
+                dtype=DTYPES[index // 13 % 3],
                 extra=(0, 0, 9, 70)[index // 7 % 4],
                 with_bias=index // 2 % 2 == 0,
                 with_residual=index // 4 % 2 == 0,
                 strided=index // 3 % 2 == 0,
                 wide_weight=index // 6 % 2 == 0,
+                by_lag=index // 5 % 2 == 0,
             )
         )
     return cases
@@ -63,14 +60,16 @@ def covering_cases() -> list[dict]:
 
 def is_served(case: dict) -> bool:
     width = case["channels"] // case["heads"]
-    return case["dtype"] in DTYPES and width * case["dtype"].itemsize % 16 == 0
+    return width * case["dtype"].itemsize % 16 == 0
 
 
 SERVED = [case for case in covering_cases() if is_served(case)]
+OF_SETS = [(case, kernels) for kernels in SETS for case in SERVED if case["dtype"] in SETS[kernels]]
 
 
-def describe(case: dict) -> str:
-    return "-".join(str(value).removeprefix("torch.") for value in case.values())
+def describe(value) -> str:
+    values = value.values() if isinstance(value, dict) else [value]
+    return "-".join(str(value).removeprefix("torch.") for value in values)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,19 +79,6 @@ def kernels():
     """
     reason = choice.device_reason(0)
     assert reason is None, reason
-    if not PTX:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        library, processors = (
-            ptx_library.load(cuda.kernels(0), Path(PTX), device=0),
-            cuda.device_facts(0)[1],
-        )
-        patch.setattr(cuda, "kernels", lambda index: library)
-        patch.setattr(cuda, "device_facts", lambda index: (70, processors))
-        cuda.template.cache_clear()
-        yield
-        assert library.launched, "no kernel of the PTX ran"
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +104,13 @@ def make(
     with_residual=True,
     strided=False,
     wide_weight=True,
+    by_lag=False,
     integers=False,
     device="cuda",
     seed=0,
 ):
-    """(x, weight, bias, residual, dy); the weight is fp32 if `wide_weight`, scaled so that y stays
-    near 1.
+    """(x, weight, bias, residual, dy); the weight, or the lags in its place, are fp32 if
+    `wide_weight`, scaled so that y stays near 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     context = tokens + extra
@@ -142,10 +129,17 @@ def make(
 
     parameter_dtype = torch.float32 if wide_weight else dtype
     scale = 1.0 if integers else (tokens * taps) ** -0.5
-    weight = (draw(heads, taps, context, context) * scale).to(parameter_dtype)
+    square = (context,) if by_lag else (context, context)
+    weight = (draw(heads, taps, *square) * scale).to(parameter_dtype)
     shape = (batch, tokens, channels)
     bias = draw(heads, context).to(parameter_dtype) if with_bias else None
     return rows(*shape), weight, bias, rows(*shape) if with_residual else None, rows(*shape)
+
+
+def make_one_tap(*arguments, **options):
+    """The same for one tap, as the kernels take it: the weight has no dimension of taps."""
+    x, weight, *others = make(*arguments[:4], 1, *arguments[4:], **options)
+    return x, weight.squeeze(1), *others
 
 
 def gradients(function, x, weight, bias, residual, dy):
@@ -159,33 +153,31 @@ def gradients(function, x, weight, bias, residual, dy):
 
 
 def exact(x, weight, bias, residual, dy):
-    """The same in fp64, from the weight as the kernels see it: rounded to x's dtype."""
-    rounded = weight.to(x.dtype).double()
+    """The same in fp64, from factors as the kernels see them: rounded to x's dtype, or to tf32."""
+    x, weight, dy = (factors(t, x.dtype) for t in (x, weight, dy))
     bias, residual = (None if t is None else t.double() for t in (bias, residual))
-    return gradients(plain.dense, x.double(), rounded, bias, residual, dy.double())
+    return gradients(dense_conv, x, weight, bias, residual, dy)
 
 
-def kernel_conv(*inputs):
-    return triangular_conv(*inputs, backend="cuda")
+def factors(tensor, dtype):
+    rounded = tensor.to(dtype)
+    if dtype == torch.float32:  # to 10 bits of mantissa, ties away from zero
+        rounded = ((rounded.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return rounded.double()
+
+
+def dense_conv(x, weight, bias, residual):
+    kinds = (weight, None) if weight.dim() == 4 else (None, weight)
+    return plain.dense(x, kinds[0], bias, residual, kinds[1])
+
+
+def kernel_conv(x, weight, bias, residual):
+    kind = {"weight": weight} if weight.dim() == 4 else {"lags": weight}
+    return triangular_conv(x, bias=bias, residual=residual, backend="cuda", **kind)
 
 
 def rms(values):
     return values.double().square().mean().sqrt().item()
-
-
-# ------------------------------------------------------------------------- numbers
-
-
-def test_cases_cover_every_value():
-    cases = covering_cases()
-    for name, values in dict(
-        tokens=TOKENS, channels=CHANNELS, batch=BATCH, heads=HEADS, taps=TAPS, dtype=EVERY_DTYPE
-    ).items():
-        assert {case[name] for case in cases} == set(values), name
-    for name in ("with_bias", "with_residual", "strided", "wide_weight"):
-        assert {case[name] for case in cases} == {True, False}, name
-    pairs = {(case["tokens"], case["dtype"]) for case in cases}
-    assert pairs == set(itertools.product(TOKENS, EVERY_DTYPE))
 
 
 @pytest.fixture
@@ -193,10 +185,11 @@ def pretend(monkeypatch):
     """Lets the kernels of an older compute capability serve, as they would with so many
     multiprocessors.
     """
+    facts = cuda.device_facts(0)
 
-    processors_here = cuda.device_facts(0)[1]
-
-    def choose(capability: int, processors: int = processors_here) -> None:
+    def choose(capability: int, processors: int = facts[1]) -> None:
+        if capability > facts[0]:
+            pytest.skip(f"this GPU has no kernels for compute capability {capability}")
         monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, processors))
         cuda.template.cache_clear()
 
@@ -205,35 +198,28 @@ def pretend(monkeypatch):
     cuda.template.cache_clear()
 
 
-@pytest.mark.parametrize("case", SERVED, ids=describe)
-def test_as_near_to_fp64_as_torch(case):
-    check_against_fp64(case)
+# ------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("case", SERVED[::2], ids=describe)
-@not_from_ptx
-def test_amperes_kernels_as_near_to_fp64_as_torch(case, pretend):
-    pretend(80)
-    check_against_fp64(case)
+def test_cases_cover_every_value():
+    cases = covering_cases()
+    for name, values in dict(
+        tokens=TOKENS, channels=CHANNELS, batch=BATCH, heads=HEADS, taps=TAPS, dtype=DTYPES
+    ).items():
+        assert {case[name] for case in cases} == set(values), name
+    for name in ("with_bias", "with_residual", "strided", "wide_weight", "by_lag"):
+        assert {case[name] for case in cases} == {True, False}, name
+    pairs = {(case["tokens"], case["dtype"]) for case in cases}
+    assert pairs == set(itertools.product(TOKENS, DTYPES))
 
 
-FP16 = [case for case in SERVED if case["dtype"] == torch.float16]
-
-
-@not_from_ptx
-@pytest.mark.parametrize("case", FP16, ids=describe)
-def test_volta_kernels(case, pretend):
-    """All of fp16 on the tensor core kernels of a V100, random values and small integers."""
-    pretend(70)
-    check_against_fp64(case)
-    check_integers(case)
-
-
-def check_against_fp64(case):
+@pytest.mark.parametrize("case, kernels", OF_SETS, ids=describe)
+def test_as_near_to_fp64_as_torch(case, kernels, pretend):
+    pretend(kernels)
     inputs = make(**case)
     wanted = exact(*inputs)
     ours = gradients(kernel_conv, *inputs)
-    dense = gradients(plain.dense, *inputs)
+    dense = gradients(dense_conv, *inputs)
     for name, value, peer, truth in zip(NAMES, ours, dense, wanted, strict=True):
         if truth is None:
             assert value is None
@@ -241,7 +227,7 @@ def check_against_fp64(case):
         assert value.dtype == peer.dtype and value.isfinite().all(), name
         error, rival, size = rms(value - truth), rms(peer - truth), rms(truth)
         if case["dtype"] == torch.float32:
-            # Products of factors of 11 bits, rounded to nearest: 2^-12 each and less for a sum.
+            # dbias and dresidual come from dy itself, which is rounded to 11 bits in `truth`.
             assert error <= 2**-11 * size, f"{name}: relative error {error / size:.3e}"
             continue
         # One fp32 rounding: where torch happens to be exact (one token), twice its error would be
@@ -252,13 +238,10 @@ def check_against_fp64(case):
         assert error <= 5e-3 * size, f"{name}: relative error {error / size:.3e}"
 
 
-@pytest.mark.parametrize("case", SERVED[::3], ids=describe)
-def test_small_integers_are_exact(case):
-    check_integers(case)
-
-
-def check_integers(case):
-    inputs = make(**case, integers=True)
+@pytest.mark.parametrize("case, kernels", OF_SETS[::3], ids=describe)
+def test_small_integers_are_exact(case, kernels, pretend):
+    pretend(kernels)
+    inputs = make(**case | {"taps": 1}, integers=True)
     for name, value, truth in zip(
         NAMES, gradients(kernel_conv, *inputs), exact(*inputs), strict=True
     ):
@@ -266,43 +249,41 @@ def check_integers(case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 65, 200])
-def test_raw_functions_match_panels(dtype, tokens):
-    x, weight, bias, residual, dy = make(
-        tokens, 96, 3, 2, 3, dtype, extra=5, integers=True, wide_weight=False
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_raw_functions(dtype, by_lag):
+    tokens, context = 165, 170
+    x, weight, bias, residual, dy = make_one_tap(
+        tokens, 96, 3, 2, dtype, 5, integers=True, wide_weight=False, by_lag=by_lag
     )
     packed = cuda.pack(weight, tokens, dtype)
-    assert torch.equal(packed, panels.pack(weight, tokens, dtype))
-    assert packed.shape == (2, 3, tokens, (tokens + 7) // 8 * 8) and packed.is_contiguous()
+    assert torch.equal(packed, plain_kernels.pack(weight, tokens, dtype))
     doubles = [tensor.double() for tensor in (x, packed, bias, residual, dy)]
-    assert torch.equal(
-        cuda.forward(x, packed, bias, residual), panels.forward(*doubles[:4]).to(dtype)
-    )
-    assert torch.equal(
-        cuda.forward(x, packed, bias.float(), None), panels.forward(*doubles[:3], None).to(dtype)
-    )
-    assert torch.equal(
-        cuda.grad_input(dy, packed), panels.grad_input(doubles[4], doubles[1]).to(dtype)
-    )
+    for given in (residual, None):
+        wide = plain_kernels.forward(*doubles[:3], None if given is None else doubles[3], by_lag)
+        assert torch.equal(cuda.forward(x, packed, bias.float(), given, by_lag), wide.to(dtype))
+    wide = plain_kernels.grad_input(doubles[4], doubles[1], by_lag)
+    assert torch.equal(cuda.grad_input(dy, packed, by_lag), wide.to(dtype))
     for kind in {torch.float32, dtype}:
-        ours = cuda.grad_weight(dy, x, tokens + 5, 3, 2, kind, True)
-        truth = panels.grad_weight(doubles[4], doubles[0], tokens + 5, 3, 2, torch.float64, True)
+        ours = cuda.grad_weight(dy, x, context, 2, kind, True, by_lag)
+        options = (context, 2, torch.float64, True, by_lag)
+        truth = plain_kernels.grad_weight(doubles[4], doubles[0], *options)
         assert all(
             a.dtype == kind and torch.equal(a, b.to(kind)) for a, b in zip(ours, truth, strict=True)
         )
-    assert cuda.grad_weight(dy, x, tokens + 5, 3, 2, dtype, False)[1].shape == (0,)
+    assert cuda.grad_weight(dy, x, context, 2, dtype, False)[1].shape == (0,)
 
 
 def test_empty_batch_gives_zero_gradients():
-    packed = cuda.pack(torch.ones(2, 1, 6, 6, device="cuda"), 5, torch.float32)
+    packed = cuda.pack(torch.ones(2, 6, 6, device="cuda"), 5, torch.float32)
     empty = torch.empty(0, 5, 8, device="cuda")
     assert (
         cuda.forward(empty, packed, None, None).shape
         == cuda.grad_input(empty, packed).shape
         == (0, 5, 8)
     )
-    dweight, dbias = cuda.grad_weight(empty, empty, 6, 1, 2, torch.float32, True)
-    assert (dweight == 0).all() and (dbias == 0).all()
+    for by_lag in (False, True):
+        dweight, dbias = cuda.grad_weight(empty, empty, 6, 2, torch.float32, True, by_lag)
+        assert (dweight == 0).all() and (dbias == 0).all()
 
 
 def test_gradient_of_a_sum():
@@ -316,129 +297,93 @@ def test_gradient_of_a_sum():
 # ------------------------------------------------------------------------- the triangle
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("taps", [1, 4])
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
 @pytest.mark.parametrize("cut", [1, 63, 64, 65, 130, 199])
-def test_causal_bit_for_bit(dtype, taps, cut):
+def test_causal_bit_for_bit(kernels, by_lag, cut, pretend):
     # Tensor cores multiply the zeros above the diagonal inside a block of 64 tokens, so there only
     # what is finite stays apart.
-    strangers = (3.0, math.inf, math.nan) if dtype == torch.float32 else (3.0, -6e4)
-    check_causal(make(200, 96, 2, 2, taps, dtype), cut, strangers)
+    pretend(kernels)
+    check_causal(make_one_tap(200, 96, 2, 2, torch.float16, by_lag=by_lag), cut, (3.0, -6e4))
 
 
 def check_causal(inputs, cut, strangers):
     x, weight, bias, residual, dy = inputs
-    dtype = x.dtype
-    packed = cuda.pack(weight, 200, dtype)
-    y, dx = cuda.forward(x, packed, bias, residual), cuda.grad_input(dy, packed)
+    packed, by_lag = cuda.pack(weight, 200, x.dtype), weight.dim() == 2
+    y, dx = cuda.forward(x, packed, bias, residual, by_lag), cuda.grad_input(dy, packed, by_lag)
     for stranger in strangers:
         later, earlier = x.clone(), dy.clone()
         later[:, cut:] = stranger
         earlier[:, :cut] = stranger
-        assert torch.equal(cuda.forward(later, packed, bias, residual)[:, :cut], y[:, :cut])
-        assert torch.equal(cuda.grad_input(earlier, packed)[:, cut:], dx[:, cut:])
+        y_changed = cuda.forward(later, packed, bias, residual, by_lag)
+        assert torch.equal(y_changed[:, :cut], y[:, :cut])
+        assert torch.equal(cuda.grad_input(earlier, packed, by_lag)[:, cut:], dx[:, cut:])
     # A shorter input gives the same bits as the start of a longer one.
-    short = cuda.forward(x[:, :cut], cuda.pack(weight, cut, dtype), bias, residual[:, :cut])
+    packed = cuda.pack(weight, cut, x.dtype)
+    short = cuda.forward(x[:, :cut], packed, bias, residual[:, :cut], by_lag)
     assert torch.equal(short, y[:, :cut])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_upper_half_of_the_weight_is_never_read(dtype):
-    x, weight, bias, residual, dy = make(129, 64, 2, 2, 3, dtype, extra=7)
-    poisoned = weight.masked_fill(torch.ones_like(weight, dtype=torch.bool).triu(1), float("nan"))
-    poisoned[:, :, 129:] = float("nan")  # nor what lies beyond the tokens
+@pytest.mark.parametrize("kernels", SETS)
+def test_the_upper_half_is_never_read_and_has_no_gradient(kernels, pretend):
+    pretend(kernels)
+    x, weight, bias, residual, dy = make(129, 64, 2, 2, 1, torch.float16, extra=70)
+    poisoned = weight.masked_fill(torch.ones_like(weight, dtype=torch.bool).triu(1), math.nan)
+    poisoned[:, :, 129:] = math.nan  # nor what lies beyond the tokens
     clean = gradients(kernel_conv, x, weight, bias, residual, dy)
     for value, other in zip(
         clean, gradients(kernel_conv, x, poisoned, bias, residual, dy), strict=True
     ):
         assert torch.equal(value, other)
+    dy[:, :5] = math.nan  # a row that is NaN stays in its row
+    dweight, dbias = cuda.grad_weight(dy, x, 199, 2, torch.float32, True)
+    assert (dweight.triu(1) == 0).all() and (dweight[:, 129:] == 0).all()
+    assert (dbias[:, 129:] == 0).all()
+    assert dweight[:, 5:].isfinite().all() and dbias[:, 5:].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradient_of_the_upper_half_is_exactly_zero(dtype):
-    x, weight, bias, _, dy = make(129, 64, 2, 2, 3, dtype, extra=70)
-    dy[:, :5] = float("nan")  # a row that is NaN stays in its row
-    dweight, dbias = cuda.grad_weight(dy, x, 199, 3, 2, torch.float32, True)
-    assert (
-        (dweight.triu(1) == 0).all()
-        and (dweight[:, :, 129:] == 0).all()
-        and (dbias[:, 129:] == 0).all()
-    )
-    assert dweight[:, :, 5:].isfinite().all() and dbias[:, 5:].isfinite().all()
+@pytest.mark.parametrize("kernels", SETS)
+def test_lags_beyond_the_tokens_are_never_read_and_have_no_gradient(kernels, pretend):
+    pretend(kernels)
+    x, lags, bias, residual, dy = make(129, 64, 2, 2, 1, torch.float16, extra=70, by_lag=True)
+    poisoned = lags.clone()
+    poisoned[..., 129:] = math.nan
+    clean = gradients(kernel_conv, x, lags, bias, residual, dy)
+    for value, other in zip(
+        clean, gradients(kernel_conv, x, poisoned, bias, residual, dy), strict=True
+    ):
+        assert torch.equal(value, other)
+    assert (clean[2][..., 129:] == 0).all() and (clean[3][:, 129:] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
 @pytest.mark.parametrize("tokens", [64, 450, 1000])
-def test_two_runs_agree_bit_for_bit(dtype, tokens):
-    inputs = make(tokens, 256, 8, 2, 1, dtype)
+def test_two_runs_agree_bit_for_bit(kernels, by_lag, tokens, pretend):
+    pretend(kernels)
+    inputs = make(tokens, 256, 8, 2, 1, torch.float16, by_lag=by_lag)
     first, second = gradients(kernel_conv, *inputs), gradients(kernel_conv, *inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@not_from_ptx
-@pytest.mark.parametrize("taps", [1, 4])
-@pytest.mark.parametrize("cut", [1, 63, 64, 65, 130, 199])
-def test_volta_kernels_are_causal(taps, cut, pretend):
-    pretend(70)
-    test_causal_bit_for_bit(torch.float16, taps, cut)
-
-
-@not_from_ptx
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("taps", [1, 4])
-@pytest.mark.parametrize("processors", [1, 1000])  # few: blocks have two tiles each; many: one
-@pytest.mark.parametrize("cut", [1, 63, 65, 130, 199])
-def test_ampere_kernels_are_causal_whatever_comes_later(dtype, taps, processors, cut, pretend):
-    """Infinities and NaN, too, stay with their own and the later tokens."""
-    pretend(80, processors)
-    torch.set_float32_matmul_precision("high")
-    check_causal(make(200, 96, 16, 2, taps, dtype), cut, (3.0, math.inf, -math.inf, math.nan))
-
-
-@not_from_ptx
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [128, 129, 300, 600])
-def test_ampere_tiles_in_pairs_are_right(dtype, tokens, pretend):
-    """One block makes two tiles only where there are many, so the smaller tests have none; the bits
-    are those of single tiles.
-    """
-    torch.set_float32_matmul_precision("high")
-    inputs = make(tokens, 256, 8, 2, 1, dtype, integers=True)
-    pretend(80, processors=1)
-    pairs = gradients(kernel_conv, *inputs)
-    for name, value, truth in zip(NAMES, pairs, exact(*inputs), strict=True):
-        assert torch.equal(value, truth.to(value.dtype)), name
-    x, weight, bias, residual, dy = make(tokens, 256, 8, 2, 1, dtype)
-    packed = cuda.pack(weight, tokens, dtype)
-    pairs = cuda.forward(x, packed, bias, residual), cuda.grad_input(dy, packed)
-    pretend(80, processors=1000)
-    assert torch.equal(pairs[0], cuda.forward(x, packed, bias, residual))
-    assert torch.equal(pairs[1], cuda.grad_input(dy, packed))
-
-
-@not_from_ptx
-def test_volta_kernels_keep_to_the_triangle(pretend):
-    pretend(70)
-    test_upper_half_of_the_weight_is_never_read(torch.float16)
-    test_gradient_of_the_upper_half_is_exactly_zero(torch.float16)
-    test_two_runs_agree_bit_for_bit(torch.float16, 1000)
 
 
 # ------------------------------------------------------------------------- inside torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(dtype):
-    x, weight, bias, residual, _ = make(65, 48, 2, 2, 3, dtype, extra=3)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_opcheck(dtype, by_lag):
+    x, weight, bias, residual, _ = make_one_tap(65, 48, 2, 2, dtype, extra=3, by_lag=by_lag)
     for optional in ((bias, residual), (None, None)):
         inputs = [
             None if t is None else t.detach().requires_grad_() for t in (x, weight, *optional)
         ]
-        torch.library.opcheck(torch.ops.mixer.triangular_conv.default, tuple(inputs))
+        torch.library.opcheck(operator.one_tap, tuple(inputs))
 
 
-def test_compiles_without_graph_breaks():
-    inputs = make(200, 96, 2, 2, 3, torch.bfloat16)
+@pytest.mark.parametrize("taps", [1, 3])
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_compiles_without_graph_breaks(taps, by_lag):
+    inputs = make(200, 96, 2, 2, taps, torch.bfloat16, by_lag=by_lag)
 
     def block(x, weight, bias, residual):
         return torch.nn.functional.gelu(kernel_conv(x * 2, weight, bias, residual))
@@ -452,9 +397,10 @@ def test_compiles_without_graph_breaks():
         assert rms(value.double() - other.double()) <= 1e-2 * rms(value)
 
 
-def test_the_first_call_of_a_shape_may_be_in_a_cuda_graph_of_the_compiler():
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_the_first_call_of_a_shape_may_be_in_a_cuda_graph_of_the_compiler(by_lag):
     # a shape that no other test has: what is kept for a shape is made here
-    inputs = make(208, 96, 2, 2, 3, torch.float16)
+    inputs = make(208, 96, 2, 2, 1, torch.float16, by_lag=by_lag)
     compiled = torch.compile(kernel_conv, fullgraph=True, mode="reduce-overhead")
     runs = []
     for _ in range(3):  # run, recorded, replayed
@@ -466,29 +412,20 @@ def test_the_first_call_of_a_shape_may_be_in_a_cuda_graph_of_the_compiler():
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
-def test_a_default_device_changes_nothing():
-    inputs = make(216, 96, 2, 2, 3, torch.float16)  # again a shape of its own
-    with torch.device("cuda"):
-        found = gradients(kernel_conv, *inputs)
-    assert all(
-        torch.equal(a, b) for a, b in zip(found, gradients(kernel_conv, *inputs), strict=True)
-    )
-
-
-def test_graph_replay_computes_anew():
-    x, weight, bias, residual, dy = make(200, 96, 2, 2, 3, torch.float16)
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_graph_replay_computes_anew(kernels, by_lag, pretend):
+    pretend(kernels)
+    x, weight, bias, residual, dy = make_one_tap(1000, 96, 2, 2, torch.float16, by_lag=by_lag)
 
     def step():
-        packed = cuda.pack(weight, 200, torch.float16)
-        y = cuda.forward(x, packed, bias, residual)
+        packed = cuda.pack(weight, 1000, torch.float16)
         return (
-            y,
-            cuda.grad_input(dy, packed),
-            *cuda.grad_weight(dy, x, 200, 3, 2, torch.float32, True),
+            cuda.forward(x, packed, bias, residual, by_lag),
+            cuda.grad_input(dy, packed, by_lag),
+            *cuda.grad_weight(dy, x, 1000, 2, torch.float32, True, by_lag),
         )
 
-    step()  # builds, loads and probes outside the capture
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -519,8 +456,10 @@ def test_runs_on_the_current_stream():
     assert torch.equal(y, wanted)
 
 
-def test_autocast_keeps_fp32_parameters():
-    x, weight, bias, residual, _ = make(129, 96, 2, 2, 1, torch.float32)
+@pytest.mark.parametrize("taps", [1, 3])
+@pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
+def test_autocast_keeps_fp32_parameters(taps, by_lag):
+    x, weight, bias, residual, _ = make(129, 96, 2, 2, taps, torch.float32, by_lag=by_lag)
     parameters = [tensor.detach().requires_grad_() for tensor in (weight, bias)]
     with torch.autocast("cuda", dtype=torch.bfloat16):
         y = kernel_conv(x, *parameters, residual)
@@ -533,7 +472,6 @@ def test_autocast_keeps_fp32_parameters():
     )
 
 
-@not_from_ptx
 def test_auto_takes_the_kernels():
     x, weight, bias, residual, _ = make(65, 64, 1, 1, 1, torch.bfloat16)
     assert torch.equal(
@@ -542,11 +480,10 @@ def test_auto_takes_the_kernels():
     assert "float64" in choice.call_reason(x.device, torch.float64)
 
 
-@not_from_ptx
 @pytest.mark.parametrize(
     ("precision", "channels", "dtype", "reason"),
     [
-        ("highest", 64, torch.float32, "float32 as TF32 alone, which is off here"),
+        ("highest", 64, torch.float32, "need TF32 for float32, which is off here"),
         ("high", 20, torch.bfloat16, "heads of a multiple of 8 channels"),
     ],
 )
@@ -558,10 +495,9 @@ def test_auto_leaves_to_dense_what_the_kernels_do_not_take(precision, channels, 
         kernel_conv(*inputs)
 
 
-@not_from_ptx
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
 def test_second_device():
-    inputs = make(129, 96, 2, 2, 3, torch.float32, integers=True, device="cuda:1")
+    inputs = make(129, 96, 2, 2, 1, torch.float32, integers=True, device="cuda:1")
     assert torch.cuda.current_device() == 0
     for value, truth in zip(gradients(kernel_conv, *inputs), exact(*inputs), strict=True):
         assert value.device.index == 1 and torch.equal(value, truth.to(value.dtype))

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -256,19 +255,12 @@ def kernels_of_older_gpus() -> None:
     capability, facts = int(os.environ["KERNELS"]), cuda.device_facts(0)
     choice.device_reason(0)  # by the GPU's own
     cuda.device_facts = lambda index: (capability, facts[1])
-    if capability == 70:
-        from ptx_library import load
-
-        library = load(cuda.kernels(0), Path(os.environ["MIXER_TEST_PTX"]), device=0)
-        cuda.kernels = lambda index: library
 
 
 @pytest.mark.parametrize("capability", [80, 70])
 def test_auto_takes_the_faster_one_of_older_gpus_and_a_resume_keeps_it(
     write_config, launch, tmp_path, capability
 ):
-    if capability == 70 and "MIXER_TEST_PTX" not in os.environ:
-        pytest.skip("MIXER_TEST_PTX: see tests/helpers/ptx_library.py")
     config = write_config(**SECTIONS)
     command = ("--config", config, "train.mixed_precision=fp16")
     environment = ON_GPU | {"KERNELS": str(capability)}

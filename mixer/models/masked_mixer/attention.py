@@ -1,6 +1,7 @@
 """Queries and keys, their norm and rotation, and attention: keyed mixing without a mixing weight.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model. It uses the kernels of this package where they are
+installed, and plain PyTorch elsewhere.
 """
 
 import torch
@@ -10,9 +11,19 @@ from torch import Tensor, nn
 from .configuration import MaskedMixerConfig
 from .convolution import Memory, remember
 from .flops import Flops
-from .plain import by_head
+from .plain import by_head, turned
 
-EPSILON = 1e-6  # of the norm of queries and keys
+try:  # with the kernels, where they can run
+    from mixer.ops import turn
+except ModuleNotFoundError as error:
+    if error.name not in ("mixer", "mixer.ops"):  # the package is there, but does not work
+        raise
+
+    def turn(x: Tensor, heads: int, *, norm, rotation, gain=None, backend: str) -> Tensor:
+        """In plain PyTorch, whichever backend is asked for."""
+        return turned(x, heads, norm, rotation, gain)
+
+
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
 
@@ -25,6 +36,7 @@ class QueryKey(nn.Module):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
+        self.backend = config.mixing_backend
         if self.norm:
             self.gain = nn.Parameter(torch.ones(self.heads * config.mixer_key_size))
 
@@ -33,18 +45,9 @@ class QueryKey(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if not self.norm and rotation is None:
             return query, key
-        query, key = self._turned(query, rotation), self._turned(key, rotation)
-        return (query * self.gain.to(query.dtype) if self.norm else query), key
-
-    def _turned(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        y = x.unflatten(-1, (self.heads, -1)).float()
-        if self.norm:
-            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON)
-        if rotation is not None:
-            cos, sin = (part[:, :, None] for part in rotation)  # the same for all heads
-            left, right = y.chunk(2, -1)
-            y = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-        return y.flatten(-2).to(x.dtype)
+        how = {"norm": self.norm, "rotation": rotation, "backend": self.backend}
+        gain = self.gain if self.norm else None
+        return turn(query, self.heads, gain=gain, **how), turn(key, self.heads, **how)
 
 
 def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from transformers import initialization
 
 from .configuration import MaskedMixerConfig
 from .flops import Flops
-from .lags import diagonal_sums, falling, lags_at, toeplitz
+from .lags import diagonal_sums, falling, lags_at, toeplitz, weight_by_lag
 from .memory import MixingMemory
 from .plain import (
     by_head,
@@ -38,15 +38,17 @@ except ModuleNotFoundError as error:
     # loaded with trust_remote_code where this package is not installed
 
     def triangular_conv(
-        x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, backend: str
+        x: Tensor, weight: Tensor | None, bias: Tensor, residual: Tensor | None, backend: str, lags
     ) -> Tensor:
         """The masked-weight matmul, whichever backend is asked for."""
-        return dense(x, weight, bias, residual)
+        return dense(x, weight, bias, residual, lags)
 
     def keyed_conv(
-        query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, backend: str
+        query: Tensor, key: Tensor, value: Tensor, weight, bias: Tensor, lags, decay, backend: str
     ) -> Tensor:
         """Keyed mixing in plain PyTorch, whichever backend is asked for."""
+        if lags is not None:
+            weight = weight_by_lag(lags, decay, query.shape[1])
         return keyed(query, key, value, weight, bias)
 
 
@@ -97,11 +99,7 @@ class TriangularConv(nn.Module):
         """The weight that tokens are mixed with, (heads, taps, context, context), out then in. What
         stands in the strictly upper triangle has no meaning.
         """
-        return self.weight_of(self.context) if self.by_lag else self.weight
-
-    def weight_of(self, tokens: int) -> Tensor:
-        """That of the first tokens alone, (heads, taps, tokens, tokens), from lags."""
-        return toeplitz(self.lags, tokens)
+        return toeplitz(self.lags, self.context) if self.by_lag else self.weight
 
     def rows_at(self, positions: Tensor, memory: Tensor) -> Tensor:
         """The weight's rows that `mix_rows` needs, without the rest of it where it is by lag."""
@@ -206,17 +204,15 @@ class TriangularConv(nn.Module):
         if memory is not None:
             past = remember(memory, by_head(x, self.heads), positions)
         if first:
-            weight, bias = self._of_first(x.shape[1])
-            return triangular_conv(x, weight, bias, residual, backend=self.backend)
+            weight, lags = self._given()
+            return triangular_conv(x, weight, self.bias, residual, backend=self.backend, lags=lags)
         y = mix_rows(past, self.rows_at(positions, past), self.bias, positions)
         # Under autocast the residual stream has the autocast type, as y has.
         return y if residual is None else y + residual.to(y.dtype)
 
-    def _of_first(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias for the first tokens, or for more: the operators read what they need."""
-        if self.by_lag:
-            return self.weight_of(tokens), self.bias[:, :tokens]
-        return self.mixing_weight(), self.bias
+    def _given(self) -> tuple[Tensor | None, Tensor | None]:
+        """What an operator takes: a weight or lags, and None for the other."""
+        return (None, self.lags) if self.by_lag else (self.mixing_weight(), None)
 
     def flops(self, tokens: int) -> Flops:
         """Of one sequence. `executed` counts what the backend multiplies, "auto" as "cuda"."""
@@ -239,12 +235,11 @@ class KeyedConv(TriangularConv):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
         self.key_size = config.mixer_key_size  # n
-        if self.by_lag:  # what a head's weights start from is kept, and lags are added to it
-            self.register_buffer("decay", torch.zeros(self.heads))
+        # By lag, what a head's weights start from is kept, and lags are added to it.
+        self.register_buffer("decay", torch.zeros(self.heads) if self.by_lag else None)
 
-    def weight_of(self, tokens: int) -> Tensor:
-        by_lag, sums = falling(self.decay, tokens)
-        return toeplitz(self.lags, tokens) + (toeplitz(by_lag, tokens) / sums[..., None])[:, None]
+    def mixing_weight(self) -> Tensor:
+        return weight_by_lag(self.lags, self.decay, self.context) if self.by_lag else self.weight
 
     def rows_at(self, positions: Tensor, memory: Tensor) -> Tensor:
         rows = super().rows_at(positions, memory)
@@ -260,7 +255,7 @@ class KeyedConv(TriangularConv):
     def set_mixing_weight(self, weight: Tensor) -> None:
         if self.by_lag:
             self.lags.zero_()
-            weight = weight - self.weight_of(self.context)
+            weight = weight - self.mixing_weight()
         super().set_mixing_weight(weight)
 
     def _reset_lags(self) -> None:
@@ -294,8 +289,9 @@ class KeyedConv(TriangularConv):
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
             past = remember(memory, new, positions)
         if first:
-            weight, bias = self._of_first(query.shape[1])
-            return keyed_conv(query, key, value, weight, bias, backend=self.backend)
+            weight, lags = self._given()
+            about = {"lags": lags, "decay": self.decay, "backend": self.backend}
+            return keyed_conv(query, key, value, weight, self.bias, **about)
         rows = self.rows_at(positions, past)
         return keyed_rows(by_head(query, self.heads), past, rows, self.bias, positions)
 

@@ -58,6 +58,18 @@ def falling(decay: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return by_lag, by_lag.cumsum(-1)
 
 
+def weight_by_lag(lags: Tensor, decay: Tensor | None, tokens: int) -> Tensor:
+    """The weight of keyed mixing by lag, of the first tokens: lags (heads, 1, context) and decay
+    (heads,) -> (heads, 1, tokens, tokens), zero above the diagonal. To each lag's number a mean of
+    the tokens so far is added, in which nearer ones count for more; without decay nothing.
+    """
+    weight = toeplitz(lags, tokens)
+    if decay is None:
+        return weight
+    by_lag, sums = falling(decay, tokens)
+    return weight + (toeplitz(by_lag, tokens) / sums[..., None])[:, None]
+
+
 def row_parts(context: int) -> list[tuple[int, int]]:
     """The first row of each part, and the row after its last."""
     parts = min(max(context // ROWS, 1), PARTS)

@@ -1,7 +1,7 @@
 """The triangular convolution in plain PyTorch: the masked-weight matmul, single rows of it, how
 many products each backend computes, and keyed mixing.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so it imports from its own folder alone.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
 context), out then in; bias (heads, context).
@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .lags import toeplitz
+
 BACKENDS = ("auto", "cuda", "dense")
 
 # Rows of a panel of keyed mixing. p panels compute (p + 1) / 2p of the square, but thin panels run
 # at a lower rate.
 MIN_PANEL_ROWS = 64
 MAX_PANEL_ROWS = 512
+EPSILON = 1e-6  # of the norm of queries and keys
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -53,12 +56,19 @@ def tap_shift(tap: int, taps: int) -> int:
     return tap - (taps - 1) // 2
 
 
-def dense(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def dense(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    lags: Tensor | None = None,
+) -> Tensor:
     """The masked-weight matmul: the weight is masked with tril and multiplied in full, as one would
     write it in PyTorch. See `mixer.ops.triangular_conv` for arguments and result.
     """
-    heads, taps = weight.shape[:2]
     tokens = x.shape[1]
+    weight = toeplitz(lags, tokens) if weight is None else weight
+    heads, taps = weight.shape[:2]
     mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
     parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
     y = by_each_head(mask[:, 0], shift_channels(parts, tap_shift(0, taps)))
@@ -118,6 +128,26 @@ def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
     # (batch or 1, new, length)
     later = torch.arange(length, device=memory.device) > positions[..., None]
     return rows.masked_fill(later, 0).to(memory.dtype).permute(2, 0, 1, 3, 4)
+
+
+def turned(
+    x: Tensor,
+    heads: int,
+    norm: bool,
+    rotation: tuple[Tensor, Tensor] | None,
+    gain: Tensor | None,
+) -> Tensor:
+    """Queries or keys normed and turned. See `mixer.ops.turn` for arguments and result."""
+    y = x.unflatten(-1, (heads, -1))
+    y = y.to(torch.promote_types(x.dtype, torch.float32))
+    if norm:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON)
+    if rotation is not None:
+        cos, sin = (part[:, :, None] for part in rotation)  # the same for all heads
+        left, right = y.chunk(2, -1)
+        y = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    y = y.flatten(-2)
+    return (y if gain is None else y * gain).to(x.dtype)
 
 
 def keyed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -29,18 +29,12 @@ __host__ __device__ constexpr int depth_half(Side side, int part) {
   return side == kLeft ? part / 2 : part % 2;
 }
 
-// The thread's index in its warp and the block's in the grid, read again at each call. Values that
-// are used outside the main loop, or rarely inside it, then occupy no registers in the loop.
+// The thread's index in its warp, read again at each call. Values that are used outside the main
+// loop, or rarely inside it, then occupy no registers in the loop.
 __device__ __forceinline__ int read_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
-}
-
-__device__ __forceinline__ int read_block() {
-  int block;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return block;
 }
 
 // ----------------------------------------------------------------------------------- shared memory
@@ -68,12 +62,6 @@ __device__ __forceinline__ void commit_copies() {
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ void store_shared(uint32_t shared, uint4 value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
 }
 
 __device__ __forceinline__ uint32_t load_shared(uint32_t shared) {

@@ -26,11 +26,6 @@ struct AsyncCopies {
   __device__ __forceinline__ void copy(Side side, int i, const void* global, bool inside) const {
     copy_async(stage + vector_offset<Layout>(side, i), global, inside);
   }
-
-  template <typename Layout>
-  __device__ __forceinline__ void store(Side side, int i, uint4 vector) const {
-    store_shared(stage + vector_offset<Layout>(side, i), vector);
-  }
 };
 
 // --------------------------------------------------------------------------------------- fragments
@@ -229,38 +224,6 @@ struct Pipeline {
   __device__ __forceinline__ void load_fragments(int mma_step) {
     ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step],
                                                                           reading, own, mma_step);
-  }
-};
-
-// The same without overlap: slow, but it leaves more registers to `multiply`.
-template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
-struct SerialPipeline {
-  uint32_t stage;
-  OwnOffsets own;
-
-  template <typename Load>
-  __device__ __forceinline__ SerialPipeline(uint32_t stages, int first_column, Load&&)
-      : stage(stages), own(own_offsets<LeftLayout, RightLayout>(first_column)) {}
-
-  template <typename Load, typename Multiply>
-  __device__ __forceinline__ void run(int steps, Load&& load, Multiply&& multiply) {
-#pragma unroll 1
-    for (; steps > 0; --steps) {
-      AsyncCopies copies = {stage};
-      load(copies);
-      commit_copies();
-      wait_copies<0>();
-      __syncthreads();  // every thread's copies have arrived
-#pragma unroll 1
-      for (int mma_step = 0; mma_step < kMmaSteps; ++mma_step) {
-        Fragments fragments;
-        load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments, stage, own,
-                                                                      mma_step);
-        round_factors<Element>(fragments);
-        multiply(fragments);
-      }
-      __syncthreads();  // and are read
-    }
   }
 };
 

@@ -1,9 +1,6 @@
 // The library's C interface, loaded by mixer/ops/cuda.py. Every function returns a cudaError_t as
 // an int; 0 is success.
-#include <cstring>
-
 #include "kernels.h"
-#include "schedule.h"
 
 #define MIXER_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -15,7 +12,7 @@ struct KernelSet {
   cudaError_t (*grad_input)(const TriangularConvParams&);
   int64_t (*grad_weight_workspace)(const TriangularConvParams&);
   cudaError_t (*grad_weight)(const TriangularConvParams&);
-  bool with_bias;  // grad_weight also writes dbias
+  bool with_bias;  // grad_weight of a full weight also writes dbias
   int capability;  // 10 * major + minor of the GPUs it is written for
 };
 
@@ -31,24 +28,47 @@ constexpr KernelSet kHopper = {
     true, 90};
 #endif
 
-// The only place that chooses kernels by architecture, type and shape: returns the fastest set that
-// supports the call, or null.
-const KernelSet* kernels_for(const TriangularConvParams& params) {
-#ifdef MIXER_HOPPER
-  if (hopper::serves(params) && hopper::fits(params)) return &kHopper;
-#endif
-  if (ampere::supports(params)) return &kAmpere;
-  if (volta::supports(params)) return &kVolta;
-  return nullptr;
-}
-
 bool has_no_outputs(const TriangularConvParams& params) {
   return params.batch == 0 || params.tokens == 0 || params.channels == 0 || params.heads == 0;
 }
 
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// Whether all rows of a (batch, tokens, channels) tensor start at multiples of 16 bytes; those of a
+// null pointer with zero strides do. The stride of a dimension of size one is never used, so it may
+// have any value.
+bool is_aligned(const TriangularConvParams& params, const void* pointer, int64_t batch_stride,
+                int64_t token_stride, int64_t size) {
+  return is_aligned(pointer) && (params.batch <= 1 || batch_stride * size % 16 == 0) &&
+         (params.tokens <= 1 || token_stride * size % 16 == 0);
+}
+
+bool is_aligned(const TriangularConvParams& params) {
+  const int64_t size = params.dtype == MIXER_FLOAT32 ? 4 : 2;
+  return params.channels / params.heads * size % 16 == 0 && params.columns * size % 16 == 0 &&
+         is_aligned(params.packed) && is_aligned(params.y) && is_aligned(params.dx) &&
+         is_aligned(params, params.x, params.x_batch_stride, params.x_token_stride, size) &&
+         is_aligned(params, params.residual, params.residual_batch_stride,
+                    params.residual_token_stride, size) &&
+         is_aligned(params, params.dy, params.dy_batch_stride, params.dy_token_stride, size);
+}
+
+// The only place that chooses kernels by architecture, type and shape: returns the fastest set that
+// supports the call, or null. All sets move vectors of 16 bytes.
+const KernelSet* kernels_for(const TriangularConvParams& params) {
+  if (!is_aligned(params)) return nullptr;
+#ifdef MIXER_HOPPER
+  if (params.capability == 90 && params.processors >= 2 && params.dtype != MIXER_FLOAT32 &&
+      !has_no_outputs(params))
+    return &kHopper;
+#endif
+  if (params.capability >= 80) return &kAmpere;
+  if (params.capability >= 70 && params.dtype == MIXER_FLOAT16) return &kVolta;
+  return nullptr;
+}
+
 bool is_valid(const TriangularConvParams& params) {
-  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.taps >= 1 &&
-                     params.heads >= 1 && params.tokens >= 0 && params.tokens <= params.context &&
+  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.heads >= 1 && params.tokens >= 0 && params.tokens <= params.context &&
                      params.columns >= params.tokens;
   return sizes && params.channels % params.heads == 0;
 }
@@ -58,33 +78,6 @@ bool is_valid(const TriangularConvParams& params) {
 // set yet. The caller holds a device guard, so there is nothing to restore.
 cudaError_t enter(const TriangularConvParams& params) {
   return is_valid(params) ? cudaSetDevice(params.device) : cudaErrorInvalidValue;
-}
-
-// Packs [[1, unread], [2, 3]] on the current device and sets `right` if the result is correct.
-cudaError_t try_pack(int device, bool* right) {
-  const float weight[4] = {1.0f, 9.0f, 2.0f, 3.0f};
-  const float expected[16] = {1.0f, 0, 0, 0, 0, 0, 0, 0, 2.0f, 3.0f, 0, 0, 0, 0, 0, 0};
-  float packed[16] = {};
-  char* memory = nullptr;
-  cudaError_t status =
-      cudaMalloc(reinterpret_cast<void**>(&memory), sizeof(weight) + sizeof(packed));
-  if (status != cudaSuccess) return status;
-  TriangularConvParams params = {};
-  params.weight = memory;
-  params.packed = memory + sizeof(weight);
-  params.tokens = params.context = 2;
-  params.heads = params.taps = 1;
-  params.columns = 8;
-  params.dtype = params.weight_dtype = MIXER_FLOAT32;
-  params.device = device;
-  status = cudaMemcpy(memory, weight, sizeof(weight), cudaMemcpyHostToDevice);
-  if (status == cudaSuccess) status = pack(params);
-  if (status == cudaSuccess)
-    status = cudaMemcpy(packed, params.packed, sizeof(packed), cudaMemcpyDeviceToHost);
-  cudaFree(memory);
-  *right = true;
-  for (int i = 0; i < 16; ++i) *right = *right && packed[i] == expected[i];
-  return status;
 }
 
 }  // namespace
@@ -108,15 +101,6 @@ MIXER_EXPORT int mixer_grad_input(const TriangularConvParams* params) {
   return kernels ? kernels->grad_input(*params) : cudaErrorNotSupported;
 }
 
-// Bytes of workspace for mixer_forward and mixer_grad_input.
-MIXER_EXPORT int64_t mixer_product_workspace(const TriangularConvParams* params) {
-#ifdef MIXER_HOPPER
-  if (is_valid(*params) && hopper::serves(*params)) return hopper::product_workspace(*params);
-#endif
-  (void)params;
-  return 0;
-}
-
 // 10 * major + minor of the GPUs that the chosen kernels are written for (70, 80 or 90), or 0 if
 // none serve.
 MIXER_EXPORT int mixer_kernels_capability(const TriangularConvParams* params) {
@@ -136,9 +120,9 @@ MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
   if (status != cudaSuccess) return status;
   const KernelSet* kernels = kernels_for(*params);
   status = kernels ? kernels->grad_weight(*params) : cudaErrorNotSupported;
-  return status == cudaSuccess && params->dbias != nullptr && !kernels->with_bias
-             ? grad_bias(*params)
-             : status;
+  const bool has_bias = kernels != nullptr && kernels->with_bias && params->lag_zero == 0;
+  return status == cudaSuccess && params->dbias != nullptr && !has_bias ? grad_bias(*params)
+                                                                        : status;
 }
 
 // One new token of each sample: writes x into the memory and computes y = bias + residual +
@@ -146,45 +130,12 @@ MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
 MIXER_EXPORT int mixer_mix_row(const TriangularConvParams* params) {
   const cudaError_t status = enter(*params);
   if (status != cudaSuccess || has_no_outputs(*params)) return status;
-  return params->taps == 1 ? mix_row(*params) : cudaErrorInvalidValue;
-}
-
-// Bytes of the schedule for mixer_forward and mixer_grad_input; 0 if they need none.
-MIXER_EXPORT int64_t mixer_schedule_size(const TriangularConvParams* params) {
-#ifdef MIXER_HOPPER
-  if (is_valid(*params) && hopper::serves(*params)) {
-    return schedule::flatten(schedule::assign(*params)).size() * sizeof(int32_t);
-  }
-#endif
-  (void)params;
-  return 0;
-}
-
-// Writes the schedule to `host`; the caller copies it to the device.
-MIXER_EXPORT void mixer_schedule(const TriangularConvParams* params, void* host) {
-  const std::vector<int32_t> flat = schedule::flatten(schedule::assign(*params));
-  std::memcpy(host, flat.data(), flat.size() * sizeof(int32_t));
-}
-
-// Runs one small kernel and waits for it, to check that this build, the driver and the device work
-// together.
-MIXER_EXPORT int mixer_probe(int device) {
-  int previous = 0;
-  cudaError_t status = cudaGetDevice(&previous);
-  if (status == cudaSuccess) status = cudaSetDevice(device);
-  if (status != cudaSuccess) return status;
-  bool right = false;
-  status = try_pack(device, &right);
-  cudaSetDevice(previous);
-  // clears the error, so that the next call does not see it
-  if (status != cudaSuccess) cudaGetLastError();
-  return status == cudaSuccess && !right ? cudaErrorUnknown : status;
+  return mix_row(*params);
 }
 
 MIXER_EXPORT const char* mixer_error_string(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
-MIXER_EXPORT int mixer_abi_version() { return MIXER_ABI_VERSION; }
 MIXER_EXPORT int mixer_params_size() { return static_cast<int>(sizeof(TriangularConvParams)); }
 MIXER_EXPORT int mixer_runtime_version() { return CUDART_VERSION; }
 

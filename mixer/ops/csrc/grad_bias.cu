@@ -1,59 +1,56 @@
 // dbias[h, i] = sum over the batch and the head's channels of dy[b, i, c]; zero for rows beyond
-// `tokens`. One block computes one row and adds in a fixed order, so results are reproducible bit
-// for bit.
+// `tokens`. One warp computes one row and adds in a fixed order, so results are reproducible bit for
+// bit.
 #include "kernels.h"
 #include "numeric.cuh"
 
 namespace {
 
-constexpr int kLanes = 32;    // threads along the channels
-constexpr int kSamples = 8;   // threads along the batch
-constexpr int kThreads = kLanes * kSamples;
-// independent sums per thread: shorter chains, smaller rounding error
-constexpr int kSums = 4;
+constexpr int kWarp = 32;
+constexpr int kRows = 8;  // of a block
 
 template <typename Element, typename Gradient>
-__global__ void __launch_bounds__(kThreads) grad_bias_kernel(const TriangularConvParams params) {
-  __shared__ float sums[kThreads];
-  const int row = blockIdx.x % params.context;
-  const int head = blockIdx.x / params.context;
-  const int width = params.channels / params.heads;  // channels of a head
-  const int lane = threadIdx.x % kLanes;
-
-  float sum[kSums] = {};
+__global__ void __launch_bounds__(kRows * kWarp)
+    grad_bias_kernel(const TriangularConvParams params) {
+  constexpr int kVector = 16 / sizeof(Element);
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kWarp;
+  if (index >= static_cast<int64_t>(params.heads) * params.context) return;
+  const int row = static_cast<int>(index % params.context);
+  const int head = static_cast<int>(index / params.context);
+  const int vectors = params.channels / params.heads / kVector;  // of a head in one sample
+  const Element* const dy = static_cast<const Element*>(params.dy) + row * params.dy_token_stride +
+                            static_cast<int64_t>(head) * vectors * kVector;
+  float sum = 0.0f;
   if (row < params.tokens) {
-    for (int sample = threadIdx.x / kLanes; sample < params.batch; sample += kSamples) {
-      const Element* dy = static_cast<const Element*>(params.dy) + sample * params.dy_batch_stride +
-                          row * params.dy_token_stride + static_cast<int64_t>(head) * width;
-      for (int start = lane; start < width; start += kLanes * kSums) {
+    const int count = params.batch * vectors;
+#pragma unroll 4
+    for (int item = threadIdx.x % kWarp; item < count; item += kWarp) {
+      const Element* from = dy + item / vectors * params.dy_batch_stride + item % vectors * kVector;
+      const uint4 bits = *reinterpret_cast<const uint4*>(from);
+      const Element* values = reinterpret_cast<const Element*>(&bits);
+      float part = 0.0f;
 #pragma unroll
-        for (int part = 0; part < kSums; ++part) {
-          const int channel = start + part * kLanes;
-          if (channel < width) sum[part] += to_float(dy[channel]);
-        }
-      }
+      for (int i = 0; i < kVector; ++i) part += to_float(values[i]);
+      sum += part;
     }
   }
-  sums[threadIdx.x] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-  }
-  if (threadIdx.x == 0)
-    static_cast<Gradient*>(params.dbias)[blockIdx.x] = from_float<Gradient>(sums[0]);
+  for (int apart = kWarp / 2; apart > 0; apart /= 2)
+    sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+  if (threadIdx.x % kWarp == 0)
+    static_cast<Gradient*>(params.dbias)[index] = from_float<Gradient>(sum);
 }
 
 }  // namespace
 
 cudaError_t grad_bias(const TriangularConvParams& params) {
-  const int64_t blocks = static_cast<int64_t>(params.heads) * params.context;
+  const int64_t blocks = ceil_div(static_cast<int64_t>(params.heads) * params.context, kRows);
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   return dispatch_dtype(params.dtype, [&](auto element) {
     return dispatch_dtype(params.gradient_dtype, [&](auto gradient) {
       grad_bias_kernel<decltype(element), decltype(gradient)>
-          <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+          <<<static_cast<unsigned>(blocks), kRows * kWarp, 0, stream>>>(params);
       return cudaGetLastError();
     });
   });

@@ -2,7 +2,7 @@
 // partial tiles in a fixed order (no atomics, so results are reproducible bit for bit), casts, and
 // writes the zeros.
 //
-// Workspace: (splits, heads, taps, lower tiles, kTile, kTile) fp32.
+// Workspace: (splits, heads, lower tiles, kTile, kTile) fp32.
 #pragma once
 
 #include "kernels.h"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_vector(Gradient* row, int column, int cont
 template <int kTile>
 constexpr int kBlockRows = kRows * kFinishThreads * kVector / kTile;
 
-// Blocks, fastest index first: column tiles of dweight, groups of kBlockRows rows, heads * taps.
+// Blocks, fastest index first: column tiles of dweight, groups of kBlockRows rows, heads.
 // With tokens = 0, writes all zeros.
 template <int kTile, typename Gradient>
 __global__ void __launch_bounds__(kFinishThreads)
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int column_tiles = static_cast<int>(ceil_div(params.context, kTile));
   const int row_groups = static_cast<int>(ceil_div(params.context, kBlockRows<kTile>));
   const int row_group = blockIdx.x / column_tiles % row_groups;
-  const int64_t matrix = blockIdx.x / column_tiles / row_groups;  // head * taps + tap
+  const int64_t head = blockIdx.x / column_tiles / row_groups;
   const LowerTile tile = {row_group * kBlockRows<kTile> / kTile,
                           static_cast<int>(blockIdx.x) % column_tiles};
   const int row0 = row_group * kBlockRows<kTile> + threadIdx.x / kAcross;
@@ -55,10 +55,10 @@ __global__ void __launch_bounds__(kFinishThreads)
   float value[kRows][kVector] = {};
   if (tile.column <= tile.row && tile.row * kTile < tokens) {
     const int64_t tiles = lower_tiles(tokens, kTile);
-    const int64_t split_stride = tiles * params.heads * params.taps * kTile * kTile;
+    const int64_t split_stride = tiles * params.heads * kTile * kTile;
     const float* partial =
         static_cast<const float*>(params.workspace) + across +
-        (matrix * tiles + tile.row * (tile.row + 1) / 2 + tile.column) * kTile * kTile;
+        (head * tiles + tile.row * (tile.row + 1) / 2 + tile.column) * kTile * kTile;
     for (int split = 0; split < splits; ++split, partial += split_stride) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -81,15 +81,14 @@ __global__ void __launch_bounds__(kFinishThreads)
       if (column + c > row || row >= tokens) value[i][c] = 0.0f;
     }
     Gradient* const gradient =
-        static_cast<Gradient*>(params.dweight) + (matrix * params.context + row) * params.context;
+        static_cast<Gradient*>(params.dweight) + (head * params.context + row) * params.context;
     store_vector(gradient, column, params.context, value[i]);
   }
 }
 
 template <int kTile>
 cudaError_t finish(const TriangularConvParams& params, int tokens, int splits) {
-  const int64_t blocks = static_cast<int64_t>(params.heads) * params.taps *
-                         ceil_div(params.context, kTile) *
+  const int64_t blocks = static_cast<int64_t>(params.heads) * ceil_div(params.context, kTile) *
                          ceil_div(params.context, kBlockRows<kTile>);
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;

@@ -1,9 +1,9 @@
-// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over j <= i of W[h,0,i,j] * x[b,j,c].
+// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over j <= i of W[h,i,j] * x[b,j,c].
 #include "hopper_product.cuh"
 
 cudaError_t hopper::forward(const TriangularConvParams& params) {
   ProductArguments arguments = {};
-  cudaError_t status = make_arguments(params, params.y, &arguments);
+  cudaError_t status = make_arguments<false>(params, &arguments);
   if (status != cudaSuccess) return status;
   arguments.bias = params.bias;
   arguments.bias_dtype = params.bias_dtype;

@@ -1,11 +1,14 @@
-// dweight[h,k,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + k - middle]
-//   for j <= i < tokens, exact zeros elsewhere, and
+// dweight[h,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact
+//   zeros elsewhere, and
 // dbias[h,i] = sum over batch and channels of dy[b,i,c], on Hopper's tensor cores.
 //
 // A cluster computes a tile of 256 x 256: 256 rows (dy, the left operand, multicast) and 128
 // columns (x) for each of its two blocks. The depth runs over chunks of 64 channels of each sample.
 // Only tiles that touch the lower triangle are computed, and within a tile on the diagonal only the
 // row blocks that touch it.
+//
+// For a weight by lag, lags.cuh says what is computed and how it is shared out. The rest of this
+// comment is about full weights.
 //
 // Tiles are assigned to the clusters in whole waves. All clusters then move along the depth
 // together, so the slices of x and dy that one cluster reads are in the L2 cache for the others.
@@ -20,9 +23,9 @@
 #include <algorithm>
 
 #include "hopper_maps.h"
-#include "hopper_shift.cuh"
 #include "hopper_tile.cuh"
 #include "kernels.h"
+#include "lags.cuh"
 #include "triangle.cuh"
 
 namespace hopper {
@@ -48,55 +51,75 @@ constexpr int kMaxSplits = 128;
 // c, c + clusters, ...
 struct Plan {
   int32_t row_tiles;   // tiles along the tokens
-  int32_t triangle;    // lower tiles of one matrix
-  int32_t matrices;    // heads * taps
-  int32_t taps;
-  int32_t batch;
+  int32_t triangle;    // lower tiles of one head
+  int32_t heads;
   int32_t depth;       // chunks of 64 channels over all samples
-  int32_t chunks;      // of one sample
   int32_t whole, rest, splits;
 
   __host__ __device__ int items() const { return whole + rest * splits; }
 };
 
+// `Plan` is that, or LagPlan.
+template <typename Plan>
 struct WeightArguments {
   CUtensorMap dy, x;
-  CUtensorMap shifted;   // copies of x, as further samples, for all taps but the middle one
   void* dweight;
   void* dbias;
-  float* partials;       // (rest * splits, 2 blocks, kGroups, 512 threads, 4)
-  float* bias_partials;  // (rest * splits, 256 rows)
+  // (rest * splits, 2 blocks, kGroups, 512 threads, 4); by lag (blocks, 4 multipliers, 64, 128)
+  float* partials;
+  float* sums;     // of the bias: (rest * splits, 256 rows); by lag (pieces, kParts, kSums)
   int32_t tokens, context, gradient_dtype;
+  int32_t chunks;  // of one sample
   Plan plan;
 };
 
-// Tile number `index`, counted along the rows of the triangle, matrix by matrix.
+__device__ __forceinline__ int cluster_index() { return blockIdx.x / kClusterSize; }
+__device__ __forceinline__ int cluster_count() { return gridDim.x / kClusterSize; }
+
+// Tile number `index`, counted along the rows of the triangle, head by head.
 struct WeightTile {
-  int matrix, row_tile, column_tile;
-  int head, tap;
+  int head, row_tile, column_tile;
 
   __device__ __forceinline__ WeightTile(const Plan& plan, int index) {
-    matrix = index / plan.triangle;
-    head = matrix / plan.taps;
-    tap = matrix % plan.taps;
+    head = index / plan.triangle;
     const LowerTile lower = locate_lower_tile(index % plan.triangle);
     row_tile = lower.row;
     column_tile = lower.column;
   }
-  // dbias is computed in the first tap's tiles on the diagonal.
-  __device__ __forceinline__ bool brings_bias() const {
-    return tap == 0 && column_tile == row_tile;
-  }
+  // dbias is computed in the tiles on the diagonal.
+  __device__ __forceinline__ bool brings_bias() const { return column_tile == row_tile; }
 };
 
-struct Item {
-  WeightTile tile;
-  int begin, end;  // range of the depth
-  int partial;     // its index in the workspace, or -1: the sums are complete
+// What a cluster computes, one item after the other: for (Items<Plan> item(plan); item.valid();
+// item.next()). An item is the steps [begin, end) of a tile's depth.
+template <typename Plan>
+struct Items;
 
-  __device__ __forceinline__ Item(const Plan& plan, int index)
-      : tile(plan, index < plan.whole ? index : plan.whole + (index - plan.whole) % plan.rest) {
+template <>
+struct Items<Plan> {
+  const Plan& plan;
+  int index;
+  WeightTile tile;
+  int begin, end;
+  int partial;  // its index in the workspace, or -1: the sums are complete
+
+  __device__ __forceinline__ explicit Items(const Plan& plan)
+      : plan(plan), index(cluster_index()), tile(plan, 0) {
+    locate();
+  }
+  __device__ __forceinline__ bool valid() const { return index < plan.items(); }
+  __device__ __forceinline__ void next() {
+    index += cluster_count();
+    locate();
+  }
+  // The tiles whose products are added up: this one alone.
+  __device__ __forceinline__ int along() const { return 1; }
+
+ private:
+  __device__ __forceinline__ void locate() {
+    if (!valid()) return;
     const bool whole = index < plan.whole;
+    tile = WeightTile(plan, whole ? index : plan.whole + (index - plan.whole) % plan.rest);
     const int split = whole ? 0 : (index - plan.whole) / plan.rest;
     const int splits = whole ? 1 : plan.splits;
     begin = static_cast<int>(static_cast<int64_t>(plan.depth) * split / splits);
@@ -105,12 +128,47 @@ struct Item {
   }
 };
 
+// The tile of a piece is that of the diagonal's first rows. Its depth is longer: the next step is
+// the same chunk of the next tile along the diagonal, if there is one.
+template <>
+struct Items<LagPlan> : LagPieces {
+  struct {
+    int head, row_tile, column_tile;
+  } tile;
+
+  __device__ __forceinline__ explicit Items(const LagPlan& plan)
+      : LagPieces(plan, cluster_index()) {
+    tile = {head, diagonal, 0};
+  }
+  __device__ __forceinline__ void next() {
+    LagPieces::next();
+    tile = {head, diagonal, 0};
+  }
+  __device__ __forceinline__ int along() const { return plan.diagonals - diagonal; }
+};
+
+// A step of an item's depth: `down` tiles along the diagonal, a chunk of a sample.
+struct Step {
+  int down, chunk, sample;
+
+  __device__ __forceinline__ Step(int step, int along, int chunks)
+      : down(step % along), chunk(step / along % chunks), sample(step / along / chunks) {}
+  __device__ __forceinline__ void advance(int along, int chunks) {
+    if (++down < along) return;
+    down = 0;
+    if (++chunk < chunks) return;
+    chunk = 0;
+    ++sample;
+  }
+};
+
 // The part of a tile that one block computes.
 struct BlockTile {
   int first_row, first_column;
   int row_blocks;  // row blocks that hold tokens
 
-  __device__ __forceinline__ BlockTile(const WeightTile& tile, int tokens, int rank)
+  template <typename Tile>
+  __device__ __forceinline__ BlockTile(const Tile& tile, int tokens, int rank)
       : first_row(tile.row_tile * kTileRows),
         first_column(tile.column_tile * kTileRows + rank * kColumns) {
     row_blocks = min(kRowBlocks, (tokens - first_row + kBox - 1) / kBox);
@@ -145,10 +203,10 @@ __device__ __forceinline__ void store_sums(Gradient* matrix, int context, int to
   }
 }
 
-__device__ __forceinline__ void store_gradient(const WeightArguments& arguments, int matrix,
-                                               int row, int column, const float (&sum)[4]) {
+__device__ __forceinline__ void store_gradient(const WeightArguments<Plan>& arguments, int head, int row,
+                                               int column, const float (&sum)[4]) {
   const int context = arguments.context, tokens = arguments.tokens;
-  const int64_t offset = static_cast<int64_t>(matrix) * context * context;
+  const int64_t offset = static_cast<int64_t>(head) * context * context;
   if (arguments.gradient_dtype == MIXER_FLOAT32) {
     store_sums(static_cast<float*>(arguments.dweight) + offset, context, tokens, row, column, sum);
   } else if (arguments.gradient_dtype == MIXER_FLOAT16) {
@@ -182,37 +240,30 @@ struct WeightBarriers {
 };
 
 // The loader: one thread.
-__device__ __forceinline__ void load_operands(const WeightArguments& arguments, char* stages,
+template <typename Plan>
+__device__ __forceinline__ void load_operands(const WeightArguments<Plan>& arguments, char* stages,
                                               Ring<kStages, true>& ring) {
-  const Plan& plan = arguments.plan;
   const int rank = cluster_rank();
   RingPosition<kStages> at;
-  for (int index = blockIdx.x / kClusterSize; index < plan.items();
-       index += gridDim.x / kClusterSize) {
-    const Item item(plan, index);
+  for (Items<Plan> item(arguments.plan); item.valid(); item.next()) {
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
-    const bool shifted = item.tile.tap != middle_tap(plan.taps);
-    const CUtensorMap* columns = shifted ? &arguments.shifted : &arguments.x;
-    const int first_sample = shifted ? copy_of_tap(item.tile.tap, plan.taps) * plan.batch : 0;
-    int sample = item.begin / plan.chunks, chunk = item.begin % plan.chunks;
-    for (int depth = item.begin; depth < item.end; ++depth, at.advance()) {
+    Step step(item.begin, item.along(), arguments.chunks);
+    for (int depth = item.end - item.begin; depth > 0; --depth, at.advance()) {
       char* stage = stages + at.slot * kStageBytes;
       uint64_t* full = &ring.full[at.slot];
+      const int channel = step.chunk * kBox, down = step.down * kTileRows;
       barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
       barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
       for (int box = 0; box < column_boxes; ++box) {
-        load_box(stage + (kRowBlocks + box) * kBoxBytes, columns, full, chunk * kBox,
-                 item.tile.head, tile.first_column + box * kBox, first_sample + sample);
+        load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
+                 item.tile.head, tile.first_column + box * kBox + down, step.sample);
       }
       for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
-        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, chunk * kBox,
-                         item.tile.head, tile.first_row + row_block * kBox, sample);
+        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
+                         item.tile.head, tile.first_row + row_block * kBox + down, step.sample);
       }
-      if (++chunk == plan.chunks) {
-        chunk = 0;
-        ++sample;
-      }
+      step.advance(item.along(), arguments.chunks);
     }
   }
 }
@@ -246,66 +297,108 @@ __device__ __forceinline__ void run(float (&sum)[64], float (&bias)[4], uint32_t
   if (kWithBias) pin(bias);
 }
 
+// Writes the sums of a multiplier's part of a tile, or to the workspace if they are partial.
+__device__ __forceinline__ void write(const WeightArguments<Plan>& arguments,
+                                      const Items<Plan>& item, const BlockTile& tile, int rank,
+                                      int multiplier, bool multiplies, const float (&sum)[64]) {
+  const int thread = multiplier * kWarpgroup + threadIdx.x % kWarpgroup;
+  float4* partial =
+      reinterpret_cast<float4*>(arguments.partials) +
+      (static_cast<int64_t>(item.partial) * kClusterSize + rank) * (kPartialFloats / 4) + thread;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    float value[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[i] = multiplies ? sum[group * 4 + i] : 0.0f;
+    if (item.partial < 0) {
+      const Place place(thread, group);
+      store_gradient(arguments, item.tile.head, tile.first_row + place.row,
+                     tile.first_column + place.column, value);
+    } else if (multiplies) {
+      partial[group * kMultiplyingThreads] = make_float4(value[0], value[1], value[2], value[3]);
+    }
+  }
+}
+
+__device__ __forceinline__ void write_bias(const WeightArguments<Plan>& arguments,
+                                           const Items<Plan>& item, const BlockTile& tile,
+                                           int multiplier, const float (&bias)[4]) {
+  if (threadIdx.x % 4 != 0) return;  // all columns of the product with ones are the same
+  const Place place(multiplier * kWarpgroup + threadIdx.x % kWarpgroup, 0);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = place.row + half * 8;
+    if (item.partial >= 0) {
+      arguments.sums[static_cast<int64_t>(item.partial) * kTileRows + row] = bias[half * 2];
+    } else if (tile.first_row + row < arguments.tokens) {
+      const int64_t first =
+          static_cast<int64_t>(item.tile.head) * arguments.context + tile.first_row;
+      store_float(arguments.dbias, arguments.gradient_dtype, first + row, bias[half * 2]);
+    }
+  }
+}
+
+using Parts = LagParts<kTileRows, kBox, kColumns>;
+
+// By lag: writes the sums along the diagonals of a multiplier's part of a piece. The part passes
+// through memory (in fact the L2 cache), where threads find each other's values.
+__device__ __forceinline__ void write_lags(const WeightArguments<LagPlan>& arguments,
+                                           const Items<LagPlan>& item, int rank, int multiplier,
+                                           bool multiplies, const float (&sum)[64]) {
+  const int thread = threadIdx.x % kWarpgroup;
+  float* part = arguments.partials +
+                static_cast<int64_t>(blockIdx.x * kMultipliers + multiplier) * (kBox * kColumns);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    const Place place(thread, group);
+    float* const to = part + place.row * kColumns + place.column;
+    const float* value = sum + group * 4;
+    *reinterpret_cast<float2*>(to) = make_float2(value[0], value[1]);
+    *reinterpret_cast<float2*>(to + 8 * kColumns) = make_float2(value[2], value[3]);
+  }
+  warpgroup_sync(multiplier);
+  float* const sums =
+      arguments.sums +
+      (static_cast<int64_t>(item.number()) * Parts::kParts + multiplier * Parts::kAcross + rank) *
+          Parts::kSums;
+  for (int number = thread; number < Parts::kSums - 1; number += kWarpgroup)
+    sums[number] = multiplies ? Parts::sum(part, number) : 0.0f;
+  warpgroup_sync(multiplier);  // the values have been read before the next piece overwrites them
+}
+
 // A multiplier: one warpgroup.
-template <typename Element>
-__device__ __forceinline__ void multiply(const WeightArguments& arguments, int multiplier,
+template <typename Element, typename Plan>
+__device__ __forceinline__ void multiply(const WeightArguments<Plan>& arguments, int multiplier,
                                          uint32_t stages, uint32_t ones_box,
                                          Ring<kStages, true>& ring) {
-  const Plan& plan = arguments.plan;
+  constexpr bool kByLag = std::is_same<Plan, LagPlan>::value;
   const int rank = cluster_rank();
-  const int thread = multiplier * kWarpgroup + threadIdx.x % kWarpgroup;
   const uint32_t left = operand(stages + multiplier * kBoxBytes);
   const uint32_t right = operand(stages + kRowBlocks * kBoxBytes);
   const uint32_t ones = operand(ones_box);
   RingPosition<kStages> at;
-  for (int index = blockIdx.x / kClusterSize; index < plan.items();
-       index += gridDim.x / kClusterSize) {
-    const Item item(plan, index);
+  for (Items<Plan> item(arguments.plan); item.valid(); item.next()) {
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const bool multiplies = tile.needs(multiplier);
-    const bool with_bias = arguments.dbias != nullptr && rank == 1 && item.tile.brings_bias();
     const int depths = item.end - item.begin;
     float sum[64], bias[4];
-    if (multiplies && with_bias) {
+    bool with_bias = false;
+    if constexpr (!kByLag)
+      with_bias = arguments.dbias != nullptr && rank == 1 && item.tile.brings_bias();
+    if (!kByLag && multiplies && with_bias) {
       run<Element, true, true>(sum, bias, left, right, ones, ring, at, depths);
     } else if (multiplies) {
       run<Element, true, false>(sum, bias, left, right, ones, ring, at, depths);
-    } else if (with_bias) {
+    } else if (!kByLag && with_bias) {
       run<Element, false, true>(sum, bias, left, right, ones, ring, at, depths);
     } else {
       run<Element, false, false>(sum, bias, left, right, ones, ring, at, depths);
     }
-
-    float4* partial =
-        reinterpret_cast<float4*>(arguments.partials) +
-        (static_cast<int64_t>(item.partial) * kClusterSize + rank) * (kPartialFloats / 4) + thread;
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      float value[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) value[i] = multiplies ? sum[group * 4 + i] : 0.0f;
-      if (item.partial < 0) {
-        const Place place(thread, group);
-        store_gradient(arguments, item.tile.matrix, tile.first_row + place.row,
-                       tile.first_column + place.column, value);
-      } else if (multiplies) {
-        partial[group * kMultiplyingThreads] = make_float4(value[0], value[1], value[2], value[3]);
-      }
-    }
-    if (with_bias && thread % 4 == 0) {  // all columns of the product with ones are the same
-      const Place place(thread, 0);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = place.row + half * 8;
-        if (item.partial >= 0) {
-          arguments.bias_partials[static_cast<int64_t>(item.partial) * kTileRows + row] =
-              bias[half * 2];
-        } else if (tile.first_row + row < arguments.tokens) {
-          const int64_t first =
-              static_cast<int64_t>(item.tile.head) * arguments.context + tile.first_row;
-          store_float(arguments.dbias, arguments.gradient_dtype, first + row, bias[half * 2]);
-        }
-      }
+    if constexpr (kByLag) {
+      write_lags(arguments, item, rank, multiplier, multiplies, sum);
+    } else {
+      write(arguments, item, tile, rank, multiplier, multiplies, sum);
+      if (with_bias) write_bias(arguments, item, tile, multiplier, bias);
     }
   }
 }
@@ -313,17 +406,17 @@ __device__ __forceinline__ void multiply(const WeightArguments& arguments, int m
 // Writes the zeros that no tile covers: columns right of the diagonal tile, rows below the tiles.
 // `warp` is one of `warps` in the grid.
 template <typename Gradient>
-__device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
+__device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp, int warps) {
   const int lane = threadIdx.x % 32;
   const int context = arguments.context;
-  const int64_t rows = static_cast<int64_t>(arguments.plan.matrices) * context;
+  const int64_t rows = static_cast<int64_t>(arguments.plan.heads) * context;
   const bool wide = context * sizeof(Gradient) % 16 == 0;
   constexpr int kWide = 16 / sizeof(Gradient);
-  for (int64_t matrix_row = warp; matrix_row < rows; matrix_row += warps) {
-    const int row = static_cast<int>(matrix_row % context);
+  for (int64_t head_row = warp; head_row < rows; head_row += warps) {
+    const int row = static_cast<int>(head_row % context);
     const int first =
         row / kTileRows < arguments.plan.row_tiles ? (row / kTileRows + 1) * kTileRows : 0;
-    Gradient* values = static_cast<Gradient*>(arguments.dweight) + matrix_row * context;
+    Gradient* values = static_cast<Gradient*>(arguments.dweight) + head_row * context;
     if (wide) {
       for (int column = first + lane * kWide; column < context; column += 32 * kWide) {
         *reinterpret_cast<uint4*>(values + column) = make_uint4(0, 0, 0, 0);
@@ -332,16 +425,12 @@ __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, in
       for (int column = first + lane; column < context; column += 32)
         values[column] = from_float<Gradient>(0.0f);
     }
-    const int64_t matrix = matrix_row / context;
-    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens &&
-        matrix % arguments.plan.taps == 0) {
-      store_float(arguments.dbias, arguments.gradient_dtype,
-                  matrix / arguments.plan.taps * context + row, 0.0f);
-    }
+    if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens)
+      store_float(arguments.dbias, arguments.gradient_dtype, head_row, 0.0f);
   }
 }
 
-__device__ __forceinline__ void write_zeros(const WeightArguments& arguments, int warp, int warps) {
+__device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp, int warps) {
   if (arguments.gradient_dtype == MIXER_FLOAT32) {
     write_zeros<float>(arguments, warp, warps);
   } else {
@@ -352,9 +441,9 @@ __device__ __forceinline__ void write_zeros(const WeightArguments& arguments, in
 constexpr int kWeightSharedBytes =
     1024 + kStages * kStageBytes + 1024 + 2 * kStages * static_cast<int>(sizeof(uint64_t));
 
-template <typename Element>
+template <typename Element, typename Plan>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
-    grad_weight_kernel(const __grid_constant__ WeightArguments arguments) {
+    grad_weight_kernel(const __grid_constant__ WeightArguments<Plan> arguments) {
   extern __shared__ char shared[];
   char* stages = shared + (1024 - shared_address(shared) % 1024) % 1024;
   char* ones = stages + kStages * kStageBytes;  // 8 rows of 64 ones
@@ -377,7 +466,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     const int warp = threadIdx.x % kWarpgroup / 32;
     if (warp == 0) {
       if (threadIdx.x % 32 == 0) load_operands(arguments, stages, barriers.ring);
-    } else {
+    } else if constexpr (std::is_same<Plan, hopper::Plan>::value) {
       write_zeros(arguments, blockIdx.x * 3 + warp - 1, gridDim.x * 3);
     }
     __syncwarp();
@@ -391,7 +480,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
 
 // Adds the partial sums of the split tiles. Blocks: (rest * 2 blocks of the cluster, kGroups).
 __global__ void __launch_bounds__(kMultiplyingThreads)
-    finish_kernel(const WeightArguments arguments) {
+    finish_kernel(const WeightArguments<Plan> arguments) {
   const Plan& plan = arguments.plan;
   const int group = blockIdx.x % kGroups;
   const int rank = blockIdx.x / kGroups % kClusterSize;
@@ -414,7 +503,7 @@ __global__ void __launch_bounds__(kMultiplyingThreads)
       sum[3] += value.w;
     }
   }
-  store_gradient(arguments, weight_tile.matrix, tile.first_row + place.row,
+  store_gradient(arguments, weight_tile.head, tile.first_row + place.row,
                  tile.first_column + place.column, sum);
 
   const int row = tile.first_row + threadIdx.x;
@@ -422,8 +511,8 @@ __global__ void __launch_bounds__(kMultiplyingThreads)
   if (arguments.dbias != nullptr && has_bias && threadIdx.x < kTileRows && row < arguments.tokens) {
     float bias = 0.0f;
     for (int split = 0; split < plan.splits; ++split) {
-      bias += arguments.bias_partials[static_cast<int64_t>(split * plan.rest + rest) * kTileRows +
-                                      threadIdx.x];
+      bias += arguments.sums[static_cast<int64_t>(split * plan.rest + rest) * kTileRows +
+                             threadIdx.x];
     }
     store_float(arguments.dbias, arguments.gradient_dtype,
                 static_cast<int64_t>(weight_tile.head) * arguments.context + row, bias);
@@ -450,78 +539,104 @@ int choose_splits(int rest, int depth, int clusters) {
   return best;
 }
 
+int chunks_of_sample(const TriangularConvParams& params) {
+  return static_cast<int>(ceil_div(params.channels / params.heads, kBox));
+}
+
 Plan make_plan(const TriangularConvParams& params) {
   Plan plan = {};
   plan.row_tiles = static_cast<int32_t>(ceil_div(params.tokens, kTileRows));
   plan.triangle = static_cast<int32_t>(lower_tiles(params.tokens, kTileRows));
-  plan.matrices = params.heads * params.taps;
-  plan.taps = params.taps;
-  plan.batch = params.batch;
-  plan.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
-  plan.depth = params.batch * plan.chunks;
-  const int tiles = plan.triangle * plan.matrices;
+  plan.heads = params.heads;
+  plan.depth = params.batch * chunks_of_sample(params);
+  const int tiles = plan.triangle * plan.heads;
   plan.rest = tiles % clusters(params);
   plan.whole = tiles - plan.rest;
   plan.splits = plan.rest > 0 ? choose_splits(plan.rest, plan.depth, clusters(params)) : 1;
   return plan;
 }
 
-int64_t partial_bytes(const Plan& plan) {
-  return plan.splits == 1
-             ? 0
-             : int64_t(plan.rest) * plan.splits * kClusterSize * kPartialFloats * sizeof(float);
+LagPlan make_lag_plan(const TriangularConvParams& params) {
+  return LagPlan(params, clusters(params), kTileRows, params.batch * chunks_of_sample(params));
 }
 
-template <typename Element>
-cudaError_t launch_grad_weight(const TriangularConvParams& params,
-                               const WeightArguments& arguments) {
-  const auto kernel = grad_weight_kernel<Element>;
+// Floats of the workspace: WeightArguments::partials and sums.
+int64_t partial_floats(const Plan& plan) {
+  return plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kClusterSize * kPartialFloats;
+}
+int64_t sum_floats(const Plan& plan) {
+  return plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows;
+}
+int64_t partial_floats(const LagPlan& plan) {
+  return int64_t(plan.workers) * kClusterSize * kPartialFloats;
+}
+int64_t sum_floats(const LagPlan& plan) {
+  return int64_t(plan.pieces()) * Parts::kParts * Parts::kSums;
+}
+
+cudaError_t finish(const TriangularConvParams& params, const WeightArguments<Plan>& arguments) {
+  const Plan& plan = arguments.plan;
+  if (plan.splits == 1) return cudaSuccess;
+  finish_kernel<<<plan.rest * kClusterSize * kGroups, kMultiplyingThreads, 0,
+                  static_cast<cudaStream_t>(params.stream)>>>(arguments);
+  return cudaGetLastError();
+}
+cudaError_t finish(const TriangularConvParams& params, const WeightArguments<LagPlan>& arguments) {
+  return finish_lags<Parts>(params, arguments.plan, arguments.sums);
+}
+
+template <typename Element, typename Plan>
+cudaError_t launch(const TriangularConvParams& params, const WeightArguments<Plan>& arguments) {
+  const auto kernel = grad_weight_kernel<Element, Plan>;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWeightSharedBytes);
   if (status != cudaSuccess) return status;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   kernel<<<clusters(params) * kClusterSize, kThreads, kWeightSharedBytes, stream>>>(arguments);
   status = cudaGetLastError();
-  if (status != cudaSuccess || arguments.plan.splits == 1) return status;
-  finish_kernel<<<arguments.plan.rest * kClusterSize * kGroups, kMultiplyingThreads, 0, stream>>>(
-      arguments);
-  return cudaGetLastError();
+  return status == cudaSuccess ? finish(params, arguments) : status;
 }
 
-}  // namespace
-
-int64_t grad_weight_workspace(const TriangularConvParams& params) {
-  const Plan plan = make_plan(params);
-  return shifted_bytes(params) + partial_bytes(plan) +
-         (plan.splits == 1 ? 0 : int64_t(plan.rest) * plan.splits * kTileRows * sizeof(float));
-}
-
-cudaError_t grad_weight(const TriangularConvParams& params) {
-  WeightArguments arguments = {};
-  arguments.plan = make_plan(params);
-  arguments.dweight = params.dweight;
-  arguments.dbias = params.dbias;
-  char* workspace = static_cast<char*>(params.workspace);
-  arguments.partials = reinterpret_cast<float*>(workspace + shifted_bytes(params));
-  arguments.bias_partials =
-      reinterpret_cast<float*>(workspace + shifted_bytes(params) + partial_bytes(arguments.plan));
-  arguments.tokens = params.tokens;
-  arguments.context = params.context;
-  arguments.gradient_dtype = params.gradient_dtype;
+template <typename Plan>
+cudaError_t compute(const TriangularConvParams& params, const Plan& plan) {
+  float* workspace = static_cast<float*>(params.workspace);
+  WeightArguments<Plan> arguments = {{},
+                                     {},
+                                     params.dweight,
+                                     params.dbias,
+                                     workspace,
+                                     workspace + partial_floats(plan),
+                                     params.tokens,
+                                     params.context,
+                                     params.gradient_dtype,
+                                     chunks_of_sample(params),
+                                     plan};
   cudaError_t status = encode_activations(&arguments.dy, params.dy, params.dy_batch_stride,
                                           params.dy_token_stride, params);
   if (status == cudaSuccess) {
     status = encode_activations(&arguments.x, params.x, params.x_batch_stride,
                                 params.x_token_stride, params);
   }
-  if (status == cudaSuccess && params.taps > 1) {
-    status =
-        shift_taps(params, params.x, params.x_batch_stride, params.x_token_stride, 1, workspace);
-    if (status == cudaSuccess) status = encode_shifted(&arguments.shifted, workspace, params);
-  }
   if (status != cudaSuccess) return status;
-  return params.dtype == MIXER_FLOAT16 ? launch_grad_weight<__half>(params, arguments)
-                                       : launch_grad_weight<__nv_bfloat16>(params, arguments);
+  return params.dtype == MIXER_FLOAT16 ? launch<__half>(params, arguments)
+                                       : launch<__nv_bfloat16>(params, arguments);
+}
+
+template <typename Plan>
+int64_t workspace_bytes(const Plan& plan) {
+  return (partial_floats(plan) + sum_floats(plan)) * sizeof(float);
+}
+
+}  // namespace
+
+int64_t grad_weight_workspace(const TriangularConvParams& params) {
+  return params.lag_zero > 0 ? workspace_bytes(make_lag_plan(params))
+                             : workspace_bytes(make_plan(params));
+}
+
+cudaError_t grad_weight(const TriangularConvParams& params) {
+  return params.lag_zero > 0 ? compute(params, make_lag_plan(params))
+                             : compute(params, make_plan(params));
 }
 
 }  // namespace hopper

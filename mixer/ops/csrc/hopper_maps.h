@@ -66,29 +66,12 @@ inline cudaError_t encode_output(CUtensorMap* map, void* data, const TriangularC
                             params);
 }
 
-// The output of shift_taps().
-inline cudaError_t encode_shifted(CUtensorMap* map, const void* data, TriangularConvParams params) {
-  params.batch *= params.taps - 1;
-  return encode_activations(map, data, int64_t(params.tokens) * params.channels, params.channels,
-                            params);
-}
-
-// The packed weight as {columns, rows, matrices}, one matrix per head and tap.
+// The packed weight, or the strip of one by lag, as {columns, rows, heads}.
 inline cudaError_t encode_weight(CUtensorMap* map, const TriangularConvParams& params) {
-  const cuuint64_t columns = params.columns, rows = params.tokens;
-  const cuuint64_t sizes[3] = {columns, rows, cuuint64_t(params.heads) * params.taps};
+  const cuuint64_t columns = params.columns, rows = params.lag_zero > 0 ? MIXER_STRIP_ROWS : params.tokens;
+  const cuuint64_t sizes[3] = {columns, rows, cuuint64_t(params.heads)};
   const cuuint64_t strides[2] = {2 * columns, 2 * columns * rows};
   return encode_map(map, params.packed, params.dtype, 3, sizes, strides, 1);
-}
-
-// TMA needs 16-byte aligned addresses and strides.
-inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
-inline bool strides_fit(int64_t batch_stride, int64_t token_stride,
-                        const TriangularConvParams& params) {
-  const bool token = params.tokens == 1 || (token_stride > 0 && token_stride % 8 == 0);
-  const bool sample = params.batch == 1 || (batch_stride > 0 && batch_stride % 8 == 0);
-  return token && sample;
 }
 
 }  // namespace hopper

@@ -7,18 +7,18 @@
 // first token.
 //
 // There is one persistent cluster of two thread blocks per two multiprocessors. It loops over its
-// tiles of the schedule: 512 rows by 128 columns, or 256 by 256. Both thread blocks use the same
-// right operand, x or dy: each loads half of it and multicasts that half to both. Eight warpgroups
-// multiply, four per thread block, 64 rows by 128 columns each. The rows are interleaved so that
-// both blocks have equal work along the diagonal: one takes row blocks 0, 3, 4, 7 and the other 1,
-// 2, 5, 6.
+// tiles: 512 rows by 128 columns, or 256 by 256. A *row tile* is up to 8 (or 4) row blocks; all but
+// the last have the same height. A *column tile* is two (or four) chunks; a chunk is 64 channels of
+// one head of one sample. Both thread blocks use the same right operand, x or dy: each loads half of
+// it and multicasts that half to both. Eight warpgroups multiply, four per thread block, 64 rows by
+// 128 columns each. The rows are interleaved so that both blocks have equal work along the diagonal:
+// one takes row blocks 0, 3, 4, 7 and the other 1, 2, 5, 6.
 //
 // In each thread block two threads load while four warpgroups multiply. They synchronize through
 // mbarriers only:
 //   - the loaders fill the stages: one with column boxes of x or dy, the other with the row boxes
 //     of W that do not lie above the diagonal. If the whole triangle of W fits in the cluster's
-//     shared memory (512 tokens), it is loaded once and stays there (*resident*). With several
-//     taps, the steps are repeated for each tap;
+//     shared memory (512 tokens), it is loaded once and stays there (*resident*);
 //   - a multiplier runs wgmma over the stages up to its diagonal. Then it writes its result through
 //     an output box while the other multipliers continue. The next tile has to wait for the last
 //     row block of a thread block, so that one uses the last stage as its output boxes and stores
@@ -26,22 +26,21 @@
 #pragma once
 
 #include "hopper_maps.h"
-#include "hopper_shift.cuh"
 #include "hopper_tile.cuh"
 #include "kernels.h"
-#include "schedule.h"
 
 namespace hopper {
 
 struct ProductArguments {
   CUtensorMap weight, input, residual, output;
-  CUtensorMap shifted;  // copies of the input, as further samples, for all taps but the middle one
   const void* bias;  // or null
-  const int32_t* schedule;
-  int32_t batch, tokens, context, taps;
-  int32_t height;  // row blocks of a tile, at most Shape::kRowBlocks
-  int32_t chunks;  // of 64 channels in one head of one sample
-  int32_t bias_dtype;
+  int32_t bias_dtype, tokens, context;
+  int32_t lag_zero;   // as in params.h
+  int32_t chunks;     // of one head of one sample
+  int32_t row_tiles;
+  int32_t height;     // row blocks of a row tile, at most Shape::kRowBlocks
+  int32_t columns;    // column tiles of a head
+  int32_t heads;
 };
 
 // Where W comes from, and which thread block loads the columns of x or dy.
@@ -112,30 +111,41 @@ struct ProductBarriers {
   }
 };
 
-// The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()) use tiles.entry.
-// The next entry is prefetched.
+// The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()).
+//
+// Tiles are numbered row tile by row tile, the longest first, and dealt out to the clusters in
+// rounds, every second one backwards. All clusters then have about the same work.
 struct Tiles {
-  const int4* entries;
-  int index, end;
-  int4 entry, ahead;
+  const ProductArguments& arguments;
+  int number, round = 0;
 
-  __device__ __forceinline__ explicit Tiles(const int32_t* schedule) {
-    const int workers = gridDim.x / kClusterSize;
-    const int worker = blockIdx.x / kClusterSize;
-    entries = reinterpret_cast<const int4*>(schedule) + (workers + 4) / 4;
-    index = __ldg(schedule + worker);
-    end = __ldg(schedule + worker + 1);
-    if (index < end) entry = __ldg(entries + index);
-    if (index + 1 < end) ahead = __ldg(entries + index + 1);
-  }
-  __device__ __forceinline__ bool valid() const { return index < end; }
-  __device__ __forceinline__ bool head_changes() const {
-    return index + 1 < end && ahead.y != entry.y;
-  }
+  __device__ __forceinline__ explicit Tiles(const ProductArguments& arguments)
+      : arguments(arguments), number(cluster()) {}
+  __device__ __forceinline__ bool valid() const { return number < count(); }
   __device__ __forceinline__ void next() {
-    ++index;
-    entry = ahead;
-    if (index + 1 < end) ahead = __ldg(entries + index + 1);
+    number = next_number();
+    ++round;
+  }
+  __device__ __forceinline__ int row_tile() const {
+    return arguments.row_tiles - 1 - number / all_columns();
+  }
+  // The column tile, counted through all heads.
+  __device__ __forceinline__ int column() const { return number % all_columns(); }
+  // With one row tile: whether the next tile is of another head.
+  __device__ __forceinline__ bool head_changes() const {
+    const int next = next_number();
+    return next < count() && next / arguments.columns != number / arguments.columns;
+  }
+
+ private:
+  __device__ __forceinline__ static int cluster() { return blockIdx.x / kClusterSize; }
+  __device__ __forceinline__ static int clusters() { return gridDim.x / kClusterSize; }
+  __device__ __forceinline__ int all_columns() const { return arguments.columns * arguments.heads; }
+  __device__ __forceinline__ int count() const { return arguments.row_tiles * all_columns(); }
+  // In the next round the places are taken backwards.
+  __device__ __forceinline__ int next_number() const {
+    const int place = number - round * clusters();
+    return (round + 1) * clusters() + clusters() - 1 - place;
   }
 };
 
@@ -160,11 +170,12 @@ struct Tile {
   int first_block;  // number of its first row block
   int row_blocks;   // row blocks that hold tokens: the last tile may have fewer
 
-  __device__ __forceinline__ Tile(const ProductArguments& arguments, const int4& entry) {
+  __device__ __forceinline__ Tile(const ProductArguments& arguments, const Tiles& tiles) {
+    const int column = tiles.column();
     blocks = (arguments.tokens + kBox - 1) / kBox;
-    head = entry.y;
-    chunk = entry.z;
-    first_block = entry.x * arguments.height;
+    head = column / arguments.columns;
+    chunk = column % arguments.columns * Shape::kColumnBoxes;
+    first_block = tiles.row_tile() * arguments.height;
     row_blocks = min(arguments.height, blocks - first_block);
   }
   // Steps of a thread block: all steps of the tile, or, if it works alone, up to its own last one.
@@ -246,73 +257,56 @@ struct Loader {
 
   // Loads the columns of x or dy.
   __device__ __forceinline__ void run_columns() {
-    for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
-      const Tile<Shape> tile(arguments, tiles.entry);
+    for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
+      const Tile<Shape> tile(arguments, tiles);
       const Limits limits(tile, rank);
+      Chunk chunks[Shape::kColumnBoxes];
+#pragma unroll
+      for (int box = 0; box < Shape::kColumnBoxes; ++box)
+        chunks[box] = Chunk(tile.chunk + box, arguments.chunks);
 #pragma unroll 1
-      for (int tap = 0; tap < arguments.taps; ++tap) {
-        const Columns columns(arguments, tile, tap);
-#pragma unroll 1
-        for (int step = 0; step < tile.steps(rank); ++step, advance()) {
-          const int own_readers = limits.count(step);
-          wait_for_stage();
-          if (Shape::kShared) {
-            load_shared_columns(tile, columns, step, tile.readers(step), own_readers);
-            release_idle(tile.row_blocks - tile.readers(step));
-            if (!Shape::kResident) barriers.ring.loaded(at.slot);
-          } else {
-            load_own_columns(tile, columns, step);
-            release_idle(limits.count(0) - own_readers);
-          }
+      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+        const int own_readers = limits.count(step);
+        wait_for_stage();
+        if (Shape::kShared) {
+          load_shared_columns(tile, chunks, step, tile.readers(step), own_readers);
+          release_idle(tile.row_blocks - tile.readers(step));
+          if (!Shape::kResident) barriers.ring.loaded(at.slot);
+        } else {
+          load_own_columns(tile, chunks, step);
+          release_idle(limits.count(0) - own_readers);
         }
       }
     }
   }
 
-  // The column boxes of a tile, in the input or in a shifted copy of it.
-  struct Columns {
-    const CUtensorMap* map;
-    Chunk chunks[Shape::kColumnBoxes];
-
-    __device__ __forceinline__ Columns(const ProductArguments& arguments, const Tile<Shape>& tile,
-                                       int tap) {
-      const bool shifted = tap != middle_tap(arguments.taps);
-      map = shifted ? &arguments.shifted : &arguments.input;
-#pragma unroll
-      for (int box = 0; box < Shape::kColumnBoxes; ++box) {
-        chunks[box] = Chunk(tile.chunk + box, arguments.chunks);
-        if (shifted) chunks[box].sample += copy_of_tap(tap, arguments.taps) * arguments.batch;
-      }
-    }
-  };
+  using Chunks = Chunk[Shape::kColumnBoxes];
 
   __device__ __forceinline__ char* column_box(int index) const {
     return box(Shape::kFirstColumn + at.slot * Shape::kStageBoxes + index);
   }
 
-  __device__ __forceinline__ void load_own_columns(const Tile<Shape>& tile, const Columns& columns,
+  __device__ __forceinline__ void load_own_columns(const Tile<Shape>& tile, const Chunks& chunks,
                                                    int step) {
     barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
 #pragma unroll
     for (int box = 0; box < Shape::kColumnBoxes; ++box) {
-      const Chunk& chunk = columns.chunks[box];
-      load_box(column_box(box), columns.map, full(), chunk.channel, tile.head, tile.token(step),
-               chunk.sample);
+      load_box(column_box(box), &arguments.input, full(), chunks[box].channel, tile.head,
+               tile.token(step), chunks[box].sample);
     }
   }
 
   // A thread block without readers gets nothing: no thread there would check that the data has
   // arrived before the stage is refilled.
-  __device__ __forceinline__ void load_shared_columns(const Tile<Shape>& tile,
-                                                      const Columns& columns, int step, int readers,
-                                                      int own_readers) {
+  __device__ __forceinline__ void load_shared_columns(const Tile<Shape>& tile, const Chunks& chunks,
+                                                      int step, int readers, int own_readers) {
     if (own_readers == 0) return barrier_arrive(full());
-    if (own_readers == readers) return load_own_columns(tile, columns, step);
+    if (own_readers == readers) return load_own_columns(tile, chunks, step);
     barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
 #pragma unroll
     for (int pair = 0; pair < Shape::kColumnBoxes; pair += kClusterSize) {
-      const Chunk &first = columns.chunks[pair], &second = columns.chunks[pair + 1];
-      load_box_for_all(column_box(pair + rank), columns.map, full(),
+      const Chunk &first = chunks[pair], &second = chunks[pair + 1];
+      load_box_for_all(column_box(pair + rank), &arguments.input, full(),
                        rank == 0 ? first.channel : second.channel, tile.head, tile.token(step),
                        rank == 0 ? first.sample : second.sample);
     }
@@ -329,34 +323,34 @@ struct Loader {
 
   // Loads the row boxes of W for a step; `place(box)` is where they go.
   template <typename Place>
-  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int tap,
-                                            int step, uint64_t* barrier, Place place) {
+  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int step,
+                                            uint64_t* barrier, Place place) {
     barrier_arrive_expect(barrier, limits.count(step) * kBoxBytes);
-    const int depth = tile.token(step);
+    const int depth = tile.token(step), lag_zero = arguments.lag_zero;
 #pragma unroll
     for (int box = 0; box < Shape::kRowBoxes; ++box) {
       if (step >= limits.steps[box]) continue;
-      const int row = tile.token(tile.first_block + row_block_of(box, rank));
-      load_weight(place(box), &arguments.weight, barrier, Shape::kTransposed ? row : depth,
-                  Shape::kTransposed ? depth : row, tile.head * arguments.taps + tap);
+      const int result = tile.token(tile.first_block + row_block_of(box, rank));
+      const int row = Shape::kTransposed ? depth : result;
+      const int column = Shape::kTransposed ? result : depth;
+      load_weight(place(box), &arguments.weight, barrier,
+                  lag_zero > 0 ? lag_zero + column - row : column, lag_zero > 0 ? 0 : row,
+                  tile.head);
     }
   }
 
   // Loads W stage by stage.
   __device__ __forceinline__ void run_rows() {
-    for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
-      const Tile<Shape> tile(arguments, tiles.entry);
+    for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
+      const Tile<Shape> tile(arguments, tiles);
       const Limits limits(tile, rank);
 #pragma unroll 1
-      for (int tap = 0; tap < arguments.taps; ++tap) {
-#pragma unroll 1
-        for (int step = 0; step < tile.steps(rank); ++step, advance()) {
-          wait_for_stage();
-          load_rows(tile, limits, tap, step, full(), [&](int row_box) {
-            return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box);
-          });
-          barriers.ring.loaded(at.slot);
-        }
+      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+        wait_for_stage();
+        load_rows(tile, limits, step, full(), [&](int row_box) {
+          return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box);
+        });
+        barriers.ring.loaded(at.slot);
       }
     }
   }
@@ -365,15 +359,15 @@ struct Loader {
   __device__ __forceinline__ void run_resident_rows() {
     bool new_head = true;
     uint32_t parity = 1;
-    for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
+    for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
       if (new_head) {
-        const Tile<Shape> tile(arguments, tiles.entry);
+        const Tile<Shape> tile(arguments, tiles);
         const Limits limits(tile, rank);
         barrier_wait(&barriers.weight_empty, parity);
         parity ^= 1;
         // step 0 also signals a new head
         for (int step = 0; step < max(1, limits.longest()); ++step) {
-          load_rows(tile, limits, 0, step, &barriers.weight_full[step],
+          load_rows(tile, limits, step, &barriers.weight_full[step],
                     [&](int row_box) { return box(resident_box(row_box, rank) + step); });
         }
       }
@@ -479,37 +473,33 @@ struct Multiplier {
     return Shape::kTakesTurns && index % 2 == 0;
   }
 
-  // Multiplies `steps` steps for each tap, then moves on to the next tile's first stage. It waits
-  // for each product so that the stage is released at once; the other multipliers keep the tensor
-  // cores busy meanwhile. Returns the slot of the last stage that was multiplied. A multiplier that
-  // writes in place has not released that stage.
+  // Multiplies `steps` steps, then moves on to the next tile's first stage. It waits for each
+  // product so that the stage is released at once; the other multipliers keep the tensor cores busy
+  // meanwhile. Returns the slot of the last stage that was multiplied. A multiplier that writes in
+  // place has not released that stage.
   __device__ __forceinline__ int run(float (&sum)[64], int steps, int left_out) {
     int slot = 0;
 #pragma unroll 1
-    for (int tap = 0; tap < taps(); ++tap) {
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
-        barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
-        const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
-        const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
-        wgmma_fence();
-        multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(
-            sum, left + row_box, right + stage, tap + step > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
-        slot = at.slot;
-        if (!in_place || tap + 1 < taps() || step + 1 < steps) barriers.ring.release(slot);
-        at.advance();
-        at_full.advance();
-      }
-      at.advance(left_out);
-      at_full.advance(left_out);
+    for (int step = 0; step < steps; ++step) {
+      if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
+      barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+      const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
+      const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
+      wgmma_fence();
+      multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box,
+                                                                    right + stage, step > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      slot = at.slot;
+      if (!in_place || step + 1 < steps) barriers.ring.release(slot);
+      at.advance();
+      at_full.advance();
     }
+    at.advance(left_out);
+    at_full.advance(left_out);
     pin(sum);
     return slot;
   }
-  __device__ __forceinline__ int taps() const { return Shape::kResident ? 1 : arguments.taps; }
 
   // Skips all stages of a tile in which this row block is beyond the last token. It must wait for W
   // although it reads none: otherwise it could get two heads ahead and release a W that others
@@ -518,7 +508,7 @@ struct Multiplier {
     if (Shape::kResident) barrier_wait(&barriers.weight_full[0], weight_parity);
     __syncwarp();
 #pragma unroll 1
-    for (int stage = 0; stage < steps * taps(); ++stage) {
+    for (int stage = 0; stage < steps; ++stage) {
       barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
       __syncwarp();
       barriers.ring.release(at.slot);
@@ -623,8 +613,8 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void run_all() {
-    for (Tiles tiles(arguments.schedule); tiles.valid(); tiles.next()) {
-      const Tile<Shape> tile(arguments, tiles.entry);
+    for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
+      const Tile<Shape> tile(arguments, tiles);
       const int steps = tile.steps_of(row_block);
       if (steps > 0) {
         BiasPair bias;
@@ -688,25 +678,28 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
   cluster_sync();  // the other block may still write into our shared memory
 }
 
+// The shape of the tiles. A height is even because two thread blocks share a tile; all row tiles
+// but the last have the same, in the smallest number of tiles.
+template <typename Shape>
+void set_tiles(const TriangularConvParams& params, ProductArguments& arguments) {
+  const int64_t blocks = ceil_div(params.tokens, kBox);
+  const int64_t least_tiles = ceil_div(blocks, Shape::kRowBlocks);
+  arguments.height = static_cast<int32_t>(2 * ceil_div(blocks, 2 * least_tiles));
+  arguments.row_tiles = static_cast<int32_t>(ceil_div(blocks, arguments.height));
+  arguments.heads = params.heads;
+  arguments.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
+  arguments.columns = static_cast<int32_t>(
+      ceil_div(int64_t(params.batch) * arguments.chunks, Shape::kColumnBoxes));
+}
+
 template <typename Shape>
 cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments& arguments) {
-  const void* input = Shape::kTransposed ? params.dy : params.x;
-  const int64_t batch_stride = Shape::kTransposed ? params.dy_batch_stride : params.x_batch_stride;
-  const int64_t token_stride = Shape::kTransposed ? params.dy_token_stride : params.x_token_stride;
-  cudaError_t status =
-      encode_activations(&arguments.input, input, batch_stride, token_stride, params);
-  if (status == cudaSuccess && !Shape::kResident && params.taps > 1) {
-    status = shift_taps(params, input, batch_stride, token_stride, Shape::kTransposed ? -1 : 1,
-                        params.workspace);
-    if (status == cudaSuccess)
-      status = encode_shifted(&arguments.shifted, params.workspace, params);
-  }
-  if (status != cudaSuccess) return status;
-
+  set_tiles<Shape>(params, arguments);
   constexpr int kBytes =
       kAlignment + Shape::kBoxes * kBoxBytes + static_cast<int>(sizeof(ProductBarriers<Shape>));
   const auto kernel = product_kernel<Shape>;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   const int blocks = params.processors / kClusterSize * kClusterSize;
   kernel<<<blocks, kThreads, kBytes, static_cast<cudaStream_t>(params.stream)>>>(arguments);
@@ -715,12 +708,12 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
 
 template <typename Element, bool kTransposed, bool kWithResidual>
 cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& arguments) {
-  if (params.tokens <= 4 * kBox && params.taps == 1) {
+  if (params.tokens <= 4 * kBox) {
     return launch_instance<
         ProductShape<Element, 4, 5, Plan::kResident, kTransposed, kWithResidual>>(params,
                                                                                   arguments);
   }
-  if (params.tokens <= 8 * kBox && params.taps == 1) {
+  if (params.tokens <= 8 * kBox) {
     // the residual waits in the output boxes, so they cannot be shared
     constexpr int kStages = kWithResidual ? 3 : 4;
     using Shape =
@@ -739,17 +732,19 @@ cudaError_t launch_type(const TriangularConvParams& params, ProductArguments& ar
 }
 
 // The maps and values that all instances need.
-inline cudaError_t make_arguments(const TriangularConvParams& params, void* output,
-                                  ProductArguments* arguments) {
-  arguments->schedule = static_cast<const int32_t*>(params.schedule);
-  arguments->batch = params.batch;
-  arguments->taps = params.taps;
+template <bool kTransposed>
+cudaError_t make_arguments(const TriangularConvParams& params, ProductArguments* arguments) {
   arguments->tokens = params.tokens;
   arguments->context = params.context;
-  arguments->height = schedule::choose_height(params);
-  arguments->chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
-  const cudaError_t status = encode_weight(&arguments->weight, params);
-  return status == cudaSuccess ? encode_output(&arguments->output, output, params) : status;
+  arguments->lag_zero = params.lag_zero;
+  cudaError_t status = encode_weight(&arguments->weight, params);
+  if (status != cudaSuccess) return status;
+  status = kTransposed ? encode_activations(&arguments->input, params.dy, params.dy_batch_stride,
+                                            params.dy_token_stride, params)
+                       : encode_activations(&arguments->input, params.x, params.x_batch_stride,
+                                            params.x_token_stride, params);
+  if (status != cudaSuccess) return status;
+  return encode_output(&arguments->output, kTransposed ? params.dx : params.y, params);
 }
 
 }  // namespace hopper

@@ -9,33 +9,26 @@
 // Any architecture.
 cudaError_t pack(const TriangularConvParams& params);
 cudaError_t grad_bias(const TriangularConvParams& params);
-cudaError_t mix_row(const TriangularConvParams& params);  // one tap
+cudaError_t mix_row(const TriangularConvParams& params);
 
-namespace volta {  // sm_70 and newer: mma.m8n8k4; fp16; rows on 16 bytes
-bool supports(const TriangularConvParams& params);
+namespace volta {  // sm_70 and newer: mma.m8n8k4; fp16
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 int64_t grad_weight_workspace(const TriangularConvParams& params);
 cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace volta
 
-// sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32; rows on 16 bytes
-namespace ampere {
-bool supports(const TriangularConvParams& params);
+namespace ampere {  // sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 int64_t grad_weight_workspace(const TriangularConvParams& params);
 cudaError_t grad_weight(const TriangularConvParams& params);  // dweight alone
 }  // namespace ampere
 
-namespace hopper {  // sm_90a (MIXER_HOPPER): TMA and wgmma, 16-bit types, rows on 16 bytes
-// whether device, types and sizes are supported; forward and grad-input then need a schedule
-bool serves(const TriangularConvParams& params);
-bool fits(const TriangularConvParams& params);    // the same for addresses and strides
-// bytes of workspace for forward and grad-input
-int64_t product_workspace(const TriangularConvParams& params);
+namespace hopper {  // sm_90a (MIXER_HOPPER): TMA and wgmma; 16-bit types; at least one value of x
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 int64_t grad_weight_workspace(const TriangularConvParams& params);
-cudaError_t grad_weight(const TriangularConvParams& params);  // dweight and dbias
+// dweight and, of a full weight, dbias
+cudaError_t grad_weight(const TriangularConvParams& params);
 }  // namespace hopper

@@ -3,20 +3,26 @@
 //
 // Shapes:
 //   x, y, residual, dy, dx   (batch, tokens, channels), channels contiguous
-//   weight, dweight          (heads, taps, context, context): row = output token, column = input
+//   weight, dweight          (heads, context, context): row = output token, column = input token
 //   bias, dbias              (heads, context)
-//   packed                   (heads, taps, tokens, columns), in x's type: the lower triangle of the
+//   packed                   (heads, tokens, columns), in x's type: the lower triangle of the
 //                            top-left corner of each weight matrix, exact zeros elsewhere; columns
 //                            = tokens rounded up to a multiple of 8
+//
+// A weight by lag has W[h,i,j] = lags[h, i - j]. Then `weight` and `dweight` point to lags and their
+// gradient (heads, context), and `packed` is a *strip* (heads, 128, columns) with strip[h, r, u] =
+// lags[h, r + lag_zero - u], zero for lags below 0 and beyond the tokens; lag_zero = tokens rounded
+// up to a multiple of 128, and columns = lag_zero + 128. All tiles of W on one diagonal are equal:
+// the tile that begins at (i, j) begins in the strip at (0, lag_zero + j - i).
+//
 // For mix_row, `tokens` is the length of the memory, and x, residual and y hold one token.
 //
-// Pointers that an operation does not use are null. Whoever changes this struct must change
-// MIXER_ABI_VERSION.
+// Pointers that an operation does not use are null.
 #pragma once
 
 #include <stdint.h>
 
-#define MIXER_ABI_VERSION 5
+#define MIXER_STRIP_ROWS 128
 
 enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
@@ -31,23 +37,21 @@ typedef struct TriangularConvParams {
   void* dx;              // dtype, contiguous
   void* dweight;         // gradient_dtype, contiguous
   void* dbias;           // gradient_dtype, contiguous, or null
-  // mixer_product_workspace() or mixer_grad_weight_workspace() bytes, 16-byte aligned; null if that
-  // is 0
-  void* workspace;
-  const void* schedule;  // mixer_schedule() on the device, or null where mixer_schedule_size() is 0
+  void* workspace;       // mixer_grad_weight_workspace() bytes, 16-byte aligned; null if that is 0
   // memory of mix_row: dtype, (batch, heads, tokens, channels of a head), the last two dimensions
   // dense
   void* memory;
   const void* positions;  // int64, the position of each sample's new token in the memory
   void* stream;          // a cudaStream_t
 
-  int64_t x_batch_stride, x_token_stride;  // in elements, like all strides; 0 is a broadcast
+  int64_t x_batch_stride, x_token_stride;  // in elements, like all strides
   int64_t residual_batch_stride, residual_token_stride;
   int64_t dy_batch_stride, dy_token_stride;
   int64_t memory_batch_stride, memory_head_stride;
   int64_t positions_stride;
 
-  int32_t batch, tokens, channels, context, heads, taps, columns;
+  int32_t batch, tokens, channels, context, heads, columns;
+  int32_t lag_zero;      // the strip's column of lag 0 in row 0; 0 for a full weight
   int32_t dtype, weight_dtype, bias_dtype, gradient_dtype;
   int32_t device;        // index of the CUDA device
   int32_t capability;    // 10 * major + minor of that device

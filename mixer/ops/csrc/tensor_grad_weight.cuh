@@ -1,10 +1,11 @@
 // What grad-weight shares on the tensor cores of sm_70 and sm_80. Two kernels: the first computes
 // the lower 128 x 128 tiles, with the sum over (batch, channels) cut into `splits` ranges whose
 // partial tiles go to the workspace in fp32; the second (grad_weight_finish.cuh) adds them in a
-// fixed order.
+// fixed order. For a weight by lag see lags.cuh.
 #pragma once
 
 #include "grad_weight_finish.cuh"
+#include "lags.cuh"
 #include "tensor_tile.cuh"
 
 namespace tensor {
@@ -28,7 +29,7 @@ inline int choose_splits(const TriangularConvParams& params) {
   // writing and reading a tile's 64 KB at full bandwidth
   constexpr double kPartialTileCost = 0.1;
   constexpr double kRangeCost = 0.3;        // waiting for one more value in each thread's sum
-  const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads * params.taps;
+  const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads;
   const int64_t places =
       static_cast<int64_t>(params.processors > 0 ? params.processors : 1) * kBlocksResident;
   const int64_t slices = slice_count(params);
@@ -46,28 +47,45 @@ inline int choose_splits(const TriangularConvParams& params) {
   return best;
 }
 
+// What a block computes at a time: the sum over tiles on a diagonal, from the one at (row0, column0)
+// on, and over some steps. A step is one slice of one tile; all `along` tiles come before the next
+// slice.
+struct Task {
+  int head, row0, column0, along;
+  int first, steps;
+  float* tile;  // the result, kTile x kTile
+
+  __device__ __forceinline__ bool on_diagonal() const { return row0 == column0; }
+};
+
 // Loads the slices of dy and of x, one pair per call.
-template <typename Element, bool kOneTap>
+template <typename Element>
 struct GradWeightLoader {
   static constexpr int kVector = Sizes<Element>::kVector;
   using Layout = KMajor<Element>;
 
   const TriangularConvParams& params;
-  const int width, shift;
+  const int width;
   const Element *left, *right;  // this thread's vectors in the next slices of dy and x
   int left_rows, right_rows;    // rows of the tensors from there on; 0 after the batch
   int samples_left, channel;    // samples from this thread's on; its channel in the head
+  const int along;
+  int down;                     // tiles down the diagonal from the first one
 
-  __device__ __forceinline__ GradWeightLoader(const TriangularConvParams& params, int head,
-                                              int row0, int column0, int shift, int64_t first_slice)
-      : params(params), width(params.channels / params.heads), shift(shift) {
-    const int64_t start =
-        first_slice * Sizes<Element>::kSliceDepth + vector_across<Layout>() * kVector;
+  __device__ __forceinline__ GradWeightLoader(const TriangularConvParams& params,
+                                              const Task& task)
+      : params(params),
+        width(params.channels / params.heads),
+        along(task.along),
+        down(task.first % along) {
+    const int64_t start = static_cast<int64_t>(task.first / along) * Sizes<Element>::kSliceDepth +
+                          vector_across<Layout>() * kVector;
     const int64_t sample = start / width;
     channel = static_cast<int>(start - sample * width);
     samples_left = params.batch - static_cast<int>(sample);
-    const int row = row0 + vector_down<Layout>(0), column = column0 + vector_down<Layout>(0);
-    const int64_t place = static_cast<int64_t>(head) * width + channel;
+    const int first = down * kTile + vector_down<Layout>(0);
+    const int row = task.row0 + first, column = task.column0 + first;
+    const int64_t place = static_cast<int64_t>(task.head) * width + channel;
     left = static_cast<const Element*>(params.dy) + sample * params.dy_batch_stride +
            row * params.dy_token_stride + place;
     right = static_cast<const Element*>(params.x) + sample * params.x_batch_stride +
@@ -78,8 +96,11 @@ struct GradWeightLoader {
 
   template <typename Copies>
   __device__ __forceinline__ void operator()(Copies& copies) {
-    load_rows(copies, kLeft, left, params.dy_token_stride, left_rows, 0);
-    load_rows(copies, kRight, right, params.x_token_stride, right_rows, shift);
+    load_rows(copies, kLeft, left, params.dy_token_stride, left_rows);
+    load_rows(copies, kRight, right, params.x_token_stride, right_rows);
+    if (++down < along) return move(1);
+    move(1 - down);
+    down = 0;
     constexpr int kDepth = Sizes<Element>::kSliceDepth;
     left += kDepth;
     right += kDepth;
@@ -90,50 +111,28 @@ struct GradWeightLoader {
     }
   }
 
-  // slice(row, k) = the row's values from channel k + shift on; zero beyond the tokens, outside the
-  // head and after the batch.
+  // Moves by tiles down the diagonal.
+  __device__ __forceinline__ void move(int tiles) {
+    if (tiles == 0) return;
+    left += tiles * kTile * params.dy_token_stride;
+    right += tiles * kTile * params.x_token_stride;
+    if (samples_left <= 0) return;
+    left_rows -= tiles * kTile;
+    right_rows -= tiles * kTile;
+  }
+
+  // slice(row, k) = the row's value in channel k; zero beyond the tokens and after the batch.
   template <typename Copies>
   __device__ __forceinline__ void load_rows(Copies& copies, Side side, const Element* vector,
-                                            int64_t token_stride, int rows, int shift) const {
+                                            int64_t token_stride, int rows) const {
     // slice rows between a thread's vectors
     constexpr int kDown = kThreads / Layout::kVectorsAcross;
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
-      const bool inside = i * kDown < rows;
-      if (kOneTap || shift == 0) {
-        copies.template copy<Layout>(side, i, vector, inside);
-      } else {
-        const Element* const head = vector - channel;
-        copies.template store<Layout>(
-            side, i, inside ? load_shifted(head, channel, shift, width) : make_uint4(0, 0, 0, 0));
-      }
+      copies.template copy<Layout>(side, i, vector, i * kDown < rows);
       vector += kDown * token_stride;
     }
   }
-};
-
-// What a block of the first kernel computes. Blocks, fastest index first: lower tiles, taps, heads,
-// splits. Blocks that run at the same time thus read the same range.
-struct PartialTile {
-  LowerTile lower;
-  int tap, head;
-  int64_t first, last;  // slices
-
-  __device__ __forceinline__ PartialTile(const TriangularConvParams& params, int splits) {
-    const int tiles = static_cast<int>(lower_tiles(params.tokens, kTile));
-    int block = blockIdx.x;
-    lower = locate_lower_tile(block % tiles);
-    block /= tiles;
-    tap = block % params.taps;
-    block /= params.taps;
-    head = block % params.heads;
-    const int split = block / params.heads;
-    const int64_t count = slice_count(params);
-    first = count * split / splits;
-    last = count * (split + 1) / splits;
-  }
-
-  __device__ __forceinline__ bool on_diagonal() const { return lower.row == lower.column; }
 };
 
 // Columns are assigned to the warps like rows, alternating every 16. On the diagonal, the groups
@@ -159,25 +158,76 @@ __device__ __forceinline__ void multiply_lower_groups(bool on_diagonal, Multiply
   }
 }
 
-// The start of this block's tile in the workspace.
-__device__ __forceinline__ float* partial_tile(const TriangularConvParams& params) {
-  return static_cast<float*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * kTileSize;
+inline int64_t partial_blocks(const TriangularConvParams& params, int splits) {
+  return lower_tiles(params.tokens, kTile) * params.heads * splits;
 }
 
-inline int64_t partial_blocks(const TriangularConvParams& params, int splits) {
-  return lower_tiles(params.tokens, kTile) * params.heads * params.taps * splits;
+using Parts = LagParts<kTile, kTile, kTile>;
+
+inline LagPlan make_lag_plan(const TriangularConvParams& params) {
+  return LagPlan(params, max(1, params.processors) * kBlocksResident, kTile,
+                 slice_count(params));
+}
+
+// Floats of the workspace: the tiles, then the sums along the diagonals of pieces.
+__host__ __device__ inline int64_t tile_floats(const LagPlan& plan) {
+  return static_cast<int64_t>(plan.workers) * kTileSize;
 }
 
 inline int64_t workspace_bytes(const TriangularConvParams& params) {
+  if (params.lag_zero > 0) {
+    const LagPlan plan = make_lag_plan(params);
+    return (tile_floats(plan) + int64_t(plan.pieces()) * Parts::kSums) * sizeof(float);
+  }
   if (grad_weight_finish::is_empty(params)) return 0;
-  return partial_blocks(params, choose_splits(params)) * kTileSize *
-         static_cast<int64_t>(sizeof(float));
+  return partial_blocks(params, choose_splits(params)) * kTileSize * sizeof(float);
 }
 
-// Launches both kernels; launch(blocks, splits) launches the first.
+// Calls compute(task) for what this block computes. Of a full weight that is one range of a tile's
+// slices. Blocks, fastest index first: lower tiles, heads, splits. Blocks that run at the same time
+// thus read the same range.
+template <typename Compute>
+__device__ __forceinline__ void for_each_task(const TriangularConvParams& params, int splits,
+                                               Compute&& compute) {
+  const int tiles = static_cast<int>(lower_tiles(params.tokens, kTile));
+  const LowerTile lower = locate_lower_tile(blockIdx.x % tiles);
+  const int head = blockIdx.x / tiles % params.heads, split = blockIdx.x / tiles / params.heads;
+  const int64_t slices = slice_count(params);
+  const int first = static_cast<int>(slices * split / splits);
+  const int last = static_cast<int>(slices * (split + 1) / splits);
+  float* const tile =
+      static_cast<float*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * kTileSize;
+  compute(Task{head, lower.row * kTile, lower.column * kTile, 1, first, last - first, tile});
+}
+
+// By lag: the pieces of a worker. Sums their tiles along the diagonals.
+template <typename Compute>
+__device__ __forceinline__ void for_each_task(const TriangularConvParams& params,
+                                               const LagPlan& plan, Compute&& compute) {
+  float* const workspace = static_cast<float*>(params.workspace);
+  float* const tile = workspace + static_cast<int64_t>(blockIdx.x) * kTileSize;
+  for (LagPieces piece(plan, blockIdx.x); piece.valid(); piece.next()) {
+    compute(Task{piece.head, piece.diagonal * kTile, 0, plan.diagonals - piece.diagonal,
+                 piece.begin, piece.end - piece.begin, tile});
+    __syncthreads();  // the tile is complete
+    float* const sums =
+        workspace + tile_floats(plan) + static_cast<int64_t>(piece.number()) * Parts::kSums;
+    for (int number = threadIdx.x; number < Parts::kSums - 1; number += kThreads)
+      sums[number] = Parts::sum(tile, number);
+    __syncthreads();  // and has been read
+  }
+}
+
+// Launches both kernels; launch(blocks, splits or plan) launches the first.
 template <typename Launch>
 cudaError_t launch_grad_weight(const TriangularConvParams& params, Launch&& launch) {
   using grad_weight_finish::finish;
+  if (params.lag_zero > 0) {
+    const LagPlan plan = make_lag_plan(params);
+    const cudaError_t status = launch(static_cast<unsigned>(plan.workers), plan);
+    const float* sums = static_cast<const float*>(params.workspace) + tile_floats(plan);
+    return status == cudaSuccess ? finish_lags<Parts>(params, plan, sums) : status;
+  }
   if (grad_weight_finish::is_empty(params)) return finish<kTile>(params, 0, 0);
   const int splits = choose_splits(params);
   const int64_t blocks = partial_blocks(params, splits);

@@ -31,10 +31,9 @@ __host__ __device__ inline int row_tiles(const TriangularConvParams& params) {
 // in the L2 cache from its first row tile to its last.
 constexpr int kBlocksPerGroup = 512;
 
-// The tile of a block. If each column has only `rows` blocks, it is the first of the row tiles that
-// the block computes.
 template <bool kTransposed>
-__host__ __device__ inline Tile locate(const TriangularConvParams& params, int block, int rows) {
+__device__ inline Tile locate(const TriangularConvParams& params, int block) {
+  const int rows = row_tiles(params);
   const int per_head = static_cast<int>(column_tiles(params));
   const int columns = per_head * params.heads;
   const int widest = rows < kBlocksPerGroup ? kBlocksPerGroup / rows : 1;
@@ -44,14 +43,14 @@ __host__ __device__ inline Tile locate(const TriangularConvParams& params, int b
   const int inside = block - group * widest * rows;
   const int row_tile = inside / wide;
   const int column = group * widest + inside % wide;
-  return {column / per_head, (kTransposed ? row_tile : row_tiles(params) - 1 - row_tile) * kTile,
+  return {column / per_head, (kTransposed ? row_tile : rows - 1 - row_tile) * kTile,
           static_cast<int64_t>(column % per_head) * kTile};
 }
 
 // ----------------------------------------------------------------------------------------- loading
 
-// Loads the slices of W and of x (or dy), one pair per call: tap by tap, tokens ascending.
-template <typename Element, bool kTransposed, bool kOneTap>
+// Loads the slices of W and of x (or dy), one pair per call, tokens ascending.
+template <typename Element, bool kTransposed>
 struct ProductLoader {
   static constexpr int kVector = Sizes<Element>::kVector;
   static constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
@@ -59,11 +58,10 @@ struct ProductLoader {
   using InputLayout = MnMajor<Element>;
 
   const TriangularConvParams& params;
-  const Element* weight;  // of this head and tap
+  const Element* weight;  // of this head, or its strip
   const Element* input;   // of this thread's sample and this head
   int channel, width;     // this thread's first channel in the head, or `width` if it has none
-  // first row of the result's tile; tap and first token of the next slices
-  int row0, tap, depth;
+  int row0, depth;        // first row of the result's tile, first token of the next slices
 
   __device__ __forceinline__ ProductLoader(const TriangularConvParams& params, const Tile& tile)
       : params(params), width(params.channels / params.heads) {
@@ -73,15 +71,10 @@ struct ProductLoader {
     input = static_cast<const Element*>(kTransposed ? params.dy : params.x) +
             static_cast<int64_t>(tile.head) * width +
             sample * (kTransposed ? params.dy_batch_stride : params.x_batch_stride);
-    weight = static_cast<const Element*>(params.packed) + tile.head * params.taps * tap_size();
-    start(tile.row0);
-  }
-
-  // Moves to the first slices of a row tile. A previous row tile must be finished.
-  __device__ __forceinline__ void start(int new_row0) {
-    row0 = new_row0;
+    const int64_t rows = params.lag_zero > 0 ? MIXER_STRIP_ROWS : params.tokens;
+    weight = static_cast<const Element*>(params.packed) + tile.head * rows * params.columns;
+    row0 = tile.row0;
     depth = first();
-    tap = 0;
   }
 
   // Rows [row0, row0 + 128) of the result are the sum over tokens [first, last).
@@ -90,57 +83,45 @@ struct ProductLoader {
     return kTransposed ? params.tokens : min(row0 + kTile, params.tokens);
   }
 
-  __device__ __forceinline__ bool done() const {
-    return kOneTap ? depth >= last() : tap == params.taps;
-  }
-
-  __device__ __forceinline__ int64_t tap_size() const {
-    return static_cast<int64_t>(params.tokens) * params.columns;
-  }
+  __device__ __forceinline__ bool done() const { return depth >= last(); }
 
   template <typename Copies>
   __device__ __forceinline__ void operator()(Copies& copies) {
-    const int shift = tap_shift(tap, params.taps);
     load_weight(copies);
-    load_input(copies, kTransposed ? -shift : shift);
+    load_input(copies);
     depth += kSliceDepth;
-    if (kOneTap || depth < last()) return;
-    depth = first();
-    weight += tap_size();
-    if (++tap == params.taps) weight -= params.taps * tap_size();
   }
 
   // slice(row, k) = W[row, k], or W[k, row] when transposed. In memory, rows of W follow one
   // another in both cases.
   template <typename Copies>
   __device__ __forceinline__ void load_weight(Copies& copies) const {
+    const int first_row = kTransposed ? depth : row0;
     const int column = (kTransposed ? row0 : depth) + vector_across<WeightLayout>() * kVector;
+    // In a strip the tile begins in row 0.
+    const Element* const origin =
+        params.lag_zero > 0
+            ? weight + params.lag_zero - first_row
+            : weight + static_cast<int64_t>(first_row) * params.columns;
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
       const int down = vector_down<WeightLayout>(i);
-      const int row = (kTransposed ? depth : row0) + down;
-      const Element* vector = weight + static_cast<int64_t>(row) * params.columns + column;
-      copies.template copy<WeightLayout>(kLeft, i, vector,
-                                         row < params.tokens && column < params.columns);
+      const Element* vector = origin + static_cast<int64_t>(down) * params.columns + column;
+      copies.template copy<WeightLayout>(
+          kLeft, i, vector, first_row + down < params.tokens && column < params.columns);
     }
   }
 
-  // slice(column, k) = input[k, column + shift]; zero beyond `tokens` and outside the head.
+  // slice(column, k) = input[k, column]; zero beyond `tokens` and the last sample.
   template <typename Copies>
-  __device__ __forceinline__ void load_input(Copies& copies, int shift) const {
+  __device__ __forceinline__ void load_input(Copies& copies) const {
     const int64_t token_stride = kTransposed ? params.dy_token_stride : params.x_token_stride;
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
       const int token = depth + vector_down<InputLayout>(i);
-      const bool inside = token < params.tokens && channel < width;
-      const Element* row = input + token * token_stride;
-      if (kOneTap || shift == 0) {
-        copies.template copy<InputLayout>(kRight, i, row + channel, inside);
-      } else {
-        const uint4 vector =
-            inside ? load_shifted(row, channel, shift, width) : make_uint4(0, 0, 0, 0);
-        copies.template store<InputLayout>(kRight, i, vector);
-      }
+      const Element* vector = input + token * token_stride + channel;
+      copies.template copy<InputLayout>(kRight, i, vector,
+                                        token < params.tokens && channel < width);
     }
   }
 };

@@ -6,11 +6,9 @@
 // columns.)
 //
 // The two sets of kernels differ in how they bring 16-byte vectors from global to shared memory. A
-// loader hands each vector to its `copies`, which have
-//   copy<Layout>(side, i, global, inside)   the vector at `global`; zeros if not `inside`, and then
-//                                           `global` is not read
-//   store<Layout>(side, i, vector)          a vector made in registers
-// for the i-th vector of this thread in the slice of the left or the right factor.
+// loader hands each vector to its `copies`, which have copy<Layout>(side, i, global, inside) for the
+// i-th vector of this thread in the slice of the left or the right factor: the vector at `global`,
+// or zeros if not `inside`; then `global` is not read.
 #pragma once
 
 #include <type_traits>
@@ -115,48 +113,6 @@ __device__ __forceinline__ int vector_down(int i) {
 template <typename Layout>
 __device__ __forceinline__ int vector_offset(Side side, int i) {
   return side * kSliceBytes + Layout::offset(vector_down<Layout>(i), vector_across<Layout>());
-}
-
-// -------------------------------------------------------------------------------------------- taps
-
-// Calls `function` with whether there is one tap, as a compile-time constant. With one tap all
-// vectors are copied as they are, and the kernel needs no branch per vector.
-template <typename Function>
-cudaError_t dispatch_taps(const TriangularConvParams& params, Function&& function) {
-  return params.taps == 1 ? function(std::bool_constant<true>())
-                          : function(std::bool_constant<false>());
-}
-
-// --------------------------------------------------------------------------------- shifted vectors
-
-// The 16 bytes that start `bytes` (even, below 16) bytes into (low, high).
-__device__ __forceinline__ uint4 extract(uint4 low, uint4 high, int bytes) {
-  uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-  for (int i = 0; i < 6; ++i) word[i] = bytes & 8 ? word[i + 2] : word[i];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) word[i] = bytes & 4 ? word[i + 1] : word[i];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    word[i] = bytes & 2 ? __funnelshift_r(word[i], word[i + 1], 16) : word[i];
-  return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-// The vector at channel + shift, zero outside the head. Copies must start at multiples of 16 bytes,
-// so it reads the two aligned vectors that contain it and cuts it out. `width` is a multiple of the
-// vector size: each aligned vector lies entirely inside or outside the head.
-template <typename Element>
-__device__ __forceinline__ uint4 load_shifted(const Element* head, int channel, int shift,
-                                              int width) {
-  constexpr int kVector = Sizes<Element>::kVector;
-  const int low_channel = channel + (shift & -kVector);  // rounds down, negative shifts too
-  const int high_channel = low_channel + kVector;
-  uint4 low = make_uint4(0, 0, 0, 0), high = low;
-  if (low_channel >= 0 && low_channel < width)
-    low = *reinterpret_cast<const uint4*>(head + low_channel);
-  if (high_channel >= 0 && high_channel < width)
-    high = *reinterpret_cast<const uint4*>(head + high_channel);
-  return extract(low, high, (shift & (kVector - 1)) * static_cast<int>(sizeof(Element)));
 }
 
 }  // namespace tensor

@@ -1,11 +1,7 @@
-// The geometry that all kernels share: taps, and the tiles of a lower triangle.
+// The tiles of a lower triangle.
 #pragma once
 
 #include "numeric.cuh"
-
-// The channel offset of a tap. Pads (taps - 1) / 2 zeros on the left, like
-// nn.Conv1d(padding="same").
-__device__ __forceinline__ int tap_shift(int tap, int taps) { return tap - (taps - 1) / 2; }
 
 __host__ __device__ __forceinline__ int64_t lower_tiles(int tokens, int tile) {
   const int64_t tiles = ceil_div(tokens, tile);

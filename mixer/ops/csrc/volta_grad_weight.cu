@@ -1,43 +1,43 @@
-// dweight[h,t,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c + shift]
-//   for j <= i < tokens, exact zeros elsewhere.
+// dweight[h,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact
+// zeros elsewhere.
 #include "tensor_grad_weight.cuh"
 #include "volta_tile.cuh"
 
 namespace volta {
 namespace {
 
-template <bool kOneTap>
+template <typename Plan>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
-    partial_kernel(const TriangularConvParams params, int splits) {
+    partial_kernel(const TriangularConvParams params, const Plan plan) {
   using Layout = KMajor<Element>;
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
-  const PartialTile tile(params, splits);
-  GradWeightLoader<Element, kOneTap> loader(params, tile.head, tile.lower.row * kTile,
-                                            tile.lower.column * kTile,
-                                            tap_shift(tile.tap, params.taps), tile.first);
-  Accumulator sum;
-  const auto multiply = [&](int, const Fragments& fragments) {
-    multiply_lower_groups(tile.on_diagonal(), [&](int row_group, int column_group) {
-      multiply_groups<Layout, Layout>(sum, fragments, row_group, column_group);
-    });
-  };
-  run_pipeline<Layout, Layout, kGroupColumnStep>(memory, static_cast<int>(tile.last - tile.first),
-                                                 first_group_column(), loader, multiply);
+  for_each_task(params, plan, [&](const Task& task) {
+    GradWeightLoader<Element> loader(params, task);
+    Accumulator sum;
+    const auto multiply = [&](int, const Fragments& fragments) {
+      multiply_lower_groups(task.on_diagonal(), [&](int row_group, int column_group) {
+        multiply_groups<Layout, Layout>(sum, fragments, row_group, column_group);
+      });
+    };
+    run_pipeline<Layout, Layout, kGroupColumnStep>(memory, task.steps, first_group_column(),
+                                                   loader, multiply);
 
-  float* partial = partial_tile(params);
 #pragma unroll
-  for (int group = 0; group < kWarpGroups; ++group) {
+    for (int group = 0; group < kWarpGroups; ++group) {
 #pragma unroll
-    for (int column_group = 0; column_group < kWarpGroups; ++column_group) {
+      for (int column_group = 0; column_group < kWarpGroups; ++column_group) {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const float(&value)[8] = sum.value[group][column_group];
-        const int column = first_group_column() + column_group * kGroupColumnStep + value_column(i);
-        *reinterpret_cast<float2*>(&partial[(group_row(group) + value_row(i)) * kTile + column]) =
-            make_float2(value[i], value[i + 1]);
+        for (int i = 0; i < 8; i += 2) {
+          const float(&value)[8] = sum.value[group][column_group];
+          const int row = group_row(group) + value_row(i);
+          const int column =
+              first_group_column() + column_group * kGroupColumnStep + value_column(i);
+          *reinterpret_cast<float2*>(task.tile + row * kTile + column) =
+              make_float2(value[i], value[i + 1]);
+        }
       }
     }
-  }
+  });
 }
 
 }  // namespace
@@ -47,12 +47,9 @@ int64_t grad_weight_workspace(const TriangularConvParams& params) {
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
-  return launch_grad_weight(params, [&](unsigned blocks, int splits) {
-    return dispatch_taps(params, [&](auto one_tap) {
-      partial_kernel<decltype(one_tap)::value>
-          <<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, splits);
-      return cudaGetLastError();
-    });
+  return launch_grad_weight(params, [&](unsigned blocks, auto plan) {
+    partial_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params, plan);
+    return cudaGetLastError();
   });
 }
 

@@ -31,11 +31,6 @@ struct HeldCopies {
     vectors[side][i] = inside ? *static_cast<const uint4*>(global) : make_uint4(0, 0, 0, 0);
   }
 
-  template <typename Layout>
-  __device__ __forceinline__ void store(Side side, int i, uint4 vector) {
-    vectors[side][i] = vector;
-  }
-
   template <typename LeftLayout, typename RightLayout>
   __device__ __forceinline__ void write(unsigned char* stage) const {
 #pragma unroll

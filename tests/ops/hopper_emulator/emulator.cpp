@@ -19,8 +19,6 @@ namespace emulator {
 
 int current_thread, current_block, grid_blocks;
 std::mt19937_64 random_bits(1);
-std::string context;
-Counters counters;
 
 namespace {
 
@@ -70,9 +68,8 @@ struct Fiber {
   int block = 0, thread = 0;
   // What it waits for.
   Wait wait = Wait::kNothing;
-  const char* waits_at = "";
   const Barrier* barrier = nullptr;
-  uint32_t barrier_address = 0, parity = 0;
+  uint32_t parity = 0;
   const uint64_t* generation = nullptr;
   uint64_t old_generation = 0;
   int allowed = 0;  // groups of stores, or of products, that may still be running
@@ -112,8 +109,7 @@ struct Warp {
   int products_done = 0;
   std::vector<int> group_ends;  // committed groups, each the number of products up to its end
   uint64_t last_product_due = 0;
-  // Used by the scheduler.
-  uint64_t starves_until = 0, priority = 0;
+  uint64_t starves_until = 0;  // used by the scheduler
 };
 
 struct Map {
@@ -134,7 +130,6 @@ struct Event {
   uint32_t box, barrier;    // load, store; load, arrival
   const Map* map;
   int coordinate[4];
-  int first_row, end_row;   // of the box
   Fiber* fiber;             // store, arrival: who is told
   int group;                // store
   int warp;                 // product
@@ -159,9 +154,7 @@ std::vector<Event> events;  // a heap, the next in front
 uint64_t turn;
 int loads_in_flight;
 
-// How the scheduler treats this cluster.
-enum Treatment { kUniform, kStarving, kPriorities, kSlow };
-int treatment;
+// How long things take for this cluster, at most.
 int load_delay, store_delay, product_delay, arrival_delay;
 
 int warps_of_block() { return block_threads / 32; }
@@ -171,59 +164,15 @@ Warp& own_warp() { return warps[warp_of(*current)]; }
 
 // ----------------------------------------------------------------------------------------- failing
 
-std::string describe(const Fiber& fiber) {
-  if (fiber.wait == Wait::kNothing) return "running";
-  if (fiber.wait != Wait::kBarrier) return fiber.waits_at;
-  char text[200];
-  const Barrier& barrier = *fiber.barrier;
-  snprintf(text, sizeof text, "mbarrier @%d parity %u (phase %ld pending %d of %d bytes %ld)",
-           int(fiber.barrier_address & kAddressMask) - shared_begin, fiber.parity,
-           long(barrier.phase), barrier.pending, barrier.expected, long(barrier.bytes));
-  return text;
-}
-
-// Prints where each warp waits (lanes that wait alike once) and the state of all barriers, by their
-// place in shared memory.
-void report() {
-  if (fiber_count == 0) return;
-  int lines = 0;
-  for (size_t warp = 0; warp < warps.size(); ++warp) {
-    std::string last;
-    for (int lane = 0; lane < 32; ++lane) {
-      const Fiber& fiber = fibers[warp * 32 + lane];
-      if (fiber.is_done) continue;
-      const std::string text = describe(fiber);
-      if (text != last && lines++ < 100) {
-        printf("  block %d warp %d lane %d: %s\n", fiber.block, fiber.thread / 32, lane,
-               text.c_str());
-      }
-      last = text;
-    }
-  }
-  printf("  loads in flight %d, events %zu, turn %ld, treatment %d, delays %d %d %d %d\n",
-         loads_in_flight, events.size(), long(turn), treatment, load_delay, store_delay,
-         product_delay, arrival_delay);
-  for (int block = 0; block < kBlocks; ++block) {
-    for (size_t place = 0; place < blocks[block].barriers.size(); ++place) {
-      const Barrier& barrier = blocks[block].barriers[place];
-      if (!barrier.is_initialised) continue;
-      printf("  [block %d @%d: phase %ld pending %d/%d bytes %ld]\n", block,
-             int(place * 8) - shared_begin, long(barrier.phase), barrier.pending, barrier.expected,
-             long(barrier.bytes));
-    }
-  }
-}
-
 }  // namespace
 
 void fail(const char* format, ...) {
-  printf("EMULATOR FAIL [%s] block %d thread %d: ", context.c_str(), current ? current->block : -1,
+  printf("EMULATOR FAIL block %d thread %d: ", current ? current->block : -1,
          current ? current->thread : -1);
   va_list values;
   va_start(values, format);
   vprintf(format, values);
   printf("\n");
-  report();
   fflush(stdout);
   _exit(1);
 }
@@ -284,9 +233,8 @@ bool is_ready(const Fiber& fiber) {
   return false;
 }
 
-void wait_for(Wait what, const char* where) {
+void wait_for(Wait what) {
   current->wait = what;
-  current->waits_at = where;
   if (!is_ready(*current)) {
     to_scheduler();
   } else {
@@ -295,10 +243,10 @@ void wait_for(Wait what, const char* where) {
   current->wait = Wait::kNothing;
 }
 
-void wait_for_generation(const Meeting& meeting, const char* where) {
+void wait_for_generation(const Meeting& meeting) {
   current->generation = &meeting.generation;
   current->old_generation = meeting.generation;
-  wait_for(Wait::kMeeting, where);
+  wait_for(Wait::kMeeting);
 }
 
 // ------------------------------------------------------------------------------------- collectives
@@ -313,7 +261,7 @@ void collective(Collective which, Argument& argument, Action action) {
   if (warp.collective != which)
     fail("the lanes of a warp diverge: collective %d against %d", warp.collective, which);
   warp.argument[current->thread % 32] = &argument;
-  if (++warp.meeting.arrived < 32) return wait_for_generation(warp.meeting, "warp collective");
+  if (++warp.meeting.arrived < 32) return wait_for_generation(warp.meeting);
   const Argument* arguments[32];
   for (int lane = 0; lane < 32; ++lane)
     arguments[lane] = static_cast<const Argument*>(warp.argument[lane]);
@@ -328,8 +276,8 @@ void collective(Collective which, Action action) {
   collective(which, nothing, [&](const int**) { action(); });
 }
 
-void meet(Meeting& meeting, int threads, const char* where) {
-  if (++meeting.arrived < threads) return wait_for_generation(meeting, where);
+void meet(Meeting& meeting, int threads) {
+  if (++meeting.arrived < threads) return wait_for_generation(meeting);
   meeting.arrived = 0;
   ++meeting.generation;
   maybe_yield(2);
@@ -341,16 +289,16 @@ uint32_t cluster_rank() { return current->block; }
 void warp_sync() {
   collective(kWarpSync, [] {});
 }
-void block_sync() { meet(own_block().sync, block_threads, "__syncthreads"); }
+void block_sync() { meet(own_block().sync, block_threads); }
 
 void named_barrier(int id, int threads) {
   if (id < 1 || id > 15) fail("named barrier %d", id);
-  meet(own_block().named[id], threads, "named barrier");
+  meet(own_block().named[id], threads);
 }
 
 void cluster_sync() {
-  wait_for(Wait::kRemote, "remote arrivals, at cluster_sync");  // it releases what came before
-  meet(cluster_meeting, block_threads * kBlocks, "cluster_sync");
+  wait_for(Wait::kRemote);  // it releases what came before
+  meet(cluster_meeting, block_threads * kBlocks);
 }
 
 // ------------------------------------------------------------------------- shared memory, barriers
@@ -392,7 +340,6 @@ Barrier& barrier_at(int block, uint32_t offset) {
 void end_phase_if_complete(Barrier& barrier) {
   if (barrier.pending > 0 || barrier.bytes != 0) return;
   ++barrier.phase;
-  ++counters.phases;
   barrier.pending = barrier.expected;
 }
 
@@ -429,7 +376,7 @@ void push(Event event) {
 // An arrival at the thread's own block releases what this thread did before, including its arrivals
 // at the other block.
 void wait_for_remote_arrivals() {
-  if (current->remote_arrivals > 0) wait_for(Wait::kRemote, "remote arrivals");
+  if (current->remote_arrivals > 0) wait_for(Wait::kRemote);
 }
 
 }  // namespace
@@ -479,8 +426,7 @@ void barrier_wait(uint32_t barrier, uint32_t parity) {
   if (parity > 1) fail("parity %u", parity);
   current->barrier = &barrier_at(current->block, own_barrier(barrier));
   current->parity = parity;
-  current->barrier_address = barrier;
-  wait_for(Wait::kBarrier, "mbarrier");
+  wait_for(Wait::kBarrier);
 }
 
 // --------------------------------------------------------------------------------------------- TMA
@@ -540,7 +486,7 @@ void each_row(const Event& event, Action action) {
     if (map.box[i] == kBoxRows) row_dimension = i;
   }
   EMULATOR_CHECK(row_dimension > 0);
-  for (int row = event.first_row; row < event.end_row; ++row) {
+  for (int row = 0; row < kBoxRows; ++row) {
     bool is_inside = true;
     int64_t offset = int64_t(event.coordinate[0]) * 2;
     for (int i = 1; i < map.rank; ++i) {
@@ -589,17 +535,11 @@ void load_box(uint32_t box, const CUtensorMap* map, uint32_t barrier, bool for_a
     // from now on the hardware may write at any time
     memset(blocks[block].memory + offset, 0xff, kBoxBytes);
     check_fenced(blocks[block], offset, "TMA load over");
-    const int cut = random_below(4) ? kBoxRows / 2 : 8 * random_below(9);  // it comes in two parts
-    for (int part = 0; part < 2; ++part) {
-      Event event = box_event(EventType::kLoad, block, offset, source, c0, c1, c2, c3);
-      event.due = turn + random_delay(load_delay);
-      event.barrier = barrier_offset;
-      event.first_row = part == 0 ? 0 : cut;
-      event.end_row = part == 0 ? cut : kBoxRows;
-      if (event.first_row == event.end_row) continue;
-      ++loads_in_flight;
-      push(event);
-    }
+    Event event = box_event(EventType::kLoad, block, offset, source, c0, c1, c2, c3);
+    event.due = turn + random_delay(load_delay);
+    event.barrier = barrier_offset;
+    ++loads_in_flight;
+    push(event);
   }
   maybe_yield(2);
 }
@@ -610,7 +550,6 @@ void store_box(const CUtensorMap* map, uint32_t box, int c0, int c1, int c2, int
   check_fenced(own_block(), offset, "TMA store of");
   Event event = box_event(EventType::kStore, current->block, offset, target, c0, c1, c2, c3);
   event.due = turn + random_delay(store_delay);
-  event.end_row = kBoxRows;
   event.fiber = current;
   event.group = current->groups_gone + int(current->store_groups.size());
   ++current->uncommitted_stores;
@@ -625,7 +564,7 @@ void commit_stores() {
 
 void wait_stores_read(int pending) {
   current->allowed = pending;
-  wait_for(Wait::kStores, "stores");
+  wait_for(Wait::kStores);
   while (!current->store_groups.empty() && current->store_groups.front() == 0) {
     current->store_groups.pop_front();
     ++current->groups_gone;
@@ -740,7 +679,6 @@ void multiply(const float (&left)[16][16], const float (&right)[16][128], float 
 
 void execute(int warp, const Product& product) {
   static float left[16][16], right[16][128], sum[16][128];
-  ++counters.products;
   const int block = warp / warps_of_block();
   const int sums = product.columns / 2;  // of a lane
   fetch(block, product.left, product.left_transposed, 16 * (warp % 4), 16, product.is_half,
@@ -821,7 +759,7 @@ void wgmma_commit() {
 void wgmma_wait(int pending) {
   collective(kWaitProducts, [] {});
   current->allowed = pending;
-  wait_for(Wait::kProducts, "wgmma_wait");
+  wait_for(Wait::kProducts);
   current->is_fenced = false;
 }
 
@@ -839,7 +777,7 @@ void finish_load(const Event& event) {
       memcpy(chunk_at(memory, event.box, row, chunk), bytes + chunk * kChunk, kChunk);
   });
   --loads_in_flight;
-  announce(event.block, event.barrier, -int64_t(event.end_row - event.first_row) * kRowBytes);
+  announce(event.block, event.barrier, -kBoxBytes);
   end_phase_if_complete(barrier_at(event.block, event.barrier));
 }
 
@@ -865,7 +803,6 @@ void finish_product(const Event& event) {
 }
 
 void fire(const Event& event) {
-  ++counters.events;
   switch (event.type) {
     case EventType::kLoad: return finish_load(event);
     case EventType::kStore: return finish_store(event);
@@ -939,33 +876,27 @@ void prepare_cluster() {
   for (Block& block : blocks) prepare_block(block);
   for (int i = 0; i < fiber_count; ++i) prepare_fiber(fibers[i], i, stacks + kStackBytes * (i + 1));
   warps.assign(fiber_count / 32, Warp());
-  for (Warp& warp : warps) warp.priority = random_bits();
 }
 
 // Decides which warp runs next. It is unfair on purpose.
 struct Scheduler {
   const int warp_count = int(warps.size());
-  int slow_warp;
-  uint64_t slow_warpgroup;   // with kSlow these run only when nothing else can
   int favourite = 0;         // the warp that ran last, and for how many turns more it goes first
   uint64_t favoured = 0;
   bool is_anybody_starving;  // found by choose()
 
   Scheduler() {
     const int scales[] = {0, 4, 40, 400, 4000};
-    treatment = random_below(4);
     load_delay = scales[random_below(5)];
     store_delay = scales[random_below(5)];
     product_delay = scales[random_below(4)];
     arrival_delay = scales[random_below(4)];
-    slow_warp = random_below(warp_count);
-    slow_warpgroup = random_below(3) ? ~0ull : random_below(10);
   }
 
   // Now and then some warps get no turn for a while: one warp, its warpgroup, its block, the
   // block's loaders, or one loader.
   void starve_some() {
-    if (treatment == kUniform || random_below(150) != 0) return;
+    if (random_below(150) != 0) return;
     const uint64_t turns = random_below(random_below(4) ? 300 : 5000);
     const int whom = random_below(5), chosen = random_below(warp_count);
     const int in_block = warps_of_block(), loaders = in_block - 4;
@@ -981,12 +912,6 @@ struct Scheduler {
     }
   }
 
-  void shuffle_priorities() {
-    if (treatment != kPriorities || random_below(100) != 0) return;
-    const uint64_t priority = random_bits();
-    warps[random_below(warp_count)].priority = priority;
-  }
-
   bool can_run(int warp) const {
     for (int lane = 0; lane < 32; ++lane) {
       if (is_ready(fibers[warp * 32 + lane])) return true;
@@ -995,9 +920,7 @@ struct Scheduler {
   }
 
   bool is_starving(int warp) const {
-    const bool is_slow =
-        treatment == kSlow && (warp == slow_warp || uint64_t(warp) / 4 == slow_warpgroup);
-    return is_slow || warps[warp].starves_until > turn;
+    return warps[warp].starves_until > turn;
   }
 
   // The first warp from `first` on that can run, or -1. With `even_starving`, starved warps count
@@ -1007,7 +930,6 @@ struct Scheduler {
       --favoured;
       if (warps[favourite].starves_until <= turn && can_run(favourite)) return favourite;
     }
-    int best = -1;
     for (int i = 0; i < warp_count; ++i) {
       const int warp = (first + i) % warp_count;
       if (warps[warp].live_lanes == 0) continue;
@@ -1015,13 +937,9 @@ struct Scheduler {
         is_anybody_starving = true;
         continue;
       }
-      if (treatment == kPriorities && best >= 0 && warps[best].priority >= warps[warp].priority)
-        continue;
-      if (!can_run(warp)) continue;
-      best = warp;
-      if (treatment != kPriorities) break;
+      if (can_run(warp)) return warp;
     }
-    return best;
+    return -1;
   }
 
   // The warp of this turn, or -1: then time advances to the next event.
@@ -1067,11 +985,9 @@ struct Scheduler {
   void run(int cluster) {
     for (int live = fiber_count; live > 0;) {
       ++turn;
-      ++counters.turns;
       if (turn > 400000000) fail("too many turns");
       fire_due_events();
       starve_some();
-      shuffle_priorities();
       const int first = random_below(warp_count);
       const bool leaves_out_lanes = random_below(8) == 0;
       const int warp = next(first);

@@ -9,13 +9,13 @@
 // What is emulated
 //   - A cluster of two thread blocks, one after the other through the grid. Each CUDA thread is a
 //     fiber with a stack of its own, and the scheduler decides at random who goes on. It also
-//     starves warps, warpgroups, loaders and blocks for a long time, or runs one of them only when
-//     nothing else can run: a kernel has to be right for all of these orders.
+//     starves warps, warpgroups, loaders and blocks for a long time: a kernel has to be right for
+//     all of these orders.
 //   - mbarriers, exactly: arrivals, announced bytes, phases, waiting by parity (which cannot tell a
 //     phase from the second next). An arrival that no phase expects is an error; so is a barrier
 //     not initialised, overwritten or unbalanced at the end.
 //   - TMA. A load announces nothing and does not wait: the box turns into NaN at once and the
-//     values come later, in two parts, at random times, each telling its barrier. A store reads its
+//     values come later, at a random time, which tells its barrier. A store reads its
 //     box at a random later time; so does an arrival at the other block arrive later. Tensors end
 //     where their maps say: reads beyond are zero, writes beyond are left out.
 //   - wgmma: reads its operands, through descriptors and swizzle, and writes its sums at a random
@@ -24,8 +24,7 @@
 //   - fence.proxy.async: TMA over or from ordinary writes to shared memory that no fence has
 //     followed is an error.
 //   - Collectives: lanes of a warp that meet at different ones are an error. A state in which
-//     nobody can go on is a deadlock: fail() then prints where each warp waits and the state of all
-//     barriers.
+//     nobody can go on is a deadlock.
 //
 // What is not emulated
 //   - Memory ordering: every access is seen at once by everybody. Registers, setmaxnreg, occupancy,
@@ -38,8 +37,6 @@
 
 #include <cuda.h>
 
-#include <string>
-
 #include "../emulated_cuda.h"
 
 #undef __cluster_dims__
@@ -49,7 +46,7 @@
 
 namespace emulator {
 
-// Prints the message, the case and where all threads wait, then ends the process with status 1.
+// Prints the message, then ends the process with status 1.
 [[noreturn]] void fail(const char* format, ...);
 #define EMULATOR_CHECK(condition)                                                                  \
   do {                                                                                             \
@@ -58,14 +55,7 @@ namespace emulator {
 
 constexpr int kMostSharedBytes = 232448;  // that a thread block of Hopper can have
 
-extern std::string context;   // the case that is running, for fail()
 extern std::mt19937_64 random_bits;
-
-// The number of events so far.
-struct Counters {
-  int64_t turns, events, products, phases;
-};
-extern Counters counters;
 
 // Runs all blocks of a kernel. A kernel without shared memory has no clusters; its threads run one
 // after the other.

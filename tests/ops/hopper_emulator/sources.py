@@ -12,21 +12,17 @@ FILES = [
     "params.h",
     "numeric.cuh",
     "triangle.cuh",
+    "lags.cuh",
     "kernels.h",
-    "schedule.h",
-    "schedule.cu",
     "hopper_maps.h",
     "hopper_ptx.cuh",
-    "hopper_shift.cuh",
-    "hopper_shift.cu",
     "hopper_tile.cuh",
     "hopper_product.cuh",
-    "hopper.cu",
     "hopper_forward.cu",
     "hopper_grad_input.cu",
     "hopper_grad_weight.cu",
 ]
-# the product's, grad_weight's, that of the sum over its splits and that of the shifted copies
+# the product's, grad_weight's, and those of the sums over its splits and over pieces of diagonals
 LAUNCHES = 4
 
 BOX = "emulator::load_box(shared_address(box), map, shared_address(barrier)"
@@ -103,8 +99,8 @@ def replace_launches(text: str) -> tuple[str, int]:
     """kernel<<<blocks, threads, bytes, stream>>>(arguments); calls the emulator. Also says how many
     there were.
     """
-    launch = r"(\w+)<<<\s*([^;]*?), (\w+), (\w+), ([^;]*?)>>>\(\s*(\w+)\);"
-    return re.subn(launch, r"emulator::launch(\2, \3, \4, [&] { \1(\6); });", text)
+    launch = r"(\w+(?:<[^;{}]*?>)?)\s*<<<([^;]*?), (\w+), (\w+),\s*[^;]*?>>>\(\s*([^;]*?)\);"
+    return re.subn(launch, r"emulator::launch(\2, \3, \4, [&] { \1(\5); });", text)
 
 
 def replace_ptx(text: str) -> str:

@@ -110,8 +110,4 @@ void mma(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t r
 #undef __CUDA_ARCH__
 
 namespace kernels = ampere;
-using Element = ELEMENT;
-constexpr int kDtype = sizeof(Element) == 4 ? MIXER_FLOAT32 : MIXER_BFLOAT16, kCapability = 80;
-constexpr bool kIsCausal = true;
-
-#include "cases.h"
+#include "../emulated_library.h"

@@ -45,20 +45,12 @@ def emulated(sources: Path, kernels: list[str], replacements: list[tuple[str, st
     return text
 
 
-def compiled(name: str, text: str, directory: Path, *more_flags: str) -> Path:
-    """The program of NAME.cpp with these kernels."""
+def compiled(name: str, text: str, directory: Path) -> Path:
+    """The library of NAME.cpp with these kernels, for `emulated_cases.py`."""
     (directory / "kernels.inc").write_text(text)
     nvcc = str(toolchain.find_compiler().path)  # it knows where its headers are
-    flags = [
-        "-std=c++17",
-        "-O2",
-        "-w",
-        "-U_FORTIFY_SOURCE",
-        "-cudart=none",
-        f"-I{directory}",
-        *more_flags,
-    ]
-    subprocess.run(
-        [nvcc, *flags, str(HERE / f"{name}.cpp"), "-o", str(directory / "emulator")], check=True
-    )
-    return directory / "emulator"
+    flags = ["-shared", "-Xcompiler=-fPIC,-fno-strict-aliasing", "-std=c++17", "-O2", "-w"]
+    flags += ["-U_FORTIFY_SOURCE", "-cudart=none", f"-I{directory}"]
+    library = directory / "kernels.so"
+    subprocess.run([nvcc, *flags, str(HERE / f"{name}.cpp"), "-o", str(library)], check=True)
+    return library

@@ -96,16 +96,6 @@ Value exchange(Value value, int from) {
   return got;
 }
 
-inline int any_of_block(int value) {
-  static int any;
-  meet(kBlock, -3, [] { any = 0; });
-  any |= value;
-  meet(kBlock, -4);
-  const int got = any;
-  meet(kBlock, -5);  // all have read
-  return got;
-}
-
 const std::function<void()>* kernel;
 void run_fiber() {
   (*kernel)();
@@ -156,14 +146,8 @@ void launch(int64_t blocks, int block_threads, const std::function<void()>& body
   for (block_index.x = 0; block_index.x < blocks; ++block_index.x) run_block();
 }
 
-inline uint32_t funnel(uint32_t low, uint32_t high, int bits) {
-  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> bits);
-}
-
 }  // namespace emulator
 
-#define __funnelshift_r emulator::funnel
-#define __syncthreads_or emulator::any_of_block
 #define __shfl_sync(mask, value, lane) emulator::exchange(value, lane)
 #define __shfl_xor_sync(mask, value, distance) \
   emulator::exchange(value, (threadIdx.x % 32) ^ (distance))
@@ -175,11 +159,6 @@ inline float __uint_as_float(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof(value));
   return value;
-}
-inline uint32_t __float_as_uint(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  return bits;
 }
 inline cudaError_t emulated_last_error() { return cudaSuccess; }
 #define cudaGetLastError emulated_last_error

@@ -49,8 +49,4 @@ void mma(float (&sum)[8], uint2 left, uint2 right, const char* layouts) {
 #include "kernels.inc"
 
 namespace kernels = volta;
-using Element = __half;
-constexpr int kDtype = MIXER_FLOAT16, kCapability = 70;
-constexpr bool kIsCausal = false;  // what is infinite or NaN may show in the 16 tokens around it
-
-#include "cases.h"
+#include "../emulated_library.h"

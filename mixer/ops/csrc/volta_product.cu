@@ -1,12 +1,12 @@
-// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on tensor
-// cores. One kernel does both: transposing only flips the triangle.
-#pragma once
-
+// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over j <= i of W[h,i,j] * x[b,j,c] and (kTransposed)
+// dx[b,j,c] = sum over i >= j of W[h,i,j] * dy[b,i,c]. One kernel does both: transposing only flips
+// the triangle.
 #include "kernels.h"
 #include "tensor_product.cuh"
 #include "volta_tile.cuh"
 
 namespace volta {
+namespace {
 
 // ----------------------------------------------------------------------------------------- storing
 
@@ -83,19 +83,19 @@ __device__ __forceinline__ void store_result(WriteGroup&& write_group, unsigned 
 
 // ------------------------------------------------------------------------------------------ kernel
 
-template <bool kTransposed, bool kOneTap>
+template <bool kTransposed>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     product_kernel(const TriangularConvParams params) {
-  using Loader = ProductLoader<Element, kTransposed, kOneTap>;
+  using Loader = ProductLoader<Element, kTransposed>;
   using LeftLayout = typename Loader::WeightLayout;
   using RightLayout = typename Loader::InputLayout;
   constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
   alignas(128) __shared__ unsigned char memory[kSharedBytes];
 
-  const Tile tile = locate<kTransposed>(params, blockIdx.x, row_tiles(params));
+  const Tile tile = locate<kTransposed>(params, blockIdx.x);
   Loader loader(params, tile);
   const int first = loader.first(), last = loader.last();
-  const int steps_per_tap = (last - first + kSliceDepth - 1) / kSliceDepth;
+  const int steps = (last - first + kSliceDepth - 1) / kSliceDepth;
 
   Accumulator sum;
   int depth = first;
@@ -123,10 +123,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
 #pragma unroll
       for (int group = 0; group < kWarpGroups; ++group) multiply_row_group(group);
     }
-    if (mma_step == kMmaSteps - 1) depth = depth + kSliceDepth < last ? depth + kSliceDepth : first;
+    if (mma_step == kMmaSteps - 1) depth += kSliceDepth;
   };
-  run_pipeline<LeftLayout, RightLayout, 16>(memory, params.taps * steps_per_tap,
-                                            warp_column() * kWarpTile, loader, multiply);
+  run_pipeline<LeftLayout, RightLayout, 16>(memory, steps, warp_column() * kWarpTile, loader,
+                                            multiply);
 
   const auto write_group = [&](int group, float* values) {
 #pragma unroll
@@ -139,20 +139,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
       }
     }
   };
-  store_result<kTransposed>(write_group, memory, params,
-                            locate<kTransposed>(params, blockIdx.x, row_tiles(params)));
+  store_result<kTransposed>(write_group, memory, params, locate<kTransposed>(params, blockIdx.x));
 }
 
 template <bool kTransposed>
 cudaError_t launch_product(const TriangularConvParams& params) {
   const int64_t blocks = row_tiles(params) * column_tiles(params) * params.heads;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_taps(params, [&](auto one_tap) {
-    product_kernel<kTransposed, decltype(one_tap)::value>
-        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-    return cudaGetLastError();
-  });
+  product_kernel<kTransposed>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(
+          params);
+  return cudaGetLastError();
 }
+
+}  // namespace
+
+cudaError_t forward(const TriangularConvParams& params) { return launch_product<false>(params); }
+cudaError_t grad_input(const TriangularConvParams& params) { return launch_product<true>(params); }
 
 }  // namespace volta

@@ -1,7 +1,0 @@
-// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over taps t and j <= i
-//            of W[h,t,i,j] * x[b,j,c + shift].
-#include "ampere_product.cuh"
-
-cudaError_t ampere::forward(const TriangularConvParams& params) {
-  return launch_product<false>(params);
-}

@@ -1,0 +1,51 @@
+"""Mixing weights by lag as the kernels of keyed mixing read them, in memory of the context's size.
+
+    w[i, j] = lags[i - j] + exp(-(i - j) * decay) / sum over l <= i of exp(-l * decay)
+
+All tiles on a block diagonal have the same lags, and are cut from one vector. A tile's row r is the
+vector from place r on, backwards. To be read 16 bytes at a time each row must begin at a multiple
+of 8 numbers, so a strip has the vector 8 times, each shifted by one more.
+
+The second term is not by lag alone. For long sums it nearly is: the sum's limit, 1 / (1 -
+exp(-decay)), is put into the vector. What is left is a product of a number for i and one for j,
+exp(-(i + 1) * decay) / sum * exp(-(i - j) * decay), whatever the decay is, 0 included.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixer.models.masked_mixer.lags import falling
+
+SHIFTS = 8
+LARGEST_TILE = 128  # rows and columns
+
+
+def strips_of(
+    lags: Tensor, decay: Tensor | None, tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The strips of lags (heads, 1, context) and decay (heads,), for the first tokens:
+
+    - (heads, SHIFTS, length) in `dtype`: [q, u] is the vector's number length / 2 + SHIFTS - 1 - u
+      - q, zero where there is no such lag. Tiles that reach past the diagonal or the last token
+      stay inside of a strip.
+    - (heads, tokens) float32: the number of each query i, exp(-(i + 1 + i % LARGEST_TILE) * decay)
+      over the sum. It is for a j from the last multiple of LARGEST_TILE up to i on.
+    - (heads,) float32: decay, for powers of 2.
+    """
+    vector = lags[:, 0, :tokens].detach().float()
+    if decay is None:
+        rest = vector.new_zeros(vector.shape)
+        falls = vector.new_zeros(vector.shape[:1])
+    else:
+        decay = decay.detach().float()
+        by_lag, sums = falling(decay, tokens)
+        vector = vector - torch.expm1(-decay)[:, None] * by_lag
+        place = torch.arange(tokens, device=decay.device)
+        rest = (-decay[:, None] * (place + 1 + place % LARGEST_TILE)).exp() / sums
+        falls = decay / math.log(2)
+    half = (tokens // LARGEST_TILE + 3) * LARGEST_TILE
+    backwards = F.pad(vector.to(dtype).flip(-1), (half + SHIFTS - tokens, half - 1))
+    return backwards.unfold(-1, 2 * half, 1).contiguous(), rest, falls

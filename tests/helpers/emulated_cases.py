@@ -1,0 +1,134 @@
+"""Random cases of the CUDA kernels on a CPU, by a library of their emulated source:
+
+    emulated_cases.py LIBRARY CAPABILITY SEED COUNT [OPERATION [LEAST_TOKENS [MOST_TOKENS]]]
+
+It fails at the first result that differs from plain PyTorch's. The numbers are small integers, so
+every sum is exact in any order. What a kernel does not write stays NaN.
+"""
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import plain_kernels
+import torch
+from torch import Tensor
+
+from mixer.ops import cuda
+
+OPERATIONS = ["forward", "grad_input", "grad_weight"]
+TOKENS = [1, 7, 63, 64, 65, 127, 128, 130, 192, 200, 256, 257, 300, 320, 384, 450, 512, 513, 577]
+TOKENS += [640, 1000, 1100]  # near sizes where plans, tiles, blocks and boxes change
+WIDTHS = [8, 40, 64, 72, 128, 136, 256]
+MOST_WORK = 4e6  # above that a case takes seconds
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(-2, 3, shape).to(dtype)
+
+
+def activations(batch: int, tokens: int, channels: int, dtype: torch.dtype) -> Tensor:
+    """(batch, tokens, channels), side by side or with gaps, samples or tokens first."""
+    layout = random.randrange(3)
+    if layout == 0:
+        return numbers(batch, tokens, channels, dtype=dtype)
+    gap = torch.full((batch, tokens + 2, channels + 24), torch.nan, dtype=dtype)
+    if layout == 2:
+        gap = gap.transpose(0, 1).contiguous().transpose(0, 1)
+    view = gap[:, 1:-1, 8:-16]
+    return view.copy_(numbers(batch, tokens, channels, dtype=dtype))
+
+
+def check(operation: str, tokens: int, dtypes: list[torch.dtype], processors: list[int]) -> None:
+    heads, width, batch = random.randint(1, 3), random.choice(WIDTHS), random.choice([1, 2, 3, 5])
+    if random.random() < 0.3:
+        batch *= 4
+    while batch * heads * width * max(tokens, 64) ** 2 / 64 > MOST_WORK:
+        batch, heads = max(1, batch // 2), max(1, heads - 1)
+        if batch == heads == 1:
+            width = min(width, 72)
+            break
+    dtype, by_lag = random.choice(dtypes), random.random() < 0.5
+    wide = random.choice([torch.float32, dtype])  # the weight's type
+    context = tokens + random.choice([0, 0, random.randrange(300)])
+    facts["processors"] = random.choice(processors)
+    print(operation, f"{tokens=} {heads=} {width=} {batch=} {dtype=} {by_lag=} {wide=} {context=}")
+    x, dy = (activations(batch, tokens, heads * width, dtype) for _ in range(2))
+    if operation == "grad_weight":
+        with_bias = facts["capability"] == 90 and not by_lag and random.random() < 0.5
+        options = (context, heads, wide, with_bias, by_lag)
+        results = cuda.grad_weight(dy, x, *options)
+        exact = (context, heads, torch.float64, *options[3:])
+        compare(results, plain_kernels.grad_weight(dy.double(), x.double(), *exact))
+        return
+    weight = numbers(heads, *([context] if by_lag else [context, context]), dtype=wide)
+    packed = plain_kernels.pack(weight, tokens, dtype)
+    if operation == "grad_input":
+        results = cuda.grad_input(dy, packed, by_lag)
+        compare([results], [plain_kernels.grad_input(dy.double(), packed.double(), by_lag)])
+        return
+    bias = random.choice([None, numbers(heads, context, dtype=wide)])
+    residual = random.choice([None, activations(batch, tokens, heads * width, dtype)])
+    given = (None if tensor is None else tensor.double() for tensor in (bias, residual))
+    results = cuda.forward(x, packed, bias, residual, by_lag)
+    compare([results], [plain_kernels.forward(x.double(), packed.double(), *given, by_lag)])
+
+
+def compare(results: list[Tensor], wanted: list[Tensor]) -> None:
+    for ours, exact in zip(results, wanted, strict=True):
+        differs = (ours != exact.to(ours.dtype)).nonzero()
+        assert len(differs) == 0, f"MISMATCH at {differs[:3].tolist()} of {len(differs)}"
+
+
+facts = {"capability": 0, "processors": 0}
+
+
+def emulate(path: str, capability: int) -> None:
+    """Lets `mixer.ops.cuda` call the library with tensors of the CPU."""
+    library = ctypes.CDLL(path)
+    library.mixer_grad_weight_workspace.restype = ctypes.c_int64
+    facts["capability"] = capability
+
+    def call(name: str, params: cuda.Params) -> None:
+        params.capability, params.processors = facts["capability"], facts["processors"]
+        assert getattr(library, name)(ctypes.byref(params)) == 0, name
+
+    def workspace(params) -> int:
+        params._obj.capability, params._obj.processors = facts["capability"], facts["processors"]
+        return library.mixer_grad_weight_workspace(params)
+
+    class Library:
+        mixer_grad_weight_workspace = staticmethod(workspace)
+
+    cuda.call, cuda.kernels, cuda.add_device = call, lambda index: Library, lambda *_: None
+
+
+def main(path, capability, seed, count, operation="any", least=0, most=10000) -> None:
+    random.seed(int(seed))
+    torch.manual_seed(int(seed))
+    torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
+    emulate(path, int(capability))
+    dtypes = {70: [torch.float16], 80: [torch.bfloat16, torch.float32]}
+    tokens = [value for value in TOKENS if int(least) <= value <= int(most)]
+    for number in range(int(count)):
+        check(
+            OPERATIONS[number % 3] if operation == "any" else operation,
+            tokens[number % len(tokens)] if number % 2 else random.choice(tokens),
+            dtypes.get(int(capability), [torch.float16, torch.bfloat16]),
+            [2, 3, 4, 6],
+        )
+
+
+def run_cases(library: Path, *arguments) -> subprocess.CompletedProcess:
+    """Runs this file: an emulator ends its process when it finds a fault."""
+    command = [str(word) for word in (sys.executable, __file__, library, *arguments)]
+    paths = os.pathsep.join([str(Path(cuda.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
