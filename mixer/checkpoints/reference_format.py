@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mixer.common.errors import UserError
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
-from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 LAYERS = {  # the reference's names of what every block has, and ours

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
 from mixer.distributed.world import World
-from mixer.models.masked_mixer.mixing import KeyedConv, TokenMixing, TriangularConv
+from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
+from mixer.models.masked_mixer.mixing import TokenMixing
 from mixer.ops import choice
 from mixer.training.compile import compiled
 from mixer.training.config import RunConfig
@@ -43,7 +44,8 @@ def settle_mixing(
     """
     if run.model.mixing_backend != "auto" or not has_kernels(world.device):
         return None
-    layers = [layer for layer in model.modules() if isinstance(layer, TokenMixing)]
+    every = [layer for layer in model.modules() if isinstance(layer, TokenMixing)]
+    layers = [layer for layer in every if convolutions(layer)]
     keyed = [layer for layer in layers if isinstance(convolutions(layer)[0], KeyedConv)]
     others = [layer for layer in layers if layer not in keyed]
     before, record = (earlier or {}).get("mixing") or {}, {}

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from mixer.data.tokenizer import train_tokenizer
-from mixer.models.masked_mixer import mixing
+from mixer.models.masked_mixer import convolution
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 from mixer.models.masked_mixer.modeling import logger
 
@@ -110,7 +110,9 @@ def test_a_package_that_is_there_and_cannot_be_imported_is_an_error(modules, pro
     monkeypatch.delitem(sys.modules, "mixer.ops")
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    spec = importlib.util.spec_from_file_location(f"{mixing.__package__}.again", mixing.__file__)
+    spec = importlib.util.spec_from_file_location(
+        f"{convolution.__package__}.again", convolution.__file__
+    )
     again = importlib.util.module_from_spec(spec)
     if problem:
         with pytest.raises(ImportError, match=problem):
