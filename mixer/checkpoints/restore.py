@@ -238,6 +238,7 @@ def resume(
 
     trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
     """
+    begin_state(optimizer)
     try:
         load_optimizer(checkpoint, model, optimizer)
         _load_random_state(checkpoint, world)
@@ -252,13 +253,11 @@ def resume(
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads the optimizer's state. The numbers of processes that wrote it and that read it may
-    differ. Only one whole tensor is in memory at a time.
+    """Loads the optimizer's state, which has begun (`begin_state`). The numbers of processes that
+    wrote it and that read it may differ. Only one whole tensor is in memory at a time.
 
-    Raises ValueError unless it is just what the optimizer has after a step: the same names and
-    shapes.
+    Raises ValueError unless the file has just the names and shapes that the optimizer has.
     """
-    begin_state(optimizer)
     held = held_state(model, optimizer)
     state = {name: tensor for name, tensor in held.items() if not is_weight(name)}
     parts: dict[str, list[Any]] = {name: [] for name in state}  # the files that have each name

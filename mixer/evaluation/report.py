@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mixer.checkpoints.pretrained import weights_sha256
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, first_line
 from mixer.common.files import whole_directory
 from mixer.reporting.curves import plot_loss_by_position
 from mixer.reporting.tables import bullets, table
@@ -128,14 +128,10 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
                 if result.get("weights_sha256") == weights:
                     found.append(result | {"text": result["public_text"]})
                     evaluation_report(found[-1:])  # reads all that a card needs
-        except KeyError as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
-                f"{file} lacks {error}, which eval.py writes now; an earlier version may have "
-                "written the file: evaluate again in the same way with eval.py, or delete it"
-            ) from None
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{file} is no report that eval.py wrote ({error!r}): evaluate again, or delete it"
+                f"{file} is not what this version's eval.py writes ({first_line(error)}): evaluate "
+                "again in the same way, or delete it"
             ) from None
     return found
 

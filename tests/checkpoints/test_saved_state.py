@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from mixer.checkpoints import snapshot
 from mixer.checkpoints.restore import load_optimizer
+from mixer.checkpoints.state import begin_state
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.data.manifest import Manifest
 from mixer.distributed.world import World
@@ -108,6 +109,7 @@ def test_whatever_state_an_optimizer_has_comes_back(tmp_path):
     writer.save(optimizer, {"step": 3})
     writer.close()
     fresh = KeepsMore(model.parameters(), {})
+    begin_state(fresh)
     load_optimizer(tmp_path / "step-3", model, fresh)
     assert fresh.state.keys() == optimizer.state.keys()
     for parameter, saved in optimizer.state.items():

@@ -276,35 +276,9 @@ def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(run, tmp_path, mis
         evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
 
 
-def test_a_truncated_checkpoint_and_a_run_directory_are_refused(run, tmp_path):
-    for path in (run / "demo" / "step-7").glob("*.*"):
-        content = path.read_bytes()
-        (tmp_path / path.name).write_bytes(
-            content[:-100] if path.suffix == ".safetensors" else content
-        )
-    with pytest.raises(UserError, match="cannot be read"):
-        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+def test_a_run_is_no_checkpoint(run):
     with pytest.raises(UserError, match="is a run, not a checkpoint.*step-7"):
         evaluate_checkpoint(EvalOptions(checkpoint=str(run / "demo")))
-
-
-def test_a_checkpoint_without_some_weight_or_with_another_is_refused(run, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    for path in (run / "demo" / "step-7").glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights = load_file(run / "demo" / "step-7" / "model.safetensors")
-    norm = weights["model.layers.0.mlp_norm.weight"]
-    others = [key for key in weights if key != "lm_head.weight"]
-    faults = {
-        "lacks the weights lm_head.weight": {key: weights[key] for key in others},
-        "has weights that its config.json has no place for, model.layers.2.mlp_norm": weights
-        | {"model.layers.2.mlp_norm.weight": norm.clone()},
-    }
-    for message, found in faults.items():
-        save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(UserError, match=message):
-            evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path), text=[str(run / "book.txt")]))
 
 
 def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
@@ -319,40 +293,31 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
         evaluate_checkpoint(EvalOptions(str(tmp_path / "step-7"), device="cpu"))
 
 
-def with_scaler(key: str, value) -> bytes:
-    """A trainer.json whose loss scale has another value."""
-    scaler = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
-    scaler |= {"_growth_tracker": 0, key: value}
-    trainer = {"step": 7, "tokens": 224, "data_directory": "x", "format": 2, "samples": 7}
-    trainer |= {"skipped_steps": 0, "data": {}, "wandb_id": None}
-    return json.dumps(trainer | {"scaler": scaler}).encode()
+KNOWN = {"step": 7, "tokens": 224, "data_directory": "x"}
+RESUMED = {"format": 2, "samples": 7, "skipped_steps": 0, "data": {}, "wandb_id": None}
+SCALER = {"scale": math.nan, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
 
 
 @pytest.mark.parametrize(
     "content, problem",
     [
-        (b'{"step": 7, "tok', "JSONDecodeError: "),
-        (b"\xff\xfe", "UnicodeDecodeError: "),
-        (b"[7]", "it holds list, allowed: an object"),
-        (b'{"step": 7}', "tokens, data_directory missing"),
+        ('{"step": 7, "tok', "JSONDecodeError: "),
+        ("[7]", "it holds list, allowed: an object"),
+        (json.dumps({"step": 7}), "tokens, data_directory missing"),
         (
-            b'{"step": "7", "tokens": 224, "data_directory": 3}',
-            "step = '7', allowed: int; data_directory = 3, allowed: str",
-        ),
-        (
-            b'{"step": 7, "tokens": 224, "data_directory": "x", "format": 2, "samples": 7, '
-            b'"skipped_steps": 0, "data": {}, "scaler": 1, "wandb_id": null, "optimizer": null}',
+            json.dumps(KNOWN | RESUMED | {"scaler": 1, "optimizer": None}),
             "scaler = 1, allowed: dict or null; optimizer = None, allowed: dict",
         ),
-        (with_scaler("scale", "2"), "scaler: scale = '2', allowed: float"),
-        (with_scaler("scale", math.nan), "scaler: scale = nan, allowed: a finite number above 0"),
-        (with_scaler("_growth_tracker", None), "scaler: _growth_tracker = None, allowed: int"),
+        (
+            json.dumps(KNOWN | RESUMED | {"scaler": SCALER | {"_growth_tracker": 0}}),
+            "scaler: scale = nan, allowed: a finite number above 0",
+        ),
     ],
-    ids=["cut", "no-text", "no-object", "lacking", "other-types", "for-a-resume"] + ["scale"] * 3,
+    ids=["cut", "no-object", "lacking", "other-types", "scale"],
 )
 def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content, problem):
     checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
-    (checkpoint / "trainer_state" / "trainer.json").write_bytes(content)
+    (checkpoint / "trainer_state" / "trainer.json").write_text(content)
     list_files(checkpoint)
     uses = [
         lambda: evaluate_checkpoint(

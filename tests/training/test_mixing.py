@@ -7,7 +7,7 @@ import pytest
 import torch
 from runs import assert_same
 
-from mixer.models.masked_mixer import mixing as layers
+from mixer.models.masked_mixer import convolution as layers
 from mixer.ops import choice
 from mixer.training import mixing
 
@@ -36,7 +36,7 @@ def made_up() -> None:
     mixing.milliseconds = lambda step: measure(step) and times[mixing.racing]
 
     def noted(real, what):
-        def call(*tensors, backend):
+        def call(*tensors, backend, **about):
             if mixing.racing:
                 mixing.racing = backend
             elif (what, backend) not in seen:
@@ -44,7 +44,7 @@ def made_up() -> None:
                 print(f"process {rank} runs {what} by {backend}", flush=True)
             if backend == "cuda" and kernels == "fail":
                 raise RuntimeError("no kernel image")
-            y = real(*tensors, backend="dense")
+            y = real(*tensors, backend="dense", **about)
             return y * 1.1 if backend == "cuda" and kernels == "wrong" else y
 
         return call
