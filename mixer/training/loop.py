@@ -91,7 +91,7 @@ class Trainer:
         samples = len(self.data.training)
         world.say(banner(run, self.state, samples, world))
 
-        train, checkpoint, logging = run.train, run.checkpoint, run.logging
+        train, checkpoint = run.train, run.checkpoint
         self.share = Share(
             train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
         )
@@ -99,19 +99,13 @@ class Trainer:
         self.step_tokens = self.share.step_samples * run.model.max_position_embeddings
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
-        self.writer = CheckpointWriter(
-            run.directory,
-            checkpoint.keep,
-            checkpoint.keep_every,
-            world,
-            self.model,
-            self.data.tokenizer,
-        )
-        scaled, stop_at_first = self.scaler is not None, train.non_finite == "stop"
-        self.guard = Guard(self.optimizer, scaled, stop_at_first, self.device)
-        profiled = logging.profile_steps if world.is_main else 0
-        self.profiler = Profiler(run.directory, logging.profile_step, profiled, world.say)
-        self.timer, self.stop = Timer(self.counters.tokens), Stop(world)
+        kept = checkpoint.keep, checkpoint.keep_every
+        saved = self.model, self.data.tokenizer
+        self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
+        stop_at_first = train.non_finite == "stop"
+        self.guard = Guard(self.optimizer, self.scaler is not None, stop_at_first, self.device)
+        self.profiler, self.stop = Profiler(run, world), Stop(world)
+        self.timer = Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
         # In float64 the sum is exact, so that its parts may be added in any order.

@@ -9,9 +9,9 @@ from typing import Any
 from mixer.checkpoints.format import SETTINGS, earlier_settings
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
-from mixer.common.say import Say
 from mixer.common.yaml_file import as_yaml
 from mixer.data.config import unused_options
+from mixer.distributed.world import World
 from mixer.training.config import RunConfig, flatten
 from mixer.training.optim import learning_rate
 
@@ -20,14 +20,15 @@ OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not chan
 HARMLESS = {"train.steps", "processes"}
 
 
-def start_record(run: RunConfig, processes: int, trainer: dict | None, say: Say) -> dict[str, Any]:
+def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str, Any]:
     """The entries `settings` and `earlier` of trainer.json (see mixer/checkpoints/format.py) for a
     run that goes on from the checkpoint of `trainer`, or begins. Changed settings are said.
 
     Raises UserError where settings are changed and no step is left to train with them.
     """
     known = used_settings(run)
-    settings = {name: known[name] for name in SETTINGS if name in known} | {"processes": processes}
+    settings = {name: known[name] for name in SETTINGS if name in known}
+    settings["processes"] = world.size
     settings["data"] = {k: v for k, v in known["data"].items() if k not in OF_ONE_MACHINE}
     if trainer is None:
         return {"settings": settings, "earlier": {}}
@@ -43,13 +44,13 @@ def start_record(run: RunConfig, processes: int, trainer: dict | None, say: Say)
                 "choose another name for another run, set them back, or raise train.steps to go on"
             )
     elif changed:
-        say(f"settings from step {step + 1} on: {listed}")
-        _warn_of_rate(run, changed, step, say)
+        world.say(f"settings from step {step + 1} on: {listed}")
+        _warn_of_rate(run, changed, step, world)
         earlier = earlier | {str(step): changed}
     return {"settings": settings, "earlier": earlier}
 
 
-def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, say: Say) -> None:
+def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: World) -> None:
     """Says where the learning rate rises after `step`, as the settings were others before."""
     options = {key.partition(".")[2]: changed[key] for key in changed if key.startswith("optim.")}
     optim, steps = replace(run.optim, **options), changed.get("train.steps", run.train.steps)
@@ -57,7 +58,7 @@ def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, say: Say) 
     next = learning_rate(optim, step, steps) if step < steps else last  # higher in a warm-up
     now = learning_rate(run.optim, step, run.train.steps)
     if now > 1.1 * max(last, next):
-        say(
+        world.say(
             f"the learning rate jumps from {last:.3g} to {now:.3g}, to that of the new schedule: "
             "the loss may rise. To go on at the old rate set optim.schedule=constant "
             f"optim.lr={last:.3g} optim.warmup_steps=0; for one schedule over all steps train anew "

@@ -112,7 +112,7 @@ def start_state(run: RunConfig, data: Data, compilation: Compilation, world: Wor
         model = restore.load_model(resumed, config)
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
-    record = start_record(run, world.size, trainer, world.say)
+    record = start_record(run, trainer, world)
     mixing = settle_mixing(model, run, trainer, compilation.how != "no", world)
     parallel, optimizer = parallelize(model, run, compilation, world)
     if resumed is not None:

@@ -5,13 +5,12 @@ steps.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from mixer.common.hardware import peak_memory_gb, peak_tflops
-from mixer.common.say import Say
 from mixer.distributed.world import World
+from mixer.training.config import RunConfig
 
 
 class Timer:
@@ -70,14 +69,15 @@ def throughput(
 
 
 class Profiler:
-    """Profiles `steps` steps of one process, from step `first` on, and writes a Chrome trace (for
-    chrome://tracing or ui.perfetto.dev).
+    """Profiles the steps of the main process that logging.profile_* names, and writes a Chrome
+    trace (for chrome://tracing or ui.perfetto.dev).
     """
 
-    def __init__(self, directory: Path, first: int, steps: int, say: Say):
-        self.path, self.say = directory / f"profile-step-{first}.json", say
-        self.first, self.last = first, first + steps - 1
-        self.profile, self.due = None, steps > 0
+    def __init__(self, run: RunConfig, world: World):
+        self.first, steps = run.logging.profile_step, run.logging.profile_steps
+        self.last, self.say = self.first + steps - 1, world.say
+        self.path = run.directory / f"profile-step-{self.first}.json"
+        self.profile, self.due = None, steps > 0 and world.is_main
 
     def between_steps(self, done: int) -> None:
         """To be called before the first step and after each one, with the number of steps done."""
