@@ -55,7 +55,6 @@ NOT_COMPARED = ("directory", "workers")  # settings that do not change what is w
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
 ADDED_LATER = ("validation_path", "validation_split")
-IDENTITY_FILE = "identity.json"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -99,16 +98,8 @@ def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     # The host is in the name because locks do not reach across machines on every shared file
     # system. On this host nobody else writes such a directory, since we hold the lock.
     partial = directory.with_name(f"{directory.name}.partial-{socket.gethostname()}")
-    identity = _identity(config, corpus)
-    known = partial / IDENTITY_FILE
-    if not known.is_file() or known.read_text() != identity:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        write_text(known, identity)
     try:
-        if not (partial / "manifest.json").is_file():
-            _write(config, corpus, fixed, partial, say)
-        manifest = Manifest.load(partial)
+        manifest = _write(config, corpus, fixed, partial, say)
     except UserError as error:
         if not isinstance(error, Interrupted):
             shutil.rmtree(partial, ignore_errors=True)
@@ -168,9 +159,21 @@ def _settings(config: DataConfig) -> dict:
     return {name: value for name, value in settings if name not in left_out}
 
 
-def _write(config: DataConfig, corpus: Corpus, fixed: FixedSplits, partial: Path, say: Say) -> None:
+def _write(
+    config: DataConfig, corpus: Corpus, fixed: FixedSplits, partial: Path, say: Say
+) -> Manifest:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
-    tokenizer, progress = _tokenizer(config, corpus, fixed, partial, say)
+    identity, progress = _identity(config, corpus), Progress.load(partial)
+    if progress and progress.identity == identity:
+        say(f"going on after {progress.total.documents} documents")
+        tokenizer = load_tokenizer(partial)  # config.tokenizer may be another one by now
+    else:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        tokenizer, sample_bytes, loses = _tokenizer(config, corpus, fixed, say)
+        tokenizer.save_pretrained(str(partial / "tokenizer"))
+        progress = Progress(identity, sample_bytes, loses)
+        progress.save(partial)
     vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
@@ -193,6 +196,7 @@ def _write(config: DataConfig, corpus: Corpus, fixed: FixedSplits, partial: Path
     }
     manifest = Manifest(**values, fingerprint=fingerprint(values))
     write_text(partial / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
+    return manifest
 
 
 def _recorded(partial: Path, split: str, counts: Counts) -> SplitManifest:
@@ -203,44 +207,35 @@ def _recorded(partial: Path, split: str, counts: Counts) -> SplitManifest:
 
 
 def _tokenizer(
-    config: DataConfig, corpus: Corpus, fixed: FixedSplits, partial: Path, say: Say
-) -> tuple["PreTrainedTokenizerFast", Progress]:
-    """The tokenizer, saved in `partial`, and how far the preparation is."""
-    if (partial / PROGRESS_FILE).is_file():
-        progress = Progress.load(partial)
-        say(f"going on after {progress.total.documents} documents")
-        return load_tokenizer(partial), progress  # config.tokenizer may be another one by now
+    config: DataConfig, corpus: Corpus, fixed: FixedSplits, say: Say
+) -> tuple["PreTrainedTokenizerFast", int, str]:
+    """The tokenizer, the bytes of text that it was trained on, and what it loses of the text."""
     texts = training_documents(corpus, config, fixed)
-    if config.tokenizer == "train":
-        # The trainer has threads of its own. Their number is read once, at first use.
-        if config.workers:
-            os.environ["RAYON_NUM_THREADS"] = str(config.workers)
-        sample, began = TrainingSample(texts), time.perf_counter()
-        tokenizer = train_tokenizer(sample, config.vocab_size)
-        too_small = len(tokenizer) < config.vocab_size
-        say(
-            f"tokenizer: {len(tokenizer)} tokens, trained on {'the first ' * sample.is_part}"
-            f"{sample.bytes / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s"
-            + too_small
-            * f" (the corpus is too small for {config.vocab_size})"
-        )
-        progress = Progress(sample.bytes)
-    else:
+    if config.tokenizer != "train":
         tokenizer = existing_tokenizer(config.tokenizer)
-        progress = Progress(0, loss_of_text(tokenizer, texts))
-        if progress.tokenizer_loses:
-            say(progress.tokenizer_loses)
-    tokenizer.save_pretrained(str(partial / "tokenizer"))
-    progress.save(partial)
-    return tokenizer, progress
+        if loses := loss_of_text(tokenizer, texts):
+            say(loses)
+        return tokenizer, 0, loses
+    # The trainer has threads of its own. Their number is read once, at first use.
+    if config.workers:
+        os.environ["RAYON_NUM_THREADS"] = str(config.workers)
+    sample, began = TrainingSample(texts), time.perf_counter()
+    tokenizer = train_tokenizer(sample, config.vocab_size)
+    part = "the first " if sample.is_part else ""
+    too_small = len(tokenizer) < config.vocab_size
+    note = f" (the corpus is too small for {config.vocab_size})" if too_small else ""
+    say(
+        f"tokenizer: {len(tokenizer)} tokens, trained on {part}{sample.bytes / 1e6:.1f} MB "
+        f"in {time.perf_counter() - began:.1f} s{note}"
+    )
+    return tokenizer, sample.bytes, ""
 
 
 def _publish(partial: Path, directory: Path) -> None:
     """Give `partial` its name. Raises FileExistsError if the name is taken."""
-    for file in partial.glob(f"{PROGRESS_FILE}*"):
-        file.unlink()
     flush_tree(partial)
-    (partial / IDENTITY_FILE).unlink()  # last: without it, a killed process has to start again
+    for file in partial.glob(f"{PROGRESS_FILE}*"):  # without it, a killed process starts again
+        file.unlink()
     try:
         publish(partial, directory)
     except OSError as error:

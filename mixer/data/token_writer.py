@@ -20,7 +20,7 @@ from mixer.common.say import Say
 from mixer.data.config import DataConfig
 from mixer.data.corpus import Corpus, batches
 from mixer.data.manifest import SPLITS, file_sizes
-from mixer.data.tokenise import Counts, Tokenise, TokenisedBatch
+from mixer.data.tokenise import Counts, Tokenise, Tokens
 from mixer.data.workers import available_cores, results
 
 PROGRESS_FILE = "progress.json"
@@ -31,9 +31,10 @@ IS_DELETED = "what was left of the preparation is deleted; give the same command
 @dataclass
 class Progress:
     """How far a preparation is: the token files hold `splits`, all up to row `rows` of part number
-    `part` of the corpus.
+    `part` of the corpus. identity: what a preparation that goes on must have in common with it.
     """
 
+    identity: str
     tokenizer_bytes: int
     tokenizer_loses: str = ""  # see tokenizer.loss_of_text
     part: int = 0
@@ -45,8 +46,11 @@ class Progress:
         return sum(self.splits.values(), Counts())
 
     @classmethod
-    def load(cls, directory: Path) -> "Progress":
-        kinds = {"tokenizer_bytes": int, "part": int, "rows": int, "splits": dict}
+    def load(cls, directory: Path) -> "Progress | None":
+        """That of an earlier call; None if there is none."""
+        if not (directory / PROGRESS_FILE).is_file():
+            return None
+        kinds = {"identity": str, "tokenizer_bytes": int, "part": int, "rows": int, "splits": dict}
         values = read_json(directory / PROGRESS_FILE, IS_DELETED, required=kinds)
         return cls(**values | {"splits": {k: Counts(**v) for k, v in values["splits"].items()}})
 
@@ -80,8 +84,9 @@ def write_tokens(
             for file, size in file_sizes(name, counts, task.dtype).items()
         }
         # closing ends the workers, also where appending fails
-        for batch in opened.enter_context(closing(results(task, jobs, most))):
-            append(batch, progress, files)
+        for batch, splits in opened.enter_context(closing(results(task, jobs, most))):
+            append(splits, progress, files)
+            progress.part, progress.rows = batch.part, batch.rows
             progress.save(directory)
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
@@ -97,15 +102,14 @@ def _open_at(file: Path, size: int) -> BinaryIO:
     return opened
 
 
-def append(batch: TokenisedBatch, progress: Progress, files: dict[str, BinaryIO]) -> None:
+def append(splits: dict[str, Tokens], progress: Progress, files: dict[str, BinaryIO]) -> None:
     """Append the tokens and the ends of documents, and count them in `progress`."""
-    for name, tokens in batch.splits.items():
+    for name, tokens in splits.items():
         ends = np.array(tokens.ends, "<u8") + np.uint64(progress.splits[name].tokens)
         for file, data in ((f"{name}.bin", tokens.ids), (f"{name}.docs.bin", ends.tobytes())):
             files[file].write(data)
             files[file].flush()
         progress.splits[name] += tokens.counts
-    progress.part, progress.rows = batch.part, batch.rows
 
 
 def _report(progress: Progress, before: Counts, seconds: float) -> str:

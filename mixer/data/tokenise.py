@@ -40,17 +40,8 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class TokenisedBatch:
-    """What became of a batch; `part` and `rows` are those of the `Batch`."""
-
-    splits: dict[str, Tokens]
-    part: int
-    rows: int
-
-
-@dataclass(frozen=True)
 class Tokenise:
-    """Makes tokens of batches."""
+    """Makes tokens of the documents of a batch, for each split."""
 
     specification: str  # of the tokenizer
     dtype: str
@@ -58,7 +49,7 @@ class Tokenise:
     validation_fraction: float
     fixed: FixedSplits
 
-    def __call__(self, batch: Batch) -> TokenisedBatch:
+    def __call__(self, batch: Batch) -> dict[str, Tokens]:
         splits = {name: Tokens() for name in SPLITS}
         left_out = splits[batch.split or "train"].counts
         for text in batch.texts:
@@ -71,7 +62,7 @@ class Tokenise:
         for tokens in splits.values():
             ids = np.frombuffer(tokens.ids, self._file_type)
             tokens.counts.max_token_id = int(ids.max(initial=0))
-        return TokenisedBatch(splits, batch.part, batch.rows)
+        return splits
 
     def _add(self, text: str, tokens: Tokens) -> None:
         for piece in pieces(text):

@@ -42,26 +42,26 @@ def available_cores() -> int:
 
 
 def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
-    """`task(job)` of each job, in the order of the jobs, computed by at most `most` processes. Few
-    jobs are done in this process.
+    """(job, `task(job)`) of each job, in the order of the jobs, computed by at most `most`
+    processes. Few jobs are done in this process.
 
-    Jobs are taken as workers become free for them; task, jobs and results are pickled. An exception
-    of the task is raised here. Raises UserError if a worker is killed. The workers end when the
+    At most 2 * `most` jobs are held at a time; task, jobs and results are pickled. An exception of
+    the task is raised here. Raises UserError if a worker is killed. The workers end when the
     generator does.
     """
     jobs = iter(jobs)
     first = list(islice(jobs, FEW))
     jobs = chain(first, jobs)
     if most == 1 or len(first) < FEW:
-        yield from map(task, jobs)
+        yield from ((job, task(job)) for job in jobs)
         return
     workers: list[_Worker] = []
     idle: SimpleQueue[_Worker] = SimpleQueue()
 
-    def do(job: object) -> object:
+    def do(job: object) -> tuple:
         worker = idle.get()
         try:
-            return worker.do(job)
+            return job, worker.do(job)
         finally:
             idle.put(worker)
 
