@@ -46,29 +46,17 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--prompt", type=int, default=1468, help="tokens of the prompt")
-    parser.add_argument(
-        "--new", type=int, default=64, help="new tokens; the uncached loop writes a quarter of them"
-    )
-    parser.add_argument(
-        "--batches", type=lambda text: [int(number) for number in text.split(",")], default=[1, 64]
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="calls of generate, of which the median counts"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=float("inf"),
-        help="begin no further measurement after this long",
-    )
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu")
-    )
+    add, number = parser.add_argument, {"type": int}
+    add("--hidden", default=1024, **number)
+    add("--layers", default=16, **number)
+    add("--vocabulary", default=8000, **number)
+    add("--context", default=2048, **number)
+    add("--prompt", default=1468, help="tokens of the prompt", **number)
+    add("--new", default=64, help="tokens; the uncached loop writes a quarter of them", **number)
+    add("--batches", type=lambda text: [*map(int, text.split(","))], default=[1, 64])
+    add("--repeats", default=3, help="calls of generate, of which the median counts", **number)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, choices=("cuda", "cpu"))
     options = parser.parse_args()
     if options.new < 4 or options.prompt + options.new > options.context:
         raise UserError(
@@ -81,37 +69,24 @@ def arguments() -> argparse.Namespace:
 # ------------------------------------------------------------------------- models
 
 
-def shape_settings(options: argparse.Namespace) -> dict[str, int]:
-    return {
-        "vocab_size": options.vocabulary,
-        "hidden_size": options.hidden,
-        "num_hidden_layers": options.layers,
-        "max_position_embeddings": options.context,
-    }
-
-
-def mixer_model(options: argparse.Namespace) -> MaskedMixerForCausalLM:
-    return ready(MaskedMixerForCausalLM(MaskedMixerConfig(**shape_settings(options))), options)
-
-
-def llama_model(options: argparse.Namespace) -> LlamaForCausalLM:
-    """Of the same width, depth and vocabulary; heads of 64 channels, and an MLP with as many
-    parameters as the mixer's.
+def models(options: argparse.Namespace) -> tuple[MaskedMixerForCausalLM, LlamaForCausalLM]:
+    """A mixer, and a Llama of the same width, depth and vocabulary with heads of 64 channels and an
+    MLP with as many parameters as the mixer's.
     """
-    config = LlamaConfig(
-        **shape_settings(options),
+    shape = {"vocab_size": options.vocabulary, "hidden_size": options.hidden}
+    shape |= {"num_hidden_layers": options.layers, "max_position_embeddings": options.context}
+    llama = LlamaConfig(
+        **shape,
         intermediate_size=options.hidden * 8 // 3 // 64 * 64 or 64,
         num_attention_heads=max(options.hidden // 64, 1),
     )
-    return ready(LlamaForCausalLM(config), options)
-
-
-def ready(model, options: argparse.Namespace):
-    model.generation_config.eos_token_id = (
-        None  # every call writes as many tokens as it is asked for
-    )
-    model.generation_config.pad_token_id = 0
-    return model.to(options.device, torch.bfloat16).eval()
+    found = MaskedMixerForCausalLM(MaskedMixerConfig(**shape)), LlamaForCausalLM(llama)
+    for model in found:
+        # Every call writes as many tokens as it is asked for.
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        model.to(options.device, torch.bfloat16).eval()
+    return found
 
 
 # ------------------------------------------------------------------------- measuring
@@ -120,47 +95,31 @@ def ready(model, options: argparse.Namespace):
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    if options.device == "cuda" and (reason := choice.unavailable_reason()):
+    if options.device == "cuda" and (reason := choice.device_reason(0)):
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, options.device) | {"settings": settings(options)}
-    result |= {"copy_bytes_per_ms": timing.copy_bytes_per_ms(options.device), "left_out": []}
-    result |= {"generate": [], "step": []}
-
-    def wanted(what: str) -> bool:
-        if time.perf_counter() - started > options.seconds:
-            result["left_out"].append(what)
-            return False
-        print(f"{time.perf_counter() - started:7.1f} s  {what}", flush=True)
-        return True
-
-    model = mixer_model(options)
-    result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    result["weight_bytes"] = weight_bytes(model)
+    result["copy_bytes_per_ms"] = timing.copy_bytes_per_ms(options.device)
+    mixer, llama = models(options)
+    sizes = [sum(one.numel() for one in model.parameters()) for model in (mixer, llama)]
+    result |= {"parameters": sizes[0], "llama_parameters": sizes[1]}
+    result["weight_bytes"] = weight_bytes(mixer)
+    result["step"] = [time_step(mixer, batch, result, options) for batch in options.batches]
+    fewer, static = max(options.new // 4, 2), {"cache_implementation": "static"}
+    faster = static | {"compile_config": CompileConfig()}
+    calls = [  # model, cache, options of generate, new tokens
+        ("mixer", "cached", {}, options.new),
+        ("mixer", "cached, static", static, options.new),
+        ("mixer", "cached, static, compiled", faster, options.new),
+        ("mixer", "uncached", {"use_cache": False}, fewer),
+        ("Llama", "cached", {}, options.new),
+    ]
+    result["generate"] = []
     for batch in options.batches:
-        if wanted(f"step, batch {batch}"):
-            result["step"].append(time_step(model, batch, result, options))
-    quarter = options.new // 4
-    for batch in options.batches:
-        static = {"cache_implementation": "static"}
-        calls = {"cached": ({}, options.new), "cached, static": (static, options.new)}
-        calls["cached, static, compiled"] = (
-            static | {"compile_config": CompileConfig()},
-            options.new,
-        )
-        calls["uncached"] = ({"use_cache": False}, max(quarter, 2))
-        for name, (how, new) in calls.items():
-            if wanted(f"mixer {name}, batch {batch}"):
-                result["generate"].append(
-                    time_generate("mixer", name, model, batch, new, how, options)
-                )
-    del model
-    model = llama_model(options)
-    result["llama_parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    for batch in options.batches:
-        if wanted(f"Llama, batch {batch}"):
-            result["generate"].append(
-                time_generate("Llama", "cached", model, batch, options.new, {}, options)
-            )
+        for name, cache, how, new in calls:
+            model = {"mixer": mixer, "Llama": llama}[name]
+            print(f"{time.perf_counter() - started:7.1f} s  {name} {cache}, {batch}", flush=True)
+            row = {"model": name, "cache": cache, "batch": batch, "new": new}
+            result["generate"].append(row | time_generate(model, batch, new, how, options))
     return result | {"seconds": round(time.perf_counter() - started, 1)}
 
 
@@ -173,9 +132,7 @@ def prompts(batch: int, options: argparse.Namespace) -> Tensor:
     return torch.randint(1, options.vocabulary, (batch, options.prompt), device=options.device)
 
 
-def time_generate(
-    model_name: str, cache: str, model, batch: int, new: int, how: dict, options: argparse.Namespace
-) -> dict:
+def time_generate(model, batch: int, new: int, how: dict, options: argparse.Namespace) -> dict:
     """Seconds of whole calls, and milliseconds of a token after the first."""
     ids = prompts(batch, options)
 
@@ -191,16 +148,8 @@ def time_generate(
     first = statistics.median(seconds(1) for _ in range(options.repeats))
     whole = statistics.median(seconds(new) for _ in range(options.repeats))
     ms = 1e3 * (whole - first) / (new - 1)
-    return {
-        "model": model_name,
-        "cache": cache,
-        "batch": batch,
-        "new": new,
-        "first_token_s": first,
-        "whole_s": whole,
-        "ms_per_token": ms,
-        "tokens_per_second": 1e3 * batch / ms,
-    }
+    found = {"first_token_s": first, "whole_s": whole, "ms_per_token": ms}
+    return found | {"tokens_per_second": 1e3 * batch / ms}
 
 
 def synchronize(device: str) -> None:
@@ -319,9 +268,6 @@ def table(result: dict) -> str:
             "{compiled_first_s:.1f} | {captured} | "
             "{floor_ms:.3f} | {static_ratio:.2f} | {compiled_ratio:.2f}",
         ),
-        f"Left out for lack of time: {', '.join(result['left_out'])}."
-        if result["left_out"]
-        else "",
         f"Measured on {origin(result)}; {result['seconds']} s.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

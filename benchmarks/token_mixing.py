@@ -44,11 +44,8 @@ def main() -> None:
         print(plot_speedups(result, path.with_name(f"{path.stem}_speedup.png")))
         return
     if not options.output:
-        raise UserError(
-            "give --output PATH for the results, or --plot PATH.json for a picture of earlier ones"
-        )
-    result = measure(options)
-    print(table(result))
+        raise UserError("give --output PATH for the results, or --plot PATH.json of earlier ones")
+    print(table(measure(options)))
 
 
 def arguments() -> argparse.Namespace:
@@ -56,39 +53,21 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser, required=False)
-    parser.add_argument(
-        "--plot", metavar="PATH.json", help="draw the picture of these results and measure nothing"
-    )
-    parser.add_argument("--suite", choices=("main", "sweep", "both"), default="main")
-    parser.add_argument("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")
-    parser.add_argument(
-        "--operations",
-        type=lambda text: text.split(","),
-        default=list(OPERATIONS),
-        help="only these",
-    )
-    parser.add_argument("--channels", type=int, default=1024, help="channels of the base case")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="type of the base case"
-    )
-    parser.add_argument(
-        "--batch-tokens", type=int, default=65536, help="batch x tokens of the base case"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="begin no further shape after this long"
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--batch-ms", type=float, default=4.0, help="length of a timed batch of calls"
-    )
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu")
-    )
-    parser.add_argument(
-        "--no-compile",
-        action="store_true",
-        help="leave out what torch.compile makes of the alternatives",
-    )
+    add = parser.add_argument
+    add("--plot", metavar="PATH.json", help="draw these results again and measure nothing")
+    add("--suite", choices=("main", "sweep", "both"), default="main")
+    add("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")
+    add("--operations", type=lambda text: text.split(","), default=[*OPERATIONS], help="only these")
+    add("--channels", type=int, default=1024, help="channels of the base case")
+    types = ("bfloat16", "float16")
+    add("--dtype", choices=types, default="bfloat16", help="type of the base case")
+    add("--batch-tokens", type=int, default=65536, help="batch x tokens of the base case")
+    late = "begin no further shape after this long"
+    add("--seconds", type=float, default=float("inf"), help=late)
+    add("--rounds", type=int, default=9)
+    add("--batch-ms", type=float, default=4.0, help="length of a timed batch of calls")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, choices=("cuda", "cpu"))
     return parser.parse_args()
 
 
@@ -102,23 +81,16 @@ def numbers(text: str) -> list[int]:
 def shapes(options: argparse.Namespace) -> list[tuple[str, Shape]]:
     """(suite, shape) of everything that was asked for."""
     if unknown := set(options.operations) - set(OPERATIONS):
-        raise UserError(
-            f"--operations has {', '.join(sorted(unknown))}; allowed: {', '.join(OPERATIONS)}"
-        )
-    base = Shape(
-        512, channels=options.channels, batch_tokens=options.batch_tokens, dtype=options.dtype
-    )
+        names = ", ".join(sorted(unknown))
+        raise UserError(f"--operations has {names}; allowed: {', '.join(OPERATIONS)}")
+    base = Shape(512, options.channels, options.batch_tokens, dtype=options.dtype)
     found = []
     if options.suite in ("main", "both"):
         chosen = options.tokens or MAIN_TOKENS
         found += [("main", dataclasses.replace(base, tokens=tokens)) for tokens in chosen]
     if options.suite in ("sweep", "both"):
-        swept = sweep(base)
-        found += [
-            ("sweep", shape)
-            for shape in swept
-            if not options.tokens or shape.tokens in options.tokens
-        ]
+        wanted = [one for one in sweep(base) if not options.tokens or one.tokens in options.tokens]
+        found += [("sweep", shape) for shape in wanted]
     if not found:
         raise UserError(f"no shape of suite {options.suite} has --tokens {options.tokens}")
     return found
@@ -130,21 +102,21 @@ def sweep(base: Shape) -> list[Shape]:
     def changed(factor: str, **changes) -> Shape:
         return dataclasses.replace(base, factor=factor, **changes)
 
+    def scaled(name: str, *factors: float) -> list[int]:
+        return [int(getattr(base, name) * factor) for factor in factors]
+
     found = [changed("base")]
     found += [changed("tokens", tokens=tokens) for tokens in (128, 256, 640, 1000, 1536)]
-    found += [
-        changed("channels", channels=int(base.channels * factor)) for factor in (1 / 4, 1 / 2, 2, 4)
-    ]
+    found += [changed("channels", channels=n) for n in scaled("channels", 1 / 4, 1 / 2, 2, 4)]
     found += [changed("heads", heads=heads) for heads in (2, 4, 8)]
     found += [changed("kernel size", taps=taps) for taps in (3, 5)]
-    counts = [int(base.batch_tokens * factor) for factor in (1 / 16, 1 / 4, 4)]
     for tokens in (512, 4096):
-        found += [changed("batch x tokens", tokens=tokens, batch_tokens=count) for count in counts]
+        for count in scaled("batch_tokens", 1 / 16, 1 / 4, 4):
+            found.append(changed("batch x tokens", tokens=tokens, batch_tokens=count))
     found += [changed("dtype", dtype="float16")] if base.dtype != "float16" else []
     for tokens in (512, 2048):
-        found += [
-            changed("dtype", tokens=tokens, dtype="float32", tf32=tf32) for tf32 in (False, True)
-        ]
+        for tf32 in (False, True):
+            found.append(changed("dtype", tokens=tokens, dtype="float32", tf32=tf32))
     return found
 
 
@@ -154,16 +126,13 @@ def sweep(base: Shape) -> list[Shape]:
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    ours = backend(options.device)
+    ours, device = backend(options.device), options.device
     planned = shapes(options)
-    result = measured_by(options, options.device) | {"ours": ours, "left_out": []}
+    result = measured_by(options, device) | {"ours": ours, "left_out": []}
     result |= {"rounds": options.rounds, "batch_ms": options.batch_ms}
-    result["ceiling_size"] = 8192 if options.device == "cuda" else 256
-    result |= {
-        "copy_tb_s": timing.copy_bytes_per_ms(options.device) / 1e9,
-        "ceilings_tflops": {},
-        "cases": [],
-    }
+    result["ceiling_size"] = 8192 if device == "cuda" else 256
+    result["copy_tb_s"] = timing.copy_bytes_per_ms(device) / 1e9
+    result |= {"ceilings_tflops": {}, "cases": []}
     gc.collect()
     gc.freeze()  # each capture collects garbage, and need not look through what was imported
     for suite, shape in planned:
@@ -183,41 +152,29 @@ def backend(device: str) -> str:
     """What is measured: the kernels on a GPU, or it is an error; on a CPU the panels."""
     if device == "cpu":
         return "panels"
-    reason = choice.unavailable_reason()
+    reason = choice.device_reason(0)
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     return "cuda"
 
 
-def measure_shape(
-    suite: str, shape: Shape, ours: str, options: argparse.Namespace, result: dict
-) -> None:
+def measure_shape(suite: str, shape: Shape, ours: str, options, result: dict) -> None:
     timing.set_tf32(shape.tf32)
-    ceilings = result["ceilings_tflops"]
-    if shape.arithmetic not in ceilings:
-        ceilings[shape.arithmetic] = timing.product_tflops(
-            shape.torch_dtype, options.device, result["ceiling_size"]
-        )
+    ceilings, kind = result["ceilings_tflops"], shape.arithmetic
+    if kind not in ceilings:
+        size = options.device, result["ceiling_size"]
+        ceilings[kind] = timing.product_tflops(shape.torch_dtype, *size)
     data = Data(shape, options.device, ours)
     expected = Expected(data)
     for operation in OPERATIONS if suite == "main" else SWEEP_OPERATIONS:
         if operation not in options.operations:
             continue
-        compiled = suite == "main" and options.device == "cuda" and not options.no_compile
-        case = {
-            "suite": suite,
-            "operation": operation,
-            **dataclasses.asdict(shape),
-            "batch": shape.batch,
-        }
-        case |= {"slots": len(data.slots), "ceiling_tflops": ceilings[shape.arithmetic]}
-        case |= {
-            "useful_flops": useful_flops(shape, operation),
-            "least_bytes": least_bytes(shape, operation),
-        }
-        case["floor_ms"] = floor_ms(
-            shape, operation, result["copy_tb_s"] * 1e9, ceilings[shape.arithmetic]
-        )
+        case = {"suite": suite, "operation": operation, **dataclasses.asdict(shape)}
+        case |= {"batch": shape.batch, "slots": len(data.slots), "ceiling_tflops": ceilings[kind]}
+        case["useful_flops"] = useful_flops(shape, operation)
+        case["least_bytes"] = least_bytes(shape, operation)
+        case["floor_ms"] = floor_ms(shape, operation, result["copy_tb_s"] * 1e9, ceilings[kind])
+        compiled = suite == "main" and options.device == "cuda"
         case["variants"] = measure_operation(operation, data, expected, compiled, options)
         result["cases"].append(case)
     del data, expected
@@ -229,37 +186,23 @@ def measure_shape(
 
 def measure_operation(
     operation: str, data: Data, expected: Expected, compiled: bool, options: argparse.Namespace
-) -> list:
+) -> list[dict]:
     """A row for each variant: how it did in its check and, where it passed, its times."""
-    variants = VARIANTS[operation](data, compiled)
-    wanted = expected(operation)
+    variants, wanted = VARIANTS[operation](data, compiled), expected(operation)
     rows = [
-        {
-            "name": variant.name,
-            "family": variant.family,
-            **check(variant, operation, expected, wanted),
-        }
-        for variant in variants
+        {"name": one.name, "family": one.family, **check(one, operation, expected, wanted)}
+        for one in variants
     ]
     del wanted
-    calls = {
-        variant.name: variant.call
-        for variant, row in zip(variants, rows, strict=True)
-        if not row["failure"]
-    }
-    if not calls:
-        return rows
-    slots = len(data.slots)
+    pairs = zip(variants, rows, strict=True)
+    calls = {variant.name: variant.call for variant, row in pairs if not row["failure"]}
+    slots, rounds, ms = len(data.slots), options.rounds, options.batch_ms
     eager = operation == "autograd"  # there the host counts; a graph tells what the GPU takes
-    timings = timing.interleaved(
-        calls, data.device, slots, options.rounds, options.batch_ms * (5 if eager else 1), not eager
-    )
+    longer = ms * (5 if eager else 1)
+    timings = timing.interleaved(calls, data.device, slots, rounds, longer, not eager)
     calls = {name: call for name, call in calls.items() if "ms" in timings[name]}
-    graphs = (
-        timing.replayed(calls, slots, options.rounds, options.batch_ms)
-        if eager and data.device == "cuda"
-        else {}
-    )
+    on_gpu = eager and data.device == "cuda"
+    graphs = timing.replayed(calls, slots, rounds, ms) if on_gpu else {}
     for row in rows:
         row |= timings.get(row["name"], {})
         if eager:

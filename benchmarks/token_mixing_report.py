@@ -1,5 +1,7 @@
 """The tables of `token_mixing.py`, from its JSON alone."""
 
+from collections.abc import Callable
+
 from saving import origin
 from token_mixing_work import OPERATIONS
 
@@ -35,17 +37,9 @@ def speedup(
     """How many times as fast as the best alternative (or the best one of a family); None unless
     both passed their check.
     """
-    mine, other = (
-        of_family(case, family, key),
-        of_family(case, over, key) if over else best_alternative(case, key),
-    )
+    mine = of_family(case, family, key)
+    other = of_family(case, over, key) if over else best_alternative(case, key)
     return other[key] / mine[key] if mine and other else None
-
-
-def select(result: dict, suite: str, operation: str) -> list[dict]:
-    return [
-        case for case in result["cases"] if (case["suite"], case["operation"]) == (suite, operation)
-    ]
 
 
 # ------------------------------------------------------------------------- tables
@@ -54,13 +48,29 @@ def select(result: dict, suite: str, operation: str) -> list[dict]:
 def table(result: dict) -> str:
     """Everything as Markdown."""
     parts = [f"# Token mixing on {result['hardware'].get('device')}", introduction(result)]
-    for operation, title in OPERATIONS.items():
-        parts += main_section(operation, title, select(result, "main", operation))
-    for operation, title in OPERATIONS.items():
-        parts += sweep_section(title, select(result, "sweep", operation))
-    parts += failures(result)
-    parts += [f"Measured on {origin(result)}."]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    for suite, tables in (("main", main_tables), ("sweep", sweep_tables)):
+        for operation, title in OPERATIONS.items():
+            of = {"suite": suite, "operation": operation}
+            if cases := [case for case in result["cases"] if of.items() <= case.items()]:
+                parts += section(suite, title, cases, tables)
+    return "\n\n".join([*parts, *failures(result), f"Measured on {origin(result)}."]) + "\n"
+
+
+def section(suite: str, title: str, cases: list[dict], tables: Callable) -> list[str]:
+    base = cases[0]
+    size = f"{base['channels']} channels, batch x tokens {base['batch_tokens']:,}"
+    if suite == "main":
+        parts = [f"## {title}", f"{size}, {arithmetic(base)}."]
+    else:
+        parts = [f"## Sweep: {title.lower()}"]
+    if base["operation"] != "autograd":
+        return [*parts, *tables(cases, "ms")]
+    parts += ["Wall time of eager calls in a row, the host's share included:"]
+    parts += tables(cases, "ms")
+    if any(passed(case, "graph_ms") for case in cases):
+        graphs = "GPU time alone, the same replayed as a CUDA graph:"
+        parts += [graphs, tables(cases, "graph_ms")[0]]
+    return parts
 
 
 def introduction(result: dict) -> str:
@@ -93,57 +103,18 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def main_section(operation: str, title: str, cases: list[dict]) -> list[str]:
-    if not cases:
-        return []
-    base = cases[0]
-    parts = [
-        f"## {title}",
-        f"{base['channels']} channels, batch x tokens {base['batch_tokens']:,}, "
-        f"{arithmetic(base)}.",
-    ]
-    if operation != "autograd":
-        return parts + [comparison(cases, "ms"), all_variants(cases, "ms")]
-    parts += [
-        "Wall time of eager calls in a row, the host's share included:",
-        comparison(cases, "ms"),
-        all_variants(cases, "ms"),
-    ]
-    if any(passed(case, "graph_ms") for case in cases):
-        parts += [
-            "GPU time alone, the same replayed as a CUDA graph:",
-            comparison(cases, "graph_ms"),
-        ]
-    return parts
+def main_tables(cases: list[dict], key: str) -> list[str]:
+    return [comparison(cases, key), all_variants(cases, key)]
 
 
 def comparison(cases: list[dict], key: str) -> str:
-    families = [
-        family for family in FAMILIES if any(of_family(case, family, key) for case in cases)
-    ]
-    auto = any(of_family(case, "auto", key) for case in cases)
-    head = [
-        "tokens",
-        "ours",
-        *(["auto"] if auto else []),
-        *families,
-        "speed-up",
-        "useful TFLOP/s",
-        "% of ceiling",
-        "% of floor",
-    ]
+    found = [one for one in ("auto", *FAMILIES) if any(of_family(case, one, key) for case in cases)]
+    head = ["tokens", "ours", *found, "speed-up", "useful TFLOP/s", "% of ceiling", "% of floor"]
     rows = []
     for case in cases:
-        others = [cell(case, family, key) for family in (["auto"] if auto else []) + families]
-        rows.append(
-            [
-                str(case["tokens"]),
-                ours_cell(case, key),
-                *others,
-                number(speedup(case, key), ".2f"),
-                *rates(case, key),
-            ]
-        )
+        others = [cell(case, family, key) for family in found]
+        faster = number(speedup(case, key), ".2f")
+        rows.append([str(case["tokens"]), ours_cell(case, key), *others, faster, *rates(case, key)])
     return markdown(head, rows)
 
 
@@ -170,12 +141,8 @@ def rates(case: dict, key: str) -> list[str]:
     if mine is None:
         return ["-", "-", "-"]
     reached = case["useful_flops"] / mine[key] / 1e9
-    known = (
-        [f"{reached:.4g}", f"{100 * reached / case['ceiling_tflops']:.0f}"]
-        if reached
-        else ["-", "-"]
-    )
-    return [*known, f"{100 * case['floor_ms'] / mine[key]:.0f}"]
+    known = [f"{reached:.4g}", f"{100 * reached / case['ceiling_tflops']:.0f}"]
+    return [*(known if reached else "--"), f"{100 * case['floor_ms'] / mine[key]:.0f}"]
 
 
 def all_variants(cases: list[dict], key: str) -> str:
@@ -201,46 +168,20 @@ def changes(case: dict) -> str:
     return ", ".join(parts)
 
 
-def sweep_section(title: str, cases: list[dict]) -> list[str]:
-    if not cases:
-        return []
-    parts = [f"## Sweep: {title.lower()}"]
-    if cases[0]["operation"] != "autograd":
-        return parts + [sweep_table(cases, "ms")]
-    parts += [
-        "Wall time of eager calls in a row, the host's share included:",
-        sweep_table(cases, "ms"),
-    ]
-    if any(passed(case, "graph_ms") for case in cases):
-        parts += [
-            "GPU time alone, the same replayed as a CUDA graph:",
-            sweep_table(cases, "graph_ms"),
-        ]
-    return parts
-
-
-def sweep_table(cases: list[dict], key: str) -> str:
+def sweep_tables(cases: list[dict], key: str) -> list[str]:
     auto = any(of_family(case, "auto", key) for case in cases)
-    head = [
-        "case",
-        "ours",
-        "best alternative",
-        "speed-up",
-        *(["auto", "its speed-up"] if auto else []),
-    ]
+    head = ["case", "ours", "best alternative", "speed-up"]
+    head += ["auto", "its speed-up"] if auto else []
     rows = []
     for case in cases:
         best = best_alternative(case, key)
-        row = [
-            changes(case),
-            ours_cell(case, key),
-            f"{best[key]:.3f} ({best['name']})" if best else "-",
-        ]
-        row.append(number(speedup(case, key), ".2f"))
+        row = [changes(case), ours_cell(case, key)]
+        row += [f"{best[key]:.3f} ({best['name']})" if best else "-"]
+        row += [number(speedup(case, key), ".2f")]
         if auto:
             row += [ours_cell(case, key, "auto"), number(speedup(case, key, "auto"), ".2f")]
         rows.append(row + rates(case, key))
-    return markdown([*head, "useful TFLOP/s", "% of ceiling", "% of floor"], rows)
+    return [markdown([*head, "useful TFLOP/s", "% of ceiling", "% of floor"], rows)]
 
 
 def failures(result: dict) -> list[str]:

@@ -8,11 +8,12 @@ another layout, its copies count.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import panels
 import torch
 import torch.nn.functional as F
+from dense_mixing import dense_mixing
 from panels import head_slices, multiply_into
 from token_mixing_work import Shape
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Variant:
     """`standard` brings what `call` returns into the operator's shapes, for the check alone."""
 
     name: str
-    family: str  # "ours", "auto", or a kind of alternative
+    family: str  # "ours", or a kind of alternative
     call: Callable[[int], object]
     standard: Callable = lambda result: result
     compiled: bool = False
@@ -41,26 +42,21 @@ class Data:
     def __init__(self, shape: Shape, device: str, ours: str):
         self.shape, self.device = shape, device
         self.ours = ours  # what is measured: "cuda", or "panels" where the kernels do not run
-        self.module: ModuleType = cuda if ours == "cuda" else panels
-        columns = panels.packed_columns(shape.tokens)
-        weight_bytes = (
-            shape.heads * shape.taps * shape.tokens * columns * shape.torch_dtype.itemsize
-        )
+        self.module = cuda if ours == "cuda" else panels
         cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
-        self.slots = [
-            self.slot()
-            for _ in range(max(2, 3 * cache // (shape.activation_bytes + weight_bytes) + 1))
-        ]
+        columns = panels.packed_columns(shape.tokens)
+        size = shape.heads * shape.taps * shape.tokens * columns * shape.torch_dtype.itemsize
+        count = max(2, 3 * cache // (shape.activation_bytes + size) + 1)
+        self.slots = [self.slot() for _ in range(count)]
+        self.single = shape.heads == shape.taps == 1
 
     def slot(self) -> SimpleNamespace:
-        shape, dtype = self.shape, self.shape.torch_dtype
+        shape, dtype, on = self.shape, self.shape.torch_dtype, self.device
         size = (shape.batch, shape.tokens, shape.channels)
-        x, dy, residual = (torch.randn(size, device=self.device, dtype=dtype) for _ in range(3))
-        weight = torch.randn(
-            shape.heads, shape.taps, shape.tokens, shape.tokens, device=self.device
-        )
+        x, dy, residual = (torch.randn(size, device=on, dtype=dtype) for _ in range(3))
+        weight = torch.randn(shape.heads, shape.taps, shape.tokens, shape.tokens, device=on)
         weight *= (shape.tokens * shape.taps) ** -0.5
-        bias = torch.randn(shape.heads, shape.tokens, device=self.device)
+        bias = torch.randn(shape.heads, shape.tokens, device=on)
         # A row of the masked weight starts on 16 bytes for the alternatives too.
         masked = panels.pack(weight, shape.tokens, dtype)[..., : shape.tokens]
         return SimpleNamespace(
@@ -77,13 +73,24 @@ class Data:
             dweight=torch.zeros_like(weight),
         )
 
-    def on(self, function: Callable) -> Callable[[int], object]:
-        """The call that gives a slot's tensors to `function`."""
-        return lambda slot: function(self.slots[slot])
+    def variant(self, name: str, family: str, function: Callable, *standard: Callable) -> Variant:
+        """The variant whose call gives a slot's tensors to `function`."""
+        return Variant(name, family, lambda slot: function(self.slots[slot]), *standard)
 
-    @property
-    def single(self) -> bool:
-        return self.shape.heads == self.shape.taps == 1
+    def mine(self, function: Callable, *standard: Callable) -> Variant:
+        return self.variant(self.ours, "ours", function, *standard)
+
+    def in_panels(self, function: Callable, ending: str = "") -> list[Variant]:
+        """`function`, which takes a slot and a number of panels; one panel is the dense product."""
+        counts = [p for p in PANELS if self.shape.tokens // p >= MIN_PANEL_ROWS]
+        name, found = f"bmm into out{ending}", []
+        found.append(self.variant(name, "dense", lambda s: function(s, 1)))
+        for p in counts:
+            found.append(self.variant(f"p={p}{ending}", "panels", lambda s, p=p: function(s, p)))
+        return found
+
+
+# ------------------------------------------------------------------------- layouts
 
 
 def to_conv(weight: Tensor) -> Tensor:
@@ -113,29 +120,20 @@ def as_square(dweight: Tensor) -> Tensor:
 # ------------------------------------------------------------------------- products in panels
 
 
-def panel_counts(tokens: int) -> list[int]:
-    return [count for count in PANELS if tokens // count >= MIN_PANEL_ROWS]
-
-
 def bounds(tokens: int, panels: int) -> list[tuple[int, int]]:
-    rows = -(-tokens // panels)
-    rows = (rows + 7) // 8 * 8  # keeps the panels of odd contexts on 16 bytes
+    rows = (-(-tokens // panels) + 7) // 8 * 8  # keeps the panels of odd contexts on 16 bytes
     return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 
 def panels_forward(slot: SimpleNamespace, panels: int) -> Tensor:
-    """Pure cuBLAS calls into an out buffer; one panel is the dense product."""
+    """Pure cuBLAS calls into an out buffer."""
     heads, taps, tokens, _ = slot.masked.shape
     for head, columns in enumerate(head_slices(slot.x.shape[-1], heads)):
         for tap in range(taps):
             x = shift_channels(slot.x[..., columns], tap_shift(tap, taps))
             for start, end in bounds(tokens, panels):
-                multiply_into(
-                    slot.y[:, start:end, columns],
-                    slot.masked[head, tap, start:end, :end],
-                    x[:, :end],
-                    tap > 0,
-                )
+                weight = slot.masked[head, tap, start:end, :end]
+                multiply_into(slot.y[:, start:end, columns], weight, x[:, :end], tap > 0)
     return slot.y
 
 
@@ -162,75 +160,41 @@ def panels_grad_weight(slot: SimpleNamespace, panels: int) -> Tensor:
     return slot.dweight
 
 
-def in_panels(data: Data, function: Callable) -> list[Variant]:
-    counts = panel_counts(data.shape.tokens)
-    found = [Variant("bmm into out", "dense", data.on(lambda s: function(s, 1)))]
-    return found + [
-        Variant(f"p={p}", "panels", data.on(lambda s, p=p: function(s, p))) for p in counts
-    ]
-
-
-def our_panels(data: Data, function: Callable) -> list[Variant]:
-    """panels.py as a rival of the kernels; where there are no kernels it is what is measured."""
-    return [Variant("mixer panels", "panels", data.on(function))] if data.ours == "cuda" else []
-
-
 # ------------------------------------------------------------------------- products
 
 
 def forward(data: Data, _compiled: bool) -> list[Variant]:
     heads, pad = data.shape.heads, (data.shape.taps - 1) // 2
-    found = [
-        Variant(
-            data.ours, "ours", data.on(lambda s: data.module.forward(s.x, s.packed, None, None))
-        )
-    ]
-    found += our_panels(data, lambda s: panels.forward(s.x, s.masked, None, None))
-    found += in_panels(data, panels_forward)
 
     def conv(s):
-        return ungrouped(
-            F.conv1d(grouped(s.x, heads), s.conv_weight, padding=pad, groups=heads), heads
-        )
+        y = F.conv1d(grouped(s.x, heads), s.conv_weight, padding=pad, groups=heads)
+        return ungrouped(y, heads)
 
-    found += [Variant("Conv1d", "Conv1d", data.on(conv))]
+    found = [data.mine(lambda s: data.module.forward(s.x, s.packed, None, None))]
+    found += [*data.in_panels(panels_forward), data.variant("Conv1d", "Conv1d", conv)]
     if data.single:
-        found += [
-            Variant("matmul", "dense", data.on(lambda s: torch.matmul(s.masked[0, 0], s.x))),
-            Variant("Linear", "Linear", data.on(lambda s: F.linear(s.x.mT, s.masked[0, 0]).mT)),
-        ]
+        found.append(data.variant("matmul", "dense", lambda s: torch.matmul(s.masked[0, 0], s.x)))
     return found
+
+
+def conv_backward(s: SimpleNamespace, x: Tensor, shape: Shape, wanted: tuple) -> tuple:
+    pad, groups = (shape.taps - 1) // 2, shape.heads
+    options = [1], [pad], [1], False, [0], groups, wanted
+    dy, x = grouped(s.dy, groups), grouped(x, groups)
+    return torch.ops.aten.convolution_backward(dy, x, s.conv_weight, None, *options)
 
 
 def grad_input(data: Data, _compiled: bool) -> list[Variant]:
-    heads, pad = data.shape.heads, (data.shape.taps - 1) // 2
-    found = [Variant(data.ours, "ours", data.on(lambda s: data.module.grad_input(s.dy, s.packed)))]
-    found += our_panels(data, lambda s: panels.grad_input(s.dy, s.masked))
-    found += in_panels(data, panels_grad_input)
+    def conv(s):  # dy stands for the input as well, of which only the shape is asked
+        dx = conv_backward(s, s.dy, data.shape, (True, False, False))[0]
+        return ungrouped(dx, data.shape.heads)
 
-    def conv(s):
-        dy = grouped(s.dy, heads)  # stands for the input as well, of which only the shape is asked
-        return ungrouped(
-            conv_backward(dy, dy, s.conv_weight, pad, heads, (True, False, False))[0], heads
-        )
+    def matmul(s):
+        return torch.matmul(s.masked[0, 0].t(), s.dy)
 
-    found += [Variant("Conv1d", "Conv1d", data.on(conv))]
-    if data.single:
-        found += [
-            Variant("matmul", "dense", data.on(lambda s: torch.matmul(s.masked[0, 0].t(), s.dy))),
-            Variant(
-                "Linear", "Linear", data.on(lambda s: F.linear(s.dy.mT, s.masked[0, 0].t()).mT)
-            ),
-        ]
-    return found
-
-
-def conv_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, pad: int, groups: int, wanted: tuple
-) -> tuple:
-    return torch.ops.aten.convolution_backward(
-        dy, x, weight, None, [1], [pad], [1], False, [0], groups, wanted
-    )
+    found = [data.mine(lambda s: data.module.grad_input(s.dy, s.packed))]
+    found += [*data.in_panels(panels_grad_input), data.variant("Conv1d", "Conv1d", conv)]
+    return found + ([data.variant("matmul", "dense", matmul)] if data.single else [])
 
 
 def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
@@ -238,115 +202,66 @@ def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
     upper half unmasked.
     """
     shape = data.shape
-    heads, pad = shape.heads, (shape.taps - 1) // 2
-    sizes = (shape.tokens, shape.taps, heads, torch.float32)
+    sizes = (shape.tokens, shape.taps, shape.heads, torch.float32)
 
     def conv(s):
-        return conv_backward(
-            grouped(s.dy, heads),
-            grouped(s.x, heads),
-            s.conv_weight,
-            pad,
-            heads,
-            (False, True, False),
-        )[1]
+        return conv_backward(s, s.x, shape, (False, True, False))[1]
 
-    found = [
-        Variant(
-            data.ours,
-            "ours",
-            data.on(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, False)[0]),
-        )
-    ]
-    found += our_panels(data, lambda s: panels.grad_weight(s.dy, s.x, *sizes, False)[0])
-    found += in_panels(data, panels_grad_weight)
-    found += [Variant("Conv1d", "Conv1d", data.on(conv), lambda result: from_conv(result, heads))]
+    def wide(x):  # (batch, tokens, channels) -> copy (tokens, batch * channels)
+        return x.transpose(0, 1).flatten(1)
+
+    found = [data.mine(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, False)[0])]
+    found += data.in_panels(panels_grad_weight)
+    found += [data.variant("Conv1d", "Conv1d", conv, lambda dw: from_conv(dw, shape.heads))]
     if data.single:
-        found += [
-            Variant(
-                "bmm+sum", "dense", data.on(lambda s: torch.bmm(s.dy, s.x.mT).sum(0)), as_square
-            ),
-            Variant(
-                "einsum",
-                "dense",
-                data.on(lambda s: torch.einsum("bid,bjd->ij", s.dy, s.x)),
-                as_square,
-            ),
-            Variant(
-                "copies+GEMM", "dense", data.on(lambda s: wide(s.dy) @ wide(s.x).t()), as_square
-            ),
-        ]
+        summed = data.variant("bmm+sum", "dense", lambda s: (s.dy @ s.x.mT).sum(0), as_square)
+        copied = lambda s: wide(s.dy) @ wide(s.x).t()  # noqa: E731
+        found += [summed, data.variant("copies+GEMM", "dense", copied, as_square)]
     return found
-
-
-def wide(x: Tensor) -> Tensor:
-    """(batch, tokens, channels) -> copy (tokens, batch * channels)."""
-    return x.transpose(0, 1).flatten(1)
 
 
 def grad_weight_bias(data: Data, _compiled: bool) -> list[Variant]:
     sizes = (data.shape.tokens, data.shape.taps, data.shape.heads, torch.float32)
 
-    def separate(s):
-        return as_square(torch.bmm(s.dy, s.x.mT).sum(0)), s.dy.sum((0, 2))[None]
+    def in_panels(s, p):
+        return panels_grad_weight(s, p), s.dy.sum((0, 2))[None]
 
-    found = [
-        Variant(
-            data.ours, "ours", data.on(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, True))
-        )
-    ]
-    found += our_panels(data, lambda s: panels.grad_weight(s.dy, s.x, *sizes, True))
-    for p in panel_counts(data.shape.tokens):
-        call = data.on(lambda s, p=p: (panels_grad_weight(s, p), s.dy.sum((0, 2))[None]))
-        found.append(Variant(f"p={p}, sum", "panels", call))
-    return found + [Variant("bmm+sum, sum", "dense", data.on(separate))]
+    found = [data.mine(lambda s: data.module.grad_weight(s.dy, s.x, *sizes, True))]
+    return found + data.in_panels(in_panels, ", sum")
 
 
 def fused(data: Data, compiled: bool) -> list[Variant]:
-    def separate(s):
-        return torch.matmul(s.masked[0, 0], s.x) + s.narrow_bias[0, :, None] + s.residual
-
-    def in_place(s):
-        return torch.matmul(s.masked[0, 0], s.x).add_(s.narrow_bias[0, :, None]).add_(s.residual)
+    def separate(weight, x, bias, residual):
+        return torch.matmul(weight, x) + bias + residual
 
     def accumulating(s):
         weight = s.masked[0, 0].expand(s.x.shape[0], -1, -1)
         return torch.baddbmm(s.residual, weight, s.x).add_(s.narrow_bias[0, :, None])
 
-    def panels_and_adds(s, p):
+    def in_panels(s, p):
         return panels_forward(s, p).add_(s.narrow_bias[0, :, None]).add_(s.residual)
 
-    found = [
-        Variant(
-            data.ours,
-            "ours",
-            data.on(lambda s: data.module.forward(s.x, s.packed, s.narrow_bias, s.residual)),
-        )
-    ]
-    found += our_panels(data, lambda s: panels.forward(s.x, s.masked, s.narrow_bias, s.residual))
-    for p in panel_counts(data.shape.tokens):
-        found.append(
-            Variant(f"p={p}, adds", "panels", data.on(lambda s, p=p: panels_and_adds(s, p)))
-        )
+    def with_tensors(function):
+        return lambda s: function(s.masked[0, 0], s.x, s.narrow_bias[0, :, None], s.residual)
+
+    module = data.module
+    found = [data.mine(lambda s: module.forward(s.x, s.packed, s.narrow_bias, s.residual))]
+    found += data.in_panels(in_panels, ", adds")
     found += [
-        Variant("matmul + bias + residual", "dense", data.on(separate)),
-        Variant("in place", "dense", data.on(in_place)),
-        Variant("baddbmm + bias", "dense", data.on(accumulating)),
+        data.variant("matmul + bias + residual", "dense", with_tensors(separate)),
+        data.variant("baddbmm + bias", "dense", accumulating),
     ]
     if compiled:
-        call = torch.compile(lambda w, x, b, r: torch.matmul(w, x) + b + r, dynamic=False)
-        run = data.on(lambda s: call(s.masked[0, 0], s.x, s.narrow_bias[0, :, None], s.residual))
-        found.append(Variant("compiled", "compiled", run, compiled=True))
+        call = with_tensors(torch.compile(separate, dynamic=False))
+        found.append(data.variant("compiled", "compiled", call))
+        found[-1].compiled = True
     return found
 
 
 def pack(data: Data, _compiled: bool) -> list[Variant]:
     tokens, dtype = data.shape.tokens, data.shape.torch_dtype
-    ours = data.on(lambda s: data.module.pack(s.weight, tokens, dtype))
-    return [
-        Variant(data.ours, "ours", ours, lambda packed: packed[..., :tokens]),
-        Variant("tril, cast", "dense", data.on(lambda s: s.weight.tril().to(dtype))),
-    ]
+    ours = data.mine(lambda s: data.module.pack(s.weight, tokens, dtype), lambda w: w[..., :tokens])
+    return [ours, data.variant("tril, cast", "dense", lambda s: s.weight.tril().to(dtype))]
 
 
 # ------------------------------------------------------------------------- autograd
@@ -358,83 +273,31 @@ def autograd(data: Data, compiled: bool) -> list[Variant]:
     """
     heads = data.shape.heads
     ours = data.ours if data.ours == "cuda" else "auto"
-    doors = [("ours", ours), ("auto", "auto"), ("dense", "dense")]
     found = []
-    for family, backend in doors:
-        name = backend if family in ("ours", "auto") else f"mixer {backend}"
+    for name, family, backend in [(ours, "ours", ours), ("mixer dense", "dense", "dense")]:
         layer = through_door(backend)
-        found.append(
-            Variant(
-                name, family, step(data, layer, lambda s: s.weight, lambda s: s.bias), unpack(heads)
-            )
-        )
-    found.append(conv_variant(data, "Conv1d", "Conv1d", masked_conv(data)))
-    if heads == 1:
-        found.append(
-            conv_variant(data, "Conv1d, weight.data masked", "Conv1d", upstream_conv(data))
-        )
-    if data.single:
-        found += [
-            square_variant(data, "matmul", "dense", masked_matmul),
-            square_variant(data, "Linear", "Linear", masked_linear),
-        ]
-    if compiled:
-        found.append(
-            square_variant(
-                data,
-                "matmul, compiled",
-                "compiled",
-                torch.compile(masked_matmul, dynamic=False),
-                True,
-            )
-        )
-        conv = torch.compile(masked_conv(data), dynamic=False)
-        found.append(conv_variant(data, "Conv1d, compiled", "compiled", conv, True))
+        call = step(data, layer, lambda s: s.weight, lambda s: s.bias)
+        found.append(Variant(name, family, call, unpack(heads)))
+    layers = [("Conv1d", masked_conv(data), conv_variant)]
+    layers += [("matmul", dense_mixing, square_variant)] if data.single else []
+    for name, layer, variant in layers:
+        found.append(variant(data, name, "dense" if name == "matmul" else name, layer))
+        if compiled:
+            faster = torch.compile(layer, dynamic=False)
+            found.append(variant(data, f"{name}, compiled", "compiled", faster))
+            found[-1].compiled = True
     return found
 
 
-def masked_matmul(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.matmul(weight.tril(), x) + bias[:, None].to(x.dtype)
-
-
-def masked_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x.mT, weight.tril(), bias).mT
-
-
 def masked_conv(data: Data) -> Callable:
-    heads, pad = data.shape.heads, (data.shape.taps - 1) // 2
-    mask = (
-        torch.ones(data.shape.tokens, data.shape.tokens, device=data.device)
-        .tril()
-        .repeat(heads, 1)[..., None]
-    )
+    shape, pad = data.shape, (data.shape.taps - 1) // 2
+    ones = torch.ones(shape.tokens, shape.tokens, device=data.device)
+    mask = ones.tril().repeat(shape.heads, 1)[..., None]
 
     def layer(x, weight, bias):
-        return ungrouped(
-            F.conv1d(grouped(x, heads), weight * mask, bias, padding=pad, groups=heads), heads
-        )
-
-    return layer
-
-
-def upstream_conv(data: Data) -> Callable:
-    """nn.Conv1d whose weight.data is masked anew in each forward, as the reference implementation
-    has it.
-
-    The masked data is made from the weight it was first given, not from what the last forward left:
-    the same work, and a captured graph then reads memory that stays.
-    """
-    tokens, taps = data.shape.tokens, data.shape.taps
-    layers = {}
-
-    def layer(x, weight, bias):
-        if id(weight) not in layers:
-            conv = nn.Conv1d(tokens, tokens, taps, padding=(taps - 1) // 2, device="meta")
-            conv.weight, conv.bias = weight, bias
-            layers[id(weight)] = conv, weight.data
-        conv, first = layers[id(weight)]
-        conv.weight.data = torch.tril(first.permute(2, 0, 1)).permute(1, 2, 0).contiguous()
-        return conv(x)
+        parts = grouped(x, shape.heads)
+        y = F.conv1d(parts, weight * mask, bias, padding=pad, groups=shape.heads)
+        return ungrouped(y, shape.heads)
 
     return layer
 
@@ -443,18 +306,12 @@ def through_door(backend: str) -> Callable:
     return lambda x, weight, bias: triangular_conv(x, weight, bias, backend=backend)
 
 
-def step(
-    data: Data, layer: Callable, weight_of: Callable, bias_of: Callable
-) -> Callable[[int], tuple]:
+def step(data: Data, layer: Callable, weight_of: Callable, bias_of: Callable) -> Callable:
     """The call that runs `layer` and its backward on a slot: gradients of weight, x and bias, and
     y.
     """
     leaves = [
-        (
-            nn.Parameter(weight_of(s).detach()),
-            s.x.detach().requires_grad_(),
-            nn.Parameter(bias_of(s).detach()),
-        )
+        (nn.Parameter(weight_of(s)), s.x.detach().requires_grad_(), nn.Parameter(bias_of(s)))
         for s in data.slots
     ]
     dtype = data.shape.torch_dtype
@@ -473,29 +330,16 @@ def unpack(heads: int, weight: Callable = lambda dweight: dweight) -> Callable:
     return lambda results: (weight(results[0]), results[1], results[2].view(heads, -1), results[3])
 
 
-def square_variant(
-    data: Data, name: str, family: str, layer: Callable, compiled: bool = False
-) -> Variant:
+def square_variant(data: Data, name: str, family: str, layer: Callable) -> Variant:
     call = step(data, layer, lambda s: s.weight[0, 0], lambda s: s.bias[0])
-    return Variant(name, family, call, unpack(1, as_square), compiled)
+    return Variant(name, family, call, unpack(1, as_square))
 
 
-def conv_variant(
-    data: Data, name: str, family: str, layer: Callable, compiled: bool = False
-) -> Variant:
+def conv_variant(data: Data, name: str, family: str, layer: Callable) -> Variant:
     heads = data.shape.heads
     call = step(data, layer, lambda s: to_conv(s.weight), lambda s: s.bias.flatten())
-    return Variant(
-        name, family, call, unpack(heads, lambda dweight: from_conv(dweight, heads)), compiled
-    )
+    return Variant(name, family, call, unpack(heads, lambda dweight: from_conv(dweight, heads)))
 
 
-VARIANTS = {
-    "forward": forward,
-    "grad_input": grad_input,
-    "grad_weight": grad_weight,
-    "grad_weight_bias": grad_weight_bias,
-    "fused": fused,
-    "pack": pack,
-    "autograd": autograd,
-}
+OF_OPERATION = (forward, grad_input, grad_weight, grad_weight_bias, fused, pack, autograd)
+VARIANTS = {function.__name__: function for function in OF_OPERATION}

@@ -14,9 +14,8 @@ import time
 
 import timing
 import torch
-from saving import add_options, measured_by, save
+from saving import add_options, measured_by, origin, save
 from training_step_models import DEFAULT_FORMS, FORMS, Form, SharedMemory, Size, Step
-from training_step_report import table
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, first_line, run_command
@@ -27,12 +26,8 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{name:18s} {form.what}" for name, form in FORMS.items()))
         return
-    unknown = [name for name in options.forms if name not in FORMS]
-    if unknown:
-        raise UserError(
-            f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}; --list says what they "
-            "are"
-        )
+    if unknown := [name for name in options.forms if name not in FORMS]:
+        raise UserError(f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}")
     if not options.output:
         raise UserError("give --output PATH for the results")
     print(table(measure(options)))
@@ -43,81 +38,48 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser, required=False)
-    parser.add_argument(
-        "--forms",
-        type=lambda text: text.split(","),
-        default=DEFAULT_FORMS,
-        help="some of --list, one with mixing first: the others take their memory from it",
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="say what each form is, and measure nothing"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=lambda text: [int(part) for part in text.split(",")],
-        default=[512, 2048, 8192],
-    )
-    parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a step")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--batch-ms", type=float, default=400.0, help="time of one round of one form"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="build no further form or context after so long"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    add = parser.add_argument
+    some = "some of --list, one with mixing first: the others take their memory from it"
+    add("--forms", type=lambda text: text.split(","), default=DEFAULT_FORMS, help=some)
+    add("--list", action="store_true", help="say what each form is, and measure nothing")
+    add("--tokens", type=lambda text: [*map(int, text.split(","))], default=[512, 2048, 8192])
+    add("--batch-tokens", type=int, default=65536, help="tokens of a step")
+    add("--hidden", type=int, default=1024)
+    add("--layers", type=int, default=16)
+    add("--vocabulary", type=int, default=8000)
+    add("--rounds", type=int, default=5)
+    add("--batch-ms", type=float, default=400.0, help="time of one round of one form")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args()
 
 
 def measure(options: argparse.Namespace) -> dict:
     timing.set_tf32(True)
-    torch._dynamo.config.recompile_limit = (
-        1000  # of one function, whose forms are all compiled here
-    )
+    torch._dynamo.config.recompile_limit = 1000  # of one function, which all forms share
     result = measured_by(options, options.device)
-    result |= {
-        name: getattr(options, name)
-        for name in ("hidden", "layers", "vocabulary", "batch_tokens", "rounds")
-    }
-    result["ceiling_size"] = 8192 if options.device == "cuda" else 256
-    result["ceiling_tflops"] = timing.product_tflops(
-        torch.bfloat16, options.device, result["ceiling_size"]
-    )
-    result |= {"cases": [], "left_out": []}
-    deadline = time.perf_counter() + options.seconds
+    for name in ("hidden", "layers", "vocabulary", "batch_tokens", "rounds"):
+        result[name] = getattr(options, name)
+    result["ceiling_size"] = side = 8192 if options.device == "cuda" else 256
+    result["ceiling_tflops"] = timing.product_tflops(torch.bfloat16, options.device, side)
+    result["cases"] = []
     for tokens in options.tokens:
-        size = Size(
-            tokens,
-            max(1, options.batch_tokens // tokens),
-            options.hidden,
-            options.layers,
-            options.vocabulary,
-        )
-        result["cases"].append(measure_size(size, options, deadline, result["left_out"]))
+        batch = max(1, options.batch_tokens // tokens)
+        size = Size(tokens, batch, options.hidden, options.layers, options.vocabulary)
+        result["cases"].append(measure_size(size, options))
         save(result, table(result), options.output)
     return result
 
 
-def measure_size(size: Size, options: argparse.Namespace, deadline: float, left_out: list) -> dict:
+def measure_size(size: Size, options: argparse.Namespace) -> dict:
     rows, steps, memory = {}, {}, SharedMemory()
     for name in options.forms:
-        if time.perf_counter() > deadline:
-            left_out.append(f"{name}, {size.tokens} tokens")
-            continue
-        rows[name], step = prepare(FORMS[name], size, options.device, memory)
-        print(f"{size.tokens} tokens, {name}: {rows[name]}", flush=True)
+        row, step = prepare(FORMS[name], size, options.device, memory)
+        rows[name] = {"what": FORMS[name].what} | row
+        print(f"{size.tokens} tokens, {name}: {row}", flush=True)
         if step is not None:
             steps[name] = step
-    timings = (
-        timing.interleaved(
-            steps, options.device, 1, options.rounds, options.batch_ms, hide_host=False
-        )
-        if steps
-        else {}
-    )
+    times = options.rounds, options.batch_ms
+    timings = timing.interleaved(steps, options.device, 1, *times, hide_host=False)
     for name, row in rows.items():
         row |= timings.get(name, {})
         if "ms" in row:
@@ -127,12 +89,8 @@ def measure_size(size: Size, options: argparse.Namespace, deadline: float, left_
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    return {
-        "tokens": size.tokens,
-        "batch": size.batch,
-        "useful_flops": useful_flops(size),
-        "forms": rows,
-    }
+    of_size = {"tokens": size.tokens, "batch": size.batch, "useful_flops": useful_flops(size)}
+    return of_size | {"forms": rows}
 
 
 def prepare(form: Form, size: Size, device: str, memory: SharedMemory) -> tuple[dict, Step | None]:
@@ -167,6 +125,57 @@ def useful_flops(size: Size) -> dict[str, float]:
     with torch.device("meta"):
         counts = MaskedMixerForCausalLM(config).flops_per_token()
     return {name: counts[name] * size.tokens * size.batch for name in ("useful", "token_mixing")}
+
+
+# ------------------------------------------------------------------------- tables
+
+WITHOUT_MIXING = ("without", "limit")  # forms: their products are the others' without token mixing
+BASELINES = {"matmul": "dense matmul", "reference": "reference", "limit": "limit"}
+
+
+def table(result: dict) -> str:
+    """Everything as Markdown."""
+    parts = [f"# A training step on {result['hardware'].get('device')}", introduction(result)]
+    for case in result["cases"]:
+        parts += [f"## {case['batch']} x {case['tokens']} tokens", forms(case, result)]
+    return "\n\n".join([*parts, f"Measured on {origin(result)}."]) + "\n"
+
+
+def introduction(result: dict) -> str:
+    size = f"{result['ceiling_size']}^3"
+    return (
+        "Forward, backward, clipping and the optimizer (AdamW) on random tokens, bf16 "
+        f"autocast, {result['batch_tokens']:,} tokens a step, vocabulary {result['vocabulary']:,}, "
+        f"hidden size {result['hidden']:,}, {result['layers']} layers; medians of "
+        f"{result['rounds']} interleaved rounds. Ratios are of tokens a second. The limit is the "
+        "clean model with token mixing removed, compiled. Useful operations are the products that "
+        "the model is defined by, of a triangle those on and below the diagonal; their share is of "
+        f"the library's bf16 product of {size}, {result['ceiling_tflops']:.4g} TFLOP/s."
+    )
+
+
+def forms(case: dict, result: dict) -> str:
+    ratios = [f"vs {text}" for text in BASELINES.values()]
+    head = ["form", "ms", "spread", "tokens/s", *ratios, "share", "peak GB", "first step, s"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for name, row in case["forms"].items():
+        cells = [f"failed: {row.get('failure')}", *["-"] * (len(head) - 2)]
+        if "ms" in row:
+            flops = case["useful_flops"]["useful"]
+            flops -= case["useful_flops"]["token_mixing"] * (name in WITHOUT_MIXING)
+            share = 1e-9 * flops / row["ms"] / result["ceiling_tflops"]
+            cells = [f"{row['ms']:.1f}", f"{row['low']:.1f}-{row['high']:.1f}"]
+            cells += [f"{row['tokens_per_second']:,.0f}"]
+            cells += [ratio(case, row, base) for base in BASELINES] + [f"{share:.1%}"]
+            cells += [f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-"]
+            cells += [f"{row['first_step_seconds']:.0f}"]
+        lines.append(f"| {name}: {row['what']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ratio(case: dict, row: dict, base: str) -> str:
+    other = case["forms"].get(base, {})
+    return f"{other['ms'] / row['ms']:.3f}" if "ms" in other else "-"
 
 
 if __name__ == "__main__":

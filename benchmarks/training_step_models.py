@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from dense_mixing import MatmulMixing
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.comparison.no_mixing import NoMixing
-from mixer.training.clipping import clip, gradient_norm
+from mixer.comparison.entrants import NoMixing
 from mixer.training.compile import begin_graphs, compiled, compiled_parts
-from mixer.training.guard import Guard
+from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
 from mixer.training.parallelize import set_recompute
@@ -35,9 +35,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Form:
-    """`model`: ours, without (ours, mixing removed), matmul, conv1d, limit (clean ones) or
-    reference.
-    """
+    """`model`: ours, without (ours, mixing removed), matmul, limit (clean ones) or reference."""
 
     what: str
     model: str = "ours"
@@ -51,36 +49,17 @@ FORMS = {
     "blocks": Form("ours, each block and the loss compiled", compile="blocks"),
     "model": Form("ours, compiled whole", compile="model"),
     "graphs": Form("blocks, replayed as CUDA graphs", compile="blocks", graphs=True),
-    "model_graphs": Form("model, replayed as a CUDA graph", compile="model", graphs=True),
     "eager": Form("ours, eager"),
-    "dense": Form(
-        "our model with `dense`, each block and the loss compiled",
-        backend="dense",
-        compile="blocks",
-    ),
-    "dense_model": Form("our model with `dense`, compiled whole", backend="dense", compile="model"),
-    "without": Form(
-        "our model with mixing removed, each block compiled", "without", compile="blocks"
-    ),
-    "matmul": Form("clean dense matmul, compiled", "matmul", compile="model"),
-    "conv1d": Form("clean dense Conv1d, compiled", "conv1d", compile="model"),
-    "limit": Form("clean model with mixing removed, compiled", "limit", compile="model"),
+    "dense": Form("ours with `dense`, as blocks", backend="dense", compile="blocks"),
+    "without": Form("ours with mixing removed, as blocks", "without", compile="blocks"),
+    "matmul": Form("the best dense matmul, compiled", "matmul", compile="model"),
+    "matmul_eager": Form("the same, eager", "matmul"),
+    "limit": Form("matmul with mixing removed, compiled", "limit", compile="model"),
     "reference": Form("the reference implementation's form, eager", "reference"),
     "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),
     "block": Form("blocks, each block computed again", compile="blocks", recompute="block"),
-    "eager_activation": Form("eager, the GELU computed again", recompute="activation"),
 }
-DEFAULT_FORMS = (
-    "blocks",
-    "model",
-    "eager",
-    "dense",
-    "without",
-    "matmul",
-    "conv1d",
-    "limit",
-    "reference",
-)
+DEFAULT_FORMS = ("blocks", "model", "eager", "dense", "without", "matmul", "limit", "reference")
 
 
 class Step:
@@ -97,9 +76,7 @@ class Step:
         faster = partial(compiled, graphs=False) if is_compiled else None
         config = OptimConfig(lr=1e-4)
         self.optimizer = build_optimizer(model, config, compile=faster)
-        self.guard = Guard(
-            self.optimizer, scaled=False, stop_at_first=True, device=torch.device(device)
-        )
+        self.guard = Guard(self.optimizer, False, True, torch.device(device))
         memory.share(self.module, self.optimizer)
         if form.graphs and device != "cuda":
             raise ValueError(f"CUDA graphs on a {device}")
@@ -107,19 +84,14 @@ class Step:
             self.module.objective.register_forward_pre_hook(begin_graphs)
         for owner, name in self.module.parts(form.compile):
             method = getattr(owner, name)
-            setattr(
-                owner,
-                name,
-                compiled(method, form.graphs)
-                if self.ours
-                else torch.compile(method, fullgraph=True, dynamic=False),
-            )
-        tokens = torch.randint(
-            size.vocabulary, (size.batch, size.tokens + self.ours), device=device
-        )
-        self.inputs = (
-            (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) if self.ours else (tokens,)
-        )
+            if self.ours:
+                setattr(owner, name, compiled(method, form.graphs))
+            else:
+                setattr(owner, name, torch.compile(method, fullgraph=True, dynamic=False))
+        shape = size.batch, size.tokens + self.ours
+        tokens = torch.randint(size.vocabulary, shape, device=device)
+        ours = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.inputs = ours if self.ours else (tokens,)
 
     def __call__(self, _slot: int = 0) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
@@ -153,17 +125,13 @@ class SharedMemory:
         parameters = list(module.parameters())
         if not self.weights:
             self.weights = [parameter.data for parameter in parameters]
-            self.moments = [
-                (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in self.weights
-            ]
+            self.moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in self.weights]
         place = 0
         for parameter in parameters:
             while self.weights[place].numel() != parameter.numel():
                 place += 1  # a form without mixing lacks a few
-            view = [
-                tensor.view(parameter.shape)
-                for tensor in (self.weights[place], *self.moments[place])
-            ]
+            own = self.weights[place], *self.moments[place]
+            view = [tensor.view(parameter.shape) for tensor in own]
             parameter.data = view[0]
             step = torch.zeros((), device=parameter.device)
             state = {"step": step, "exp_avg": view[1], "exp_avg_sq": view[2]}
@@ -206,21 +174,6 @@ class Ours(nn.Module):
 # ------------------------------------------------------------------------- the clean models
 
 
-class MatmulMixing(nn.Module):
-    def __init__(self, tokens: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(tokens, tokens) / tokens**0.5)
-        self.bias = nn.Parameter(torch.zeros(tokens, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(self.weight.tril(), x) + self.bias.to(x.dtype)
-
-
-class Conv1dMixing(MatmulMixing):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv1d(x, self.weight.tril()[..., None], self.bias[:, 0])
-
-
 class ReferenceMixing(nn.Module):
     """The reference overwrites its weight with the masked one in each forward: it cannot be
     compiled.
@@ -237,7 +190,6 @@ class ReferenceMixing(nn.Module):
 
 CLEAN: dict[str, Callable[[int], nn.Module]] = {
     "matmul": MatmulMixing,
-    "conv1d": Conv1dMixing,
     "limit": lambda tokens: nn.Identity(),
     "reference": ReferenceMixing,
 }
@@ -260,9 +212,11 @@ class CleanBlock(nn.Module):
 
 
 class Clean(nn.Module):
-    """A masked mixer as one writes it in a page of PyTorch; under autocast its residual stream
-    stays fp32.
+    """A masked mixer as one writes it in a page of PyTorch, with the residual stream in bf16, as
+    ours has it under autocast.
     """
+
+    stream = torch.bfloat16
 
     def __init__(self, size: Size, mixing: Callable[[int], nn.Module]):
         super().__init__()
@@ -271,7 +225,7 @@ class Clean(nn.Module):
         self.head = nn.Linear(size.hidden, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding(tokens).to(self.stream)
         for block in self.blocks:
             x = block(x)
         return self.loss(x, tokens)
@@ -284,9 +238,11 @@ class Clean(nn.Module):
 
 
 class Reference(Clean):
-    """The reference takes its loss over the second of three dimensions, of logits that are turned
-    over and copied for it.
+    """The reference has an fp32 residual stream, and takes its loss over the second of three
+    dimensions, of logits that are turned over and copied for it.
     """
+
+    stream = torch.float32
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         logits = self.head(x).transpose(1, 2)  # (batch, vocabulary, tokens)

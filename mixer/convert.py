@@ -32,21 +32,14 @@ from mixer.common.files import check_new, check_writable, whole_directory, whole
 from mixer.data.tokenizer import existing_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
-MIXING = ("plain", "softmax")
-
 
 def convert(
     source: Path, output: Path, tokenizer_name: str | None, mixing: str | None = None
 ) -> None:
     """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name).
 
-    mixing: one of MIXING; None assumes plain, and says so.
+    mixing: "plain"; None assumes it, and says so.
     """
-    if mixing == "softmax":
-        raise UserError(
-            f"{source} cannot be converted: a softmax in the mixing has no counterpart here, and "
-            "without it the logits would be others; allowed: --mixing plain, for other weights"
-        )
     check_new(output)
     if source.suffix != ".safetensors":
         raise UserError(
@@ -148,9 +141,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--mixing",
-        choices=MIXING,
-        help="what the reference model was: plain, or with a softmax, which is refused "
-        "(default: plain is assumed, and said)",
+        choices=["plain"],
+        help="that the reference model has no softmax in its mixing (default: assumed, and said)",
     )
     options = parser.parse_args()
     if options.back:

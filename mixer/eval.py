@@ -36,10 +36,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             how |= {"nargs": "+", "required": True, "metavar": "DIR", "type": settled}
         elif option.name == "text":
             how |= {"nargs": "+", "default": [], "metavar": "FILE"}
-        elif option.default is False:
-            how |= {"action": "store_true"}
         elif option.metadata["choices"]:
-            how |= {"default": option.default, "choices": list(option.metadata["choices"])}
+            how |= {
+                "default": option.default,
+                "choices": list(filter(None, option.metadata["choices"])),
+            }
         elif isinstance(option.default, str):
             how |= {"default": option.default, "metavar": "NAME"}
         else:
@@ -48,8 +49,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="where the report goes (default: CHECKPOINT/../eval-<checkpoint>-<text>, without the "
-        "text for the run's own, or -2, -3, ... beside another evaluation's report)",
+        help="where the report goes, in place of one that is there (default: "
+        "CHECKPOINT/../eval-<checkpoint>-<text>, without the text for the run's own, or -2, -3, "
+        "... beside another evaluation's report)",
     )
     return parser.parse_args(arguments)
 

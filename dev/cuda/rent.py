@@ -32,36 +32,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("program", choices=PROGRAMS)
-    parser.add_argument(
-        "version", choices=VERSIONS, help="a version of the ladder, 0 for cuBLAS, or all"
-    )
-    parser.add_argument("--gpu", choices=ARCHITECTURES, default="H100")
-    parser.add_argument("--minutes", type=between(1, 60), default=15, help="stop after this long")
-    parser.add_argument("--tokens", type=between(1, 32768), default=512)
-    parser.add_argument("--batch", type=between(1, 65535), default=128)
-    parser.add_argument("--channels", type=between(8, 65536), default=1024, help="a multiple of 8")
-    parser.add_argument("--dry-run", action="store_true", help="print the command and rent nothing")
+    add = parser.add_argument
+    add("program", choices=PROGRAMS)
+    add("version", choices=VERSIONS, help="a version of the ladder, 0 for cuBLAS, or all")
+    add("--gpu", choices=ARCHITECTURES, default="H100")
+    add("--minutes", type=int, choices=range(1, 61), default=15, metavar="N", help="stop then")
+    add("--tokens", type=int, default=512)
+    add("--batch", type=int, default=128)
+    add("--channels", type=int, default=1024, help="a multiple of 8")
+    add("--dry-run", action="store_true", help="print the command and rent nothing")
     options = parser.parse_args(arguments)
-    if options.channels % 8:
-        parser.error(f"--channels is {options.channels}; it must be a multiple of 8")
     if options.version in HOPPER_VERSIONS and ARCHITECTURES[options.gpu] != "90a":
         parser.error(
             f"version {options.version} needs a Hopper GPU and --gpu is {options.gpu}; use H100 or "
             "H200"
         )
     return options
-
-
-def between(least: int, most: int):
-    """An argument type: a whole number in a range."""
-
-    def number(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
-        return int(text)
-
-    return number
 
 
 def command(options: argparse.Namespace) -> str:
@@ -84,22 +70,13 @@ def run(options: argparse.Namespace) -> int:
         import modal
     except ImportError:
         sys.exit("error: Modal's client is not installed: `pip install modal && modal setup`")
-    image = modal.Image.from_registry(IMAGE, add_python=PYTHON).pip_install_from_pyproject(
-        str(ROOT / "pyproject.toml")
-    )
+    image = modal.Image.from_registry(IMAGE, add_python=PYTHON)
+    image = image.pip_install_from_pyproject(str(ROOT / "pyproject.toml"))
     for name in FILES:  # last, for these go to the machine as it starts and make no new image
         image = image.add_local_dir(ROOT / name, f"{REMOTE}/{name}", ignore=LEFT_OUT)
     app = modal.App.lookup("masked-mixer-ladder", create_if_missing=True)
-    sandbox = modal.Sandbox.create(
-        "bash",
-        "-c",
-        command(options),
-        app=app,
-        image=image,
-        gpu=options.gpu,
-        timeout=60 * options.minutes,
-        workdir=REMOTE,
-    )
+    machine = {"app": app, "image": image, "gpu": options.gpu, "timeout": 60 * options.minutes}
+    sandbox = modal.Sandbox.create("bash", "-c", command(options), workdir=REMOTE, **machine)
     try:
         for line in sandbox.stdout:
             print(line, end="", flush=True)
@@ -112,12 +89,10 @@ def run(options: argparse.Namespace) -> int:
 def main() -> None:
     options = parse()
     if options.dry_run:
-        print(
-            f"on one {options.gpu}, for at most {options.minutes} minutes, in "
-            f"{IMAGE}:\n{command(options)}"
-        )
-        return
-    sys.exit(run(options))
+        print(f"on one {options.gpu}, for at most {options.minutes} minutes, in {IMAGE}:")
+        print(command(options))
+    else:
+        sys.exit(run(options))
 
 
 if __name__ == "__main__":

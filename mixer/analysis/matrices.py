@@ -7,7 +7,8 @@ W[i, j] of token j, at lag i - j.
 
 import numpy as np
 
-from mixer.models.masked_mixer.mixing import TokenMixing, TriangularConv
+from mixer.models.masked_mixer.convolution import TriangularConv
+from mixer.models.masked_mixer.mixing import TokenMixing
 
 SHARE = 0.9  # of a row's |W|, for its effective context
 ORDER = ("first ", "second ", "third ")  # names of a block's convolutions, if it has several

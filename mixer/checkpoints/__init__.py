@@ -1,10 +1,9 @@
 """Saved models and runs:
 
-config            the settings
 format            what a checkpoint holds; finding, completing and pruning checkpoints
 writer            writes a run's checkpoints while it goes on
 snapshot          copies of the state that are written meanwhile
-finite            no NaN or infinity is saved
+state             the tensors of a run's state: their names, and that they are finite
 restore           a run goes on from a checkpoint
 pretrained        any causal language model's directory, checked and loaded
 reference_format  weights of the reference implementation, both ways

@@ -87,13 +87,6 @@ def optimizer_file(checkpoint: Path, number: int, of: int) -> Path:
     return checkpoint / STATE / f"optimizer-{number}-of-{of}.safetensors"
 
 
-def optimizer_files(checkpoint: Path) -> list[Path]:
-    """The files of the optimizer's state, in the order of their processes."""
-    files = (checkpoint / STATE).glob("optimizer-*.safetensors")
-    numbers = {path: re.fullmatch(r"optimizer-(\d+)-of-\d+", path.stem) for path in files}
-    return sorted(filter(numbers.get, numbers), key=lambda path: int(numbers[path][1]))
-
-
 # --- reading and checking ---------------------------------------------------------------------
 
 
@@ -155,6 +148,21 @@ def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:
     for name, known in files.items():
         if problem := object_problem(known, {"size": int, "sha256": str}, {}):
             raise UserError(f"{checkpoint / LISTING} is damaged ({name!r}: {problem}): {remedy}")
+    return files
+
+
+def optimizer_files(checkpoint: Path) -> list[Path]:
+    """The files of the optimizer's state that were listed, in the order of their processes. Raises
+    UserError where one is missing from the listing, or has another name.
+    """
+    listed = {name for name in read_listing(checkpoint) if name.startswith(f"{STATE}/optimizer-")}
+    files = [optimizer_file(checkpoint, number + 1, len(listed)) for number in range(len(listed))]
+    wanted = {str(file.relative_to(checkpoint)) for file in files}
+    if not listed or listed != wanted:
+        raise UserError(
+            f"checkpoint {checkpoint} lists {', '.join(sorted(listed)) or 'no optimizer state'}, "
+            f"expected {', '.join(sorted(wanted)) or 'it'}: copy it again, or give another one"
+        )
     return files
 
 

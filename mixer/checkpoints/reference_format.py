@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mixer.common.errors import UserError
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
-from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 LAYERS = {  # the reference's names of what every block has, and ours
@@ -73,29 +73,25 @@ def to_reference(
     heads_under: the reference's name for the heads of a block, one of HEADS_UNDER.
     Raises UserError for a model that the reference implementation does not have.
     """
-    config = model.config
-    absent = []
-    if config.final_norm:
-        absent.append("a final norm (final_norm: true)")
-    if not config.linear_bias:
-        absent.append("linear layers without biases (linear_bias: false)")
-    if config.hidden_act != "gelu":
-        absent.append(f"the MLP's nonlinearity (hidden_act: {config.hidden_act})")
-    if config.mixer_expansion and config.num_mixer_heads > 1:
-        absent.append(
-            "expansion with heads (mixer_expansion: true, num_mixer_heads: "
-            f"{config.num_mixer_heads})"
-        )
-    if config.mixer_gate:
-        absent.append("gated mixing (mixer_gate: true)")
-    if config.mixer_key_size:
-        absent.append(f"keyed mixing (mixer_key_size: {config.mixer_key_size})")
-    if config.num_mixer_heads > 1 and not config.mixer_projections:
-        absent.append("heads without projections (mixer_projections: false)")
-    if absent:
+    config, heads = model.config, model.config.num_mixer_heads
+    absent = {
+        "a final norm (final_norm: true)": config.final_norm,
+        "linear layers without biases (linear_bias: false)": not config.linear_bias,
+        f"the MLP's nonlinearity (hidden_act: {config.hidden_act})": config.hidden_act != "gelu",
+        f"expansion with heads (mixer_expansion: true, num_mixer_heads: {heads})": (
+            config.mixer_expansion and heads > 1
+        ),
+        "gated mixing (mixer_gate: true)": config.mixer_gate,
+        f"keyed mixing (mixer_key_size: {config.mixer_key_size})": config.mixer_key_size,
+        "heads without projections (mixer_projections: false)": (
+            heads > 1 and not config.mixer_projections
+        ),
+    }
+    if any(absent.values()):
+        parts = " nor ".join(part for part, is_there in absent.items() if is_there)
         raise UserError(
-            f"the reference implementation does not have {' nor '.join(absent)}; this model cannot "
-            "be converted to its format"
+            f"the reference implementation does not have {parts}; this model cannot be converted "
+            "to its format"
         )
     tensors = _tensors(model)
     views = {

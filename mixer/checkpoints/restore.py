@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -29,10 +28,12 @@ from mixer.checkpoints.pretrained import (
     load_model_config,
     settled,
 )
+from mixer.checkpoints.state import begin_state, held_state, is_weight
 from mixer.common.errors import UserError, first_line
 from mixer.common.say import Say
 from mixer.data.manifest import Manifest
-from mixer.distributed.shards import as_held
+from mixer.distributed.shards import as_held, local_part
+from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
 # The settings that decide which state the optimizer has, and their values for a checkpoint whose
@@ -41,7 +42,8 @@ OPTIMIZER_SETTINGS = {"optim.name": "adamw", "optim.shared_lags": False}
 
 
 def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
-    """The checkpoint to continue from, None for a fresh start; see CheckpointConfig.resume.
+    """The checkpoint to continue from, None for a fresh start; see `python train.py
+    --help` for checkpoint.resume.
 
     Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
     damaged, if all of the run's checkpoints are, and if they would be in the way.
@@ -230,49 +232,49 @@ def resume(
     trainer: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
+    world: World,
 ) -> None:
     """Loads all state beside the model: the optimizer's, the random state and the loss scale.
 
     trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
     """
+    begin_state(optimizer)
     try:
         load_optimizer(checkpoint, model, optimizer)
-        _load_random_state(checkpoint, accelerator)
+        _load_random_state(checkpoint, world)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"the {STATE}/ of checkpoint {checkpoint} is not what training wrote "
             f"({first_line(error)}): give another checkpoint"
         ) from None
-    if accelerator.scaler is not None and trainer["scaler"]:
-        accelerator.scaler.load_state_dict(trainer["scaler"])
+    scaler = world.accelerator.scaler
+    if scaler is not None and trainer["scaler"]:
+        scaler.load_state_dict(trainer["scaler"])
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads the optimizer's state, whichever keys it has. The numbers of processes that wrote it
-    and that read it may differ.
+    """Loads the optimizer's state, which has begun (`begin_state`). The numbers of processes that
+    wrote it and that read it may differ. Only one whole tensor is in memory at a time.
 
-    A tensor of its parameter's shape is sharded like the parameter. Scalars and tensors of other
-    shapes are loaded as they are. Only one whole tensor is in memory at a time.
+    Raises ValueError unless the file has just the names and shapes that the optimizer has.
     """
-    files = [safe_open(file, "pt") for file in optimizer_files(checkpoint)]
-    parts: dict[str, list[Any]] = {}  # the files that have each name, in the order of processes
-    for file in files:
-        for name in file.keys():
-            parts.setdefault(name, []).append(file)
-    parameters = dict(model.named_parameters())
-    for name, holders in parts.items():
-        owner, _, key = name.rpartition("/")
-        if owner not in parameters:
-            raise ValueError(f"{optimizer_files(checkpoint)[0]} has {name}, of no parameter")
-        parameter = parameters[owner]
-        value = _join([file.get_tensor(name) for file in holders])
-        is_shaped = value.shape == parameter.shape and value.ndim > 0
-        held = as_held(value, parameter) if is_shaped else value.to(parameter.device)
-        optimizer.state[parameter][key] = held
-    missing = [name for name, parameter in parameters.items() if parameter not in optimizer.state]
-    if parts and missing:  # the optimizer would begin them with zeros
-        raise ValueError(f"{optimizer_files(checkpoint)[0]} lacks the state of {missing[0]}")
+    held = held_state(model, optimizer)
+    state = {name: tensor for name, tensor in held.items() if not is_weight(name)}
+    parts: dict[str, list[Any]] = {name: [] for name in state}  # the files that have each name
+    for file in optimizer_files(checkpoint):
+        opened = safe_open(file, "pt")
+        for name in opened.keys():
+            if name not in parts:
+                raise ValueError(f"{file} has {name}, which the optimizer does not have")
+            parts[name].append(opened)
+    for name, files in parts.items():
+        if not files:  # the optimizer would begin it with zeros
+            raise ValueError(f"the optimizer's state lacks {name}")
+        value = _join([file.get_tensor(name) for file in files])
+        if value.shape != state[name].shape:
+            shapes = f"{tuple(value.shape)}, expected {tuple(state[name].shape)}"
+            raise ValueError(f"the optimizer's state has {name} of shape {shapes}")
+        local_part(state[name]).copy_(local_part(as_held(value, state[name])))
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -280,12 +282,12 @@ def _join(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0]
 
 
-def _load_random_state(checkpoint: Path, accelerator: Accelerator) -> None:
+def _load_random_state(checkpoint: Path, world: World) -> None:
     """Sets this process's random state. Where the checkpoint has none for it, because there are
     more processes now, it keeps its own.
     """
-    states, rank = load_file(checkpoint / RANDOM), accelerator.process_index
+    states, rank = load_file(checkpoint / RANDOM), world.rank
     if f"cpu-{rank}" in states:
         torch.set_rng_state(states[f"cpu-{rank}"])
-    if accelerator.device.type == "cuda" and f"cuda-{rank}" in states:
-        torch.cuda.set_rng_state(states[f"cuda-{rank}"], accelerator.device)
+    if world.device.type == "cuda" and f"cuda-{rank}" in states:
+        torch.cuda.set_rng_state(states[f"cuda-{rank}"], world.device)

@@ -7,41 +7,29 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
 
 from mixer.checkpoints import format
-from mixer.checkpoints.config import CheckpointConfig
-from mixer.checkpoints.finite import Look
-from mixer.checkpoints.snapshot import DeviceCopy, HostCopy, choose_copy, room_for
+from mixer.checkpoints.snapshot import Snapshot
+from mixer.checkpoints.state import Look, held_state, is_weight
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
-from mixer.common.say import Say
-from mixer.distributed.hosts import Hosts
 from mixer.distributed.shards import local_part, whole
-from mixer.models.carried_code import write_code
+from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
-
-
-@dataclass
-class Prepared:
-    """The state as it is after a step, on its way."""
-
-    look: Look  # for NaN and infinity
-    weights: list[str]  # names of what is copied
-    state: list[str]
 
 
 class CheckpointWriter:
@@ -55,21 +43,18 @@ class CheckpointWriter:
     def __init__(
         self,
         directory: Path,
-        config: CheckpointConfig,
-        accelerator: Accelerator,
-        hosts: Hosts,
+        keep: int,
+        keep_every: int,
+        world: World,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        say: Say,
     ):
-        self.directory, self.config = directory, config
-        self.accelerator, self.hosts = accelerator, hosts
-        self.model, self.tokenizer, self.say = model, tokenizer, say
-        self.main = accelerator.is_main_process
+        self.directory, self.keep, self.keep_every = directory, keep, keep_every
+        self.world, self.model, self.tokenizer = world, model, tokenizer
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self.copied: HostCopy | DeviceCopy | None = None  # made by the first save
-        self.prepared: Prepared | None = None  # of the save that comes next
-        on_gpu = accelerator.device.type == "cuda"
+        self.snapshot: Snapshot | None = None  # made by the first save
+        self.prepared: Look | None = None  # at the copies that the next save is to write
+        on_gpu = world.device.type == "cuda"
         gpu = torch.cuda.current_device() if on_gpu else None
         self.thread = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=_after_training, initargs=(gpu,)
@@ -86,7 +71,7 @@ class CheckpointWriter:
         copies to the host's memory, and for the first ones, which make their memory.
         """
         self.check()
-        on_device = isinstance(self.copied, DeviceCopy)
+        on_device = self.snapshot is not None and self.snapshot.on_device
         if on_device and not (self.jobs or self.sharded):
             self.prepared = self._prepare(optimizer)
 
@@ -98,26 +83,28 @@ class CheckpointWriter:
         Raises NotFinite, and writes nothing, if the state is not finite (`require_finite`).
         """
         self.wait()  # until the last checkpoint is written
-        prepared, self.prepared = self.prepared or self._prepare(optimizer), None
-        self._require_finite(prepared.look, trainer["step"])
-        random = self.hosts.gather(_random_state(self.accelerator.device))
+        look, self.prepared = self.prepared or self._prepare(optimizer), None
+        self._require_finite(look, trainer["step"])
+        random = self.world.gather(_random_state(self.world.device))
         trainer = {"format": format.FORMAT} | trainer
-        if self.main or self.sharded:
-            self._submit(self._write, prepared.weights, prepared.state, random, trainer)
+        if self.world.is_main or self.sharded:
+            self._submit(self._write, random, trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
         any process. All processes must call this together, after step `step`.
         """
-        weights, state = self._held(optimizer)
-        self._require_finite(_look(weights | state), step)
+        self._require_finite(_look(held_state(self.model, optimizer)), step)
 
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> Prepared:
-        weights, state = self._held(optimizer)
-        return Prepared(_look(weights | state), *self._copy(weights, state))
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> Look:
+        """Copies what this process writes, and looks for NaN and infinity in all that it holds."""
+        held = held_state(self.model, optimizer)
+        if self.world.is_main or self.sharded:
+            self._copy(held)
+        return _look(held)
 
     def _require_finite(self, look: Look, step: int) -> None:
-        reports = self.hosts.gather(look.not_finite())
+        reports = self.world.gather(look.not_finite())
         rank = next((rank for rank, names in enumerate(reports) if names), None)
         if rank is None:
             return
@@ -134,18 +121,18 @@ class CheckpointWriter:
         processes must call this together.
         """
         self.wait()
-        return self.hosts.of_main(self._newest())
+        return self.world.of_main(self._newest())
 
     def is_busy(self) -> bool:
         """Whether a checkpoint is still being written; the same answer on all processes, which must
         ask together.
         """
-        return self.hosts.of_main(any(not job.done() for job in self.jobs))
+        return self.world.of_main(any(not job.done() for job in self.jobs))
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
-        if self.main:  # a copy: training adds losses while the thread reads them
-            self._submit(format.link_best, self.directory, dict(validation_losses), self.say)
+        if self.world.is_main:  # a copy: training adds losses while the thread reads them
+            self._submit(format.link_best, self.directory, dict(validation_losses), self.world.say)
 
     def check(self) -> None:
         """Raises UserError if writing has failed."""
@@ -168,11 +155,6 @@ class CheckpointWriter:
         self.abandoned.set()
         self.thread.shutdown(wait=True)
 
-    def before_update(self) -> None:
-        """To be called before the optimizer changes what is being copied."""
-        if self.copied is not None:
-            self.copied.before_change()
-
     def _submit(self, job, *arguments) -> None:
         self.jobs.append(self.thread.submit(job, *arguments))
 
@@ -192,58 +174,39 @@ class CheckpointWriter:
             return "No checkpoint of the run is complete"
         return f"The run can go on from {good[-1]}, its last good checkpoint"
 
-    def _copy(
-        self, weights: dict[str, Tensor], state: dict[str, Tensor]
-    ) -> tuple[list[str], list[str]]:
-        """Copies what this process writes; returns the names of its weights and of its state."""
-        if not (self.main or self.sharded):
-            weights, state = {}, {}
-        state = {name: value for name, value in state.items() if value.numel()}
-        needed = room_for([*(weights.values() if self.main else ()), *state.values()])
-        if self.copied is None or self.copied.room < needed:
-            self.copied = None  # gives its memory back
-            self.copied = choose_copy(self.accelerator.device, needed)
-        self.copied.begin()
-        for name, weight in weights.items():  # a tied weight comes once
-            full = whole(weight)  # one at a time: sharded, the model need not fit on one device
-            if self.main:
-                self.copied.copy(name, full)
-        for name, value in state.items():
-            self.copied.copy(name, value)
-        self.copied.finish()
-        return list(weights) if self.main else [], list(state)
+    def _copy(self, held: dict[str, Tensor]) -> None:
+        if self.snapshot is None:
+            sizes = {name: local_part(tensor).nbytes for name, tensor in held.items()}
+            sizes |= {
+                name: self.world.is_main * held[name].nbytes for name in held if is_weight(name)
+            }
+            self.snapshot = Snapshot(self.world.device, sum(sizes.values()))
+        self.snapshot.take(self._written(held))
 
-    def _held(
-        self, optimizer: torch.optim.Optimizer
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The weights, and the optimizer's state as PARAMETER/KEY, whichever keys it has; of
-        sharded state this process's shards.
+    def _written(self, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """What this process writes: its part of the optimizer's state, and all weights if it is the
+        main one. Their shards are gathered, by all processes together, one weight at a time: the
+        model need not fit on one device.
         """
-        weights, state = dict(self.model.named_parameters()), {}
-        for name, weight in weights.items():
-            for key, value in optimizer.state.get(weight, {}).items():
-                if isinstance(weight, DTensor) and value.ndim and not isinstance(value, DTensor):
-                    raise UserError(
-                        f"the optimizer's state {name}/{key} is not sharded like its parameter, so "
-                        "it cannot be saved under FSDP; train without FSDP"
-                    )
-                state[f"{name}/{key}"] = local_part(value)
-        return weights, state
+        for name, tensor in held.items():
+            part = whole(tensor) if is_weight(name) else local_part(tensor)
+            if part.numel() and (self.world.is_main or not is_weight(name)):
+                yield name, part
 
-    def _write(
-        self, model: list[str], state: list[str], random: list[dict], trainer: dict[str, Any]
-    ) -> None:
-        """Writes one checkpoint, of the copies with these names; runs in the thread."""
-        held = self.copied.fetch()
+    def _write(self, random: list[dict], trainer: dict[str, Any]) -> None:
+        """Writes one checkpoint, of the copies; runs in the thread."""
+        held = self.snapshot.fetch()
         final = self.directory / f"step-{trainer['step']}"
+        of = self._files()
         partial = final.with_name(final.name + ".partial")
         try:
-            if self.main:
+            if self.world.is_main:
                 (partial / format.STATE).mkdir(parents=True)
-            self._write_optimizer(partial, {name: held[name] for name in state})
-            if not self.main:
+            state = {name: copy for name, copy in held.items() if not is_weight(name)}
+            self._write_optimizer(partial, state)
+            if not self.world.is_main:
                 return
-            weights = {name: held[name] for name in model}
+            weights = {name: copy for name, copy in held.items() if is_weight(name)}
             _write_model(partial, self.model, weights, self.tokenizer)
             states = {
                 f"{kind}-{rank}": state
@@ -252,26 +215,27 @@ class CheckpointWriter:
             }
             save_file(states, partial / format.RANDOM)
             (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
-            self._wait_for(lambda: len(format.optimizer_files(partial)) == self._files())
+            files = [format.optimizer_file(partial, n, of) for n in range(1, of + 1)]
+            self._wait_for(lambda: all(file.is_file() for file in files))
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
-            format.complete(partial, final, self.say)
+            format.complete(partial, final, self.world.say)
         except BaseException as error:
-            if self.main:
+            if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
-        self.say(f"saved {final}")
-        format.prune(self.directory, self.config.keep, self.config.keep_every, self.say)
+        self.world.say(f"saved {final}")
+        format.prune(self.directory, self.keep, self.keep_every, self.world.say)
 
     def _files(self) -> int:
-        return self.hosts.processes if self.sharded else 1
+        return self.world.size if self.sharded else 1
 
     def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
         """Writes this process's file. It gets its name once it is whole, because the main process
         waits for that name.
         """
         self._wait_for((partial / format.STATE).is_dir)
-        number = self.hosts.rank + 1 if self.sharded else 1
+        number = self.world.rank + 1 if self.sharded else 1
         file = format.optimizer_file(partial, number, self._files())
         save_file(optimizer, file.with_suffix(".partial"))
         flush(file.with_suffix(".partial"))
@@ -320,11 +284,12 @@ def _write_model(
     and training has changed them since they were copied.
     """
     config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    config.architectures = [kind.__name__]
     config.dtype = torch.float32
     if isinstance(config, MaskedMixerConfig):
         config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
-        write_code(directory)
+        custom_object_save(kind, directory)  # the model's code, for use without this package
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -12,30 +12,27 @@ import torch
 
 from mixer.common.errors import UserError
 
-# Dense tensor-core peaks in TFLOP/s, from the vendors' data sheets: part of the device's name ->
-# precision -> peak. The first part that fits counts, so a longer name is before the one it holds.
+# Dense tensor-core peaks of 16-bit types in TFLOP/s, from the vendors' data sheets, by part of the
+# device's name. The first part that fits counts, so a longer name is before the one it holds.
 PEAK_TFLOPS = {
-    "H200 NVL": {"bf16": 835.0, "fp16": 835.0},
-    "H200": {"bf16": 989.0, "fp16": 989.0},
-    "H100 NVL": {"bf16": 835.0, "fp16": 835.0},
-    "H100 PCIe": {"bf16": 756.0, "fp16": 756.0},
-    "H100": {"bf16": 989.0, "fp16": 989.0},
-    "A100": {"bf16": 312.0, "fp16": 312.0},
-    "V100S": {"fp16": 130.0},
-    "V100-PCIE": {"fp16": 112.0},
-    "V100": {"fp16": 125.0},
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "V100S": 130.0,
+    "V100-PCIE": 112.0,
+    "V100": 125.0,
 }
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
     """The device's peak for `precision` ("bf16", "fp16" or "no"); None if it is not known."""
-    if device.type != "cuda":
+    if device.type != "cuda" or precision == "no":
         return None
     name = torch.cuda.get_device_name(device)
-    for part, peaks in PEAK_TFLOPS.items():
-        if part in name:
-            return peaks.get(precision)
-    return None
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def peak_memory_gb(device: torch.device) -> float:

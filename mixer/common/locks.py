@@ -26,11 +26,10 @@ def locked(
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a") as opened, socket.socket(socket.AF_UNIX) as name:
-            try:
-                _acquire(opened, name, wait=False)
-            except BlockingIOError:
+            if not _acquired(opened, name):
                 waiting()
-                _acquire(opened, name, wait=True)
+                while not _acquired(opened, name):
+                    time.sleep(0.1)
             if not _is_at(opened, file):  # who held the lock has removed the file
                 continue
             try:
@@ -41,14 +40,20 @@ def locked(
             return
 
 
-def _acquire(opened: IO, name: socket.socket, wait: bool) -> None:
-    """Locks the file, or where its file system cannot, the name. Raises BlockingIOError if another
-    process holds it and `wait` is not set.
+def _acquired(opened: IO, name: socket.socket) -> bool:
+    """Locks the file, or, where its file system cannot, its name on this machine, which Linux gives
+    once. Returns False if another process holds the lock.
     """
     otherwise = "do not start the same on two machines, as they would not see each other's locks"
-    operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-    if not if_supported(otherwise, fcntl.flock, opened, operation):
-        _bind(name, os.fstat(opened.fileno()), wait)
+    status = os.fstat(opened.fileno())
+    try:
+        if not if_supported(otherwise, fcntl.flock, opened, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            name.bind(f"\0mixer-{status.st_dev}-{status.st_ino}")
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EADDRINUSE):
+            raise
+        return False
 
 
 def _is_at(opened: IO, file: Path) -> bool:
@@ -56,19 +61,6 @@ def _is_at(opened: IO, file: Path) -> bool:
         return os.path.samestat(os.fstat(opened.fileno()), os.stat(file))
     except FileNotFoundError:
         return False
-
-
-def _bind(name: socket.socket, file: os.stat_result, wait: bool) -> None:
-    """Locks a file for this machine without its file system, by a name that Linux gives once."""
-    while True:
-        try:
-            return name.bind(f"\0mixer-{file.st_dev}-{file.st_ino}")
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            if not wait:
-                raise BlockingIOError from error
-        time.sleep(0.1)
 
 
 @contextmanager

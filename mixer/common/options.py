@@ -1,45 +1,49 @@
-"""Options of a configuration: each is a dataclass field with its meaning and its allowed values."""
+"""Options of a configuration: dataclass fields with a meaning, a type and allowed values."""
 
 import dataclasses
 import difflib
 import math
 import operator
-from collections.abc import Collection, Mapping
+import typing
+from collections.abc import Collection
 from typing import Any
 
-# The bounds in words, in the order in which a lower and an upper one are named.
-WORDS = {
-    "at_least": "{} or more",
-    "above": "above {}",
-    "at_most": "at most {}",
-    "below": "below {}",
-}
-HOLDS = {
-    "at_least": operator.ge,
-    "above": operator.gt,
-    "at_most": operator.le,
-    "below": operator.lt,
+# Each bound in words, a lower one before an upper one, and its test.
+BOUNDS = {
+    "at_least": ("{} or more", operator.ge),
+    "above": ("above {}", operator.gt),
+    "at_most": ("at most {}", operator.le),
+    "below": ("below {}", operator.lt),
 }
 
 
-def option(
-    default: Any,
-    help: str,
-    choices: Collection[str] = (),
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> Any:
+def option(default: Any, help: str, choices: Collection[str] = (), **bounds: float) -> Any:
     """A dataclass field with a default, a help text, and the values that are allowed.
 
-    choices: the allowed strings; empty allows any. The bounds are for numbers: `at_least` and
-    `at_most` include their value, `above` and `below` exclude it.
+    choices: the allowed strings; empty allows any. bounds: of a number, by their names in BOUNDS;
+    `at_least` and `at_most` include their value, `above` and `below` exclude it.
     """
-    bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     metadata = {"help": help, "choices": choices, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def as_type(value: Any, kind: Any) -> Any:
+    """A value of YAML or JSON as an option of type `kind` takes it: 1e3 is an integer too, 3 is a
+    number but no text, and 1 is not true.
+
+    Raises TypeError for a value of another type, OverflowError for one that is too large.
+    """
+    kinds = typing.get_args(kind) or (kind,)  # int | None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and int in kinds and float(value).is_integer():
+        if abs(value) >= 2**63:
+            raise OverflowError
+        return int(value)
+    if is_number and float in kinds:
+        return float(value)
+    if type(value) in kinds and not is_number:
+        return value
+    raise TypeError
 
 
 def option_problems(section: Any, prefix: str = "") -> list[str]:
@@ -50,15 +54,15 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
     """
     problems = []
     for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
+        value, choices = getattr(section, field.name), field.metadata.get("choices", ())
+        allowed = allowed_values(field)
         if isinstance(value, str) and not is_plain_text(value):
-            allowed = "text without null characters and lone surrogates"
-            problems.append(f"{prefix}{field.name} = {value[:50]!r}; allowed: {allowed}")
-        elif not _is_allowed(value, field.metadata):
-            near = difflib.get_close_matches(str(value), field.metadata["choices"], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            allowed = allowed_values(field)
-            problems.append(f"{prefix}{field.name} = {value!r}; allowed: {allowed}{hint}")
+            value, allowed = value[:50], "text without null characters and lone surrogates"
+        elif _is_allowed(value, choices, field.metadata.get("bounds")):
+            continue
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        problems.append(f"{prefix}{field.name} = {value!r}; allowed: {allowed}{hint}")
     return problems
 
 
@@ -67,7 +71,7 @@ def allowed_values(field: dataclasses.Field) -> str:
     if field.metadata.get("choices"):
         return ", ".join(field.metadata["choices"])
     bounds = field.metadata.get("bounds", {})
-    parts = [WORDS[name].format(bounds[name]) for name in WORDS if name in bounds]
+    parts = [words.format(bounds[name]) for name, (words, _) in BOUNDS.items() if name in bounds]
     unbounded = "any finite number" if field.type is float and "bounds" in field.metadata else ""
     return " and ".join(parts) or unbounded
 
@@ -80,12 +84,9 @@ def is_plain_text(text: str) -> bool:
         return False
 
 
-def _is_allowed(value: Any, metadata: Mapping[str, Any]) -> bool:
-    if "bounds" not in metadata:
+def _is_allowed(value: Any, choices: Collection[str], bounds: dict[str, float] | None) -> bool:
+    if choices:
+        return value in choices
+    if bounds is None or not isinstance(value, (int, float)):
         return True
-    if metadata["choices"]:
-        return value in metadata["choices"]
-    if not isinstance(value, (int, float)):
-        return True
-    bounds = metadata["bounds"].items()
-    return math.isfinite(value) and all(HOLDS[name](value, bound) for name, bound in bounds)
+    return math.isfinite(value) and all(BOUNDS[name][1](value, bounds[name]) for name in bounds)

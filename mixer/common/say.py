@@ -1,6 +1,6 @@
 """How functions tell people what they do: line by line, to the `say` that they are given.
 
-That of a training run prints on its main process alone, and above the progress bar.
+That of a training run prints on its main process alone.
 """
 
 import sys

@@ -8,25 +8,25 @@ import yaml
 
 from mixer.common.errors import UserError
 
-
-def _means_the_same_in_yaml_1_2(first: str, tag: str) -> bool:
-    """Whether YAML 1.2 also reads text that begins with `first` as what PyYAML's `tag` says."""
-    is_yes_or_no = tag == "tag:yaml.org,2002:bool" and first not in "tTfF"
-    return not is_yes_or_no and tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:int")
+# The core schema of YAML 1.2: tag -> (what text of that kind is, the characters it begins with).
+# PyYAML follows YAML 1.1, where 5e-4 is text, `no` is false, 010 is 8 and 1:30 is 90.
+CORE = {
+    "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)", "-+0123456789"),
+    "float": (
+        r"[-+]?(\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "merge": ("<<", "<"),
+}
 
 
 class Loader(yaml.SafeLoader):
-    """Reads 5e-4 as a number, and `no` and 2024-02-30 as text, as YAML 1.2 does; PyYAML follows
-    YAML 1.1, where they are text, false and a date that does not exist. 010 and 1:30 are text, too,
-    where PyYAML finds 8 and 90. A key that is given twice is an error.
-    """
+    """Reads the core schema of YAML 1.2. A key that is given twice is an error."""
 
-    yaml_implicit_resolvers = {
-        first: [
-            (tag, pattern) for tag, pattern in resolvers if _means_the_same_in_yaml_1_2(first, tag)
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers = {}
 
     def construct_mapping(self, node, deep=False):
         names: set[str] = set()
@@ -42,16 +42,14 @@ class Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
 
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)$"),
-    list("-+0123456789"),
-)
+class Dumper(yaml.SafeDumper):
+    """Quotes text that a reader of YAML 1.1 or 1.2 would take for something else."""
+
+
+for tag, (pattern, first) in CORE.items():
+    whole = re.compile(f"^({pattern})$")
+    for kind in (Loader, Dumper):
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list(first))
 
 
 def parse_yaml(text: str) -> Any:
@@ -61,6 +59,11 @@ def parse_yaml(text: str) -> Any:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         # PyYAML lets these through for `!!float x` and the like, and for very deep nesting.
         raise yaml.YAMLError(f"it holds a value that Python cannot read ({error})") from None
+
+
+def as_yaml(value: Any) -> str:
+    """The YAML text of a value, with its keys in their order."""
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: str | Path) -> dict:

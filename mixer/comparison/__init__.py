@@ -1,9 +1,9 @@
 """Several models trained beside each other:
 
-compare       from options to the report
-entrants      the models
-runs          their runs, in processes of their own
-no_mixing     the training of a model without token mixing, which is the limit
-result        numbers from the runs' metrics
-report        tables and pictures of them
+plan      the runs that a plan asks for
+entrants  models by their names on the command line
+study     the results, and a process for each GPU that adds to them
+measure   one run, in its process
+report    the tables, from the results alone
+figure    the pictures
 """

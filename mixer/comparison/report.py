@@ -1,273 +1,381 @@
-"""The report of a comparison: tables, loss curves and throughput, from the numbers of
-mixer.comparison.result.
-"""
+"""The report of a plan's results, from these alone: tables, and a picture where matplotlib is."""
 
-import json
+import math
 from pathlib import Path
+from statistics import mean
 
-from mixer.common.files import whole_directory
-from mixer.common.provenance import in_words
-from mixer.comparison.result import (
-    LARGEST_GAP,
-    LARGEST_GAP_AT_END,
-)
-from mixer.reporting.curves import plot_comparison
-from mixer.reporting.figure import COLOURS, new_figure, save, short_number
-from mixer.reporting.tables import bullets, table, wrapped
+import numpy as np
 
-MARKS = "osD^v"
+from mixer.common.files import write_text
+from mixer.reporting import tables
+
+JUMP = 1.02  # a longer run's loss at so many times a shorter one's counts as jumped
+RANGES = (0, 8, 64, 256, 512, 2048, 8192)  # of the positions that a table shows together
 
 
-def report(result: dict) -> str:
-    """The result's tables and verdicts as Markdown, without pictures."""
-    tables = [loss_table(result), speed_table(result), rate_table(result)]
-    return "\n\n".join([*filter(None, tables), notes(result)]) + "\n"
+def write_report(result: dict, file: Path) -> str:
+    """Writes PATH.md and PATH.png beside `file`, PATH.json; returns the text."""
+    picture = file.with_suffix(".png")
+    text = table(result)
+    try:
+        from mixer.comparison.figure import draw
+
+        if draw(result, picture):
+            text += f"\n![The losses of these runs]({picture.name})\n"
+    except ImportError as error:
+        text += f"\nNo picture: {error}.\n"
+    write_text(file.with_suffix(".md"), text)
+    return text
 
 
-def write_report(result: dict, lines: dict[str, list[dict]], output: Path) -> Path:
-    """Writes report.md, report.json and the pictures into `output`, which has each model's metrics
-    already. `lines`: the metrics by model.
+def origins(result: dict, runs: list[dict] | None = None) -> str:
+    """Where results were measured whose runs (all, or these) are of different times."""
+    # Files of older plans say once for all runs where they were measured.
+    by = [result | run for run in runs or result["runs"].values()]
+    devices = ", ".join(dict.fromkeys(run["hardware"]["device"] for run in by))
+    torches = ", ".join(dict.fromkeys(run["hardware"]["torch"] for run in by))
+    commits = ", ".join(dict.fromkeys(run["commit"][:10] for run in by))
+    return f"{devices}, torch {torches}; commit {commits}; `{result['command']}`"
+
+
+def table(result: dict) -> str:
+    return table_of_kinds(result) if "kinds" in result["plan"] else table_of_runs(result)
+
+
+# ------------------------------------------------------------------------- named runs
+
+
+def table_of_runs(result: dict) -> str:
+    runs = result["runs"]
+    # In the order of the plan, whichever ended first.
+    names = dict.fromkeys([*result["plan"].get("runs", {}), *runs])
+    rows = [row_of_run(name, result) for name in names if name in runs]
+    columns = list(dict.fromkeys(key for row in rows for key in row if row[key]))
+    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    lines += ["| " + " | ".join(row.get(key, "") for key in columns) + " |" for row in rows]
+    shared = any("training_seconds" not in row for row in finished(runs))
+    said = (
+        "The time is training alone, without start-up, evaluation and saving. A run's "
+        "schedule ends at its last step. The rise is how far the logged training loss climbs after "
+        "the warm-up above its lowest value before. Losses are in nats per token."
+        + (" Runs without a time shared their GPU with other work." if shared else "")
+    )
+    parts = ["# Runs compared", "\n".join(lines), *seeds_section(runs), *agreement(result), said]
+    origin = f"Measured on {origins(result)}. The options of each run are in the JSON file."
+    return "\n\n".join([*parts, origin]) + "\n"
+
+
+def agreement(result: dict) -> list[str]:
+    """How far the training losses of backends are apart: of runs that have the reference's other
+    options, at the steps that both results have.
     """
-    with whole_directory(output) as stage:
-        pictures = [
-            plot_comparison(lines, stage / "losses.png"),
-            plot_throughput(result, stage / "throughput.png"),
-            plot_budgets(result, stage / "budgets.png"),
-        ]
-        shown = "\n\n".join(f"![{picture.stem}]({picture.name})" for picture in pictures)
-        title = f"# Comparison: {', '.join(result['models'])}"
-        text = f"{title}\n\n{report(result)}\n{shown}\n"
-        (stage / "report.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        (stage / "report.md").write_text(text, encoding="utf-8")
-    return output / "report.md"
-
-
-def speed_table(result: dict) -> str:
-    limit, rows = result["limit"], []
-    for name, model in result["models"].items():
-        speed, share = model["tokens_per_second"], model["token_mixing_share"]
-        peak = model["useful_share_of_peak"]
-        rows.append(
-            {
-                "model": name,
-                "parameters, M": f"{model['parameters'] / 1e6:.1f}",
-                "tokens/s": f"{speed['median']:,.0f}",
-                "lowest to highest": f"{speed['lowest']:,.0f} to {speed['highest']:,.0f}",
-                "token mixing": mixing_cell(share) if share else "-",
-                "peak memory, GB": f"{model['peak_memory_gb']:.1f}",
-                "start-up, s": f"{model['start_up_seconds']:.1f}",
-                "useful TFLOP/s": f"{model['useful_tflops']:.3g}",
-                "executed TFLOP/s": f"{model['executed_tflops']:.3g}",
-                "of peak": f"{peak:.1%}" if peak else "-",
-            }
-        )
-    if limit:
-        row = {
-            "model": "no mixing (limit)",
-            "tokens/s": f"{limit['median']:,.0f}",
-            "lowest to highest": f"{limit['lowest']:,.0f} to {limit['highest']:,.0f}",
-        }
-        rows.append({title: row.get(title, "") for title in rows[0]})
-    return table(rows)
-
-
-def mixing_cell(share: dict) -> str:
-    return f"{share['median']:.1%} ({share['lowest']:.1%} to {share['highest']:.1%})"
-
-
-def loss_table(result: dict) -> str:
-    at = f"at {result['equal_seconds']:.1f} s"
-    rows = []
-    for name, model in result["models"].items():
-        equal = model["validation_loss_at_equal_time"]
-        rows.append(
-            {
-                "model": name,
-                "steps": f"{model['steps']:,}",
-                "tokens, M": f"{model['tokens'] / 1e6:.1f}",
-                "lr": f"{model['lr']:g}",
-                "seconds": f"{model['training_seconds']:.1f}",
-                "validation loss": loss_cell(model),
-                at: "-" if equal is None else f"{equal:.4f}",
-                "bits/byte": f"{model['validation_bits_per_byte']:.4f}",
-            }
-        )
-    return table(rows)
-
-
-def loss_cell(model: dict) -> str:
-    """The mean of the seeds, and in brackets the lowest and the highest."""
-    losses = model["validation_loss_by_seed"].values()
-    reach = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
-    return f"{model['validation_loss']:.4f}{reach}"
-
-
-def rate_table(result: dict) -> str:
-    """Validation losses of the short runs, a column for each learning rate; the best is bold."""
-    swept = {name: model for name, model in result["models"].items() if model["sweep"]}
-    rates = sorted({rate for model in swept.values() for rate in model["sweep"]["losses"]})
-    rows = []
-    for name, model in swept.items():
-        row = {"learning rate": name, "steps": f"{model['sweep']['steps']:,}"}
-        for rate in rates:
-            loss = model["sweep"]["losses"].get(rate, "")
-            cell = "diverged" if loss is None else loss and f"{loss:.4f}"
-            row[f"{rate:g}"] = f"**{cell}**" if rate == model["lr"] else cell
-        rows.append(row)
-    return table(rows) if rows else ""
-
-
-def edge_notes(result: dict) -> list[str]:
-    """Whether the best rate of a model may lie outside of those that were tried."""
+    reference = result["runs"].get(result["plan"].get("reference"), {})
     found = []
-    for name, model in result["models"].items():
-        losses = model["sweep"]["losses"] if model["sweep"] else {}
-        if len(losses) > 1 and model["lr"] in (min(losses), max(losses)):
+    for name, row in result["runs"].items():
+        if row is reference or not {"loss"} <= row.keys() & reference.keys():
+            continue
+        if without_backend(row) == without_backend(reference):
+            ours, theirs = dict(reference["loss"]), dict(row["loss"])
+            gaps = {step: abs(theirs[step] / ours[step] - 1) for step in ours.keys() & theirs}
+            worst = max(gaps, key=gaps.get)
             found.append(
-                f"{name}: the best rate, {model['lr']:g}, is the last of those tried on its side; "
-                "a comparison with more --rates may find a better one."
+                f"{result['plan']['reference']} and {name}: training losses apart by "
+                f"{gaps[worst]:.2%} at most (step {worst}), {mean(gaps.values()):.2%} on average "
+                f"over {len(gaps)} steps."
             )
     return found
 
 
-def notes(result: dict) -> str:
-    """What the numbers are, and whether the backends agree."""
-    repeats = len(next(iter(result["models"].values()))["tokens_per_second"]["all"])
-    lines = [verdict(gap) for gap in result["gaps"]]
-    if result["seconds"]:
-        lines.append(
-            "Each model has the steps that it was timed to do in "
-            f"{result['seconds']:g} s, and its schedule ends with them."
-        )
-    if result["tune_share"]:
-        lines.append(
-            f"Each model's learning rate is the best of short runs with {result['tune_share']:.0%} "
-            "of the steps and of the warm-up, on the first seed."
-        )
-    lines += edge_notes(result)
-    lines += [
-        f"At {result['equal_seconds']:.1f} s: where the shortest run ends. The learning rate of "
-        "the others has yet to fall there, so their losses at the end say more.",
-        "Seconds are of training alone, without start-up, evaluation and saving.",
-        f"tokens/s: median of {repeats} short runs in turn, of {result['timing_steps']} steps each "
-        "after as many others.",
-        "Limit: the masked mixer without its token mixing. Token mixing: the share of a step by "
-        "which a model is slower than that; in brackets from the fastest and the slowest runs.",
-        "Useful operations leave out the masked half. Peak memory: what PyTorch allocated on the "
-        "GPU, on a CPU what the process held.",
-        *(
-            shape(name, model["model"])
-            for name, model in result["models"].items()
-            if model["model"]["architecture"] != "masked_mixer"
-        ),
-        f"{batches(result)} tokens a step, precision "
-        f"{result['settings']['train']['mixed_precision']}, {seeds_of(result)}, "
-        f"{result['processes']} process(es). Measured on {in_words(result['hardware'])}; "
-        f"commit {result['commit'][:10]}, by",
-    ]
-    command = " \\\n        ".join(wrapped(result["command"]).splitlines())
-    return f"{bullets(lines)}\n\n      {command}"
+def without_backend(row: dict) -> dict:
+    settings = {key: value for key, value in row["settings"].items() if value is not None}
+    return settings | {"model.mixing_backend": None, "without": row.get("without_mixing")}
 
 
-def batches(result: dict) -> str:
-    """Samples x context of a step; model by model where a model's options change it."""
-    sizes = {
-        name: f"{model['samples_per_step']} x {model['model']['max_position_embeddings']}"
-        for name, model in result["models"].items()
+def row_of_run(name: str, result: dict) -> dict[str, str]:
+    """One run in words; loss and time are compared with those of the reference."""
+    runs = result["runs"]
+    row, reference = runs[name], runs.get(result["plan"].get("reference"), {})
+    if "failure" in row:
+        return {"run": name, "validation loss": f"failed: {row['failure'].splitlines()[0]}"}
+    seconds, norm = row.get("training_seconds"), row["largest_grad_norm"]
+    found = {
+        "run": name,
+        "steps": f"{row['steps']:,}",
+        "thousand tokens/s": f"{row['tokens_per_second'] / 1e3:,.0f}" if seconds else "",
+        "training, s": f"{seconds:.1f}" if seconds else "",
+        "validation loss": f"{row['validation_loss']:.4f}",
+        "largest rise of the loss": f"{row['largest_rise']:.1%}",
+        "largest gradient norm": "" if norm is None else f"{norm:.1f}",
+        "memory, GB": f"{row['peak_memory_gb']:.1f}",
+        "useful TFLOP/s": f"{row['useful_tflops']:.3g}" if "useful_tflops" in row else "",
+        "token mixing": mixing_share(row, runs),
     }
-    if len(set(sizes.values())) == 1:
-        return next(iter(sizes.values()))
-    return ", ".join(f"{size} ({name})" for name, size in sizes.items())
+    if row.get("without_mixing"):  # a short run, of which the speed counts
+        return {key: found[key] for key in ("run", "steps", "thousand tokens/s")}
+    if "validation_loss" in reference:
+        less = row["validation_loss"] - reference["validation_loss"]
+        found["loss to the reference's"] = f"{less:+.4f}"
+        timed = seconds and "training_seconds" in reference
+        found["of its time"] = f"{seconds / reference['training_seconds']:.3f}" if timed else ""
+    return found
 
 
-def seeds_of(result: dict) -> str:
-    seeds = [str(seed) for seed in next(iter(result["models"].values()))["validation_loss_by_seed"]]
-    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(seeds)}"
+def mixing_share(row: dict, runs: dict) -> str:
+    """The share of a step by which a masked mixer is slower than without its token mixing."""
+    limit = next((one for one in runs.values() if one.get("without_mixing")), row)
+    is_mixer = row["settings"].get("model.architecture", "masked_mixer") == "masked_mixer"
+    if limit is row or not is_mixer:
+        return ""
+    return f"{1 - row['tokens_per_second'] / limit['tokens_per_second']:.1%}"
 
 
-def shape(name: str, model: dict) -> str:
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    return (
-        f"{name}: transformers' {model['architecture'].title()}ForCausalLM, hidden {hidden}, "
-        f"{heads} heads of {hidden // heads}, {model['num_hidden_layers']} layers, "
-        f"gated MLP of {model['intermediate_size']}, no norms of queries and keys."
-    )
+def seeds_section(runs: dict) -> list[str]:
+    """The losses of runs that were repeated with other seeds, and how far these are apart."""
+    rows = []
+    for first in dict.fromkeys(
+        name.removesuffix(f", seed {row['seed']}") for name, row in runs.items() if "seed" in row
+    ):
+        own = [row for name, row in runs.items() if name.startswith(f"{first}, seed ")]
+        losses = {
+            row["settings"].get("seed", 0): row["validation_loss"]
+            for row in [runs.get(first, {"failure": ""}), *own]
+            if "failure" not in row
+        }
+        if losses:
+            each = ", ".join(f"{loss:.4f} ({seed})" for seed, loss in losses.items())
+            apart = max(losses.values()) - min(losses.values())
+            row = {"run": first, "seeds": len(losses), "mean": mean(losses.values())}
+            rows.append(row | {"apart": f"{apart / row['mean']:.2%}", "each (seed)": each})
+    return ["## Seeds", tables.table(rows)] if rows else []
 
 
-def verdict(gap: dict) -> str:
-    first, second = gap["models"]
-    agree = "agree" if gap["within_tolerance"] else "do NOT agree"
-    return (
-        f"{first} and {second} {agree}: training losses apart by {gap['largest']:.2%} at most "
-        f"(step {gap['at_step']}; tolerance {LARGEST_GAP:.1%}), {gap['mean']:.2%} on average over "
-        f"{gap['steps_compared']} logged steps; over the last {gap['steps_at_end']} their means by "
-        f"{gap['of_means_at_end']:.3%} (tolerance {LARGEST_GAP_AT_END:.1%}), single steps by "
-        f"{gap['mean_at_end']:.2%}."
-    )
+# ------------------------------------------------------------------------- kinds and sizes
 
 
-def plot_budgets(result: dict, output: Path) -> Path:
-    """The final validation loss of each model against each thing that it takes, so that models can
-    be compared where they take the same of one of them.
+def table_of_kinds(result: dict) -> str:
+    runs = result["runs"]
+    parts = ["# Models of several sizes for equal times"]
+    if longer(runs):
+        parts += ["## Losses", tables.table(loss_rows(runs), keys=3)]
+        parts += ["## Where each is better", tables.table(where_rows(runs), keys=2), how_split()]
+    parts += seeds_section(runs)
+    if rates := rate_rows(result):
+        parts += ["## Speeds and learning rates", tables.table(rates)]
+    if finished(runs):
+        parts += [notes(result)]
+    return "\n\n".join(parts) + "\n"
+
+
+def model_of(row: dict) -> str:
+    return f"{row['kind']} {row['size']}".strip()
+
+
+def finished(runs: dict, kind: str | None = None) -> list[dict]:
+    """The runs that ended with a loss, but for those that measured a speed, and those that repeat
+    one with another seed.
     """
-    budgets = {
-        "training time (s)": lambda model: model["training_seconds"],
-        "tokens": lambda model: model["tokens"],
-        "useful FLOP": lambda model: model["training_flops"],
-        "parameters": lambda model: model["parameters"],
-        "peak memory (GB)": lambda model: model["peak_memory_gb"],
+    return [
+        row
+        for row in runs.values()
+        if row.get("budget") != 0 and not {"failure", "seed"} & row.keys()
+        if kind in (None, row.get("kind"))
+    ]
+
+
+def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
+    """The run of a kind that has the lowest validation loss after a budget."""
+    rows = [row for row in finished(runs, kind) if row["budget"] == seconds]
+    return min(rows, key=lambda row: row["validation_loss"], default=None)
+
+
+def has_jumped(runs: dict, row: dict) -> bool:
+    """Whether a run ended above a shorter one of the same model: its loss has jumped on the way and
+    not come back, so it says nothing of what that time is worth.
+    """
+    return any(
+        row["validation_loss"] > JUMP * other["validation_loss"]
+        for other in finished(runs, row["kind"])
+        if other["size"] == row["size"] and other["budget"] < row["budget"]
+    )
+
+
+def longer(runs: dict) -> list[dict]:
+    """The runs that follow a sweep: by time, and the best first."""
+    rows = [row for row in finished(runs) if "loss_by_position" in row]
+    return sorted(rows, key=lambda row: (row["budget"], row["validation_loss"]))
+
+
+def loss_rows(runs: dict) -> list[dict]:
+    lowest: dict[float, float] = {}
+    for row in longer(runs):  # the best of a time first
+        lowest.setdefault(row["budget"], row["validation_loss"])
+    return [
+        {
+            "model": model_of(row),
+            "training, s": f"{row['training_seconds']:.1f}",
+            "lr": f"{row['lr']:g}",
+            "steps": f"{row['steps']:,}",
+            "tokens, M": f"{row['tokens'] / 1e6:.1f}",
+            "epochs": f"{row['passes']:.2f}",
+            "memory, GB": f"{row['peak_memory_gb']:.1f}",
+            "validation loss": f"{row['validation_loss']:.4f}",
+            "of the lowest": f"{row['validation_loss'] / lowest[row['budget']]:.3f}",
+            "bits/byte": f"{row['bits_per_byte']:.4f}",
+        }
+        for row in longer(runs)
+    ]
+
+
+def mean_by_position(losses: list[float]) -> list[list[float]]:
+    """Means of the losses by position, each with the position before which it ends: of positions 0,
+    1 to 2, 3 to 6 and so on, which the ranges of the table divide further.
+    """
+    powers = {2**n - 1 for n in range(len(losses).bit_length() + 1)}
+    ends = sorted(end for end in {*powers, *RANGES, len(losses)} if 0 < end <= len(losses))
+    pairs = zip([0, *ends], ends, strict=False)
+    return [[end, round(float(np.mean(losses[first:end])), 8)] for first, end in pairs]
+
+
+def mean_between(means: list[list[float]], first: int, last: int) -> float:
+    """The mean loss of the positions from `first` to before `last`."""
+    sizes = np.diff([0, *(end for end, _ in means)])
+    inside = [first < end <= last for end, _ in means]
+    return float(np.average([mean for _, mean in means], weights=sizes * inside))
+
+
+def where_rows(runs: dict) -> list[dict]:
+    return [
+        {"model": model_of(row), "s": f"{row['budget']:g}"}
+        | position_cells(row["loss_by_position"])
+        | {
+            "repeats": kind_cell(row["repeats_loss"]),
+            "others": kind_cell(row["others_loss"]),
+            "share of repeats": f"{row['repeats_share']:.1%}",
+        }
+        for row in longer(runs)
+    ]
+
+
+def position_cells(means: list[list[float]]) -> dict[str, str]:
+    return {
+        f"positions {first} to {end}": f"{mean_between(means, first, end):.3f}"
+        for first, end in zip(RANGES, RANGES[1:], strict=False)
+        if first < means[-1][0]
     }
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure(figsize=(13, 3.4))
-    panels = figure.subplots(1, len(budgets), sharey=True)
-    for axes, (label, of) in zip(panels, budgets.items(), strict=True):
-        for index, (name, model) in enumerate(result["models"].items()):
-            losses = model["validation_loss_by_seed"].values()
-            reach = [
-                [model["validation_loss"] - min(losses)],
-                [max(losses) - model["validation_loss"]],
-            ]
-            colour, mark = COLOURS[index % len(COLOURS)], MARKS[index % len(MARKS)]
-            style = {"color": colour, "fmt": mark, "markerfacecolor": "none", "capsize": 3}
-            axes.errorbar(of(model), model["validation_loss"], yerr=reach, label=name, **style)
-        axes.set_xlabel(label)
-        axes.set_xlim(left=0, right=1.1 * max(map(of, result["models"].values())))
-        axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set_major_formatter(short_number)
-    panels[0].set_ylabel("validation loss\n(nats per token)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4)
-    return save(figure, output)
 
 
-def plot_throughput(result: dict, output: Path) -> Path:
-    """A bar for each model with a line from its slowest to its fastest run, and the limit."""
-    speeds = {name: model["tokens_per_second"] for name, model in result["models"].items()}
-    figure = new_figure(figsize=(8, 1.4 + 0.5 * len(speeds)))
-    axes = figure.add_subplot()
-    for index, (name, speed) in enumerate(speeds.items()):
-        reach = [[speed["median"] - speed["lowest"]], [speed["highest"] - speed["median"]]]
-        axes.barh(
-            f"{name}  {short_number(speed['median'])}",
-            speed["median"],
-            xerr=reach,
-            color=COLOURS[index % len(COLOURS)],
-            height=0.6,
-            capsize=4,
+def kind_cell(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.3f}"
+
+
+def how_split() -> str:
+    return (
+        "Losses in nats per token. Position: how many tokens of the window come before the one "
+        "that is read last. Repeats: tokens that a copy from the window would predict, as the two "
+        "tokens before them occurred earlier in the window and were followed by the same token."
+    )
+
+
+def sweep_budget(result: dict) -> float:
+    """Seconds of a sweep's runs; 0 where each model has its own rate."""
+    plan = result["plan"]
+    return plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
+
+
+def rate_rows(result: dict) -> list[dict]:
+    """The speed of each model's longest run, and validation losses of the sweeps, a column for each
+    rate, of which the best is bold.
+    """
+    runs = result["runs"]
+    swept = [row for row in runs.values() if 0 < row["budget"] <= sweep_budget(result)]
+    rates, rows = sorted({row["lr"] for row in swept}), []
+    for name in dict.fromkeys(map(model_of, swept or finished(runs))):
+        longest = longest_run(runs, name)
+        if not longest:
+            continue
+        row = {
+            "model": name,
+            "parameters, M": f"{longest['parameters'] / 1e6:.1f}",
+            "thousand tokens/s": f"{longest['tokens_per_second'] / 1e3:,.1f}",
+        }
+        if "useful_tflops" in longest:
+            row["useful TFLOP/s"] = f"{longest['useful_tflops']:.3g}"
+        if any(one.get("without_mixing") for one in runs.values()):
+            row["token mixing"] = mixing_share(longest, runs)
+        own = {row["lr"]: row for row in swept if model_of(row) == name}
+        losses = {rate: one.get("validation_loss", math.inf) for rate, one in own.items()}
+        best = min(losses, key=losses.get, default=None)
+        if own:
+            row["steps of a sweep's run"] = f"{own[best].get('steps', 0):,}"
+        for rate in rates:
+            loss = losses.get(rate)
+            cell = "" if loss is None else "diverged" if math.isinf(loss) else f"{loss:.4f}"
+            row[f"lr {rate:g}"] = f"**{cell}**" if rate == best else cell
+        rows.append(row)
+    return rows
+
+
+def best_at_an_edge(result: dict) -> list[str]:
+    """Models whose best rate may lie outside of those that a sweep tried."""
+    swept = [row for row in finished(result["runs"]) if row["budget"] <= sweep_budget(result)]
+    found = []
+    for name in dict.fromkeys(map(model_of, swept)):
+        losses = {row["lr"]: row["validation_loss"] for row in swept if model_of(row) == name}
+        best = min(losses, key=losses.get)
+        if len(losses) > 1 and best in (min(losses), max(losses)):
+            found.append(f"{name} ({best:g})")
+    return found
+
+
+def longest_run(runs: dict, model: str) -> dict | None:
+    """Of a model's longest runs, whose speed is the surest, the best."""
+    own = [row for row in finished(runs) if model_of(row) == model]
+    return max(own, key=lambda row: (row["budget"], -row["validation_loss"]), default=None)
+
+
+def notes(result: dict) -> str:
+    runs, plan = result["runs"], result["plan"]
+    rows = finished(runs)
+    settings = rows[0]["settings"]
+    lines = named_note(
+        "Diverged",
+        [row for row in runs.values() if row["budget"] > sweep_budget(result) and "failure" in row],
+    )
+    jumped = [row for row in longer(runs) if has_jumped(runs, row)]
+    lines += named_note(
+        "Ended above a shorter run of the same model, as the loss jumped at this rate (the picture "
+        "leaves it out)",
+        jumped,
+    )
+    if edges := best_at_an_edge(result):
+        lines.append(
+            f"The best rate is the lowest or the highest tried, and a better one may lie beyond: "
+            f"{', '.join(edges)}."
         )
-    if result["limit"]:
-        axes.axvline(
-            result["limit"]["median"],
-            color="#000000",
-            linestyle="--",
-            linewidth=1.2,
-            label="no token mixing: the limit",
+    had = set(map(model_of, rows))
+    planned = [f"{kind} {size}".strip() for kind, sizes in plan["kinds"].items() for size in sizes]
+    if not_run := [model for model in planned if model not in had]:
+        lines.append(f"In the plan and not run: {', '.join(not_run)}.")
+    lines += [
+        f"{rows[0]['tokens_a_step']:,} tokens a step in samples of "
+        f"{settings.get('model.max_position_embeddings', 'the usual length')}, a text of "
+        f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens, optimizer "
+        f"{settings.get('optim.name', 'adamw')}, one GPU for each run.",
+        (
+            f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. "
+            "Longer runs have the best rate of these, and the next lower one where the table has "
+            "it. "
+            if plan.get("rates")
+            else ""
         )
-        figure.legend(loc="outside lower right")
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.xaxis.set_major_formatter(short_number)
-    axes.set_xlabel("tokens/s")
-    axes.set_title("Training speed")
-    return save(figure, output)
+        + "Each run's learning rate ends its schedule at the last step, so only ends are compared.",
+        "Training time is the steps by the median time of a step, without start-up, compilation, "
+        "evaluation and saving. No run reads its text more than four times.",
+        f"Measured on {origins(result, rows)}. The options of each run are in the JSON file.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def named_note(what: str, rows: list[dict]) -> list[str]:
+    named = [f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})" for row in rows]
+    return [f"{what}: {', '.join(named)}."] if named else []

@@ -1,8 +1,7 @@
 """Several processes:
 
 launch        starts them on a CPU, where accelerate does not
-engine        accelerate with DDP or FSDP
-hosts         small messages between them, and which error is shown
+world         one process among the others: device, rank, messages, failure
 shards        tensors that FSDP has cut
 stop          a signal to one of them ends all
 """

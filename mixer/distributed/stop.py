@@ -3,7 +3,10 @@
 import signal
 import time
 
-from mixer.distributed.hosts import Hosts
+import torch
+import torch.distributed as dist
+
+from mixer.distributed.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher passes a signal on to processes that may have received it themselves. Within this time
@@ -18,24 +21,27 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class Stop:
-    """Remembers the first signal; the same one again ends the process at once. Another one does
-    not: a launcher that ends at Ctrl-C is followed by a SIGTERM, see launch.py.
+    """Remembers the first signal. The same signal again ends the process at once; a different one
+    does not, because a launcher that ends at Ctrl-C also sends SIGTERM, see launch.py.
 
     In each step `ask` starts to ask all processes whether they received a signal, and `agreed`
     returns the answer. The step is computed in between, so asking costs no time.
     """
 
-    def __init__(self, hosts: Hosts):
-        self.hosts, self.number, self.since = hosts, 0, 0.0
+    def __init__(self, world: World):
+        self.group, self.number, self.since = world.group, 0, 0.0
         self.before = {number: signal.signal(number, self._note) for number in stop_signals()}
 
     def ask(self) -> None:
-        self.pending = self.hosts.begin_any(self.number != 0)
+        if self.group is not None:
+            self.signals = torch.tensor(int(self.number != 0))
+            self.asked = dist.all_reduce(self.signals, group=self.group, async_op=True)
 
     def agreed(self) -> bool:
-        if self.hosts.group is None:
+        if self.group is None:
             return self.number != 0
-        return self.pending.result()
+        self.asked.wait()
+        return bool(self.signals)
 
     def close(self) -> None:
         for number, handler in self.before.items():

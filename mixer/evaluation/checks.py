@@ -1,19 +1,12 @@
-"""Checks of a checkpoint beside its perplexity: is it causal, and do the mixing backends agree on
-its loss?
-"""
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+"""Whether a model is causal, without which its perplexity means nothing."""
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
-from mixer.evaluation.measure import AUTOCAST_TYPES, Plan, Process, measure
-from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.evaluation.measure import AUTOCAST_TYPES, Plan, Process
 
-COMPARED_BACKENDS = ("dense", "cuda")  # the first is what the other is compared with
 CHANGED_PLACES = 8
 # As a share of the largest logit. A causal model's logits do not move at all, but for libraries
 # whose matmuls choose the order of a sum by the data.
@@ -70,45 +63,3 @@ def window_logits(model: PreTrainedModel, inputs: torch.Tensor, dtype: str) -> t
         inputs.device.type, dtype=AUTOCAST_TYPES[dtype], enabled=AUTOCAST_TYPES[dtype] is not None
     ):
         return model(input_ids=inputs).logits[0].float()
-
-
-def compare_backends(
-    model: PreTrainedModel, streams: Sequence[np.ndarray], plan: Plan, process: Process
-) -> list[dict]:
-    """The same weights and text through each mixing backend: loss, its difference to the first
-    one's, speed, memory.
-
-    A backend that cannot run here is listed with the reason. "position_difference" is the largest
-    difference of the mean loss at any position of the window. All losses are in nats per token.
-    """
-    rows, first = [], None
-    for backend in COMPARED_BACKENDS:
-        try:
-            with mixing_backend(model, backend):
-                scores, cost = measure(model, streams, plan, process)
-        except UserError as error:
-            rows.append({"backend": backend, "problem": str(error)})
-            continue
-        first = first or scores
-        counts = np.maximum(scores.count_by_position, 1)
-        moved = np.abs(scores.nats_by_position - first.nats_by_position) / counts
-        difference = {
-            "difference": scores.loss - first.loss,
-            "position_difference": float(moved.max()),
-        }
-        rows.append({"backend": backend, "loss": scores.loss, **difference, **cost})
-    return rows
-
-
-@contextmanager
-def mixing_backend(model: PreTrainedModel, backend: str) -> Iterator[None]:
-    """Runs every triangular convolution of the model by `backend` inside the `with` block."""
-    convolutions = [module for module in model.modules() if isinstance(module, TriangularConv)]
-    before = [module.backend for module in convolutions]
-    try:
-        for module in convolutions:
-            module.backend = backend
-        yield
-    finally:
-        for module, name in zip(convolutions, before, strict=True):
-            module.backend = name

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,10 @@ from mixer.checkpoints.pretrained import (
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for, place_for
 from mixer.common.memory import memory_for
-from mixer.common.options import option
+from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
 from mixer.data.tokenizer import loss_of_text
-from mixer.evaluation.checks import check_causality, compare_backends
+from mixer.evaluation.checks import check_causality
 from mixer.evaluation.measure import (
     AUTOCAST_TYPES,
     DEVICES,
@@ -71,17 +71,22 @@ class EvalOptions:
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
     text_field: str = option("text", "field of a row that holds its text")
-    max_documents: int = option(0, "score at most that many rows of a file or dataset; 0: all")
+    max_documents: int = option(
+        0, "score at most that many rows of a file or dataset; 0: all", at_least=0
+    )
     window: int | None = option(
         None,
         "longest window in tokens; default: the model's context, which "
         "mixing weights by lag can exceed",
+        at_least=1,
     )
     stride: int | None = option(
-        None, "tokens between windows, 1..window; default: the window (disjoint windows)"
+        None,
+        "tokens between windows, 1..window; default: the window (disjoint windows)",
+        at_least=1,
     )
-    batch_size: int = option(16, "windows per forward")
-    max_tokens: int = option(0, "score at most that many tokens; 0: all")
+    batch_size: int = option(16, "windows per forward", at_least=1)
+    max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
     first_token: str = option(
         "skip",
         "first token of a stream: skip, or eos: score it after an EOS, and rows of white space "
@@ -96,9 +101,8 @@ class EvalOptions:
     device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
     dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
     backend: str = option(
-        "", "auto, cuda or dense; default: what the checkpoint says", choices=BACKENDS
+        "", "auto, cuda or dense; default: what the checkpoint says", choices=("", *BACKENDS)
     )
-    compare_backends: bool = option(False, "also score each masked mixer through dense and cuda")
 
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
@@ -153,24 +157,8 @@ def check_options(options: EvalOptions) -> None:
     """Raises UserError for whatever can be found wrong before a model is loaded, so that no hour is
     spent on other checkpoints first.
     """
-    for name, least in (("batch_size", 1), ("max_tokens", 0), ("max_documents", 0)):
-        value, meaning = getattr(options, name), "" if least else " (0: all)"
-        if value < least:
-            raise UserError(f"{name} {value} is too small: give {least} or more{meaning}")
-    if options.window is not None and options.window < 1:
-        raise UserError(
-            f"window {options.window} is too small: give 1 or more tokens, "
-            "at most the model's context"
-        )
-    if options.stride is not None and options.stride < 1:
-        raise UserError(
-            f"stride {options.stride} is too small, windows would never move on: give 1 or more, "
-            "at most the window"
-        )
-    for item in fields(options):
-        value, allowed = getattr(options, item.name), item.metadata["choices"]
-        if allowed and value != item.default and value not in allowed:
-            raise UserError(f"{item.name} {value!r} is unknown: choose one of {', '.join(allowed)}")
+    if problems := option_problems(options):
+        raise UserError("; ".join(problems))
     if sum(map(bool, (options.text, options.data, options.hub))) > 1:
         raise UserError(
             "more than one text was given: give --text FILE..., --data DIR or --hub NAME, "
@@ -271,9 +259,6 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
             "if it stays, the checkpoint diverged"
         )
     is_mixer = isinstance(model.config, MaskedMixerConfig)
-    compared = []
-    if options.compare_backends and is_mixer:
-        compared = compare_backends(model, text.streams, plan, process)
     return {
         **described,
         **describe_text(text, tokenizer),
@@ -290,7 +275,6 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "device": str(process),
         **cost,
         "causality": causality,
-        "backends": compared,
         **loss_by_kind(scores),
         "loss_by_position": scores.loss_by_position,
         "count_by_position": scores.count_by_position.tolist(),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mixer.common.errors import UserError
 from mixer.common.hardware import peak_memory_gb
 from mixer.common.ranks import is_launched
-from mixer.distributed.hosts import leave_with_error
+from mixer.distributed.world import leave_with_error
 from mixer.evaluation.scoring import (
     TokenScores,
     add_processes,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from omegaconf import OmegaConf
 
 from mixer.checkpoints.format import earlier_settings, read_trainer
+from mixer.common.yaml_file import as_yaml
 from mixer.evaluation.report import COLUMNS, evaluation_notes, select
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.metrics_file import read_metrics
@@ -77,7 +77,7 @@ def model_card(
     if evaluations:
         evaluation = f"\n## Evaluation\n\n{_evaluation(evaluations, title, model.dtype)}\n"
     if run:
-        configuration = f"\n## Configuration\n\n```yaml\n{OmegaConf.to_yaml(run)}```\n"
+        configuration = f"\n## Configuration\n\n```yaml\n{as_yaml(run)}```\n"
         configuration += "".join(
             f"\n{line}.\n" for line in earlier_settings(trainer.get("earlier", {}), MAY_BE_PATHS)
         )

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from mixer.checkpoints.pretrained import weights_sha256
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, first_line
 from mixer.common.files import whole_directory
 from mixer.reporting.curves import plot_loss_by_position
-from mixer.reporting.tables import bullets, table, wrapped
+from mixer.reporting.tables import bullets, table
 
 COLUMNS = {
     "checkpoint": "label",
@@ -27,14 +27,6 @@ ASKED = (
     *("weights_sha256", "text", "tokens_sha256", "tokens_scored", "window", "stride"),
     *("first_token", "last_window", "backend", "dtype", "device"),
 )
-BACKEND_COLUMNS = {
-    "backend": "backend",
-    "loss (nats/token)": "loss",
-    "difference": "difference",
-    "largest difference at a position": "position_difference",
-    "tokens/s": "tokens_per_second",
-    "peak memory, GB": "peak_memory_gb",
-}
 
 
 def select(result: dict, columns: dict[str, str]) -> dict:
@@ -48,9 +40,7 @@ def evaluation_report(results: list[dict]) -> str:
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
         notes.append(bullets([note + "not those per token."]))
-    parts = [table([select(result, COLUMNS) for result in results]), "\n".join(notes)]
-    parts += [backends_report(result) for result in results if result["backends"]]
-    return "\n\n".join(parts)
+    return table([select(result, COLUMNS) for result in results]) + "\n\n" + "\n".join(notes)
 
 
 def evaluation_notes(*results: dict) -> str:
@@ -97,26 +87,6 @@ def conventions(r: dict) -> dict[str, str]:
     }
 
 
-def backends_report(result: dict) -> str:
-    """The table of one checkpoint and text through each backend. Backends that cannot run here are
-    listed below it with the reason.
-    """
-    ran = [row for row in result["backends"] if "problem" not in row]
-    title = (
-        f"{result['label']} through each mixing backend (differences in nats per token, to the "
-        "first row's):"
-    )
-    # On a CPU only the peak of the whole process is known, which includes earlier backends.
-    columns = {
-        title: key
-        for title, key in BACKEND_COLUMNS.items()
-        if key != "peak_memory_gb" or "cpu" not in result["device"]
-    }
-    problems = [f"{r['backend']}: {r['problem']}" for r in result["backends"] if "problem" in r]
-    rows = table([select(row, columns) for row in ran]) if ran else ""
-    return "\n\n".join(filter(None, [wrapped(title), rows, bullets(problems)]))
-
-
 def well_counted(losses: list, counts: list[int]) -> list:
     """The losses, with None at positions that few windows score: with a stride below the window,
     only the first window scores the early ones.
@@ -141,7 +111,7 @@ def tell_apart(results: list[dict]) -> list[dict]:
 
 def asked(results: list[dict]) -> list[list]:
     """What an evaluation was asked for, from its results."""
-    return [[*(result[name] for name in ASKED), bool(result["backends"])] for result in results]
+    return [[result[name] for name in ASKED] for result in results]
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:
@@ -158,14 +128,10 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
                 if result.get("weights_sha256") == weights:
                     found.append(result | {"text": result["public_text"]})
                     evaluation_report(found[-1:])  # reads all that a card needs
-        except KeyError as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
-                f"{file} lacks {error}, which eval.py writes now; an earlier version may have "
-                "written the file: evaluate again in the same way with eval.py, or delete it"
-            ) from None
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{file} is no report that eval.py wrote ({error!r}): evaluate again, or delete it"
+                f"{file} is not what this version's eval.py writes ({first_line(error)}): evaluate "
+                "again in the same way, or delete it"
             ) from None
     return found
 

@@ -1,34 +1,31 @@
 """Builds the CUDA kernels in `csrc` into one shared library, once per machine, and finds it again.
 
-The library has a plain C interface and includes no torch header, so it depends on the GPU's
-architecture and on nvcc, not on the version of torch; it builds in seconds, also on a machine
-without a GPU:
+The library has a plain C interface and includes no torch header, so it depends on the GPU and not
+on the version of torch. It builds in less than a minute, also on a machine without a GPU:
 
     python -m mixer.ops.build --arch 9.0
 
 The library is kept in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of
-the architecture, the sources and the compiler. A change of any of them builds anew, so a stale
-library is never loaded.
+the architecture and the sources, so a stale library is never loaded. The command builds in any
+case, for example by another compiler.
 """
 
 import argparse
-import contextlib
 import hashlib
 import os
 import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
+
+import torch
 
 from mixer.common.checksums import cache_home
 from mixer.common.errors import run_command
-from mixer.common.locks import locked
+from mixer.common.files import whole_directory
 from mixer.ops.toolchain import (
     HOPPER_FLAG,
     BuildError,
@@ -41,12 +38,10 @@ from mixer.ops.toolchain import (
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
 LOG = "build.log"
-TEMPORARY = ".tmp"  # ends the name of a directory that is being built in
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
 LOG_TAIL = 30  # lines of the compiler's output that an error quotes
-NAME_ANOTHER = "Name another: `export MIXER_CACHE=/a/directory/of/yours`."
 
-# What compilers print when the cause is not in our sources, and the fix.
+# Patterns in what compilers print when the cause is not in our sources, and the fix.
 KNOWN_FAILURES = {
     "unsupported GNU version": "This nvcc does not accept this g++; name an older one: "
     "`export NVCC_PREPEND_FLAGS='-ccbin g++-12'`.",
@@ -54,158 +49,90 @@ KNOWN_FAILURES = {
     "`export MIXER_CACHE=/a/directory/with/space`.",
     "No such file or directory": "Headers of the CUDA toolkit are missing; for the nvcc that comes "
     "as a wheel: `pip install nvidia-cuda-runtime nvidia-cuda-cccl`.",
-    "host compiler": "nvcc needs a host compiler: `apt-get install g++`.",
-    "gcc: not found": "nvcc needs a host compiler: `apt-get install g++`.",
+    "host compiler|gcc: not found": "nvcc needs a host compiler: `apt-get install g++`.",
 }
 
 
 # ------------------------------------------------------------------------- cache
 
 
-def cache_path() -> Path:
-    """Where the cache is or would be."""
-    try:
-        return cache_home() / "kernels"
-    except RuntimeError as error:  # a container may run as a user who has none
-        raise BuildError(f"there is no home for the cache ({error}). {NAME_ANOTHER}") from error
+def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool = False) -> Path:
+    """The library for a GPU of this compute capability, built first if the cache has none, or if
+    `rebuild` is set.
+
+    Processes that ask at the same time wait for one of them to build. Raises UserError.
+    """
+    directory = cache_directory() / build_name(capability, sources)
+    path = directory / LIBRARY
+    if rebuild or not path.exists():
+        compiler = find_compiler()
+        flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
+        with whole_directory(directory) as stage:
+            if rebuild or not path.exists():  # no other process has built it meanwhile
+                build(stage, sources, compiler, flags, directory.with_suffix(".failed.log"))
+    return path
 
 
 def cache_directory() -> Path:
-    """The cache, made (mode 0700) if it is not there. Raises BuildError where it is not ours alone
-    to write.
+    """The cache, made (mode 0700) if it is not there. Raises BuildError where others could put a
+    library there, since loading it runs their code.
     """
-    directory = cache_path()
+    another = "`export MIXER_CACHE=/a/directory/of/yours`"
     try:
+        directory = cache_home() / "kernels"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_shared(directory)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise BuildError(f"cannot write to {directory} ({error}). {NAME_ANOTHER}") from error
-    return directory
-
-
-def refuse_shared(directory: Path) -> Path:
-    """The directory itself. Raises BuildError where others could have put a library there: loading
-    it runs their code.
-    """
-    status = directory.stat()
-    why = "A library is loaded from there as code, so it must be yours, and writable for you alone."
+        status = directory.stat()
+    except (OSError, RuntimeError) as error:  # a user in a container may have no home
+        raise BuildError(f"there is no cache for the kernels ({error}): {another}.") from error
+    why = "a library is loaded from there as code, so it must be yours, and writable for you alone"
     if status.st_uid != os.geteuid():
-        raise BuildError(
-            f"{directory} belongs to user {status.st_uid}; you are user {os.geteuid()}. {why} "
-            f"{NAME_ANOTHER}"
-        )
+        raise BuildError(f"{directory} belongs to user {status.st_uid}; {why}: {another}.")
     if status.st_mode & 0o022:
-        raise BuildError(
-            f"others can write to {directory} (mode {stat.S_IMODE(status.st_mode):04o}). {why} "
-            f"Close it with `chmod 700 {shlex.quote(str(directory))}`, or set MIXER_CACHE to a "
-            "directory of yours."
-        )
+        fix = f"`chmod 700 {shlex.quote(str(directory))}`"
+        raise BuildError(f"others can write to {directory}; {why}: {fix}.")
     return directory
+
+
+def build_name(capability: tuple[int, int], sources: Path) -> str:
+    total = hashlib.sha256(platform.machine().encode())
+    for path in source_files(sources):
+        total.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return f"sm{capability[0]}{capability[1]}-{total.hexdigest()[:16]}"
 
 
 def source_files(sources: Path) -> list[Path]:
     return sorted(path for path in sources.iterdir() if path.suffix in (".cu", ".cuh", ".h"))
 
 
-def digest(*parts: bytes) -> str:
-    """16 hex digits over the parts and where each ends."""
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(len(part).to_bytes(8, "little") + part)
-    return total.hexdigest()[:16]
-
-
-def source_name(capability: tuple[int, int], sources: Path) -> str:
-    """The part of a build's name that does not depend on the compiler."""
-    content = [
-        part for path in source_files(sources) for part in (path.name.encode(), path.read_bytes())
-    ]
-    return f"sm{capability[0]}{capability[1]}-{digest(platform.machine().encode(), *content)}"
-
-
-def build_name(
-    capability: tuple[int, int], sources: Path, compiler: Compiler, flags: list[str]
-) -> str:
-    toolchain = " ".join([str(compiler.path), dotted(compiler.version), *flags])
-    return f"{source_name(capability, sources)}-{digest(toolchain.encode())}"
-
-
-def prebuilt(capability: tuple[int, int], sources: Path) -> Path | None:
-    """A whole library of these very sources that some compiler left in the cache: enough for a
-    machine without nvcc.
-    """
-    places = cache_directory().glob(f"{source_name(capability, sources)}-*/{LIBRARY}")
-    # In a builder's temporary directory the linker may still be writing, or was killed.
-    found = sorted(path for path in places if path.parent.suffix != TEMPORARY)
-    return refuse_shared(found[-1].parent) / LIBRARY if found else None
-
-
 # ------------------------------------------------------------------------- building
 
 
-def library(capability: tuple[int, int], sources: Path = SOURCES) -> Path:
-    """The library for a GPU of this compute capability, built first if the cache has none.
-
-    Processes that ask at the same time wait for one of them to build. Raises BuildError.
-    """
-    try:
-        compiler = find_compiler()
-    except BuildError:
-        if found := prebuilt(capability, sources):
-            return found
-        raise
-    flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
-    directory = cache_directory() / build_name(capability, sources, compiler, flags)
-    if not (directory / LIBRARY).exists():
-        with locked(directory.with_suffix(".lock")):
-            if not (directory / LIBRARY).exists():
-                build(directory, sources, compiler, flags)
-    return refuse_shared(directory) / LIBRARY
-
-
-def build(directory: Path, sources: Path, compiler: Compiler, flags: list[str]) -> None:
-    """Builds into a temporary directory and renames it to `directory`: what has that name is
-    complete.
+def build(
+    directory: Path, sources: Path, compiler: Compiler, flags: list[str], failed_log: Path
+) -> None:
+    """Builds the library into a directory, with a log of the registers and spills of each kernel.
+    Raises BuildError and writes `failed_log` if that fails.
     """
     architecture = flags[-1].rpartition("=")[2]
-    # Left by a builder that was killed, since we hold the lock.
-    for leftover in directory.parent.glob(f"{directory.name}.*{TEMPORARY}"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    print(
-        f"mixer: building CUDA kernels for {architecture} (once, up to a minute)",
-        file=sys.stderr,
-        flush=True,
-    )
-    # A name of its own each time: the compilers of a killed builder may live on for a while and
-    # write into the old one.
-    temporary = Path(
-        tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=TEMPORARY, dir=directory.parent)
-    )
-    try:
-        succeeds, output = compile_library(temporary, sources, compiler, flags)
-        (temporary / LOG).write_text(output)
-        if not succeeds:
-            raise compiler_error(directory, compiler, output)
-        for rubbish in temporary.glob("*.o"):
-            rubbish.unlink()
-        # Fails if another machine was first: flock does not reach across all shared file systems.
-        with contextlib.suppress(OSError):
-            temporary.rename(directory)
-        if not (directory / LIBRARY).exists():
-            raise BuildError(
-                f"cannot rename {temporary} to {directory}. Name another cache: `export "
-                "MIXER_CACHE=/a/directory`."
-            )
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
+    print(said, file=sys.stderr, flush=True)
+    directory.chmod(0o755)  # whatever the umask: others must not write there
+    work = directory / "objects"
+    work.mkdir()
+    (work / "build.ninja").write_text(ninja_file(sources, compiler, flags))
+    command = [sys.executable, "-m", "ninja", "-C", str(work)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = done.stdout.decode(errors="replace")
+    if done.returncode:
+        failed_log.write_text(output)
+        raise compiler_error(failed_log, compiler, output)
+    shutil.rmtree(work)
+    (directory / LOG).write_text(output)
 
 
-def compile_library(
-    directory: Path, sources: Path, compiler: Compiler, flags: list[str]
-) -> tuple[bool, str]:
+def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
     """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
-    found later. Returns whether that went well, and all that nvcc printed.
+    found later.
     """
     units = [path for path in source_files(sources) if path.suffix == ".cu"]
     if HOPPER_FLAG not in flags:
@@ -213,40 +140,25 @@ def compile_library(
     # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
     lib = compiler.path.parent.parent / "lib"
     search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
-    link = [str(compiler.path), "-shared", "-cudart=static", flags[-1], *search]
-    rules = {
-        "compile": f"{in_ninja([str(compiler.path), *flags])} -c $in -o $out",
-        "link": f"{in_ninja(link)} $in -o $out",
-    }
-    lines = [f"rule {name}\n  command = {command}" for name, command in rules.items()]
-    lines += [f"build {unit.stem}.o: compile {escaped(str(unit))}" for unit in units]
-    lines += [f"build {LIBRARY}: link {' '.join(f'{unit.stem}.o' for unit in units)}", ""]
-    (directory / "build.ninja").write_text("\n".join(lines))
-    done = subprocess.run(
-        [sys.executable, "-m", "ninja", "-C", str(directory)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    return done.returncode == 0, done.stdout.decode(errors="replace")
+    objects = [f"{unit.stem}.o" for unit in units]
+    text = "rule nvcc\n  command = $command\n"
+    for unit, name in zip(units, objects, strict=True):
+        text += ninja_step(name, [], compiler, [*flags, "-c", str(unit), "-o", name])
+    link = ["-shared", "-cudart=static", flags[-1], *search, *objects, "-o", f"../{LIBRARY}"]
+    return text + ninja_step(f"../{LIBRARY}", objects, compiler, link)
 
 
-def in_ninja(command: list[str]) -> str:
-    """A command as ninja reads it."""
-    return shlex.join(command).replace("$", "$$")
+def ninja_step(made: str, of: list[str], compiler: Compiler, arguments: list[str]) -> str:
+    """What makes one file. Only the command has names with spaces and the like."""
+    command = shlex.join([str(compiler.path), *arguments]).replace("$", "$$")
+    return f"build {made}: nvcc {' '.join(of)}\n  command = {command}\n"
 
 
-def escaped(path: str) -> str:
-    """A path as ninja reads it in a line that builds."""
-    return path.replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
-
-
-def compiler_error(directory: Path, compiler: Compiler, output: str) -> BuildError:
+def compiler_error(log: Path, compiler: Compiler, output: str) -> BuildError:
     """An error with the end of the log, the path of the log, and the fix where we know one."""
-    log = directory.with_suffix(".failed.log")
-    log.write_text(output)
     noise = re.compile(r"\[\d+/|ptxas info|.* bytes stack frame")
     lines = [line for line in output.splitlines() if not noise.match(line)]
-    fix = next((fix for sign, fix in KNOWN_FAILURES.items() if sign in output), None)
+    fix = next((fix for sign, fix in KNOWN_FAILURES.items() if re.search(sign, output)), None)
     return BuildError(
         f"nvcc {dotted(compiler.version)} ({compiler.path}) could not build the CUDA kernels; its "
         "last words:\n"
@@ -256,54 +168,35 @@ def compiler_error(directory: Path, compiler: Compiler, output: str) -> BuildErr
     )
 
 
-# ------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------- command
 
 
-def report(capability: tuple[int, int]) -> None:
-    """Builds for one architecture and says where the library is."""
-    start = time.perf_counter()
-    path = library(capability)
-    print(f"architecture {dotted(capability)}: {path} ({time.perf_counter() - start:.1f} s)")
-    print(f"registers and spills of each kernel: {path.parent / LOG}")
-
-
-def present_capabilities() -> list[tuple[int, int]]:
-    """Compute capabilities of this machine's GPUs."""
-    import torch
-
-    indices = range(torch.cuda.device_count())
-    return sorted({torch.cuda.get_device_capability(index) for index in indices})
-
-
-def parse_capability(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)\.(\d)a?", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability; write it as 9.0")
-    return int(match[1]), int(match[2])
+def capability(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line: builds and reports."""
     parser = argparse.ArgumentParser(
-        prog="python -m mixer.ops.build", description="Build CUDA kernels ahead of time."
+        prog="python -m mixer.ops.build", description="Build CUDA kernels ahead of time, or anew."
     )
     parser.add_argument(
         "--arch",
         nargs="+",
-        type=parse_capability,
+        type=capability,
         metavar="9.0",
         help="compute capabilities (default: the GPUs here)",
     )
-    options = parser.parse_args(arguments)
-    capabilities = options.arch or present_capabilities()
-    if not capabilities:
+    here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    wanted = parser.parse_args(arguments).arch or here
+    if not wanted:
         raise BuildError(
             "there is no GPU here to build for. Name one: `python -m mixer.ops.build --arch 9.0`."
         )
-    compiler = find_compiler()
-    print(f"nvcc {dotted(compiler.version)}: {compiler.path}")
-    for capability in capabilities:
-        report(capability)
+    for pair in wanted:
+        path = library(pair, rebuild=True)
+        print(f"compute capability {dotted(pair)}: {path}")
+        print(f"registers and spills of each kernel: {path.with_name(LOG)}")
 
 
 if __name__ == "__main__":

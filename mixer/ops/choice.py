@@ -8,7 +8,7 @@ import ctypes
 import functools
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from mixer.common.errors import UserError, first_line
 from mixer.models.masked_mixer import plain
 from mixer.ops import cuda
-from mixer.ops.toolchain import BuildError
 
 logger = logging.getLogger("mixer.ops")
 
@@ -59,61 +58,42 @@ def call_reason(device: torch.device, dtype: torch.dtype, is_aligned: bool = Tru
     is_aligned: whether a head's channels fill a multiple of 16 bytes.
     """
     if device.type != "cuda":
-        return (
-            f"the CUDA kernels need a CUDA tensor; x is on {device}. "
-            "Use backend='dense', or x.to('cuda')."
-        )
-    if dtype not in cuda.DTYPE_CODES:
-        return (
-            f"the CUDA kernels take float16, bfloat16 and float32; x is {dtype}. "
-            "Use backend='dense', or convert x."
-        )
-    if dtype == torch.float32 and not cuda.allows_tf32():
-        return (
-            "the CUDA kernels take float32 as TF32 alone, which is off here. Use "
-            "backend='dense', or torch.set_float32_matmul_precision('high') (train.tf32=true)."
-        )
-    if not is_aligned:
-        return (
-            "the CUDA kernels want heads of a multiple of 8 channels, for float32 of 4. "
-            "Use backend='dense', or other sizes."
-        )
+        return unmet(f"a CUDA tensor; x is on {device}", "x.to('cuda')")
     index = torch.cuda.current_device() if device.index is None else device.index
+    if dtype not in cuda.DTYPE_CODES:
+        return unmet(f"float16, bfloat16 or float32; x is {dtype}", "convert x")
+    if dtype == torch.float32 and not cuda.allows_tf32():
+        allow = "torch.set_float32_matmul_precision('high') (train.tf32=true)"
+        return unmet("TF32 for float32, which is off here", allow)
+    if not is_aligned:
+        return unmet("heads of a multiple of 8 channels, for float32 of 4", "other sizes")
     if dtype != torch.float16 and cuda.device_facts(index)[0] < 80:
-        return (
-            f"before compute capability 8.0 the CUDA kernels take float16 alone; x is {dtype}. "
-            "Use backend='dense', or convert x (train.mixed_precision=fp16)."
-        )
+        convert = "convert x (train.mixed_precision=fp16)"
+        return unmet(f"float16 before compute capability 8.0; x is {dtype}", convert)
     return device_reason(index)
+
+
+def unmet(need: str, remedy: str) -> str:
+    return f"the CUDA kernels need {need}. Use backend='dense', or {remedy}."
 
 
 # ------------------------------------------------------------------------- can the kernels run?
 
 
-def unavailable_reason() -> str | None:
-    """None if the kernels can run on the current device, else what is missing."""
-    if not torch.cuda.is_available():
-        return (
-            "torch sees no CUDA device here, which the CUDA kernels need: "
-            "`python -m torch.utils.collect_env` says why."
-        )
-    return device_reason(torch.cuda.current_device())
-
-
 @functools.cache
 def device_reason(index: int) -> str | None:
     """Why the kernels cannot run on a device: the build's error, or that of the first launch. The
-    message names the one command that fixes it.
+    message names the one command that fixes it. None if they can.
 
     The first call for a device builds the library if the cache has none, runs one small kernel and
     waits for it, so it must not come inside a graph capture. The answer is kept: a failed build is
     not tried again in this process.
     """
-    if torch.version.hip is not None:
-        return "the CUDA kernels need an NVIDIA GPU; this PyTorch is for AMD's."
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
     try:
         library = cuda.kernels(index)
-    except BuildError as error:
+    except UserError as error:
         return str(error)
     status = library.mixer_probe(index)
     if status == 0:
@@ -125,17 +105,17 @@ def probe_message(library: ctypes.CDLL, status: int, device: str) -> str:
     """What a failed probe means. Most often nvcc is newer than the driver."""
     runtime = divmod(library.mixer_runtime_version(), 1000)
     driver = divmod(library.mixer_driver_version(), 1000)
-    error = cuda.error_text(library, status)
-    text = f"the CUDA kernels were built but do not run on {device}: {error}."
+    text = f"the CUDA kernels were built but do not run on {device}: "
+    text += f"{cuda.error_text(library, status)}. "
     if runtime[0] > driver[0] > 0:
-        return (
-            f"{text} They were built with CUDA {runtime[0]}.{runtime[1] // 10}, and the driver "
-            f"supports {driver[0]}.{driver[1] // 10}: point CUDA_HOME at a CUDA {driver[0]}.x "
-            f"toolkit, e.g. `export CUDA_HOME=/usr/local/cuda-{driver[0]}`, or update the driver."
+        text += (
+            f"They were built with CUDA {runtime[0]}.{runtime[1] // 10}, and the driver supports "
+            f"{driver[0]}.{driver[1] // 10}. "
         )
+    home = f"/usr/local/cuda-{driver[0]}"
     return (
-        f"{text} Build with the toolkit that matches the driver: "
-        "`export CUDA_HOME=/path/to/cuda`, then run again."
+        f"{text}Build them anew with a toolkit that the driver supports: "
+        f"`CUDA_HOME={home} python -m mixer.ops.build`, or update the driver."
     )
 
 
@@ -252,18 +232,14 @@ def by_kernels(*tensors: Tensor) -> Tensor:
 
 
 def difference(
-    results: Sequence[Tensor], wanted: Sequence[Tensor], names: Sequence[str]
+    results: Iterable[Tensor], wanted: Iterable[Tensor], names: Iterable[str]
 ) -> str | None:
     """Which result is away from plain PyTorch's by more than rounding; None if none is."""
     for name, ours, theirs in zip(names, results, wanted, strict=True):
-        apart = (norm(ours - theirs) / norm(theirs)).item()
-        if not apart <= MOST_APART:  # NaN is no result either
+        off, size = (tensor.norm(dtype=torch.float32) for tensor in (ours - theirs, theirs))
+        if not off <= MOST_APART * size:  # NaN is no result either
             return (
-                f"its results are wrong on this GPU: {name} is {apart:.1e} away from plain "
-                "PyTorch's"
+                f"its results are wrong on this GPU: {name} is {(off / size).item():.1e} away from "
+                "plain PyTorch's"
             )
     return None
-
-
-def norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32)

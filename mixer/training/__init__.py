@@ -1,19 +1,17 @@
 """A training run, from its configuration to its last step:
 
-config        all settings of a run; those of the optimizer are in optim, of the log in metrics
+config        all settings of a run; those of the optimizer are in optim
 loop          the run; `Trainer.step` is one step
-start         what it starts with: data, model, optimizer, progress
+start         what it starts with: data, model, optimizer, counters
 record        what it trains with, kept in its checkpoints
 mixing        which backend computes the token mixing
-parallelize   the model with its loss (`objective`), compiled and wrapped for all processes
+parallelize   the model with its loss (`objective`), compiled and wrapped for all processes; what
+              train.compile and train.cuda_graphs stand for where they are auto
 compile       torch.compile and CUDA graphs
-automatic     what settings that are auto stand for
 optim         which optimizer trains which parameter, and the learning rate
-clipping      the norm of the gradient
-guard         steps whose gradient is not finite
+gradients     their norm, clipping, and steps whose gradient is not finite
 validation    the loss on the validation split
-metrics       the lines of metrics.jsonl, and wandb or TensorBoard
+metrics       the lines of metrics.jsonl, on the terminal, and in wandb or TensorBoard
 telemetry     throughput, memory, profiles
-console       what is printed
-memory        how much a step needs, and what to change where that is too much
+footprint     the memory that a step needs, and what to change where that is too much
 """

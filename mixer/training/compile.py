@@ -5,35 +5,27 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.common.errors import first_line
-from mixer.common.say import Say
-from mixer.distributed.hosts import Hosts
-from mixer.training.clipping import gradient_norm
+from mixer.distributed.world import World
+from mixer.training.gradients import gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
 
-SHAPES = 64  # of the inputs of one compiled function, at most
+SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 
 
 def compile_objective(
-    objective: Objective,
-    how: str,
-    graphs: bool,
-    shape: tuple[int, int],
-    accelerator: Accelerator,
-    hosts: Hosts,
-    say: Say,
+    objective: Objective, how: str, graphs: bool, shape: tuple[int, int], world: World
 ) -> bool:
     """Compiles the objective in place, with a first pass on `shape`, (batch, tokens).
 
     how: "no" (nothing is done), "blocks" (each block, the output layer and the loss) or "model"
     (all at once).
     graphs: replay each compiled part's forward and backward pass as a CUDA graph. A backward pass
-    then writes its gradients over those of the one before. mixer.training.automatic says where
+    then writes its gradients over those of the one before. mixer.training.parallelize says where
     graphs can be used.
 
     Call this before DDP or FSDP wrap the objective. With "blocks", one block is compiled for all of
@@ -54,19 +46,20 @@ def compile_objective(
 
     def try_it() -> None:
         for _ in range(2 if graphs else 1):  # the second pass records the graphs
-            _first_pass(objective, shape, accelerator)
+            _first_pass(objective, shape, world)
 
-    failure = _failure(try_it, hosts)
+    failure = _failure(try_it, world)
     if not failure:
         replayed = f", {_graphs_said()}" if graphs else ""
-        say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s{replayed}")
+        world.say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s{replayed}")
         return True
     for module, name in parts:
         delattr(module, name)
     if each_pass:
         each_pass.remove()
-    say(
-        f"{_asked(how, graphs)} failed, the run goes on without: {failure}. Nothing else "
+    recorded = " with CUDA graphs" if graphs else ""
+    world.say(
+        f"train.compile={how}{recorded} failed, the run goes on without: {failure}. Nothing else "
         "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a "
         "CPU, Triton and a C compiler on a GPU"
     )
@@ -74,7 +67,7 @@ def compile_objective(
 
 
 def optimizer_compiler(
-    model: nn.Module, config: OptimConfig, hosts: Hosts, say: Say
+    model: nn.Module, config: OptimConfig, world: World
 ) -> Callable[[Callable], Callable] | None:
     """What makes the optimizer's functions of whole parameters faster; None where compiling them
     fails on any process, which a line says.
@@ -93,21 +86,21 @@ def optimizer_compiler(
         gradient_norm(optimizer)
         optimizer.step()
 
-    failure = _failure(try_it, hosts)
+    failure = _failure(try_it, world)
     optimizer.zero_grad(set_to_none=True)
     if failure:
-        say(f"compiling the optimizer failed, the run goes on without: {failure}")
+        world.say(f"compiling the optimizer failed, the run goes on without: {failure}")
     return None if failure else compile
 
 
-def _failure(attempt: Callable[[], None], hosts: Hosts) -> str:
+def _failure(attempt: Callable[[], None], world: World) -> str:
     """Makes an attempt on all processes; returns what failed on one of them, empty if nothing."""
     failure = ""
     try:
         attempt()
     except Exception as error:  # if it is not the compiler's, the run will meet it again
         failure = first_line(error)
-    return next((text for text in hosts.gather(failure) if text), "")
+    return next((text for text in world.gather(failure) if text), "")
 
 
 def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:
@@ -135,7 +128,9 @@ def compiled(function: Callable, graphs: bool) -> Callable:
     chooses by rule.
     """
     options = by_rule() | {"triton.cudagraphs": graphs}
-    _allow_shapes()
+    # The optimizers' functions have a form for each shape of their parameters' parts.
+    limits = torch._dynamo.config
+    limits.cache_size_limit = max(SHAPES, limits.cache_size_limit)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
@@ -151,16 +146,6 @@ def by_rule() -> dict[str, bool]:
     return dict.fromkeys(older, False)
 
 
-def _allow_shapes() -> None:
-    """Lets the compiler make more than the usual 8 forms of one function: the optimizers' have one
-    for each shape of their parameters' parts.
-    """
-    from torch._dynamo import config
-
-    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    setattr(config, name, max(SHAPES, getattr(config, name)))
-
-
 def begin_graphs(*_) -> None:
     """Runs before each forward pass: CUDA graphs may overwrite what they wrote in the last step,
     the gradients included.
@@ -168,19 +153,15 @@ def begin_graphs(*_) -> None:
     torch.compiler.cudagraph_mark_step_begin()
 
 
-def _first_pass(objective: nn.Module, shape: tuple[int, int], accelerator: Accelerator) -> None:
+def _first_pass(objective: nn.Module, shape: tuple[int, int], world: World) -> None:
     """A forward and backward pass on `shape`, (batch, tokens), whose gradients are dropped."""
-    tokens = torch.zeros(shape, dtype=torch.int64, device=accelerator.device)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
     try:
-        with accelerator.autocast():
+        with world.accelerator.autocast():
             nats = objective(tokens, tokens.clone())
         nats.sum().backward()
     finally:  # a backward pass that fails leaves gradients, which the first step would add up
         objective.zero_grad(set_to_none=True)
-
-
-def _asked(how: str, graphs: bool) -> str:
-    return f"train.compile={how} with CUDA graphs" if graphs else f"train.compile={how}"
 
 
 def _graphs_said() -> str:

@@ -1,30 +1,23 @@
-"""A run's configuration: typed sections, a YAML file, `section.key=value` overrides, and every
-problem reported at once.
-
-Each section is the dataclass of the module that consumes it. OmegaConf checks and converts the
-values.
+"""A run's configuration: its sections, the YAML file, `section.key=value` overrides, and all
+problems in one report.
 """
 
 import dataclasses
 import difflib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from mixer.checkpoints.config import CheckpointConfig
 from mixer.common.errors import UserError
-from mixer.common.options import allowed_values, option, option_problems
+from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.reporting.tables import wrapped
-from mixer.training.metrics import LoggingConfig
 from mixer.training.optim import OptimConfig
 
 # Keys of earlier versions, and what is in their place.
@@ -90,6 +83,38 @@ class TrainConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    save_every: int = option(
+        1000, "steps between checkpoints; 0 for one at the end alone", at_least=0
+    )
+    save_last: bool = option(True, "a checkpoint at the end; false for a run that is only timed")
+    keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
+    keep_every: int = option(
+        0, "also keep a checkpoint where this divides its step; 0 for none", at_least=0
+    )
+    resume: str = option(
+        "auto", "auto (the run's newest complete checkpoint), never, or a directory to begin from"
+    )
+    allow_other_data: bool = option(
+        False, "resume though the data or its tokenizer are not those of the checkpoint"
+    )
+
+
+@dataclass
+class LoggingConfig:
+    log_every: int = option(10, "steps between lines of metrics", at_least=1)
+    tracker: str = option(
+        "none",
+        "copy the metrics to wandb (without a network: WANDB_MODE=offline in the environment) or "
+        "to TensorBoard",
+        choices=("none", "wandb", "tensorboard"),
+    )
+    wandb_project: str = option("masked-mixer", "wandb's project")
+    profile_step: int = option(20, "the first step of a profile", at_least=1)
+    profile_steps: int = option(0, "steps to write a Chrome trace of; 0 for none", at_least=0)
+
+
+@dataclass
 class RunConfig:
     """Everything that defines a run."""
 
@@ -106,6 +131,9 @@ class RunConfig:
     @property
     def directory(self) -> Path:
         return Path(self.output_dir) / self.name
+
+
+SECTIONS = {item.name for item in dataclasses.fields(RunConfig) if is_dataclass(item.type)}
 
 
 def load_config(path: str | None, overrides: list[str]) -> RunConfig:
@@ -132,16 +160,17 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
                 continue
         entries.append((key, value, "command line"))
 
-    config = OmegaConf.structured(RunConfig)
+    run = RunConfig()
     for key, value, origin in entries:
-        problem = _set(config, keys, key, value)
+        problem = _set(run, keys, key, value)
         if problem:
             problems.append(f"{problem} ({origin})")
-    run: RunConfig = OmegaConf.to_object(config)
     run.data = without_unused(run.data)
     problems += _value_problems(run)
     if problems:
-        raise UserError(_listing(problems))
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise UserError(f"{count} in the configuration:\n{listed}")
     return run
 
 
@@ -164,59 +193,42 @@ def describe_options() -> str:
 def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     """{"a": {"b": 1}} -> [("a.b", 1)]; an empty section gives nothing."""
     entries = []
-    sections = {
-        item.name for item in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(item.type)
-    }
     for name, value in node.items():
-        key = f"{prefix}{name}"
         if isinstance(value, dict):
-            entries += flatten(value, f"{key}.")
-        elif not (value is None and key in sections):
-            entries.append((key, value))
+            entries += flatten(value, f"{prefix}{name}.")
+        elif value is not None or f"{prefix}{name}" not in SECTIONS:
+            entries.append((f"{prefix}{name}", value))
     return entries
 
 
 def _options(section: type, prefix: str = "") -> list[tuple[str, dataclasses.Field]]:
     found = []
     for item in dataclasses.fields(section):
-        if dataclasses.is_dataclass(item.type):
+        if is_dataclass(item.type):
             found += _options(item.type, f"{prefix}{item.name}.")
         else:
             found.append((f"{prefix}{item.name}", item))
     return found
 
 
-def _set(config: Any, keys: dict[str, dataclasses.Field], key: str, value: Any) -> str | None:
+def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: Any) -> str | None:
     """Sets one key, or says why it cannot be set."""
     if value in GONE.get(key, ()):
         return None
     if key not in keys:
         return f"unknown key {key} = {value!r}{_nearest(key, keys)}"
-    if isinstance(value, str) and ("${" in value or value == "???"):  # marks of OmegaConf
-        return f"{key} = {value!r}; allowed: no ${{...}} and no ???; write the value itself"
-    kind = keys[key].type
     if isinstance(value, bool) and str(value).lower() in keys[key].metadata.get("choices", ()):
         value = str(value).lower()  # YAML's true, where it is one of several choices
-    # OmegaConf would turn 3 into "3", "12" into 12 and 1 into true without a word; that may not be
-    # what was meant.
-    wrong = (
-        (kind is str and not isinstance(value, str))
-        or (kind in (int, float) and isinstance(value, (str, bool)))
-        or (kind is bool and not isinstance(value, bool))
-        or (kind is int and isinstance(value, float) and not value.is_integer())
-    )
-    if not wrong and kind is int and isinstance(value, float):
-        value = int(value)
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return f"{key} = {value} is out of range; allowed: integers of 64 bits"
+    section, _, name = key.rpartition(".")
+    kind = keys[key].type
     try:
-        if not wrong:
-            OmegaConf.update(config, key, value)
-            return None
-    except OmegaConfBaseException:
-        pass
-    quotes = ", written in quotes" if kind is str else ""
-    return f"{key} = {value!r} is a {type(value).__name__}; allowed: {_type_name(kind)}{quotes}"
+        setattr(getattr(run, section) if section else run, name, as_type(value, kind))
+    except TypeError:
+        quotes = ", written in quotes" if kind is str else ""
+        return f"{key} = {value!r} is a {type(value).__name__}; allowed: {_type_name(kind)}{quotes}"
+    except OverflowError:
+        return f"{key} = {value} is out of range; allowed: integers of 64 bits"
+    return None
 
 
 def _nearest(key: str, keys: dict) -> str:
@@ -233,30 +245,41 @@ def _nearest(key: str, keys: dict) -> str:
 
 
 def _type_name(kind: Any) -> str:
-    is_union = hasattr(kind, "__args__")  # int | None
-    return str(kind) if is_union else getattr(kind, "__name__", str(kind))
+    return kind.__name__ if isinstance(kind, type) else str(kind)  # int | None has no name
 
 
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
     problems = option_problems(run) or _name_problems(run.name)
     for item in dataclasses.fields(run):
-        if dataclasses.is_dataclass(item.type):
+        if is_dataclass(item.type):
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
-    problems += _graph_problems(run.train) if run.train.cuda_graphs == "true" else []
-    problems += _transformer_problems(run) if run.model.architecture != "masked_mixer" else []
-    if run.optim.shared_lags and run.model.mixing_weight == "lags":
-        problems.append(
+    train, optim, architecture = run.train, run.optim, run.model.architecture
+    is_mixer, by_lag = architecture == "masked_mixer", run.model.mixing_weight == "lags"
+    clashes = [
+        (
+            train.recompute == "activation" and not is_mixer,
+            "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
+            f"{architecture}: none, block",
+        ),
+        (
+            optim.shared_lags and not is_mixer,
+            "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
+            f"for architecture {architecture}: false",
+        ),
+        (
+            optim.shared_lags and by_lag,
             "optim.shared_lags = true with model.mixing_weight = 'lags', where lags are the weight "
-            "itself; allowed with it: false"
-        )
-    if run.optim.warmup_steps > run.train.steps:
-        problems.append(
-            f"optim.warmup_steps = {run.optim.warmup_steps} is more than train.steps = "
-            f"{run.train.steps}; allowed: at most that"
-        )
-    return problems
+            "itself; allowed with it: false",
+        ),
+        (
+            optim.warmup_steps > train.steps,
+            f"optim.warmup_steps = {optim.warmup_steps} is more than train.steps = {train.steps}; "
+            "allowed: at most that",
+        ),
+    ]
+    return problems + [text for holds, text in clashes if holds]
 
 
 def _name_problems(name: str) -> list[str]:
@@ -267,43 +290,3 @@ def _name_problems(name: str) -> list[str]:
     if size > LONGEST_NAME:
         return [f"name has {size} bytes; allowed: at most {LONGEST_NAME}, as file systems have it"]
     return []
-
-
-def _transformer_problems(run: RunConfig) -> list[str]:
-    """Settings of masked mixers that a transformer cannot have; see also `model_problems`."""
-    problems = []
-    if run.train.recompute == "activation":
-        problems.append(
-            "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
-            f"{run.model.architecture}: none, block"
-        )
-    if run.optim.shared_lags:
-        problems.append(
-            "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
-            f"for architecture {run.model.architecture}: false"
-        )
-    return problems
-
-
-def _graph_problems(train: TrainConfig) -> list[str]:
-    """What does not go together with CUDA graphs."""
-    asked, micro_batches = "train.cuda_graphs = true", train.gradient_accumulation_steps
-    problems = []
-    if train.compile == "no":
-        problems.append(f"{asked} with train.compile = 'no'; allowed with it: auto, blocks, model")
-    if train.recompute == "block":
-        problems.append(
-            f"{asked} with train.recompute = 'block', which cannot be recorded; allowed with it: "
-            "none, activation"
-        )
-    if micro_batches > 1:
-        problems.append(
-            f"{asked}, where each backward pass overwrites the gradients of the one before; "
-            f"allowed with train.gradient_accumulation_steps = {micro_batches}: auto, false"
-        )
-    return problems
-
-
-def _listing(problems: list[str]) -> str:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)

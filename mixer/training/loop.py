@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 import transformers
-from accelerate import Accelerator, DistributedType
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,16 +17,14 @@ from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
-from mixer.distributed.engine import build_accelerator
-from mixer.distributed.hosts import Hosts, leave_with_error
 from mixer.distributed.stop import Stop
-from mixer.training.clipping import clip, gradient_norm
+from mixer.distributed.world import World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig
-from mixer.training.console import Console
-from mixer.training.guard import Guard, where_not_finite
-from mixer.training.memory import step_too_large
-from mixer.training.metrics import in_json
+from mixer.training.footprint import step_too_large
+from mixer.training.gradients import Guard, clip, gradient_norm, where_not_finite
+from mixer.training.metrics import as_text, in_json
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
+from mixer.training.parallelize import Compilation, find_devices, settle_compilation
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
 from mixer.training.telemetry import Profiler, Timer
 from mixer.training.validation import validation_loss
@@ -44,10 +41,12 @@ def train(run: RunConfig) -> PreTrainedModel:
     transformers.utils.logging.disable_progress_bar()
     accelerator = build_accelerator(run.train.mixed_precision)
     try:
-        check_precision(accelerator.device, run.train.mixed_precision)
+        world = World(accelerator)
+        check_precision(world.device, run.train.mixed_precision)
         check_optimizer(run.optim, accelerator)
-        with run_locked(run.directory) if accelerator.is_main_process else nullcontext():
-            model = Trainer(run, accelerator).train()
+        compilation = settle_compilation(run.train, find_devices(world))
+        with run_locked(run.directory) if world.is_main else nullcontext():
+            model = Trainer(run, compilation, world).train()
     except BaseException as error:
         if is_out_of_memory(error):
             error = step_too_large(run, accelerator.device, error)
@@ -74,70 +73,72 @@ class Step:
 class Trainer:
     """The training of a run, on one of its processes. `train` does all steps that are left."""
 
-    def __init__(self, run: RunConfig, accelerator: Accelerator):
-        self.run, self.accelerator = run, accelerator
-        self.device, self.scaler = accelerator.device, accelerator.scaler
+    def __init__(self, run: RunConfig, compilation: Compilation, world: World):
+        self.run, self.world, self.accelerator = run, world, world.accelerator
+        self.device, self.scaler = world.device, world.accelerator.scaler
         torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
-        self.hosts = hosts = Hosts(accelerator)
-        self.console = Console(accelerator, run.train.steps)
-        say, is_main = self.console.say, accelerator.is_main_process
-        self.data = prepare_data(run, hosts, say)
-        self.state = start_state(run, self.data, accelerator, hosts, say)
+        self.data = prepare_data(run, world)
+        self.state = start_state(run, self.data, compilation, world)
         self.model, self.parallel = self.state.model, self.state.parallel
-        self.optimizer, self.progress = self.state.optimizer, self.state.progress
+        self.accelerated, self.counters = self.state.optimizer, self.state.counters
+        self.optimizer = self.accelerated.optimizer
         # A run that was killed between a save and its evaluation makes up for the evaluation.
         fresh = self.state.resumed is None
-        self.owes_evaluation = fresh or evaluation_due(run, self.progress.step)
-        self.metrics = (
-            start_metrics(run, self.state, self.owes_evaluation, say) if is_main else None
-        )
-        say(banner(run, accelerator, self.state, len(self.data.training)))
+        self.owes_evaluation = fresh or self.evaluation_due(self.counters.step)
+        self.metrics = None
+        if world.is_main:
+            self.metrics = start_metrics(run, self.state, self.owes_evaluation, world)
+        samples = len(self.data.training)
+        world.say(banner(run, self.state, samples, world))
 
-        train = run.train
+        train, checkpoint, logging = run.train, run.checkpoint, run.logging
         self.share = Share(
-            train.batch_size, train.gradient_accumulation_steps, hosts.processes, hosts.rank
+            train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
         )
         # Of all processes; as many are targets, where rows are not padded.
         self.step_tokens = self.share.step_samples * run.model.max_position_embeddings
-        order = SampleOrder(len(self.data.training), run.seed)
-        pin = self.device.type == "cuda"
-        self.batches = Batches(self.data.training, order, self.share, self.progress.samples, pin)
+        order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
+        self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         self.writer = CheckpointWriter(
-            run.directory, run.checkpoint, accelerator, hosts, self.model, self.data.tokenizer, say
+            run.directory,
+            checkpoint.keep,
+            checkpoint.keep_every,
+            world,
+            self.model,
+            self.data.tokenizer,
         )
         scaled, stop_at_first = self.scaler is not None, train.non_finite == "stop"
-        self.guard = Guard(self.optimizer.optimizer, scaled, stop_at_first, self.device)
-        profile_steps = run.logging.profile_steps if is_main else 0
-        self.profiler = Profiler(run.directory, run.logging.profile_step, profile_steps, say)
-        self.timer, self.stop = Timer(), Stop(hosts)
-        self.uncounted = 0  # target tokens that are counted on the device, not yet in `progress`
+        self.guard = Guard(self.optimizer, scaled, stop_at_first, self.device)
+        profiled = logging.profile_steps if world.is_main else 0
+        self.profiler = Profiler(run.directory, logging.profile_step, profiled, world.say)
+        self.timer, self.stop = Timer(self.counters.tokens), Stop(world)
+        self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
         # In float64 the sum is exact, so that its parts may be added in any order.
-        earlier = (math.nan if self.progress.nats is None else self.progress.nats) * is_main
-        self.nats = torch.tensor(earlier, dtype=torch.float64, device=self.device)
+        earlier = math.nan if self.counters.nats is None else self.counters.nats
+        self.nats = torch.tensor(
+            earlier if world.is_main else 0.0, dtype=torch.float64, device=self.device
+        )
 
     def train(self) -> PreTrainedModel:
         """All steps that are left, or those until a signal. Returns the model."""
-        progress, stopped = self.progress, False
+        counters, stopped = self.counters, False
         try:
             if self.owes_evaluation:
                 with self.timer.paused():
                     self.evaluate()
-            self.console.begin(progress.step)
-            while progress.step < self.run.train.steps and not stopped:
+            self.profiler.between_steps(counters.step)
+            while counters.step < self.run.train.steps and not stopped:
                 self.stop.ask()
-                self.profiler.before_step(progress.step + 1)
                 step = self.step()
-                self.profiler.after_step(progress.step)
+                self.profiler.between_steps(counters.step)
                 self.writer.check()
-                self.console.step(progress.step)
                 stopped = self.between_steps(step)
             self.writer.close()
         finally:
             self.writer.abandon()  # does nothing unless an error ends the run
             self.batches.close()
             self.profiler.close()
-            self.console.close()
             self.stop.close()
         if self.metrics:
             self.metrics.close()
@@ -145,15 +146,15 @@ class Trainer:
 
     def step(self) -> Step:
         """One optimizer step. Nothing in it waits for the device."""
-        run, progress, accelerator = self.run, self.progress, self.accelerator
-        rate = learning_rate(run.optim, progress.step, run.train.steps)
-        set_learning_rate(self.optimizer.optimizer, rate)
+        run, counters, accelerator = self.run, self.counters, self.accelerator
+        rate = learning_rate(run.optim, counters.step, run.train.steps)
+        set_learning_rate(self.optimizer, rate)
         with self.timer.waiting():
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
         if not run.data.packed:  # rows are padded: count the targets of all processes
             own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
-            step_targets = accelerator.reduce(own_targets, "sum")
+            step_targets = self.world.sum(own_targets)
 
         nats = torch.zeros((), device=self.device)  # in fp32
         for micro, batch in enumerate(micro_batches, 1):
@@ -161,18 +162,16 @@ class Trainer:
             with nullcontext() if is_last else accelerator.no_sync(self.parallel):
                 nats += self.backward(batch, step_targets)
         accelerator.unscale_gradients()  # of fp16's loss scale
-        norm = gradient_norm(self.optimizer.optimizer)
-        clip(self.optimizer.optimizer, norm, run.train.max_grad_norm)
-        self.guard.before_step(norm, progress.step + 1)
-        self.writer.before_update()
-        self.optimizer.step()  # skipped on the device if the gradient is not finite
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = gradient_norm(self.optimizer)
+        clip(self.optimizer, norm, run.train.max_grad_norm)
+        self.guard.before_step(norm, counters.step + 1)
+        self.accelerated.step()  # skipped on the device if the gradient is not finite
+        self.accelerated.zero_grad(set_to_none=True)
 
         self.nats += nats
-        progress.step += 1
-        progress.samples += self.share.step_samples
+        counters.step += 1
+        counters.samples += self.share.step_samples
         self.uncounted += step_targets
-        self.timer.step(step_targets)
         return Step(norm, rate)
 
     def backward(self, batch: Batch, step_targets: int | Tensor) -> Tensor:
@@ -180,20 +179,20 @@ class Trainer:
         nats = self.parallel(*batch).sum()
         # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
         # gradient of the mean over all target tokens of the step.
-        self.accelerator.backward(nats * (self.hosts.processes / step_targets))
+        self.accelerator.backward(nats * (self.world.size / step_targets))
         return nats.detach()
 
     def between_steps(self, step: Step) -> bool:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
-        run, progress, writer = self.run, self.progress, self.writer
-        done = progress.step == run.train.steps
-        stopping, evaluating = self.stop.agreed(), evaluation_due(run, progress.step)
+        run, counters, writer = self.run, self.counters, self.writer
+        done = counters.step == run.train.steps
+        stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
         # A stop during a slow save waits for that one alone, as time may be short.
         busy = stopping and not done and writer.is_busy()
-        saving = (stopping or save_due(run, progress.step)) and not busy
+        saving = (stopping or self.save_due(counters.step)) and not busy
         if saving:
-            writer.prepare(self.optimizer.optimizer)  # before anything that waits for the step
-        if progress.step % run.logging.log_every == 0 or done:
+            writer.prepare(self.optimizer)  # before anything that waits for the step
+        if counters.step % run.logging.log_every == 0 or done:
             self.log(step)
         if stopping or saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
@@ -201,101 +200,100 @@ class Trainer:
             if saving:
                 self.save()  # before the evaluation, whose failure must not cost the checkpoint
             elif done:  # also a run that saves nothing must not end well with NaN
-                writer.require_finite(self.optimizer.optimizer, progress.step)
+                writer.require_finite(self.optimizer, counters.step)
             if evaluating:
                 self.evaluate()
         if done or not stopping:
             return False
         good = writer.last_good() if busy else "The same command goes on from there"
         writer.wait()
-        self.console.say(f"stopped by a signal after step {progress.step}. {good}")
+        self.world.say(f"stopped by a signal after step {counters.step}. {good}")
         return True
 
     def settle(self) -> None:
         """Waits for the device and reads what it has counted. Raises UserError where gradients end
         the run.
         """
-        progress = self.progress
-        progress.tokens, self.uncounted = progress.tokens + int(self.uncounted), 0
+        counters = self.counters
+        counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
         found = self.guard.look()
-        progress.skipped_steps += found.steps
+        counters.skipped_steps += found.steps
         limit = self.run.train.max_skipped_steps
         self.guard.require_finite(found, limit, self.trace, self.writer.last_good)
 
     def trace(self, step: int) -> str:
         """Where the numbers that are not finite come from, by repeating a step."""
-        steps_ago = self.progress.step - step + 1
-        repeated = self.batches.at(self.progress.samples - steps_ago * self.share.step_samples)
+        steps_ago = self.counters.step - step + 1
+        repeated = self.batches.at(self.counters.samples - steps_ago * self.share.step_samples)
         repeated = [to_device(batch, self.device) for batch in repeated]
-        sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        own_gradients = nullcontext() if sharded else self.accelerator.no_sync(self.parallel)
+        no_sync = self.accelerator.no_sync
+        own_gradients = nullcontext() if self.world.is_sharded else no_sync(self.parallel)
         both_passes = partial(self.backward, step_targets=self.step_tokens)
-        return where_not_finite(self.model, both_passes, repeated, own_gradients, self.hosts)
+        return where_not_finite(self.model, both_passes, repeated, own_gradients, self.world)
 
     def log(self, step: Step) -> None:
         """Writes and shows a line of metrics."""
         self.settle()
-        progress, scaler = self.progress, self.scaler
-        loss = self.nats_of_all() / (progress.tokens - progress.logged_tokens)
-        progress.logged_tokens = progress.tokens
+        counters, scaler = self.counters, self.scaler
+        loss = self.nats_of_all() / (counters.tokens - counters.logged_tokens)
+        counters.logged_tokens = counters.tokens
         self.nats.zero_()
-        line = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "lr": step.rate}
+        line = {"step": counters.step, "tokens": counters.tokens, "loss": loss, "lr": step.rate}
         line["grad_norm"] = float(step.gradient_norm)
-        line["skipped_steps"] = progress.skipped_steps
+        line["skipped_steps"] = counters.skipped_steps
         if scaler is not None:
             line["loss_scale"] = scaler.get_scale()
         flops = self.model.flops_per_token()["useful"]
-        line |= self.timer.window(flops, self.accelerator, self.run.train.mixed_precision)
+        precision = self.run.train.mixed_precision
+        line |= self.timer.window(counters.tokens, flops, self.world, precision)
         if self.metrics:
             self.metrics.write(line)
-        self.console.line(line)
+        self.world.say(as_text(line, self.run.train.steps))
 
     def nats_of_all(self) -> float:
         """The sum of all processes' nats since the last line of metrics."""
-        return float(self.accelerator.reduce(self.nats, "sum"))
+        return float(self.world.sum(self.nats))
 
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
-        self.progress.nats = in_json(self.nats_of_all())
-        trainer = asdict(self.progress) | self.state.recorded
-        trainer["data_directory"] = self.run.data.directory
+        self.counters.nats = in_json(self.nats_of_all())
+        trainer = asdict(self.counters) | self.state.recorded
         trainer["threads"] = torch.get_num_threads()
-        trainer["mixing"] = self.state.mixing
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
-        self.writer.save(self.optimizer.optimizer, trainer)
+        self.writer.save(self.optimizer, trainer)
+
+    def evaluation_due(self, step: int) -> bool:
+        return step == self.run.train.steps or is_due(self.run.train.eval_every, step)
+
+    def save_due(self, step: int) -> bool:
+        last = step == self.run.train.steps and self.run.checkpoint.save_last
+        return last or is_due(self.run.checkpoint.save_every, step)
 
     def evaluate(self) -> None:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
-        train, step = self.run.train, self.progress.step
+        train, step = self.run.train, self.counters.step
         scored = self.data.validation, self.data.token_bytes, train.eval_samples, train.batch_size
-        loss, bits, count = validation_loss(self.parallel, *scored, self.accelerator)
+        loss, bits, count = validation_loss(self.parallel, *scored, self.world)
         if step == train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
             raise NotFinite(
                 f"after the last step the validation loss is not finite: {loss} "
-                f"({self.progress.skipped_steps} steps were skipped). Lower optim.lr or raise "
+                f"({self.counters.skipped_steps} steps were skipped). Lower optim.lr or raise "
                 "optim.warmup_steps, and give the run another name"
             )
         if self.metrics:
-            line = {"step": step, "tokens": self.progress.tokens, "validation_loss": loss}
+            line = {"step": step, "tokens": self.counters.tokens, "validation_loss": loss}
             line |= {"validation_bits_per_byte": bits, "validation_tokens": count}
             self.metrics.write(line)
             self.writer.link_best(self.metrics.validation_losses)
         of = self.data.manifest.splits["validation"].tokens
-        self.console.say(
+        self.world.say(
             f"step {step}: validation loss {loss:.4f}, {bits:.4f} bits per byte "
             f"({count:,} of {of:,} tokens)"
         )
 
 
-def evaluation_due(run: RunConfig, step: int) -> bool:
-    every = run.train.eval_every
-    return step == run.train.steps or (every > 0 and step % every == 0)
-
-
-def save_due(run: RunConfig, step: int) -> bool:
-    if step == run.train.steps and run.checkpoint.save_last:
-        return True
-    every = run.checkpoint.save_every
+def is_due(every: int, step: int) -> bool:
+    """Whether something is done after `step` that is done every so many steps, or never for 0."""
     return every > 0 and step % every == 0

@@ -5,36 +5,34 @@ decides. Checkpoints keep the choice, because the other backend would round diff
 """
 
 import copy
-import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
+from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
-from mixer.common.say import Say
-from mixer.distributed.hosts import Hosts
-from mixer.models.masked_mixer.mixing import KeyedConv, TriangularConv
+from mixer.distributed.world import World
+from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
+from mixer.models.masked_mixer.mixing import TokenMixing
 from mixer.ops import choice
-from mixer.training.automatic import choose, find_environment
 from mixer.training.compile import compiled
 from mixer.training.config import RunConfig
 
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TIMED = (9, 0)  # on Hopper the kernels won wherever they were timed
-ROUNDS, ROUND_MS = 7, 5.0  # of the race
+RACE_SECONDS = 0.2  # for each backend
 
 
 def settle_mixing(
     model: PreTrainedModel,
     run: RunConfig,
     earlier: dict[str, Any] | None,
-    accelerator: Accelerator,
-    hosts: Hosts,
-    say: Say,
+    is_compiled: bool,
+    world: World,
 ) -> dict[str, Any] | None:
     """Sets the backend of every triangular convolution of the model, the same on all processes,
     where model.mixing_backend is auto and the device a GPU. Elsewhere nothing is done.
@@ -44,18 +42,19 @@ def settle_mixing(
     rule or race. Keyed mixing has other kernels, and a choice of its own. Returns what trainer.json
     is to keep.
     """
-    if run.model.mixing_backend != "auto" or not has_kernels(accelerator.device):
+    if run.model.mixing_backend != "auto" or not has_kernels(world.device):
         return None
-    parts = [part for part in model.modules() if isinstance(part, TriangularConv)]
-    keyed = [part for part in parts if isinstance(part, KeyedConv)]
-    others = [part for part in parts if not isinstance(part, KeyedConv)]
+    every = [layer for layer in model.modules() if isinstance(layer, TokenMixing)]
+    layers = [layer for layer in every if convolutions(layer)]
+    keyed = [layer for layer in layers if isinstance(convolutions(layer)[0], KeyedConv)]
+    others = [layer for layer in layers if layer not in keyed]
     before, record = (earlier or {}).get("mixing") or {}, {}
-    is_compiled = choose(run.train, find_environment(accelerator, hosts)).compile != "no"
-    about = (run, is_compiled, accelerator, hosts, say)
+    settled = partial(settle, run, is_compiled, world)
     if others:
-        record = settle(others, before, *about)
+        record["backend"] = settled("token mixing", others, before)
     if keyed:
-        record["keyed"] = settle(keyed, before.get("keyed") or {}, *about)
+        earlier_keyed = before.get("keyed") or {}
+        record["keyed"] = {"backend": settled("keyed mixing", keyed, earlier_keyed)}
     return record or None
 
 
@@ -63,22 +62,27 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def convolutions(layer: TokenMixing) -> list[TriangularConv]:
+    return [part for part in layer.modules() if isinstance(part, TriangularConv)]
+
+
 def settle(
-    parts: list[TriangularConv],
-    before: dict[str, Any],
     run: RunConfig,
     is_compiled: bool,
-    accelerator: Accelerator,
-    hosts: Hosts,
-    say: Say,
-) -> dict[str, Any]:
-    """`settle_mixing` for parts of one kind, as `before` has it from an earlier checkpoint."""
-    part, device = parts[0], accelerator.device
+    world: World,
+    kind: str,
+    layers: list[TokenMixing],
+    before: dict[str, Any],
+) -> str:
+    """Sets and returns the backend of layers of one kind, where `before` is its record in an
+    earlier checkpoint.
+    """
+    device, dtype = world.device, DTYPES[run.train.mixed_precision]
     # This builds the kernels where they are not built yet, on all hosts at once.
-    reasons = hosts.gather(missing_for(part, device, DTYPES[run.train.mixed_precision]))
-    missing = next((reason for reason in reasons if reason), None)
+    reasons = world.gather(missing_for(convolutions(layers[0])[0], device, dtype))
+    missing = next(filter(None, reasons), None)
     chosen = None
-    if accelerator.is_main_process:
+    if world.is_main:
         kept = before.get("backend")
         if kept == "dense" or (kept == "cuda" and not missing):
             chosen, why = kept, "as the run did before"  # the same backend gives the same bits
@@ -87,13 +91,17 @@ def settle(
         elif torch.cuda.get_device_capability(device) == TIMED:
             chosen, why = "cuda", "the fastest wherever it was timed on such GPUs"
         else:
-            chosen, why = race(part, run, is_compiled, device)
-        what = "keyed mixing" if isinstance(part, KeyedConv) else "token mixing"
-        say(f"{what}: auto takes {chosen}, {why}")
-    chosen = hosts.of_main(chosen)
-    for part in parts:
-        part.backend = chosen
-    return {"backend": chosen}
+            chosen, why = race(layers[0], run, is_compiled, world)
+        world.say(f"{kind}: auto takes {chosen}, {why}")
+    chosen = world.of_main(chosen)
+    for layer in layers:
+        set_backend(layer, chosen)
+    return chosen
+
+
+def set_backend(layer: TokenMixing, backend: str) -> None:
+    for part in convolutions(layer):
+        part.backend = backend
 
 
 def missing_for(part: TriangularConv, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -108,92 +116,61 @@ def missing_for(part: TriangularConv, device: torch.device, dtype: torch.dtype) 
 # ------------------------------------------------------------------------- the race
 
 
-def race(
-    part: TriangularConv, run: RunConfig, is_compiled: bool, device: torch.device
-) -> tuple[str, str]:
-    """The faster backend in a forward and backward of a part on the run's own shape, and why. A
-    backend that fails, and kernels whose results are wrong, are out.
+def race(layer: TokenMixing, run: RunConfig, is_compiled: bool, world: World) -> tuple[str, str]:
+    """The faster backend in a forward and backward pass of a layer on the run's own shape, and why.
+    A backend that fails, and kernels whose results are wrong, are out.
     """
-    steps, wanted, failures = {}, None, ""
+    times, wanted, failures = {}, None, ""
     for backend in ("dense", "cuda"):
         try:
-            step = training_step(part, backend, run, is_compiled, device)
+            step = training_step(layer, backend, run, is_compiled, world)
             results = step()
             problem = choice.difference(results.values(), wanted, results) if wanted else None
+            if not problem:
+                times[backend], wanted = milliseconds(step), list(results.values())
         except Exception as error:  # the compiler's and Triton's errors have no type of their own
             problem = first_line(error)
         if problem:
             failures += f"; without {backend}: {problem}"
-        else:
-            steps[backend], wanted = step, list(results.values())
-        results = None
-    times = interleaved(steps)
-    del steps, step, wanted
+    step = results = wanted = None
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)  # the run reports its own
-    listed = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
-    why = f"the faster on {torch.cuda.get_device_name(device)}: {listed or 'neither ran'}{failures}"
-    return min(times, key=times.get, default="dense"), why
+    torch.cuda.reset_peak_memory_stats(world.device)  # the run reports its own
+    listed = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()) or "neither ran"
+    gpu = torch.cuda.get_device_name(world.device)
+    fastest = min(times, key=times.get, default="dense")
+    return fastest, f"the faster on {gpu}: {listed}{failures}"
+
+
+def milliseconds(step: Callable) -> float:
+    timer = Timer("step()", globals={"step": step})
+    return 1000 * timer.blocked_autorange(min_run_time=RACE_SECONDS).median
 
 
 def training_step(
-    part: TriangularConv, backend: str, run: RunConfig, is_compiled: bool, device: torch.device
+    layer: TokenMixing, backend: str, run: RunConfig, is_compiled: bool, world: World
 ) -> Callable[[], dict[str, Tensor]]:
-    """A forward and backward of a copy of the part by a backend, as the run has them, on random
-    numbers that are the same in each call. It returns the results and gradients by name.
+    """A forward and backward pass of a copy of the layer by a backend, as the run has them, on
+    random numbers that are the same in each call. It returns the output, and the gradients of the
+    input and of what mixes tokens, by name.
     """
-    part, generator = copy.deepcopy(part).to(device), torch.Generator(device).manual_seed(0)
-    part.backend = backend
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    def inputs(width: int) -> Tensor:
-        drawn = draw(run.train.batch_size, part.context, width)
-        return drawn.to(DTYPES[run.train.mixed_precision]).requires_grad_()
-
-    names, memory = ("x", "residual"), ()
-    given = [inputs(part.channels), inputs(part.channels)]
-    if isinstance(part, KeyedConv):
-        keys = part.heads * part.key_size
-        names, memory = ("query", "key", "value"), (None, None)
-        given = [inputs(keys), inputs(keys), inputs(part.channels)]
-    leaves = dict(zip(names, given, strict=True)) | dict(part.named_parameters())
-    with torch.no_grad():
-        for parameter in part.parameters():
-            parameter.copy_(draw(*parameter.shape) / part.context**0.5)
-    dy = inputs(part.channels).detach()
-    conv = compiled(part.forward, graphs=False) if is_compiled else part
+    device = world.device
+    layer, generator = copy.deepcopy(layer).to(device), torch.Generator(device).manual_seed(0)
+    set_backend(layer, backend)
+    shape = (run.train.batch_size, run.model.max_position_embeddings, run.model.hidden_size)
+    dtype = DTYPES[run.train.mixed_precision]
+    x, dy = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(2))
+    leaves = {"x": x.requires_grad_()}
+    for number, part in enumerate(convolutions(layer)):
+        leaves |= {f"{name}{number or ''}": leaf for name, leaf in part.named_parameters()}
+    mix = compiled(layer.forward, graphs=False) if is_compiled else layer
+    residual = torch.zeros_like(x)
 
     def step() -> dict[str, Tensor]:
-        y = conv(*given, *memory)
+        with world.accelerator.autocast():
+            y = mix(x, residual)
         gradients = torch.autograd.grad(y, list(leaves.values()), dy)
         return {"y": y.detach()} | {
-            f"d{name}": x for name, x in zip(leaves, gradients, strict=True)
+            f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)
         }
 
     return step
-
-
-def interleaved(steps: dict[str, Callable]) -> dict[str, float]:
-    """Median milliseconds of each step, measured in turns, so that clocks and heat favour none."""
-    counts = {
-        name: max(1, int(ROUND_MS / min(milliseconds(step, 1) for _ in range(3))))
-        for name, step in steps.items()
-    }
-    rounds = [
-        {name: milliseconds(step, counts[name]) for name, step in steps.items()}
-        for _ in range(ROUNDS)
-    ]
-    return {name: statistics.median(times[name] for times in rounds) for name in steps}
-
-
-def milliseconds(step: Callable, count: int) -> float:
-    """GPU time of one of `count` calls in a row."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
-        step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / count

@@ -2,16 +2,15 @@
 start that trains nothing cannot change it.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from mixer.checkpoints.format import SETTINGS, earlier_settings
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.say import Say
+from mixer.common.yaml_file import as_yaml
 from mixer.data.config import unused_options
 from mixer.training.config import RunConfig, flatten
 from mixer.training.optim import learning_rate
@@ -21,17 +20,9 @@ OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not chan
 HARMLESS = {"train.steps", "processes"}
 
 
-@dataclass
-class Record:
-    """The settings of the steps to come, and how those of earlier steps differ, by last step."""
-
-    settings: dict[str, Any]
-    earlier: dict[str, dict[str, Any]]
-
-
-def start_record(run: RunConfig, processes: int, trainer: dict | None, say: Say) -> Record:
-    """The record of a run that goes on from the checkpoint of `trainer`, or begins. Changed
-    settings are said.
+def start_record(run: RunConfig, processes: int, trainer: dict | None, say: Say) -> dict[str, Any]:
+    """The entries `settings` and `earlier` of trainer.json (see mixer/checkpoints/format.py) for a
+    run that goes on from the checkpoint of `trainer`, or begins. Changed settings are said.
 
     Raises UserError where settings are changed and no step is left to train with them.
     """
@@ -39,7 +30,7 @@ def start_record(run: RunConfig, processes: int, trainer: dict | None, say: Say)
     settings = {name: known[name] for name in SETTINGS if name in known} | {"processes": processes}
     settings["data"] = {k: v for k, v in known["data"].items() if k not in OF_ONE_MACHINE}
     if trainer is None:
-        return Record(settings, {})
+        return {"settings": settings, "earlier": {}}
     before, now = dict(flatten(trainer.get("settings", {}))), dict(flatten(settings))
     changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
     step, earlier = trainer["step"], trainer.get("earlier", {})
@@ -55,18 +46,16 @@ def start_record(run: RunConfig, processes: int, trainer: dict | None, say: Say)
         say(f"settings from step {step + 1} on: {listed}")
         _warn_of_rate(run, changed, step, say)
         earlier = earlier | {str(step): changed}
-    return Record(settings, earlier)
+    return {"settings": settings, "earlier": earlier}
 
 
 def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, say: Say) -> None:
     """Says where the learning rate rises after `step`, as the settings were others before."""
     options = {key.partition(".")[2]: changed[key] for key in changed if key.startswith("optim.")}
     optim, steps = replace(run.optim, **options), changed.get("train.steps", run.train.steps)
-    last, now = (
-        learning_rate(optim, step - 1, steps),
-        learning_rate(run.optim, step, run.train.steps),
-    )
+    last = learning_rate(optim, step - 1, steps)
     next = learning_rate(optim, step, steps) if step < steps else last  # higher in a warm-up
+    now = learning_rate(run.optim, step, run.train.steps)
     if now > 1.1 * max(last, next):
         say(
             f"the learning rate jumps from {last:.3g} to {now:.3g}, to that of the new schedule: "
@@ -89,4 +78,4 @@ def save_config(run: RunConfig, path: Path, earlier: dict[str, dict[str, Any]]) 
     place of it is said in comments.
     """
     comments = "".join(f"# {line}\n" for line in earlier_settings(earlier))
-    write_text(path, comments + OmegaConf.to_yaml(OmegaConf.create(used_settings(run))))
+    write_text(path, comments + as_yaml(used_settings(run)))

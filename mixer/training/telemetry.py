@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
 
 from mixer.common.hardware import peak_memory_gb, peak_tflops
 from mixer.common.say import Say
+from mixer.distributed.world import World
 
 
 class Timer:
     """Wall time between two lines of metrics, without evaluation and the writing of checkpoints."""
 
-    def __init__(self):
-        self._begin()
+    def __init__(self, tokens: int):
+        """tokens: trained on so far."""
+        self._begin(tokens)
 
-    def _begin(self) -> None:
-        self.tokens: int | Tensor = 0
+    def _begin(self, tokens: int) -> None:
+        self.tokens = tokens
         self.waited, self.left_out = 0.0, 0.0
         self.started = time.perf_counter()
 
@@ -40,27 +40,22 @@ class Timer:
         yield
         self.left_out += time.perf_counter() - began
 
-    def step(self, tokens: int | Tensor) -> None:
-        """tokens: trained on by all processes, padding left out; a tensor is not read before
-        `window`.
-        """
-        self.tokens += tokens
-
     def window(
-        self, flops_per_token: float, accelerator: Accelerator, precision: str
+        self, tokens: int, flops_per_token: float, world: World, precision: str
     ) -> dict[str, float]:
         """Throughput of all processes since the last call, and the share of time that this process
         waited for data.
+
+        tokens: trained on so far by all processes, padding left out.
         """
-        device = accelerator.device
-        if device.type == "cuda":
+        if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.started - self.left_out
-        devices = accelerator.num_processes
-        line = throughput(int(self.tokens) / seconds, flops_per_token, devices, device, precision)
+        rate = (tokens - self.tokens) / seconds
+        line = throughput(rate, flops_per_token, world.size, world.device, precision)
         line |= {"seconds": seconds, "data_wait_share": self.waited / seconds}
-        line["peak_memory_gb"] = peak_memory_gb(device)
-        self._begin()
+        line["peak_memory_gb"] = peak_memory_gb(world.device)
+        self._begin(tokens)
         return line
 
 
@@ -84,16 +79,12 @@ class Profiler:
         self.first, self.last = first, first + steps - 1
         self.profile, self.due = None, steps > 0
 
-    def before_step(self, step: int) -> None:
-        if self.last >= self.first == step:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self.profile, self.due = torch.profiler.profile(activities=activities), False
+    def between_steps(self, done: int) -> None:
+        """To be called before the first step and after each one, with the number of steps done."""
+        if self.due and done == self.first - 1:
+            self.profile, self.due = torch.profiler.profile(), False
             self.profile.start()
-
-    def after_step(self, step: int) -> None:
-        if self.profile is not None and step == self.last:
+        elif self.profile is not None and done == self.last:
             self.close()
 
     def close(self) -> None:

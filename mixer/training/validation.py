@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from mixer.data.batches import to_device
 from mixer.data.token_file import TokenFile
+from mixer.distributed.world import World
 
 
 @torch.no_grad()
@@ -18,7 +18,7 @@ def validation_loss(
     token_bytes: np.ndarray,
     samples: int,
     batch_size: int,
-    accelerator: Accelerator,
+    world: World,
 ) -> tuple[float, float, int]:
     """(mean nats per target token, bits per byte of their text, target tokens) of `samples` samples
     spread evenly over the split, 0 for all. The processes share the samples.
@@ -27,23 +27,22 @@ def validation_loss(
     """
     samples = min(len(validation), samples or len(validation))
     # nats, targets, bytes
-    totals = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-    model = accelerator.unwrap_model(parallel)  # DDP has nothing to synchronise here
+    totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+    model = world.accelerator.unwrap_model(parallel)  # DDP has nothing to synchronise here
     model.eval()
-    step = batch_size * accelerator.num_processes
+    step = batch_size * world.size
     for start in range(0, samples, step):
-        own = range(start, min(start + step, samples))
-        own = own[accelerator.process_index :: accelerator.num_processes]
+        own = range(start, min(start + step, samples))[world.rank :: world.size]
         # Every batch is filled up to one shape, as torch.compile would compile another one anew.
         # A process without samples computes a batch too, as sharded weights need all processes.
         filled = [*own, *[0] * (batch_size - len(own))]
         batch = validation.batch(np.array(filled) * len(validation) // samples)
         scored = batch[1][: len(own)]
         scored = scored[scored != -100]
-        nats = model(*to_device(batch, accelerator.device))[: len(own)].sum(dtype=torch.float64)
+        nats = model(*to_device(batch, world.device))[: len(own)].sum(dtype=torch.float64)
         totals[0] += nats
         totals[1] += len(scored)
         totals[2] += int(token_bytes[scored.numpy()].sum())
     model.train()
-    nats, count, size = accelerator.reduce(totals, "sum").tolist()
+    nats, count, size = world.sum(totals).tolist()
     return nats / count, nats / math.log(2) / max(size, 1), int(count)

@@ -31,13 +31,15 @@ def benchmark(monkeypatch):
 
 
 def measure(benchmark, monkeypatch, output: Path, *options: str) -> tuple[dict, str]:
-    monkeypatch.setattr(
-        sys, "argv", ["token_mixing.py", *TOY, "--tokens", "48", "--output", str(output), *options]
-    )
+    given = [*TOY, "--tokens", "48", "--output", str(output), *options]
+    monkeypatch.setattr(sys, "argv", ["token_mixing.py", *given])
     benchmark.main()
-    return json.loads(output.with_suffix(".json").read_text()), output.with_suffix(
-        ".md"
-    ).read_text()
+    return results(output)
+
+
+def results(output: Path) -> tuple[dict, str]:
+    data, text = output.with_suffix(".json"), output.with_suffix(".md")
+    return json.loads(data.read_text()), text.read_text()
 
 
 def row(case: dict, name: str) -> dict:
@@ -46,45 +48,33 @@ def row(case: dict, name: str) -> dict:
 
 def forward_line(text: str) -> list[str]:
     """Cells of the first line of numbers under the forward's title."""
-    line = next(
-        line
-        for line in text.split("## Forward, weight packed")[1].splitlines()
-        if line.startswith("| 48 ")
-    )
+    lines = text.split("## Forward, weight packed")[1].splitlines()
+    line = next(line for line in lines if line.startswith("| 48 "))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_measures_and_draws(tmp_path):
-    output = tmp_path / "results" / "toy"
-    command = [SCRIPT, *TOY, "--suite", "both", "--tokens", "48,128", "--output", output]
+def test_measures_and_draws_without_matplotlib_but_for_the_picture(tmp_path):
+    output, program = tmp_path / "results" / "toy", tmp_path / "program.py"
+    program.write_text(
+        "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import "
+        "token_mixing as t; t.main()"
+    )
+    command = [program, *TOY, "--suite", "both", "--tokens", "48,128", "--output", output]
     done = run_python(*command, output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
-    result = json.loads(output.with_suffix(".json").read_text())
-    assert (
-        result["hardware"]["device"] == "cpu"
-        and result["commit"] == "abc123"
-        and result["ours"] == "panels"
-    )
+    result, text = results(output)
+    assert result["hardware"]["device"] == "cpu" and result["ours"] == "panels"
     cases = {(case["suite"], case["operation"], case["tokens"]): case for case in result["cases"]}
     operations = "forward grad_input grad_weight grad_weight_bias fused pack autograd".split()
-    assert {key for key in cases if key[0] == "main"} == {
-        ("main", name, t) for name in operations for t in (48, 128)
-    }
+    main = {("main", name, tokens) for name in operations for tokens in (48, 128)}
+    assert main == {key for key in cases if key[0] == "main"}
     assert ("sweep", "autograd", 128) in cases
     for case in result["cases"]:
         assert case["floor_ms"] > 0
-        for variant in case["variants"]:
-            assert variant["failure"] is None and variant["error"] < 5e-3 and variant["ms"] > 0, (
-                case,
-                variant,
-            )
-    assert {variant["family"] for variant in cases["main", "forward", 48]["variants"]} >= {
-        "ours",
-        "dense",
-        "Conv1d",
-        "panels",
-    }
-    text = output.with_suffix(".md").read_text()
+        for one in case["variants"]:
+            assert one["failure"] is None and one["error"] < 5e-3 and one["ms"] > 0, (case, one)
+    families = {one["family"] for one in cases["main", "forward", 48]["variants"]}
+    assert families == {"ours", "dense", "Conv1d", "panels"}
     assert "Without a number" not in text and "commit abc123" in text
     draws_from_json_alone(output, tmp_path)
 
@@ -92,25 +82,10 @@ def test_measures_and_draws(tmp_path):
 def draws_from_json_alone(output: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere.json"
     output.with_suffix(".json").rename(moved)
-    assert (
-        run_python(
-            SCRIPT, "--plot", moved, output=tmp_path / "drawn", directory=tmp_path
-        ).returncode
-        == 0
-    )
+    done = run_python(SCRIPT, "--plot", moved, output=tmp_path / "drawn", directory=tmp_path)
+    assert done.returncode == 0, done.stdout
     assert (tmp_path / "elsewhere_speedup.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "elsewhere.md").read_text() == output.with_suffix(".md").read_text()
-
-
-def test_measuring_needs_no_matplotlib(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import "
-        "token_mixing as t; t.main()"
-    )
-    options = [*TOY, "--tokens", "48", "--operations", "forward", "--output", tmp_path / "r"]
-    done = run_python(program, *options, output=tmp_path / "printed")
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -159,11 +134,9 @@ def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
     assert row(result["cases"][0], "panels")["failure"] == "wrong: not zero above the diagonal"
 
 
-@pytest.mark.parametrize("heads,taps", [(1, 3), (4, 1), (2, 5)])
+@pytest.mark.parametrize("heads, taps", [(1, 3), (4, 1), (2, 5)])
 def test_every_alternative_is_right_with_heads_and_taps(benchmark, heads, taps):
-    shape = benchmark.Shape(
-        40, channels=32, batch_tokens=120, heads=heads, taps=taps, dtype="float32"
-    )
+    shape = benchmark.Shape(40, 32, 120, heads=heads, taps=taps, dtype="float32")
     torch.manual_seed(0)
     data = benchmark.Data(shape, "cpu", "panels")
     expected = benchmark.Expected(data)
@@ -171,30 +144,23 @@ def test_every_alternative_is_right_with_heads_and_taps(benchmark, heads, taps):
         wanted = expected(operation)
         for variant in benchmark.VARIANTS[operation](data, False):
             found = benchmark.check(variant, operation, expected, wanted)
-            assert found["failure"] is None and found["error"] < 1e-5, (
-                operation,
-                variant.name,
-                found,
-            )
+            said = operation, variant.name, found
+            assert found["failure"] is None and found["error"] < 1e-5, said
 
 
 def test_the_time_limit_leaves_out_what_it_names(benchmark, monkeypatch, tmp_path):
     options = ("--seconds", "0", "--operations", "forward")
     result, text = measure(benchmark, monkeypatch, tmp_path / "late", *options)
-    assert (
-        not result["cases"] and result["left_out"][0]["tokens"] == 48 and "the time was up" in text
-    )
+    assert not result["cases"] and result["left_out"][0]["tokens"] == 48
+    assert "the time was up" in text
 
 
 def test_floor_is_memory_for_short_contexts_and_arithmetic_for_long(benchmark):
-    floors = {
-        tokens: benchmark.floor_ms(benchmark.Shape(tokens), "forward", 4.27e9, 797)
-        for tokens in (512, 8192)
-    }
-    assert floors[512] == pytest.approx(0.063, abs=5e-4) and floors[8192] == pytest.approx(
-        0.701, rel=0.01
-    )
-    assert benchmark.useful_flops(benchmark.Shape(512), "forward") == 65536 * 1024 * 513
+    shapes = {tokens: benchmark.Shape(tokens) for tokens in (512, 8192)}
+    floors = {n: benchmark.floor_ms(shape, "forward", 4.27e9, 797) for n, shape in shapes.items()}
+    assert floors[512] == pytest.approx(0.063, abs=5e-4)
+    assert floors[8192] == pytest.approx(0.701, rel=0.01)
+    assert benchmark.useful_flops(shapes[512], "forward") == 65536 * 1024 * 513
 
 
 @pytest.mark.parametrize(
@@ -215,83 +181,58 @@ def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message
         benchmark.main()
 
 
-# --------------------------------------------------------------------------- kernels for older GPUs
-
-
 def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
-    sizes = (
-        "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4 "
-        "--batches 1,2 --repeats 1"
-    )
+    sizes = "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4"
     command = [ROOT / "benchmarks" / "generation.py", *sizes.split(), "--output", tmp_path / "toy"]
-    done = run_python(*command, "--commit", "abc123", output=tmp_path / "printed")
+    command += ["--batches", "1,2", "--repeats", 1, "--commit", "abc123"]
+    done = run_python(*command, output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
-    result, text = (
-        json.loads((tmp_path / "toy.json").read_text()),
-        (tmp_path / "toy.md").read_text(),
-    )
-    kinds = {
-        ("Llama", "cached"),
-        *(
-            ("mixer", kind)
-            for kind in ("cached", "cached, static", "cached, static, compiled", "uncached")
-        ),
-    }
-    assert {(row["model"], row["cache"], row["batch"]) for row in result["generate"]} == {
-        (*k, b) for k in kinds for b in (1, 2)
-    }
-    assert all(
-        row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0
-        for row in result["step"]
-    )
+    result, text = results(tmp_path / "toy")
+    caches = ("cached", "cached, static", "cached, static, compiled", "uncached")
+    kinds = {("Llama", "cached"), *(("mixer", cache) for cache in caches)}
+    measured = {(row["model"], row["cache"], row["batch"]) for row in result["generate"]}
+    assert measured == {(*kind, batch) for kind in kinds for batch in (1, 2)}
+    for row in result["step"]:
+        assert row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0
     assert "commit abc123" in text
-    shape = {
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-    }
-    cache = MaskedMixerForCausalLM(MaskedMixerConfig(**shape))(
-        torch.zeros(1, 42, dtype=torch.int64), use_cache=True
-    )
-    kept = 2 * sum(layer.keys[:, :, :42].numel() for layer in cache.past_key_values.layers) / 1e6
+    shape = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
+    model = MaskedMixerForCausalLM(MaskedMixerConfig(**shape, max_position_embeddings=64))
+    cache = model(torch.zeros(1, 42, dtype=torch.int64), use_cache=True).past_key_values
+    kept = 2 * sum(layer.keys[:, :, :42].numel() for layer in cache.layers) / 1e6
     assert f"The floor leaves out the cache: {kept:.3g} MB of kept inputs per sample." in text
     done = run_python(*command, "--new", "30", output=tmp_path / "refused")
-    assert (
-        done.returncode == 2 and "--prompt 40 and --new 30 do not fit --context 64" in done.stdout
-    )
+    assert done.returncode == 2
+    assert "--prompt 40 and --new 30 do not fit --context 64" in done.stdout
 
 
 def test_a_training_step_is_timed(tmp_path):
-    small = (
-        "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2 "
-        "--batch-ms 1 --commit abc123"
-    )
-    forms = "eager,eager_activation,reference"
-    output = tmp_path / "results" / "step"
-    options = [
-        *small.split(),
-        "--tokens",
-        "32,48",
-        "--forms",
-        forms,
-        "--output",
-        output,
-    ]
-    done = run_python(
-        ROOT / "benchmarks" / "training_step.py",
-        *options,
-        output=tmp_path / "printed",
-        directory=tmp_path,
-    )
+    small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2"
+    forms, output = "eager,matmul_eager,reference", tmp_path / "results" / "step"
+    options = [*small.split(), "--batch-ms", 1, "--commit", "abc123", "--tokens", "32,48"]
+    options += ["--forms", forms, "--output", output]
+    script = ROOT / "benchmarks" / "training_step.py"
+    done = run_python(script, *options, output=tmp_path / "printed", directory=tmp_path)
     assert done.returncode == 0, done.stdout
-    result, text = (
-        json.loads(output.with_suffix(".json").read_text()),
-        output.with_suffix(".md").read_text(),
-    )
+    result, text = results(output)
     assert [(case["tokens"], case["batch"]) for case in result["cases"]] == [(32, 3), (48, 2)]
     for case in result["cases"]:
         assert list(case["forms"]) == forms.split(",")
         for row in case["forms"].values():
             assert row["ms"] > 0 and row["losses"][2] < row["losses"][0]
     assert "| eager: ours, eager |" in text
+
+
+@pytest.mark.slow
+def test_scaling_runs_the_trainer_on_one_and_on_two_processes(tmp_path):
+    script, output = ROOT / "benchmarks" / "scaling.py", tmp_path / "scaling"
+    options = ["--models", "flat", "--samples", "2", "--processes", "1,2", "--repeats", 1]
+    options += ["--window", 1, "--precision", "no", "--output", output, "--commit", "abc123"]
+    small = ["model.hidden_size=16", "model.num_hidden_layers=1", "train.compile=no"]
+    small += [f"data.directory={tmp_path / 'data'}", "data.max_documents=20", "data.vocab_size=400"]
+    small += ["data.validation_fraction=0.5"]
+    done = run_python(script, *options, *small, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    result, text = results(output)
+    assert [(row["samples"], row["gpus"]) for row in result["rows"]] == [(2, 1), (2, 2)]
+    assert all(row["tokens_per_second"][0] > 0 for row in result["rows"])
+    assert "| flat | 2 x 512 | 1 |" in text and "commit abc123" in text

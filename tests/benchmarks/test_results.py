@@ -11,10 +11,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 REPORTS = {
     "generation": "generation",
     "keyed_mixing": "keyed_mixing",
-    "model_sizes": "plan_report",
-    "recipe": "plan_report",
+    "model_sizes": "mixer.comparison.report",
+    "recipe": "mixer.comparison.report",
     "token_mixing": "token_mixing_report",
-    "training_step": "training_step_report",
+    "training_step": "training_step",
 }
 RESULTS = [
     pytest.param(data, module, id=data.stem)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import list_files, save_checkpoint
 from safetensors.torch import load_file, save_file
 
-from mixer.checkpoints.format import LISTING, complete
+from mixer.checkpoints.format import LISTING
 from mixer.checkpoints.pretrained import load_checkpoint, load_masked_mixer, settled
 from mixer.common.errors import UserError
 from mixer.convert import convert
@@ -41,12 +41,6 @@ def change_weights(file: Path, name: str, change: Callable) -> None:
 def change_config(checkpoint: Path, **values) -> None:
     file = checkpoint / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def list_again(checkpoint: Path) -> None:
-    """files.json made anew, as if training had written the files as they are."""
-    (checkpoint / LISTING).unlink()
-    complete(checkpoint.rename(checkpoint.with_name("edited")), checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +93,10 @@ def test_a_link_that_moves_is_followed_once(finished):
     assert best == finished / "step-8" and settled("runs/a/step-1") == Path("runs/a/step-1")
 
 
-@pytest.mark.parametrize("kind", ["mixer", "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("mixer", torch.int64), ("gpt2", torch.bool), ("gpt2", torch.complex64)],
+)
 def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, kind, dtype):
     save_checkpoint(tmp_path / "saved", kind)
     file = tmp_path / "saved" / "model.safetensors"
@@ -124,9 +120,20 @@ def without_head(checkpoint: Path) -> None:
     change_weights(checkpoint / "model.safetensors", "lm_head.weight", lambda weight: None)
 
 
-def without_moments(checkpoint: Path) -> None:
-    for name in [name for name in load_file(checkpoint / OPTIMIZER) if name.startswith("lm_head")]:
-        change_weights(checkpoint / OPTIMIZER, name, lambda moment: None)
+def without(checkpoint: Path, key: str, owner: str = "") -> None:
+    """Takes that part of the optimizer's state, of one parameter or of all, out of the file."""
+    state = load_file(checkpoint / OPTIMIZER)
+    kept = {name: part for name, part in state.items() if key not in name or owner not in name}
+    assert len(kept) < len(state)
+    save_file(kept, checkpoint / OPTIMIZER)
+
+
+def cut_a_moment(checkpoint: Path) -> None:
+    change_weights(checkpoint / OPTIMIZER, "lm_head.weight/exp_avg", lambda moment: moment[:-1])
+
+
+def rename_optimizer(checkpoint: Path) -> None:
+    (checkpoint / OPTIMIZER).rename(checkpoint / OPTIMIZER.replace("1-of-1", "2-of-2"))
 
 
 def pickle_weights(checkpoint: Path) -> None:
@@ -149,7 +156,15 @@ EDITS = {
         "trainer_state/ of checkpoint .*step-12 is not what training wrote .*SafetensorError",
     ),
     "optimizer": (lambda c: (c / OPTIMIZER).write_text("junk"), "not what training wrote"),
-    "moments": (without_moments, "lacks the state of lm_head.weight"),
+    "no moments": (lambda c: without(c, "", "lm_head"), "lacks lm_head.weight/"),
+    "one moment": (
+        lambda c: without(c, "/exp_avg_sq", "lm_head"),
+        "lacks lm_head.weight/exp_avg_sq",
+    ),
+    "that moment of all": (lambda c: without(c, "/exp_avg_sq"), "lacks .*/exp_avg_sq"),
+    "nothing": (lambda c: without(c, ""), "lacks .*/step"),
+    "cut moment": (cut_a_moment, "lm_head.weight/exp_avg of shape"),
+    "renumbered": (rename_optimizer, "optimizer-2-of-2.safetensors, expected .*optimizer-1-of-1"),
 }
 
 
@@ -157,7 +172,7 @@ EDITS = {
 def test_a_resume_never_begins_anew_what_a_checkpoint_lacks(write_config, finished, name):
     edit, message = EDITS[name]
     edit(finished / "step-12")
-    list_again(finished / "step-12")
+    list_files(finished / "step-12")
     before = (finished / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match=message) as error:
         train(load_config(str(write_config()), ["train.steps=14"]))

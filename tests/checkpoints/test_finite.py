@@ -13,8 +13,8 @@ from runs import RECIPE, read_lines
 from safetensors.torch import load_file
 
 from mixer.checkpoints import snapshot
-from mixer.checkpoints.finite import Look
 from mixer.checkpoints.format import damage
+from mixer.checkpoints.state import Look
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import UserError
 from mixer.training import loop

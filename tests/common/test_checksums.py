@@ -4,13 +4,12 @@ are.
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mixer.common import checksums
-from mixer.common.checksums import has_sha256, note_of, sha256
+from mixer.common.checksums import has_sha256, sha256
 
 CONTENT = b"a" * 1000
 GOOD = hashlib.sha256(CONTENT).hexdigest()
@@ -48,12 +47,6 @@ def test_a_file_is_read_once_until_it_changes(file, read):
     assert has_sha256(file, GOOD)
 
 
-def test_what_asks_at_once_reads_once(file, read):
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(lambda _: has_sha256(file, GOOD), range(8)))
-    assert len(read) == 1
-
-
 def test_without_a_cache_each_reads(file, read, monkeypatch):
     (file.parent / "cache").write_text("a file where the directory should be")
     assert has_sha256(file, GOOD) and has_sha256(file, GOOD) and len(read) == 2
@@ -65,15 +58,6 @@ def test_without_a_cache_each_reads(file, read, monkeypatch):
 
 def no_home() -> Path:
     raise RuntimeError("no home")
-
-
-def test_notes_about_files_that_are_gone_go_too(file, tmp_path):
-    other = tmp_path / "other"
-    other.write_bytes(CONTENT)
-    assert has_sha256(other, GOOD)
-    note = note_of(other, GOOD)
-    other.unlink()
-    assert note.exists() and has_sha256(file, GOOD) and not note.exists()
 
 
 def test_long_reading_says_how_far_it_is(file, monkeypatch):

@@ -33,11 +33,9 @@ def check(output: str, *named: str) -> None:
         assert words in said
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_training_names_the_sizes_and_the_settings_that_need_less(write_config, launch, processes):
+def test_training_names_the_sizes_and_the_settings_that_need_less(write_config, launch):
     sizes = ("train.batch_size=4", "train.recompute=activation")
-    options = {"processes": processes, "before": ask_for_too_much}
-    ranks = launch("--config", write_config(), *sizes, **options)
+    ranks = launch("--config", write_config(), *sizes, processes=2, before=ask_for_too_much)
     assert set(ranks.wait(patience=60)) <= {1, 2}
     named = ("train.batch_size = 4", "model.max_position_embeddings = 32", "model.hidden_size = 32")
     check(ranks.output, *named, "raise train.gradient_accum", "set train.recompute=block")

@@ -1,306 +1,324 @@
-"""The comparison, with its runs in real processes."""
+"""Models side by side: each trains by the trainer itself, goes on where it was cut, is compared."""
 
 import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from launching import run_python
-from markdown import rows, tables
-from runs import file_limit, read_losses, state_files
+import yaml
+from launching import run_python, start_python
+from markdown import rows as rows_of
+from runs import read_lines
 
 from mixer.common.errors import UserError
-from mixer.common.locks import run_locked
+from mixer.common.yaml_file import read_yaml
 from mixer.compare import main
-from mixer.comparison import runs
-from mixer.comparison.entrants import entrants_of
-from mixer.comparison.report import speed_table
-from mixer.comparison.result import Measured, Timing, gap, mixing_share, spread
-from mixer.reporting.tables import WIDTH
-from mixer.training.config import load_config
+from mixer.comparison import study
+from mixer.comparison.plan import Run, jobs_of
+from mixer.comparison.report import best_size, table
+from mixer.training.config import load_config, override
 
-
-def options(config: Path, output: Path) -> list[str]:
-    return ["--config", str(config), "--output", str(output)]
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "train_plan.py"
+PLANS = ROOT / "benchmarks" / "plans"
 
 
 @pytest.fixture
-def forked_runs(monkeypatch):
-    """The commands of the runs as they are, in processes that need not import first."""
+def train(small_run, tmp_path):
+    """Writes a plan and returns the command that trains it, which writes tmp_path/results."""
+    sections = ("model", "data", "train", "optim", "logging")
+    common = {f"{part}.{key}": value for part in sections for key, value in small_run[part].items()}
+    common |= {"train.non_finite": "skip"}  # as fp16 does: it skips steps to the end
 
-    def run(command, stdout, stderr):
-        assert command[0] == sys.executable
-        return run_python(*command[1:], output=Path(stdout.name))
+    def command(plan: dict) -> list:
+        plan = {"common": common | plan.pop("common", {})} | plan
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+        output = tmp_path / "results"
+        return [SCRIPT, tmp_path / "plan.yaml", "--output", output, "--commit", "abc"]
 
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT))
-
-
-def test_backends_are_compared_by_steps_and_a_transformer_gets_its_time(
-    write_config, tmp_path, forked_runs, capsys
-):
-    output = tmp_path / "compared"
-    common = ["--config", write_config(), "--output", output, "--repeats", 1, "--timing-steps", 4]
-    common = [*map(str, common), "checkpoint.save_last=false", "checkpoint.save_every=0"]
-    twice = ["train.gradient_accumulation_steps=2"]
-    main([*common, "--backends", "dense", "auto", *twice])
-    text, result = (output / "report.md").read_text(), read_report(output)
-    agree = "dense and auto agree: training losses apart by"
-    said = capsys.readouterr().out
-    assert agree in said and agree in text
-    assert max(map(len, (said + text).replace(str(tmp_path), "").splitlines())) <= WIDTH
-    shown, shortest = rows(text), result["equal_seconds"]
-    for name, model in result["models"].items():  # the same losses, so the slower one is behind
-        (row,) = [row for row in shown if row[0] == name and row[1] == "12"]
-        assert row[5:7] == [
-            f"{model[key]:.4f}" for key in ("validation_loss", "validation_loss_at_equal_time")
-        ]
-        ends = model["training_seconds"] == shortest
-        assert ends == (model["validation_loss"] == model["validation_loss_at_equal_time"])
-    dense, auto = (read_losses(output / f"runs/{name}") for name in ("dense", "auto"))
-    assert list(dense) == list(range(1, 13))
-    largest = max(abs(auto[step] / loss - 1) for step, loss in dense.items())
-    assert result["gaps"][0]["largest"] == pytest.approx(largest, abs=1e-12)
-    assert "16 x 32 tokens a step" in text
-    assert result["limit"]["median"] > 0 and "no mixing (limit)" in text
-    for model in result["models"].values():
-        speed = model["tokens_per_second"]["median"]
-        share = 1 - speed / result["limit"]["median"]
-        assert model["token_mixing_share"]["median"] == pytest.approx(share)
-        assert model["tokens_per_second"]["lowest"] == model["tokens_per_second"]["highest"] > 0
-        assert model["flops_per_token"]["executed"] > model["flops_per_token"]["useful"]
-    for name in ("losses.png", "throughput.png", "budgets.png", "dense.jsonl", "auto.jsonl"):
-        assert (output / name).stat().st_size > 0
-
-    # Overrides may follow the backends, and shared lags are for the mixers of a comparison alone.
-    muon = ["optim.name=muon", "optim.shared_lags=true"]
-    llama = [*common, "--seconds", "0.5", "--backends", "llama:32x2", *muon]
-    with pytest.raises(UserError, match="exists already; choose another --output"):
-        main(llama)
-    main([*llama, "--resume"])
-    result, metrics = read_report(output), output / "runs/llama-32x2/metrics.jsonl"
-    (model,) = result["models"].values()
-    steps = round(0.5 * model["tokens_per_second"]["median"] / (8 * 32))
-    assert model["steps"] == max(1, steps) and not result["gaps"]
-    assert model["token_mixing_share"] is None
-    shape = (
-        "llama:32x2: transformers' LlamaForCausalLM, hidden 32, 2 heads of 16, 2 layers, "
-        "gated MLP of 64, no norms of queries and keys."
-    )
-    assert shape in " ".join((output / "report.md").read_text().split())
-    timing = output / "runs/llama-32x2-timing-1/metrics.jsonl"
-    timed = timing.stat().st_mtime_ns
-    metrics.write_text("")  # as a run leaves it that is killed before its first line
-    main([*llama, "--resume"])
-    assert len(read_losses(metrics.parent)) == model["steps"] and timing.stat().st_mtime_ns == timed
-    few = r"--seconds 1e-06 gives llama:32x2 1 steps; allowed: optim.warmup_steps = 3 or more"
-    with pytest.raises(UserError, match=few):
-        main([*llama, "--resume", "--seconds", "1e-6"])
-
-    written = metrics.stat().st_mtime_ns
-    command = ["-m", "mixer.compare", *llama, "--resume"]  # what is complete is not repeated
-    done = run_python(*command, output=tmp_path / "printed")
-    assert done.returncode == 0 and str(output / "report.md") in done.stdout, done.stdout
-    assert metrics.stat().st_mtime_ns == written
-    before = state_files(output)
-    with file_limit(9_000), pytest.raises(UserError, match=f"{output}.* could not be written"):
-        main([*llama, "--resume"])
-    assert state_files(output) == before
+    return command
 
 
-def test_each_model_trains_with_several_seeds_at_the_best_of_the_same_rates(
-    write_config, tmp_path, forked_runs
-):
-    output, models = tmp_path / "compared", tmp_path / "models.yaml"
-    models.write_text(
-        "wide: {model.hidden_size: 64, train.gradient_accumulation_steps: 2}\n"
+def runs_in(file: Path) -> dict:
+    return json.loads(file.read_text())["runs"]
+
+
+def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path):
+    output, printed = tmp_path / "compared", tmp_path / "printed"
+    command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
+    command += ["--backends", "dense", "auto", "llama:32x2", "--seeds", 2]
+    command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
+    done = run_python(*command, output=printed)
+    assert done.returncode == 0, done.stdout
+    runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
+    assert "dense and auto: training losses apart by" in text and text in done.stdout
+    assert runs["dense"]["steps"] == 12 and runs["dense"]["tokens_a_step"] == 16 * 32
+    assert runs["dense"]["text_sha256"] == runs["llama:32x2"]["text_sha256"]
+    assert all(runs["dense"][key] > 0 for key in ("useful_tflops", "peak_memory_gb", "parameters"))
+    losses = [runs[name]["validation_loss"] for name in ("dense", "dense, seed 1")]
+    assert losses[0] != losses[1] and f"{losses[0]:.4f} (0), {losses[1]:.4f} (1)" in text
+    share = 1 - runs["dense"]["tokens_per_second"] / runs["no mixing"]["tokens_per_second"]
+    (row,) = [row for row in rows_of(text) if row[0] == "dense" and "12" in row]
+    assert f"{share:.1%}" in row and f"{losses[0]:.4f}" in row
+    assert runs["no mixing"]["parameters"] < runs["dense"]["parameters"]
+
+    done = run_python(*command, "--commit", "other", output=printed)  # nothing is repeated
+    assert done.returncode == 0 and runs_in(output / "report.json") == runs
+    done = run_python(*command, "train.batch_size=4", output=printed)
+    assert done.returncode == 2 and "'dense' with other options: train.batch_size" in done.stdout
+
+
+def test_models_of_a_file_train_for_a_time_at_the_best_of_the_same_rates(write_config, tmp_path):
+    (tmp_path / "models.yaml").write_text(
+        "512: {model.hidden_size: 64}\n"
         "llama: {model.architecture: llama, model.num_attention_heads: 2}\n"
     )
-    command = ["--config", write_config(), "--models", models, "--output", output, "--repeats", 1]
-    command += ["--timing-steps", 2, "--tune", "lr", "--tune-share", 0.5, "--seeds", 2]
-    command = [*map(str, command), "--rates", "1e-3", "1e-2", "1e30", "optim.schedule=linear"]
-    main([*command, "train.max_grad_norm=0"])
-    result, text = read_report(output), (output / "report.md").read_text()
-    assert result["settings"]["optim"]["schedule"] == "linear"
-    for name, model in result["models"].items():
-        runs = output / "runs"
-        tried = {rate: runs / f"{name}-lr-{rate}" for rate in ("0.001", "0.01")}
-        losses = {float(rate): last_validation(run) for rate, run in tried.items()}
-        assert len(read_losses(tried["0.01"])) == model["sweep"]["steps"] == 6
-        assert model["sweep"]["losses"].pop("1e+30") is None
-        assert {float(rate): loss for rate, loss in model["sweep"]["losses"].items()} == losses
-        assert model["lr"] == min(losses, key=losses.get) == 0.01
-        assert f"**{losses[0.01]:.4f}**" in text
-        seeds = [last_validation(runs / name), last_validation(runs / f"{name}-seed-1")]
-        assert seeds[0] != seeds[1] and len(read_losses(runs / name)) == 12
-        assert list(model["validation_loss_by_seed"].values()) == seeds
-        assert model["validation_loss"] == pytest.approx(sum(seeds) / 2)
-        assert model["token_mixing_share"] is None  # the limit would be a model of its own size
-        config = load_config(str(runs / f"{name}-seed-1/config.yaml"), [])
-        assert config.optim.lr == 0.01 and config.seed == 1
-    assert result["models"]["wide"]["parameters"] > 2 * result["models"]["llama"]["parameters"]
-    assert "diverged" in text and "seeds 0, 1" in text
-    assert "- 16 x 32 (wide), 8 x 32 (llama) tokens a step" in text
-    assert "wide: the best rate" not in text  # it is not the last on its side
-    assert (output / "budgets.png").stat().st_size > 0
-
-    runs = [output / "runs" / name / "metrics.jsonl" for name in ("wide", "wide-lr-1e+30")]
-    written = [run.stat().st_mtime_ns for run in runs]
-    main([*command, "train.max_grad_norm=0", "--resume"])
-    assert [run.stat().st_mtime_ns for run in runs] == written, "a run that had ended is repeated"
-
-
-def last_validation(run: Path) -> float:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines if "validation_loss" in line][-1]["validation_loss"]
-
-
-def read_report(output: Path) -> dict:
-    return json.loads((output / "report.json").read_text())
-
-
-def test_the_share_of_token_mixing_is_the_speed_missing_to_the_limit():
-    def timings(*speeds):
-        return [Timing(speed, peak_memory_gb=1.0) for speed in speeds]
-
-    limit = spread(timings(1000, 800, 900))
-    model = Measured("dense", True, None, timings(600, 720, 640), None, {})
-    share = mixing_share(model, limit)
-    expected = {"median": 1 - 640 / 900, "lowest": 1 - 720 / 800, "highest": 1 - 600 / 1000}
-    assert share == pytest.approx(expected)
-    assert mixing_share(model, None) is None
-    assert mixing_share(Measured("llama", False, None, timings(600), None, {}), limit) is None
-
-    counted = {"parameters": 1e6, "useful_tflops": 1.0, "executed_tflops": 2.0}
-    counted |= {"useful_share_of_peak": None, "peak_memory_gb": 1.0}
-    counted |= {"start_up_seconds": 1.0}
-    counted |= {"tokens_per_second": spread(model.timings)}
-    models = {name: counted | {"token_mixing_share": s} for name, s in (("a", share), ("b", None))}
-    titles, *shown, _ = tables(speed_table({"models": models, "limit": limit}))[0]
-    column = titles.index("token mixing")
-    assert [row[column] for row in shown] == ["28.9% (10.0% to 40.0%)", "-"]
+    output, printed = tmp_path / "compared", tmp_path / "printed"
+    command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
+    command += ["--models", tmp_path / "models.yaml", "--seconds", 0.3, "--seeds", 2]
+    command += ["--tune", "lr", "--rates", "1e-3", "1e-2", "1e30", "train.max_grad_norm=0"]
+    # Lags that are shared are for the mixers of a comparison alone.
+    command += ["optim.name=muon", "optim.shared_lags=true"]
+    done = run_python(*command, output=printed)
+    assert done.returncode == 0, done.stdout
+    runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
+    for name in ("512", "llama"):
+        own = [row for row in runs.values() if row["kind"] == name]
+        swept = {row["lr"]: row.get("validation_loss") for row in own if row["budget"] == 0.075}
+        assert swept.pop(1e30) is None
+        final = [row for row in own if row["budget"] == 0.3]
+        best = min(swept, key=swept.get)
+        assert [row["lr"] for row in final if "seed" not in row] == [1e-2, 1e-3][best == 1e-3 :]
+        assert sum("seed" in row for row in final) == 1
+        assert f"**{swept[best]:.4f}**" in text
+    assert "diverged" in text and "## Seeds" in text and (output / "report.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
-    ("factors", "within"),
-    (([1.0] * 20, True), ([1.0] * 19 + [1.006], False), ([1.0] * 18 + [1.002] * 2, False)),
-)
-def test_losses_of_backends_must_agree_at_every_step_and_closer_at_the_end(factors, within):
-    """0.5% at each logged step, and 0.1% between the means of the last tenth."""
-    lines = [{"step": step, "loss": 3.0} for step in range(1, 21)]
-    others = [
-        line | {"loss": line["loss"] * factor} for line, factor in zip(lines, factors, strict=True)
-    ]
-    models = [
-        Measured(name, True, None, [], None, {0: of}) for name, of in (("a", lines), ("b", others))
-    ]
-    assert gap(*models)["within_tolerance"] is within
-
-
-@pytest.mark.parametrize(
-    "backends, message",
+    "given, message",
     [
-        (
-            ["dense", "llama:30x4"],
-            "num_attention_heads is 4; allowed: 1 or more, that divide hidden_size 30",
-        ),
+        (["dense", "llama:30x4"], "num_attention_heads is 4; allowed: 1 or more, that divide"),
         (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
         (["dense", "dense"], "one is named twice"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
         (["dense", "--seeds", "0"], "--seeds is 0; allowed: 1 or more"),
         (["dense", "--rates", "1e-3"], "--rates is for --tune lr"),
-        (
-            ["dense", "--tune", "lr", "--rates", "0"],
-            r"--rates has \[0.0\]; allowed: numbers above 0",
-        ),
+        (["dense", "--tune", "lr"], "give --seconds, too"),
+        (["dense", "--tune", "lr", "--rates", "0"], r"--rates has \[0.0\]; allowed: numbers above"),
         (["dense", "--tune", "lr", "--rates", "x"], "--rates x; allowed: numbers above 0"),
-        (["dense", "--tune-share", "nan"], "--tune-share is nan; allowed: above 0, at most 1"),
-        (["dense", "--seconds", "-1"], "--seconds is -1; allowed: above 0"),
-        *(
-            (["dense", "--seconds", value], f"--seconds is {value}; allowed: above 0 and finite")
-            for value in ("nan", "inf", "0")
-        ),
+        (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0 and finite"),
     ],
 )
-def test_mistakes_show_before_anything_runs(write_config, tmp_path, backends, message):
+def test_mistakes_show_before_anything_runs(write_config, tmp_path, given, message):
+    output = tmp_path / "out"
     with pytest.raises(UserError, match=message):
-        main([*options(write_config(), tmp_path / "out"), "--backends", *backends])
-    assert not (tmp_path / "out").exists()
+        main(["--config", str(write_config()), "--output", str(output), "--backends", *given])
+    assert not output.exists()
 
 
-def test_a_run_whose_last_checkpoint_could_not_be_saved_is_run_again(finished):
-    run = load_config(str(finished / "config.yaml"), [f"output_dir={finished.parent}"])
-    assert runs.reached_end(run)
-    (finished / "step-12/model.safetensors").unlink()
-    assert not runs.reached_end(run)
+def test_a_plan_of_runs_trains_each_once_and_compares_them(train, tmp_path):
+    recipe = {"recipe": str(ROOT / "configs/recipe.yaml"), "optim.warmup_steps": 3}
+    runs = {"paper": {}, "recipe": recipe, "diverged": {"optim.lr": 1e18}}
+    command, printed = train({"reference": "paper", "runs": runs}), tmp_path / "printed"
+    file = tmp_path / "results.json"
+
+    done = run_python(*command, "--only", "paper", output=printed)
+    assert done.returncode == 0 and list(runs_in(file)) == ["paper"], done.stdout
+    first = runs_in(file)["paper"]
+    done = run_python(*command, output=printed)
+    assert done.returncode == 0, done.stdout
+    rows = runs_in(file)
+    assert rows["paper"] == first and list(rows) == list(runs)
+    settings = rows["recipe"]["settings"]
+    assert settings["optim.name"] == "muon" and settings["model.mixing_init"] == "zero"
+    assert rows["recipe"]["loss"][0] != first["loss"][0], "the initial models differ"
+    assert "not finite" in rows["diverged"]["failure"]
+    text = (tmp_path / "results.md").read_text()
+    assert "failed: after the last step" in text and "| paper |" in text
+    assert (tmp_path / "results.png").stat().st_size > 0
+
+    for mistake, said in (
+        (["--only", "papre"], "--only papre: not in the plan; allowed: diverged paper recipe"),
+        (["train.steps"], "write overrides as section.key=value"),
+        (["train.stpes=3"], "train.stpes"),
+        (["train.eval_samples=3"], "'paper' with other options: train.eval_samples"),
+    ):
+        done = run_python(*command, *mistake, output=tmp_path / "refused")
+        assert done.returncode == 2 and said in done.stdout and "Traceback" not in done.stdout
+        assert runs_in(file) == rows
 
 
-def test_a_model_of_a_file_may_be_named_by_its_size(tmp_path):
-    file = tmp_path / "models.yaml"
-    file.write_text("512: {model.hidden_size: 512}")
-    (who,) = entrants_of(str(file))
-    assert who.folder == who.name == "512"
+def test_runs_on_another_text_under_the_same_name_are_refused(train, tmp_path):
+    data = {"data.source": "text", "data.path": str(tmp_path / "text"), "data.vocab_size": 300}
+    data |= {"data.validation_fraction": 0.5, "data.directory": str(tmp_path / "tokens")}
+    command = train({"common": data, "runs": {"first": {}, "second": {"seed": 1}}})
+    (tmp_path / "text").mkdir()
+    for name, status in (("first", 0), ("second", 2)):
+        for number in range(8):
+            (tmp_path / "text" / f"{number}.txt").write_text(f"{name} {number} " * 400)
+        done = run_python(*command, "--only", name, output=tmp_path / f"printed-{name}")
+        assert done.returncode == status, done.stdout
+        (tmp_path / "tokens").rename(tmp_path / f"tokens-{name}")  # they are prepared anew
+    assert "the text has changed" in done.stdout
+    assert list(runs_in(tmp_path / "results.json")) == ["first"]
 
 
-def test_runs_that_a_comparison_did_not_make_are_never_replaced(write_config, tmp_path):
-    output = tmp_path / "mine"
-    weights = output / "runs" / "auto" / "step-9" / "model.safetensors"
-    weights.parent.mkdir(parents=True)
-    weights.write_bytes(b"weeks of training")
-    command = [*options(write_config(), output), "--resume", "--backends", "dense", "auto"]
-    refused = "--resume: .*mine is not a comparison's, which has comparison-logs in it"
-    with pytest.raises(UserError, match=refused):
-        main(command)
-    # A comparison that was begun, and a run of the user's that has an entrant's name.
-    (output / "comparison-logs").mkdir()
-    refused = "runs/auto is not a run of this comparison, .*; move it, or choose another --output"
-    with pytest.raises(UserError, match=refused):
-        main(command)
-    assert weights.read_bytes() == b"weeks of training"
-    assert not (output / "runs" / "dense-timing-1").exists()
+def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(train, tmp_path):
+    llama = {"model.architecture": "llama", "model.num_attention_heads": 2}
+    plan = {"seconds": 0.4, "seconds_of_best": [1.5], "sweep_share": 0.5}
+    plan |= {"rates": [1e18, 3e-3, 6e-3], "seeds": [7]}
+    plan |= {"kinds": {"flat mixer": {16: {"model.hidden_size": 16}}, "Llama": {16: llama}}}
+    command, printed = train(plan), tmp_path / "printed"
+    folder, file = tmp_path / "results-runs", tmp_path / "results.json"
+    first = start_python(*command, output=printed)
+    while not any("loss" in line for line in lines_of(folder.glob("*-16-1.5-s-*/metrics.jsonl"))):
+        assert first.is_alive(), printed.read_text()
+        time.sleep(0.01)
+    os.kill(first.pid, signal.SIGTERM)
+    first.join(60)
+    assert first.exitcode == 3, printed.read_text()
+    before = runs_in(file)
+    assert max(Counter(row["kind"] for row in before.values()).values()) in (6, 7)
+    assert not any(row["budget"] == 1.5 for row in before.values())
+
+    done = run_python(*command, output=tmp_path / "printed-2")
+    assert done.returncode == 0, done.stdout
+    runs = runs_in(file)
+    assert {name: runs[name] for name in before} == before, "a finished run was repeated"
+    logs = [log.read_text() for log in folder.glob("*-16-1.5-s-*.txt")]
+    assert any("a fresh start" in log and "; resuming " in log for log in logs)
+    assert not list(folder.glob("*/")), "a finished run's directory is left behind"
+    for kind in ("flat mixer", "Llama"):
+        swept, final, long = (
+            [row for row in runs.values() if (row["kind"], row["budget"]) == (kind, budget)]
+            for budget in (0.2, 0.4, 1.5)
+        )
+        for rows, shorter, seconds in ((final, swept, 0.4), (long, final, 1.5)):
+            *rows, seeded = rows
+            assert seeded["seed"] == 7 and seeded["settings"]["seed"] == 7
+            assert seeded["lr"] == min(rows, key=lambda row: row["validation_loss"])["lr"]
+            good = [row for row in shorter if not {"failure", "seed"} & row.keys()]
+            best = min(good, key=lambda row: row["validation_loss"])
+            # the best rate of shorter runs, and the next lower one
+            assert [row["lr"] for row in rows] == [lr for lr in (6e-3, 3e-3) if lr <= best["lr"]]
+            by = max(good, key=lambda row: row["tokens_per_second"]) if rows[0] in final else best
+            tokens = min(seconds * by["tokens_per_second"], 4 * by["training_tokens"])
+            for row in [*rows, seeded]:
+                assert row["tokens"] == pytest.approx(tokens, abs=256)
+                means = row["loss_by_position"]
+                sizes = [means[0][0], *(b - a for (a, _), (b, _) in pairwise(means))]
+                mean = sum(size * of for size, (_, of) in zip(sizes, means, strict=True)) / 32
+                assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
+        assert "not finite" in runs[f"{kind} 16, 0.2 s, lr 1e+18"]["failure"]
+    text = (tmp_path / "results.md").read_text()
+    assert ["flat mixer 16", "0.4"] in [row[:2] for row in rows_of(text)]
+    assert "diverged" in text and (tmp_path / "results.png").stat().st_size > 0
+
+    done = run_python(*command, "--only", "Llama 16", "train.batch_size=2", output=printed)
+    assert done.returncode == 2 and "with other options: train.batch_size" in done.stdout
+    assert runs_in(file) == runs
 
 
-def test_a_run_that_outlives_a_killed_comparison_is_not_begun_beside_itself(write_config, tmp_path):
-    command = [*options(write_config(), tmp_path / "out"), "--backends", "dense", "--resume"]
-    log = tmp_path / "out/comparison-logs/dense-timing-1.txt"
-    log.parent.mkdir(parents=True)
-    log.write_text("of the run that goes on")
-    run = tmp_path / "out/runs/dense-timing-1"
-    with run_locked(run):
-        with pytest.raises(UserError, match="dense-timing-1 is being trained by another process"):
-            main(command)
-        assert run.exists() and log.read_text() == "of the run that goes on"
+def test_what_trains_ends_with_the_command(train, tmp_path):
+    command = train({"runs": {"long": {"train.steps": 100_000, "train.eval_every": 0}}})
+    folder, process = tmp_path / "results-runs", start_python(*command, output=tmp_path / "printed")
+    while not lines_of(folder.glob("long/metrics.jsonl")):
+        assert process.is_alive(), (tmp_path / "printed").read_text()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    saved = folder / "long"
+    deadline = time.monotonic() + 30
+    while not list(saved.glob("step-*")):
+        assert time.monotonic() < deadline, "the run goes on, or was not saved"
+        time.sleep(0.05)
 
 
-def test_divergence_is_found_above_what_torchrun_prints_after_it(tmp_path):
-    log = tmp_path / "run.txt"
-    log.write_text("error: the gradient of step 2 is not finite\n" + 30 * "of torchrun\n")
-    assert runs.has_diverged(log)
+def report_lane(connection, run, folder):
+    """Stands for a run's process: waits until there are two of them, and says which GPU it sees."""
+    gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+    (folder / gpu).touch()
+    deadline = time.monotonic() + 60
+    while run.name in "ab" and len(list(folder.iterdir())) < 2:
+        assert time.monotonic() < deadline, "the lanes do not run beside each other"
+        time.sleep(0.02)
+    if run.name == "b":
+        os.kill(os.getpid(), signal.SIGKILL)
+    connection.send({"settings": {}, "text_sha256": [], "validation_loss": 1.0, "gpu": gpu})
 
 
-def test_a_run_that_fails_ends_the_comparison_with_its_own_words(
-    write_config, tmp_path, forked_runs
-):
-    keys = ["data.source=text", "data.path=none.txt", f"data.directory={tmp_path / 'data'}"]
-    words = r"dense-timing-1 ended with status 2(.|\n)*'none.txt' is no file"
-    with pytest.raises(UserError, match=words):
-        main([*options(write_config(), tmp_path / "out"), "--backends", "dense", *keys])
+def test_each_gpu_trains_its_own_runs_and_one_that_dies_stops_no_other(monkeypatch, tmp_path):
+    def iterate(name):
+        yield Run(name, {})
+
+    fork = multiprocessing.get_context("fork")  # starts sooner than what a GPU needs
+    monkeypatch.setattr(study.multiprocessing, "get_context", {"spawn": fork}.get)
+    monkeypatch.setattr(study, "visible_gpus", lambda: ["3", "GPU-5"])
+    monkeypatch.setattr(study, "report_run", report_lane)
+    monkeypatch.setattr(study, "write_report", lambda *_: "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    whole = study.Study(tmp_path / "a.json", tmp_path / "runs", {}, "", "")
+    with pytest.raises(UserError, match="^b: its process was stopped; the same command goes on$"):
+        whole.work([iterate(name) for name in "abcd"])
+    rows = runs_in(tmp_path / "a.json")
+    assert list(rows) == ["a", "c", "d"] and "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert {row["gpu"] for row in rows.values()} <= {"3", "GPU-5"} and rows["a"]["gpu"] == "3"
 
 
-def test_a_run_that_a_signal_stopped_is_not_taken_for_a_whole_one(
-    write_config, tmp_path, launch, monkeypatch
-):
-    metrics = tmp_path / "out/runs/dense-timing-1/metrics.jsonl"
+@pytest.mark.parametrize("plan", sorted(PLANS.glob("*.yaml")), ids=lambda plan: plan.stem)
+def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plan = read_yaml(plan)
+    given = {"data.path": "texts"} if plan["common"]["data.source"] == "text" else {}
+    assert len(jobs_of(plan, given, [], {})) == len(plan.get("runs", plan.get("kinds")))
 
-    def run(command, stdout, stderr):  # stops it in the middle
-        assert command[:3] == [sys.executable, "-m", "mixer.train"]
-        training = launch(*command[3:])
-        training.until(lambda: metrics.exists() and '"step": 40,' in metrics.read_text()).stop()
-        return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT))
-    command = [*options(write_config(), tmp_path / "out"), "--timing-steps", "40"]
-    stopped = "dense-timing-1 was stopped before its last step .--resume does it again.; all of"
-    with pytest.raises(UserError, match=stopped):
-        main([*command, "--backends", "dense"])
+def test_the_configuration_of_keyed_mixing_is_the_one_that_was_the_best():
+    runs = runs_in(ROOT / "benchmarks/results/model_sizes_h200.json")
+    measured = best_size(runs, "keyed in all blocks", 60)["settings"]
+    given = [override(key, value) for key, value in measured.items()]
+    measured = load_config(None, given)
+    shipped = load_config(str(ROOT / "configs/keyed.yaml"), [])
+    assert shipped.model == measured.model and shipped.optim == measured.optim
+    assert shipped.train.batch_size == measured.train.batch_size
+
+
+def row_of(size: str, budget: float, lr: float, loss: float | None = None) -> dict:
+    row = {"kind": "mixer", "size": size, "budget": budget, "lr": lr, "parameters": 1, "steps": 1}
+    row |= {"training_tokens": 10**9, "tokens_per_second": 1e3, "tokens_a_step": 100, "tokens": 9}
+    row |= {"training_seconds": budget, "passes": 1, "peak_memory_gb": 1, "bits_per_byte": 1}
+    row |= {"repeats_loss": 1, "others_loss": 1, "repeats_share": 0.5}
+    row |= {"settings": {"model.max_position_embeddings": 8}}
+    if loss is None:
+        return row | {"failure": "not finite"}
+    by_position = {"loss_by_position": [[8, loss]]} if budget > 15 else {}
+    return row | {"validation_loss": loss} | by_position
+
+
+def test_a_report_names_what_diverged_jumped_or_was_not_run():
+    runs = [row_of("16", 15, lr, 5 - lr) for lr in (1, 2)]
+    runs += [row_of("16", 60, 2), row_of("16", 60, 1, 4.5)]
+    where = {"hardware": {"device": "a GPU", "torch": "2"}, "commit": "abc", "command": "it"}
+    plan = {"seconds": 60, "sweep_share": 0.25, "kinds": {"mixer": {16: {}}, "Llama": {1: {}}}}
+    plan |= {"rates": [1, 2]}
+    text = table(where | {"plan": plan, "runs": dict(enumerate(map(dict, runs)))})
+    assert "4.0000 | **3.0000**" in text
+    assert "Diverged: mixer 16 (60 s, lr 2)." in text
+    assert "jumped" in text and "mixer 16 (60 s, lr 1)." in text
+    assert "may lie beyond: mixer 16 (2)." in text
+    assert "In the plan and not run: Llama 1." in text
+
+
+def lines_of(files) -> list[dict]:
+    found = []
+    for file in files:
+        try:
+            found += read_lines(file.parent)
+        except (OSError, ValueError):  # not there any more, or half a line
+            pass
+    return found

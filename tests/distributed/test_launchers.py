@@ -62,12 +62,7 @@ def test_every_form_of_accelerate_launch_starts_the_processes_that_it_is_asked_f
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        ["--cpu", "--num_processes", "4", "--num_machines", "2"],
-        ["--num_processes", "2"],
-    ],
-    ids=["machines", "one GPU"],
+    "asked", [["--cpu", "--num_processes=4", "--num_machines=2"], ["--num_processes=2"]], ids=str
 )
 def test_processes_that_cannot_be_had_are_refused(launched_by, monkeypatch, asked):
     monkeypatch.setattr(launching.torch.cuda, "is_available", lambda: True)
@@ -119,29 +114,23 @@ def read(file: Path) -> str:
     return file.read_text()
 
 
-COMPLETE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-}
+COMPLETE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+COMPLETE |= {"MASTER_PORT": "1"}
 
 
 @pytest.mark.parametrize(
-    "environment",
+    ("program", "environment"),
     [
-        {"RANK": "16"},
-        {"LOCAL_RANK": "0"},
-        {"WORLD_SIZE": "2"},
-        COMPLETE | {"RANK": "abc"},
-        COMPLETE | {"RANK": "2"},
-        COMPLETE | {"RANK": "-1"},
-        COMPLETE | {"MASTER_ADDR": ""},
+        ("train", {"RANK": "16"}),
+        ("eval", {"RANK": "16"}),
+        ("train", {"LOCAL_RANK": "0"}),
+        ("train", {"WORLD_SIZE": "2"}),
+        ("train", COMPLETE | {"RANK": "abc"}),
+        ("train", COMPLETE | {"RANK": "2"}),
+        ("train", COMPLETE | {"MASTER_ADDR": ""}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("program", ["train", "eval"])
 def test_a_rank_without_a_launcher_is_refused_by_name(launch, program, environment):
     arguments = ("--checkpoint", "none") if program == "eval" else ()
     ranks = launch(*arguments, program=program, environment=environment)
@@ -152,14 +141,8 @@ def test_a_rank_without_a_launcher_is_refused_by_name(launch, program, environme
     assert set(said.split()) <= set(line.replace(",", "").split())
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod", "MASTER_PORT": "1"},
-        {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "3"},
-    ],
-    ids=["one pod", "slurm"],
-)
-def test_a_single_process_in_a_pod_or_a_job_trains_alone(write_config, launch, environment):
-    ranks = launch("--config", write_config(), "train.steps=4", environment=environment)
+def test_a_single_process_in_a_pod_and_a_job_trains_alone(write_config, launch):
+    pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod", "MASTER_PORT": "1"}
+    job = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "3"}
+    ranks = launch("--config", write_config(), "train.steps=4", environment=pod | job)
     assert "1 process(es) on cpu" in ranks.succeed()

@@ -23,7 +23,6 @@ from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.eval import main as evaluate_main
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
-from mixer.evaluation.report import tell_apart, well_counted
 from mixer.evaluation.scoring import evaluate_streams, plan_windows
 from mixer.export import export
 from mixer.models.masked_mixer import mixing
@@ -67,8 +66,8 @@ def by_hand(model, tokens, context, stride, last_window):
     return scored
 
 
-@pytest.mark.parametrize("length", [2, 5, CONTEXT, CONTEXT + 1, CONTEXT + 2, 40])
-@pytest.mark.parametrize("stride", [None, 1, 5, CONTEXT])
+@pytest.mark.parametrize("length", [2, CONTEXT, CONTEXT + 1, CONTEXT + 2, 40])
+@pytest.mark.parametrize("stride", [None, 1, 5])
 @pytest.mark.parametrize("last_window", ["short", "full"])
 def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     model = tiny_model().double()
@@ -85,16 +84,6 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
         here = [nats for _, p, nats in expected if p == position]
         assert scores.count_by_position[position] == len(here)
         assert loss == (pytest.approx(np.mean(here), rel=1e-10) if here else None)
-
-
-@pytest.mark.parametrize("stride", [1, 3, 7, CONTEXT])
-@pytest.mark.parametrize("length", [2, 11, 12, 13, 14, 24, 25, 26, 61])
-def test_each_token_but_the_first_is_scored_exactly_once(length, stride):
-    targets = []
-    for begin, end, first in plan_windows(length, CONTEXT, stride):
-        assert 1 <= end - begin <= CONTEXT and first < end - begin
-        targets += range(begin + 1 + first, end + 1)
-    assert targets == list(range(1, length))
 
 
 def test_streams_together_are_their_sum_and_leave_the_model_in_its_mode():
@@ -125,12 +114,6 @@ def test_repeats_are_the_targets_that_follow_their_last_two_tokens_earlier_in_th
             ]
     assert found.repeats == len(nats) > 10
     assert found.repeats_nats == pytest.approx(sum(nats), rel=1e-10)
-
-
-@pytest.mark.parametrize("stride", [-1, 0, CONTEXT + 1])
-def test_stride_outside_the_context_is_refused(stride):
-    with pytest.raises(UserError, match=f"stride {stride} is outside 1..{CONTEXT}"):
-        evaluate_streams(tiny_model(), [np.arange(20)], CONTEXT, stride)
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -201,13 +184,6 @@ def test_decoding_counts_the_bytes_and_words_that_the_manifest_counts(run):
     assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
 
 
-@pytest.mark.parametrize("first_token", ["skip", "eos"])
-def test_as_many_tokens_are_scored_as_asked_for(run, first_token):
-    text = [str(run / "book.txt")]
-    result = evaluate(run, text=text, max_tokens=20, first_token=first_token)
-    assert result["tokens_scored"] == 20
-
-
 @pytest.mark.parametrize("first_token, extra", [("skip", -1), ("eos", 0)])
 def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extra):
     book = (run / "book.txt").read_text(encoding="utf-8")
@@ -238,14 +214,10 @@ def convolved(monkeypatch) -> set[tuple[str, torch.dtype]]:
 
 
 @pytest.mark.parametrize("backend", ["auto", ""])
-def test_each_backend_computes_where_it_is_asked_for_and_gives_the_same_loss(
-    run, convolved, backend
-):
+def test_the_backend_that_is_asked_for_computes_else_the_checkpoints_own(run, convolved, backend):
     result = evaluate(run, backend=backend)
-    own = "dense"  # what the checkpoint says
-    assert convolved == {(backend or own, torch.float32)}
-    assert result["backend"] == (backend or own)
-    assert result["loss"] == pytest.approx(evaluate(run, backend=own)["loss"], rel=1e-5)
+    expected = backend or "dense"
+    assert convolved == {(expected, torch.float32)} and result["backend"] == expected
 
 
 @pytest.mark.parametrize(
@@ -296,28 +268,6 @@ def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
     ]
 
 
-def test_runs_of_one_name_in_two_places_are_told_apart_by_as_much_of_their_paths_as_it_takes(
-    run, tmp_path
-):
-    shutil.copytree(run / "demo" / "step-7", tmp_path / "demo" / "step-7")
-    here, there = (str(place / "demo" / "step-7") for place in (run, tmp_path))
-    results = [
-        evaluate_checkpoint(EvalOptions(path, device="cpu", max_tokens=50))
-        for path in (here, there)
-    ]
-    assert [result["label"] for result in tell_apart(results)] == [
-        f"{place.name}/demo/step-7" for place in (run, tmp_path)
-    ]
-    assert tell_apart(results[:1] * 2) == results[:1] * 2
-
-
-def test_eval_py_says_error_and_exits_2(run, tmp_path):
-    done = run_python("eval.py", "--checkpoint", run / "nothing", output=tmp_path / "printed")
-    assert done.returncode == 2
-    assert done.stdout.strip().splitlines()[-1].startswith("error: checkpoint")
-    assert "Traceback" not in done.stdout
-
-
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(run, tmp_path, missing):
     for name in {"config.json", "model.safetensors", "tokenizer.json"} - {missing}:
@@ -326,35 +276,9 @@ def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(run, tmp_path, mis
         evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
 
 
-def test_a_truncated_checkpoint_and_a_run_directory_are_refused(run, tmp_path):
-    for path in (run / "demo" / "step-7").glob("*.*"):
-        content = path.read_bytes()
-        (tmp_path / path.name).write_bytes(
-            content[:-100] if path.suffix == ".safetensors" else content
-        )
-    with pytest.raises(UserError, match="cannot be read"):
-        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+def test_a_run_is_no_checkpoint(run):
     with pytest.raises(UserError, match="is a run, not a checkpoint.*step-7"):
         evaluate_checkpoint(EvalOptions(checkpoint=str(run / "demo")))
-
-
-def test_a_checkpoint_without_some_weight_or_with_another_is_refused(run, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    for path in (run / "demo" / "step-7").glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights = load_file(run / "demo" / "step-7" / "model.safetensors")
-    norm = weights["model.layers.0.mlp_norm.weight"]
-    others = [key for key in weights if key != "lm_head.weight"]
-    faults = {
-        "lacks the weights lm_head.weight": {key: weights[key] for key in others},
-        "has weights that its config.json has no place for, model.layers.2.mlp_norm": weights
-        | {"model.layers.2.mlp_norm.weight": norm.clone()},
-    }
-    for message, found in faults.items():
-        save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(UserError, match=message):
-            evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path), text=[str(run / "book.txt")]))
 
 
 def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
@@ -369,40 +293,31 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
         evaluate_checkpoint(EvalOptions(str(tmp_path / "step-7"), device="cpu"))
 
 
-def with_scaler(key: str, value) -> bytes:
-    """A trainer.json whose loss scale has another value."""
-    scaler = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
-    scaler |= {"_growth_tracker": 0, key: value}
-    trainer = {"step": 7, "tokens": 224, "data_directory": "x", "format": 2, "samples": 7}
-    trainer |= {"skipped_steps": 0, "data": {}, "wandb_id": None}
-    return json.dumps(trainer | {"scaler": scaler}).encode()
+KNOWN = {"step": 7, "tokens": 224, "data_directory": "x"}
+RESUMED = {"format": 2, "samples": 7, "skipped_steps": 0, "data": {}, "wandb_id": None}
+SCALER = {"scale": math.nan, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
 
 
 @pytest.mark.parametrize(
     "content, problem",
     [
-        (b'{"step": 7, "tok', "JSONDecodeError: "),
-        (b"\xff\xfe", "UnicodeDecodeError: "),
-        (b"[7]", "it holds list, allowed: an object"),
-        (b'{"step": 7}', "tokens, data_directory missing"),
+        ('{"step": 7, "tok', "JSONDecodeError: "),
+        ("[7]", "it holds list, allowed: an object"),
+        (json.dumps({"step": 7}), "tokens, data_directory missing"),
         (
-            b'{"step": "7", "tokens": 224, "data_directory": 3}',
-            "step = '7', allowed: int; data_directory = 3, allowed: str",
-        ),
-        (
-            b'{"step": 7, "tokens": 224, "data_directory": "x", "format": 2, "samples": 7, '
-            b'"skipped_steps": 0, "data": {}, "scaler": 1, "wandb_id": null, "optimizer": null}',
+            json.dumps(KNOWN | RESUMED | {"scaler": 1, "optimizer": None}),
             "scaler = 1, allowed: dict or null; optimizer = None, allowed: dict",
         ),
-        (with_scaler("scale", "2"), "scaler: scale = '2', allowed: float"),
-        (with_scaler("scale", math.nan), "scaler: scale = nan, allowed: a finite number above 0"),
-        (with_scaler("_growth_tracker", None), "scaler: _growth_tracker = None, allowed: int"),
+        (
+            json.dumps(KNOWN | RESUMED | {"scaler": SCALER | {"_growth_tracker": 0}}),
+            "scaler: scale = nan, allowed: a finite number above 0",
+        ),
     ],
-    ids=["cut", "no-text", "no-object", "lacking", "other-types", "for-a-resume"] + ["scale"] * 3,
+    ids=["cut", "no-object", "lacking", "other-types", "scale"],
 )
 def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content, problem):
     checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "step-7")
-    (checkpoint / "trainer_state" / "trainer.json").write_bytes(content)
+    (checkpoint / "trainer_state" / "trainer.json").write_text(content)
     list_files(checkpoint)
     uses = [
         lambda: evaluate_checkpoint(
@@ -428,7 +343,3 @@ def test_data_of_another_tokenizer_is_refused(run, tmp_path):
     prepare(DataConfig(**source, vocab_size=290, validation_fraction=0.5), say=lambda line: None)
     with pytest.raises(UserError, match="another tokenizer"):
         evaluate(run, data=str(tmp_path / "data"))
-
-
-def test_positions_that_few_windows_score_are_left_out_of_the_picture():
-    assert well_counted([9.0, 8.0, 3.0], [1, 10, 100]) == [None, 8.0, 3.0]

@@ -1,18 +1,16 @@
 """Small checkpoints, of a masked mixer or GPT-2, with a tokenizer trained on a few documents."""
 
-import json
 from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.common.checksums import sha256
+from mixer.checkpoints.format import LISTING, complete
 from mixer.data.tokenizer import train_tokenizer
 
 WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
 CONTEXT = 32
-LISTING = "files.json"
 
 
 def documents() -> list[str]:
@@ -45,10 +43,8 @@ def save_checkpoint(directory, kind: str) -> None:
 
 
 def list_files(checkpoint: Path) -> None:
-    """Writes the listing of a checkpoint's files anew, as if training had written them so."""
-    files = [file for file in checkpoint.rglob("*") if file.is_file() and file.name != LISTING]
-    listing = {
-        str(file.relative_to(checkpoint)): {"size": file.stat().st_size, "sha256": sha256(file)}
-        for file in files
-    }
-    (checkpoint / "trainer_state" / LISTING).write_text(json.dumps(listing))
+    """Writes the listing of a checkpoint's files anew, as if training had written them as they
+    are.
+    """
+    (checkpoint / LISTING).unlink(missing_ok=True)
+    complete(checkpoint.rename(checkpoint.with_name("edited")), checkpoint)

@@ -1,9 +1,15 @@
 """Small models with tokens for them, and generation by them."""
 
+from pathlib import Path
+
 import torch
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.models.masked_mixer.mixing import TriangularConv
+from mixer.models import masked_mixer
+from mixer.models.masked_mixer.convolution import TriangularConv
+
+# The model's code, which is saved beside its weights.
+CODE = [p for p in Path(masked_mixer.__file__).parent.glob("*.py") if p.name != "__init__.py"]
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
 # Every way of mixing tokens, which the tests of models and of generation are repeated for.
@@ -30,6 +36,25 @@ MIXINGS = {
         "mixer_key_size": 3,
         "num_mixer_heads": 2,
     },
+    "keyed-attention": {
+        "num_mixer_heads": 4,
+        "mixer_key_size": 4,
+        "mixer_attention": True,
+        "mixer_key_norm": True,
+        "mixer_rotary": True,
+        "final_norm": True,
+    },
+    "keyed-parts": {
+        "mixing_weight": "lags",
+        "mixing_init": "shift",
+        "mixer_key_size": 6,
+        "num_mixer_heads": 2,
+        "mixer_key_norm": True,
+        "mixer_rotary": True,
+        "mixer_key_shift": True,
+        "value_embeddings": 2,
+        "zero_init": True,
+    },
     "no-biases-relu2": {"linear_bias": False, "hidden_act": "relu2", "num_mixer_heads": 2},
 }
 LENGTHS = (4, 1, 6, 3)
@@ -53,6 +78,9 @@ def lively_model(**variant):
     """Large weights, so that a wrong row or place changes the tokens."""
     model = small_model(**({"max_position_embeddings": 16} | variant))
     with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():  # what starts at zero would hide a mistake
+                parameter.normal_()
         for module in model.modules():
             if isinstance(module, TriangularConv):
                 module.set_mixing_weight(8 * module.mixing_weight())

@@ -7,8 +7,8 @@ from runs import read_losses
 from safetensors.torch import load_file
 
 from mixer.common.errors import UserError
+from mixer.models.masked_mixer.convolution import LAGS, SPANS
 from mixer.models.masked_mixer.lags import toeplitz
-from mixer.models.masked_mixer.mixing import LAGS, SPANS
 from mixer.training.config import load_config
 from mixer.training.loop import train
 

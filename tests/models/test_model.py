@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from models import MIXINGS, SMALL, small_model, tokens
+from models import MIXINGS, SMALL, lively_model, small_model, tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.checkpoints.pretrained import load_model
 from mixer.common.errors import UserError
-from mixer.models.masked_mixer.mixing import LAGS, SPANS
+from mixer.models.masked_mixer.attention import rotations
+from mixer.models.masked_mixer.convolution import LAGS, SPANS
 
 TIED_WITH_NORM = {"tie_word_embeddings": True, "final_norm": True}
 
@@ -69,6 +70,30 @@ def test_keyed_mixing_is_its_formula(heads, length):
     found = found + mixing.keyed_conv.bias.T[..., None]
     expected = residual + found.flatten(-2) @ mixing.out_proj.weight.T + mixing.out_proj.bias
     torch.testing.assert_close(mixing(x, residual), expected)
+
+
+def test_queries_and_keys_are_shifted_normed_and_rotated_as_written():
+    """By complex numbers, a token at a time; then softmax attention."""
+    model = lively_model(**MIXINGS["keyed-attention"], mixer_key_shift=True).double()
+    mixing, x = model.model.layers[0].mixing, torch.randn(1, 12, 16, dtype=torch.float64)
+    mixing.query_key.gain.data.normal_()
+    query, key, value = (part.unflatten(-1, (4, 4)) for part in mixing.in_proj(x)[0].chunk(3, -1))
+    share, gain = mixing.key_share.unflatten(0, (4, 4)), mixing.query_key.gain.unflatten(0, (4, 4))
+    key = torch.cat([key[:1], key[1:] + share * key[:-1]])
+
+    def turned(x):  # (tokens, heads, 4)
+        x = x / x.square().mean(-1, keepdim=True).sqrt()
+        angles = torch.arange(12.0)[:, None, None] * torch.tensor([1.0, 0.01])
+        pairs = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * angles.double())
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    scores = torch.einsum("ihc,jhc->hij", turned(query) * gain, turned(key)) / 2
+    fits = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
+    found = mixing.out_proj(torch.einsum("hij,jhc->ihc", fits, value).flatten(1))
+    rotation = rotations(torch.arange(12)[None], 4)
+    torch.testing.assert_close(
+        mixing(x, torch.zeros_like(x), rotation=rotation)[0], found, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_checkpoint_of_keyed_mixing_by_squared_products_is_refused(tmp_path):

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from mixer.analysis.matrices import mixing_matrices
 from mixer.models.masked_mixer import cache, mixing, modeling
 from mixer.models.masked_mixer.cache import MixingCache
-from mixer.models.masked_mixer.mixing import TokenMixing, TriangularConv
+from mixer.models.masked_mixer.convolution import LAGS, TriangularConv
+from mixer.models.masked_mixer.mixing import TokenMixing
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.optim import kinds_of
@@ -78,7 +79,7 @@ def test_a_new_variant_is_counted_by_its_parts(product):
 
 
 PAGE = (ROOT / "docs/add_a_mixing_variant.md").read_text()
-VARIANT, BY_LAG = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+VARIANT, LOW_RANK = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def run_page(code: str, write_config, monkeypatch, *overrides: str) -> None:
@@ -97,35 +98,35 @@ def test_the_pages_variant_trains(write_config, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("optimizer", "initial"), [("adamw", "reference"), ("muon", "zero")])
-def test_the_pages_convolution_trains_and_each_lag_stays_one_number(
+def test_the_pages_convolution_trains_and_its_weight_stays_narrow(
     optimizer, initial, write_config, monkeypatch, tmp_path
 ):
-    code = BY_LAG + VARIANT.replace("= TriangularConv(config)", "= ByLag(config)")
+    code = LOW_RANK + VARIANT.replace("= TriangularConv(config)", "= LowRank(config)")
     how = [f"optim.name={optimizer}", f"model.mixing_init={initial}", "optim.lr=1e-2"]
     run_page(code, write_config, monkeypatch, "train.compile=no", *how)
     losses = read_losses(tmp_path / "runs/mine")
     assert losses[12] < losses[1] - 0.2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/mine/step-12")
     saved = load_file(tmp_path / "runs/mine/step-12/model.safetensors")
-    lags = {name: part for name, part in model.named_parameters() if name.endswith("conv.lags")}
-    assert len(lags) == len(model.model.layers)
-    assert all(torch.equal(part, saved[name]) for name, part in lags.items())
-    for matrices in mixing_matrices(model):
-        assert (matrices["W"].diagonal(-3) == matrices["W"][3, 0]).all()
+    parts = {n: part for n, part in model.named_parameters() if n.endswith(("left", "right"))}
+    assert len(parts) == 2 * len(model.model.layers)
+    assert all(torch.equal(part, saved[name]) for name, part in parts.items())
+    for block in model.model.layers:
+        assert torch.linalg.matrix_rank(block.mixing.conv.mixing_weight()).item() == 8
     ids = tokens(batch=2, length=4)
     assert torch.equal(generate(model, ids), generate(model, ids, use_cache=False))
 
 
 def test_the_optimizer_takes_a_parameter_for_what_its_module_says(monkeypatch):
     namespace = {}
-    exec(BY_LAG, namespace)
-    monkeypatch.setattr(mixing, "TriangularConv", namespace["ByLag"])
+    exec(LOW_RANK, namespace)
+    monkeypatch.setattr(mixing, "TriangularConv", namespace["LowRank"])
     model = small_model(mixing_init="shift")
     for number, block in enumerate(model.model.layers):
         weight = block.mixing.conv.mixing_weight()[0, 0]
-        assert weight.diagonal(-mixing.LAGS[number]).mean() > 0.5  # it starts as a weight does
+        assert weight.diagonal(-LAGS[number]).mean() > 0.5  # it starts as a weight does
     kinds = kinds_of(model)
-    assert [tuple(part.shape) for part in kinds.lags] == [(1, 1, 12)] * 2 and not kinds.mixing
+    assert [tuple(part.shape) for part in kinds.lags] == [(1, 1, 12, 8)] * 4 and not kinds.mixing
     names = {id(part): name for name, part in model.named_parameters()}
     embeddings = [names[id(part)] for part in kinds.embeddings]
     assert embeddings == ["model.embed_tokens.weight", "lm_head.weight"]

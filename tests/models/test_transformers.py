@@ -11,7 +11,7 @@ import types
 import peft
 import pytest
 import torch
-from models import MIXINGS, generate, lively_model, padded, small_model, tokens
+from models import CODE, MIXINGS, generate, lively_model, padded, small_model, tokens
 from runs import ROOT
 from transformers import (
     AutoModelForCausalLM,
@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from mixer.data.tokenizer import train_tokenizer
-from mixer.models.carried_code import CODE
-from mixer.models.masked_mixer import mixing
+from mixer.models.masked_mixer import convolution
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 from mixer.models.masked_mixer.modeling import logger
 
@@ -111,7 +110,9 @@ def test_a_package_that_is_there_and_cannot_be_imported_is_an_error(modules, pro
     monkeypatch.delitem(sys.modules, "mixer.ops")
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    spec = importlib.util.spec_from_file_location(f"{mixing.__package__}.again", mixing.__file__)
+    spec = importlib.util.spec_from_file_location(
+        f"{convolution.__package__}.again", convolution.__file__
+    )
     again = importlib.util.module_from_spec(spec)
     if problem:
         with pytest.raises(ImportError, match=problem):

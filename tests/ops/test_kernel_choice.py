@@ -136,9 +136,9 @@ def test_the_fastest_kernels_that_can_serve(
         (90, "bfloat16", False, True, None),
         (90, "float32", True, True, None),
         (70, "float16", False, True, None),
-        (90, "float32", False, True, "as TF32 alone, which is off here"),
+        (90, "float32", False, True, "TF32 for float32, which is off here"),
         (90, "bfloat16", False, False, "heads of a multiple of 8 channels"),
-        (75, "bfloat16", False, True, "before compute capability 8.0"),
+        (75, "bfloat16", False, True, "float16 before compute capability 8.0"),
         (90, "float64", False, True, "x is torch.float64"),
     ],
 )

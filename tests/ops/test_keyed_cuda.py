@@ -7,7 +7,7 @@ import torch
 from keyed_cases import check, drawn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.models.masked_mixer.mixing import KeyedConv
+from mixer.models.masked_mixer.convolution import KeyedConv
 from mixer.ops import choice
 
 if not torch.cuda.is_available():

@@ -94,19 +94,8 @@ def rent(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_renting_runs_what_was_asked():
-    done = rent(
-        "triangular_grad_input",
-        "5",
-        "--gpu",
-        "A100",
-        "--tokens",
-        "2048",
-        "--batch",
-        "32",
-        "--minutes",
-        "7",
-        "--dry-run",
-    )
+    sizes = ["--tokens", "2048", "--batch", "32", "--minutes", "7"]
+    done = rent("triangular_grad_input", "5", "--gpu", "A100", *sizes, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "on one A100, for at most 7 minutes" in done.stdout
     assert "make -C dev/cuda ARCH=80 build/triangular_grad_input\n" in done.stdout
@@ -126,9 +115,7 @@ def test_renting_runs_what_was_asked():
             "triangular_forward 6 --gpu A100",
             "version 6 needs a Hopper GPU and --gpu is A100; use H100 or H200",
         ),
-        ("triangular_forward 3 --channels 1001", "--channels is 1001; it must be a multiple of 8"),
-        ("triangular_forward 3 --tokens 0", "'0' is no whole number from 1 to 32768"),
-        ("triangular_forward 3 --minutes ten", "'ten' is no whole number from 1 to 60"),
+        ("triangular_forward 3 --minutes 90", "invalid choice: 90"),
     ],
 )
 def test_nothing_is_rented_for_what_cannot_run(arguments, problem):

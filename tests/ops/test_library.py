@@ -5,7 +5,6 @@ import shutil
 import subprocess
 
 import pytest
-import torch
 from toolchain import needs_nvcc
 
 from mixer.ops import build, choice, cuda
@@ -66,10 +65,6 @@ def test_structure_and_c_struct_agree(tmp_path):
     )
 
 
-def test_cpu_tensor_is_told_why():
-    assert "x is on cpu" in choice.call_reason(torch.device("cpu"), torch.float32)
-
-
 def test_driver_older_than_the_build_names_the_toolkit():
     class Library:
         mixer_runtime_version = staticmethod(lambda: 13000)
@@ -79,8 +74,5 @@ def test_driver_older_than_the_build_names_the_toolkit():
         )
 
     message = choice.probe_message(Library(), 35, "NVIDIA X")
-    assert (
-        "built with CUDA 13.0" in message
-        and "supports 12.4" in message
-        and "CUDA 12.x toolkit" in message
-    )
+    assert "built with CUDA 13.0, and the driver supports 12.4." in message
+    assert "`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`" in message

@@ -22,7 +22,7 @@ SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 10), (1,
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    reason = choice.unavailable_reason()
+    reason = choice.device_reason(0)
     assert reason is None, reason
 
 

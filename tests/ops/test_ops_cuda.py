@@ -78,7 +78,7 @@ def kernels():
     """A failed build fails here, with its message, instead of letting other backends pass for the
     kernels.
     """
-    reason = choice.unavailable_reason()
+    reason = choice.device_reason(0)
     assert reason is None, reason
     if not PTX:
         yield

@@ -162,7 +162,7 @@ def test_what_commands_print_and_report_fits_into_100_columns(
 ):
     twin = shutil.copytree(finished, tmp_path / "of_another_machine/runs/small", symlinks=True)
     checkpoints = ["--checkpoint", str(twin / "step-12"), str(finished / "step-12")]
-    eval.main([*checkpoints, "--compare-backends", "--stride", "9", "--device", "cpu"])
+    eval.main([*checkpoints, "--stride", "9", "--device", "cpu"])
     inspect.main([*checkpoints[:2], str(twin / "step-8")])
     monkeypatch.setattr("sys.argv", ["train.py", "--help"])
     for command in (train.main, lambda: doctor.main([])):

@@ -5,7 +5,7 @@ import torch
 from models import small_model, tokens
 
 from mixer.optimizers.chained import ChainedOptimizer
-from mixer.training.clipping import clip, gradient_norm
+from mixer.training.gradients import clip, gradient_norm
 from mixer.training.optim import OptimConfig, build_optimizer
 
 

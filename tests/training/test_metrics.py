@@ -5,7 +5,8 @@ import json
 import pytest
 
 from mixer.common.errors import UserError
-from mixer.training.metrics import LoggingConfig, Metrics
+from mixer.training.config import LoggingConfig
+from mixer.training.metrics import Metrics
 
 
 def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path):

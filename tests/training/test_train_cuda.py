@@ -15,7 +15,7 @@ import pytest
 import torch
 from runs import FSDP, RECIPE, assert_same, read_lines, read_losses
 
-from mixer.checkpoints.finite import Look
+from mixer.checkpoints.state import Look
 
 GPUS = torch.cuda.device_count()
 ON_GPU = {"ACCELERATE_USE_CPU": "false"}

@@ -12,6 +12,7 @@ from texts import config_of, made_texts, quiet
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
+from mixer.distributed.world import World
 from mixer.training.validation import validation_loss
 
 CONTEXT = 16
@@ -37,7 +38,9 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
     sizes, model = token_bytes(tokenizer), OneNat()
     for samples in (7, 50, 0):
         model.inputs = []
-        loss, bits, count = validation_loss(model, validation, sizes, samples, 8, Accelerator())
+        loss, bits, count = validation_loss(
+            model, validation, sizes, samples, 8, World(Accelerator())
+        )
         chosen = samples or len(validation)
         first = [row[0] for row in model.inputs]
         picked = np.arange(chosen) * len(validation) // chosen

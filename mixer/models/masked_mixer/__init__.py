@@ -3,6 +3,8 @@
 configuration  its options
 modeling       the model: embedding, blocks, head, loss
 mixing         token mixing and its variants
+convolution    the convolutions in them, with their mixing weights
+attention      queries and keys, and attention
 plain          the triangular convolution in plain PyTorch
 lags           mixing weights with one number for each distance of tokens
 linear, gelu   two layers in forms that compile better

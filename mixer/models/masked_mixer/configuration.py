@@ -82,6 +82,26 @@ class MixerOptions:
         "others have gated mixing with mixer_gate, else flat mixing with one head",
         at_least=1,
     )
+    mixer_attention: bool = option(
+        False,
+        "with mixer_key_size: attention in place of keyed mixing, which is the same without a "
+        "mixing weight and a mixing bias",
+    )
+    mixer_key_norm: bool = option(
+        False, "with mixer_key_size: RMS norms of queries and keys in each head"
+    )
+    mixer_rotary: bool = option(
+        False, "with mixer_key_size: queries and keys are rotated by their position"
+    )
+    mixer_key_shift: bool = option(
+        False, "with mixer_key_size: a key also has a learned share of the key before it"
+    )
+    value_embeddings: int = option(
+        0,
+        "with mixer_key_size: every so many blocks, an embedding of the tokens is added to the "
+        "values; 0 for none",
+        at_least=0,
+    )
     mixing_weight: str = option(
         "full",
         "what a mixing weight is: full, a number for each pair of positions, or lags, one for each "
@@ -94,6 +114,11 @@ class MixerOptions:
         "MLP alone), or shift (each head starts by passing on the token some places back, and in "
         "keyed mixing as a mean of earlier tokens; for several heads)",
         choices=("reference", "zero", "shift"),
+    )
+    zero_init: bool = option(
+        False,
+        "blocks start as the identity: their output projections are zero, and the embedding is "
+        "smaller",
     )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
@@ -197,6 +222,18 @@ def shape_problems(options: MixerOptions) -> list[str]:
         problems.append(
             f"mixer_key_size is {size} and mixer_projections false, but queries, keys and values "
             "are projections; leave out mixer_projections"
+        )
+    needs_keys = ("attention", "key_norm", "rotary", "key_shift")
+    needs_keys = [f"mixer_{name}" for name in needs_keys] + ["value_embeddings"]
+    given = [name for name in needs_keys if getattr(options, name) and not size]
+    if given:
+        problems.append(f"{', '.join(given)} without mixer_key_size; give one, such as 64")
+    if options.mixer_rotary and size % 2:
+        problems.append(f"mixer_key_size is {size} with mixer_rotary; allowed: even numbers")
+    if options.value_embeddings and every > 1 and options.value_embeddings % every:
+        problems.append(
+            f"value_embeddings is {options.value_embeddings} with mixer_keyed_every {every}; "
+            "allowed: a multiple of it, as keyed mixing alone has values to add to"
         )
     if size and options.mixing_weight == "lags" and options.mixing_init != "shift":
         problems.append(

@@ -24,20 +24,24 @@ from transformers.utils import can_return_tuple, logging
 
 # Imports are relative because these files are copied beside every saved model, and transformers
 # loads them from there. Up to 5.9 it finds only what this file itself imports.
+from .attention import rotations
 from .cache import MixingCache, Places
 from .captured_step import CapturedStep  # noqa: F401
 from .configuration import MaskedMixerConfig
+from .convolution import Memory, TriangularConv
 from .flops import count_flops
 from .gelu import gelu
 from .generation import Generation
 from .lags import toeplitz  # noqa: F401
 from .linear import Linear
 from .memory import MixingMemory  # noqa: F401
-from .mixing import Memory, TriangularConv, mixing_class
+from .mixing import Keyed, mixing_class
 from .plain import BACKENDS  # noqa: F401
 from .trainer import Training
 
 logger = logging.get_logger(__name__)
+# The standard deviation of the embedding's initial weights with zero_init; 1 without.
+SMALL_EMBEDDING = 0.05
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -94,8 +98,9 @@ class Block(GradientCheckpointingLayer):
         x: Tensor,  # (batch, tokens, channels)
         memories: Sequence[Memory] = (),
         positions: Tensor | None = None,
+        **more,  # what keyed mixing takes
     ) -> Tensor:
-        x = self.mixing(self.mixing_norm(x), x, memories, positions)
+        x = self.mixing(self.mixing_norm(x), x, memories, positions, **more)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -120,7 +125,15 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
                 bound = 1 / math.sqrt(module.in_features)
                 initialization.uniform_(module.bias, -bound, bound)
         elif isinstance(module, nn.Embedding):
-            initialization.normal_(module.weight)
+            std = SMALL_EMBEDDING if self.config.zero_init else 1.0
+            initialization.normal_(module.weight, std=std)
+        elif isinstance(module, Block) and self.config.zero_init:
+            for name, parameter in module.named_parameters():
+                if ".out_proj." in name or ".down_proj." in name:
+                    initialization.zeros_(parameter)
+        elif isinstance(module, MaskedMixerModel):
+            for table in module.value_tables.values():
+                initialization.zeros_(table.weight)
         elif isinstance(module, nn.LayerNorm):
             initialization.ones_(module.weight)
             initialization.zeros_(module.bias)
@@ -140,6 +153,14 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             for module in layer.modules():
                 if isinstance(module, TriangularConv):
                     module.block = number
+        every = config.value_embeddings  # blocks have one; the last block of all is one of these
+        self.value_tables = nn.ModuleDict(
+            {
+                str(number): nn.Embedding(config.vocab_size, config.hidden_size)
+                for number in numbers
+                if every and (number + 1) % every == 0
+            }
+        )
         final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.norm = final_norm if config.final_norm else nn.Identity()
         self.post_init()
@@ -211,16 +232,27 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         embedding and the output of each block, the last one after the norm.
         """
         x = in_autocast_type(self.embed_tokens(input_ids))
-        memories = iter(memories)
-        for layer in self.layers:
+        memories, rotation = iter(memories), self._rotation(x, positions)
+        for number, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
-            own = list(islice(memories, layer.mixing.convolutions))
-            x = layer(x, own, positions.to(x.device)) if own else layer(x)
+            own, more = list(islice(memories, layer.mixing.convolutions)), {}
+            if rotation and isinstance(layer.mixing, Keyed):
+                more["rotation"] = rotation
+            if str(number) in self.value_tables:
+                more["values"] = in_autocast_type(self.value_tables[str(number)](input_ids))
+            x = layer(x, own, positions.to(x.device) if own else None, **more)
         x = self.norm(x)
         if states is not None:
             states.append(x)
         return x
+
+    def _rotation(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        if not self.config.mixer_rotary:
+            return None
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+        return rotations(positions, self.config.mixer_key_size)
 
     def _without_cache(self, use_cache: bool, cache: MixingCache | None) -> tuple[bool, None]:
         """use_cache and past_key_values under gradient checkpointing: none, with a warning.

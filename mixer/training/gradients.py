@@ -1,5 +1,5 @@
-"""Gradients that are not finite: kept from the weights on the device, counted, and traced to where
-they come from.
+"""A step's gradients: their norm, clipping, and a guard against those that are not finite, which
+says where they come from.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,35 @@ import torch
 from torch import Tensor, nn
 
 from mixer.common.errors import NotFinite
-from mixer.distributed.hosts import Hosts
-from mixer.distributed.shards import local_part
+from mixer.distributed.shards import local_part, whole
+from mixer.distributed.world import World
+from mixer.optimizers.chained import ChainedOptimizer
+
+
+def gradient_norm(optimizer: ChainedOptimizer) -> Tensor:
+    """The norm of all gradients, also where they are sharded over the processes.
+
+    Parts of the optimizer with a `gradient_norm` of their own find it without another pass over the
+    gradients.
+    """
+    norms = []
+    for part in optimizer.parts:
+        parameters = [weight for group in part.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in parameters if weight.grad is not None]
+        if gradients and hasattr(part, "gradient_norm"):
+            norms.append(part.gradient_norm())
+        elif gradients:
+            norms.append(whole(torch.nn.utils.get_total_norm(gradients)))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:
+    """Makes the optimizer's next step use gradients whose norm is at most `limit`; 0 is no limit.
+
+    The optimizer divides the gradients as it reads them, by what torch's optimizers call
+    `grad_scale`. torch.nn.utils.clip_grad_norm_ would read and write all of them once more.
+    """
+    optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
 
 
 @dataclass
@@ -104,7 +131,7 @@ class Guard:
         )
 
 
-def where_not_finite(model: nn.Module, backward, batches: list, own_gradients, hosts: Hosts) -> str:
+def where_not_finite(model: nn.Module, backward, batches: list, own_gradients, world: World) -> str:
     """Repeats a step's forward and backward passes, and says on which processes what is not finite.
 
     `backward(batch)` runs both passes of a micro-batch and returns its loss. In the context
@@ -124,7 +151,7 @@ def where_not_finite(model: nn.Module, backward, batches: list, own_gradients, h
     parts = [f"loss {loss}" for loss in losses if not abs(loss) < float("inf")]
     parts += [f"weight of {_few(weights)}"] if weights else []
     parts += [f"gradient of {_few(gradients)}"] if gradients else []
-    reports = hosts.gather(", ".join(parts))
+    reports = world.gather(", ".join(parts))
     found = [f"on process {rank}: {report}" for rank, report in enumerate(reports) if report]
     return "; ".join(found) or "repeated, the step is finite"
 

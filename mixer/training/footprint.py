@@ -1,11 +1,10 @@
-"""The memory that training needs, and what to lower where it is too much."""
+"""The memory that a training step needs, and what to lower where it is too much."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 import torch
-from accelerate import Accelerator, DistributedType
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -13,6 +12,7 @@ from mixer.common.errors import UserError
 from mixer.common.hardware import memory_limit
 from mixer.common.memory import out_of_memory
 from mixer.data.manifest import Manifest
+from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import RunConfig
 from mixer.training.objective import Objective
@@ -20,21 +20,9 @@ from mixer.training.optim import kinds_of
 from mixer.training.parallelize import set_recompute
 
 
-@dataclass
-class Memory:
-    """What one process needs, in bytes."""
-
-    state: float  # weights, gradients and the optimizer's state
-    kept: float  # of the forward pass, for the backward pass; less where it is compiled
-    program: float  # the process itself, on a CPU
-
-    @property
-    def gb(self) -> float:
-        return (self.state + self.kept + self.program) / 2**30
-
-
-def needed_memory(run: RunConfig, data: Manifest, accelerator: Accelerator) -> Memory:
-    """What a step needs. Raises UserError where it cannot fit.
+def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
+    """The memory that one process needs, in units of 2^30 bytes. Raises UserError where it cannot
+    fit.
 
     It is counted in passes over a model of tensors without numbers, which take no memory.
     """
@@ -45,16 +33,25 @@ def needed_memory(run: RunConfig, data: Manifest, accelerator: Accelerator) -> M
         model = model_class(config)(config)
         set_recompute(model, run.train.recompute)
         kinds, kept = kinds_of(model), _bytes_kept(Objective(model).train(), run)
+    # Weights, gradients and the optimizer's state: AdamW's has two numbers for each weight, Muon's
+    # has one.
     numbers = 4 * sum(parameter.numel() for parameter in model.parameters())
-    if run.optim.name == "muon":  # has one number of state for each weight, AdamW two
+    if run.optim.name == "muon":
         numbers -= sum(matrix.numel() for matrix in kinds.matrices)
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    shards = accelerator.num_processes if sharded else 1
-    on_gpu = accelerator.device.type == "cuda"
-    program = 0 if on_gpu else psutil.Process().memory_info().rss
-    memory = Memory(4 * numbers / shards, kept, program)
-    _require_fit(run, memory, accelerator.device)
-    return memory
+    state = 4 * numbers / (world.size if world.is_sharded else 1)
+    limit = memory_limit(world.device)
+    if world.device.type == "cuda":
+        # Compiled code and kernels keep less; if that is still too much, the step will show.
+        needed, certain = state + kept, state
+    else:
+        needed = certain = state + kept + psutil.Process().memory_info().rss
+        limit /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if certain > limit:
+        raise UserError(
+            f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory in each "
+            f"process, and there are {limit / 2**30:.1f}. {_remedy(run)}"
+        )
+    return needed / 2**30
 
 
 def _bytes_kept(objective: Objective, run: RunConfig) -> int:
@@ -78,35 +75,20 @@ def _bytes_kept(objective: Objective, run: RunConfig) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _require_fit(run: RunConfig, memory: Memory, device: torch.device) -> None:
-    on_gpu = device.type == "cuda"
-    limit = memory_limit(device) / (1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    # Compiled code and kernels of a GPU keep less; if that is still too much, the step will show.
-    if memory.state + memory.kept * (not on_gpu) > limit:
-        state, has = memory.state / 2**30, limit / 2**30
-        raise UserError(
-            f"training {run.directory} needs about {memory.gb:.1f} GB of memory in each process "
-            f"({state:.1f} of them for weights, gradients and the optimizer), and there are "
-            f"{has:.1f}. {_remedy(run)}"
-        )
-
-
 def step_too_large(run: RunConfig, device: torch.device, error: BaseException) -> UserError:
     """The error of a run that is out of memory on this process's device: names its sizes, and the
     settings that would need less.
     """
-    train, model = run.train, run.model
-    sizes = {
-        "train.batch_size": train.batch_size,
-        "train.gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "train.recompute": train.recompute,
-        "train.mixed_precision": train.mixed_precision,
-        "model.max_position_embeddings": model.max_position_embeddings,
-        "model.hidden_size": model.hidden_size,
-        "model.num_hidden_layers": model.num_hidden_layers,
+    sections = {
+        "train": ("batch_size", "gradient_accumulation_steps", "recompute", "mixed_precision"),
+        "model": ("max_position_embeddings", "hidden_size", "num_hidden_layers"),
     }
-    listed = ", ".join(f"{name} = {value}" for name, value in sizes.items())
-    return out_of_memory(error, device, f"training {run.directory}", listed, _remedy(run))
+    sizes = ", ".join(
+        f"{section}.{name} = {getattr(getattr(run, section), name)}"
+        for section, names in sections.items()
+        for name in names
+    )
+    return out_of_memory(error, device, f"training {run.directory}", sizes, _remedy(run))
 
 
 def _remedy(run: RunConfig) -> str:

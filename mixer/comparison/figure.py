@@ -1,10 +1,10 @@
-"""The pictures of train_plan.py: named runs by time, or kinds by time and by position."""
+"""The pictures of a plan's results: named runs by time, or kinds by time and by position."""
 
 from pathlib import Path
 
 import numpy as np
-from plan_report import best_size, finished, has_jumped, mean_between
 
+from mixer.comparison.report import best_size, finished, has_jumped, mean_between
 from mixer.reporting.figure import COLOURS, name_ends, new_figure, save
 
 MARKERS = "osD^v"
@@ -16,7 +16,12 @@ def draw(result: dict, output: Path) -> Path | None:
     """None of results that have no picture."""
     if "kinds" in result["plan"]:
         return save(figure_of_kinds(result), output) if finished(result["runs"]) else None
-    timed = {name: one for name, one in result["runs"].items() if "training_seconds" in one}
+    left_out = {"seed", "without_mixing"}
+    timed = {
+        name: one
+        for name, one in result["runs"].items()
+        if "training_seconds" in one and not left_out & one.keys()
+    }
     return save(figure_of_runs(timed), output) if 0 < len(timed) <= MOST_CURVES else None
 
 

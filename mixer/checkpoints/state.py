@@ -1,10 +1,51 @@
-"""Finds weights and optimizer state that are not finite, so that no checkpoint ever holds them."""
+"""The tensors of a run's state: their names in a checkpoint, and that they are finite, so that no
+checkpoint ever holds a NaN or an infinity.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mixer.common.errors import UserError
+
+
+def held_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The weights as PARAMETER, and the optimizer's state as PARAMETER/KEY, whichever keys it has;
+    under FSDP sharded, except for scalars. A tied weight comes once.
+
+    Raises UserError for state that is not sharded like its parameter.
+    """
+    weights, state = dict(model.named_parameters()), {}
+    for name, weight in weights.items():
+        for key, value in optimizer.state.get(weight, {}).items():
+            if isinstance(weight, DTensor) and value.ndim and not isinstance(value, DTensor):
+                raise UserError(
+                    f"the optimizer's state {name}/{key} is not sharded like its parameter, so it "
+                    "cannot be saved under FSDP; train without FSDP"
+                )
+            state[f"{name}/{key}"] = value
+    return weights | state
+
+
+def is_weight(name: str) -> bool:
+    """Whether a name of `held_state` is a weight's."""
+    return "/" not in name
+
+
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that the optimizer's first step would make, by a step that is skipped on the
+    device (`found_inf` is 1) and so changes nothing.
+    """
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for weight in parameters:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.found_inf = torch.ones((), device=parameters[0].device)
+    optimizer.step()
+    optimizer.found_inf = None
+    optimizer.zero_grad()
 
 
 class Look:

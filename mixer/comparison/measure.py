@@ -1,0 +1,163 @@
+"""A run of a plan, in a process of its own: it trains by the trainer itself and measures."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from mixer.common.errors import NotFinite, UserError, first_line
+from mixer.common.provenance import hardware
+from mixer.comparison.entrants import remove_mixing
+from mixer.comparison.plan import Run
+from mixer.comparison.report import mean_by_position
+from mixer.data.manifest import Manifest
+from mixer.data.token_file import TokenFile
+from mixer.evaluation.evaluate import loss_by_kind
+from mixer.evaluation.measure import AUTOCAST_TYPES
+from mixer.evaluation.scoring import evaluate_streams
+from mixer.reporting.metrics_file import read_metrics
+from mixer.training.config import RunConfig, load_config
+from mixer.training.loop import train
+
+POINTS = 60  # of a curve of the results
+
+
+def report_run(connection: Connection, run: Run, folder: Path) -> None:
+    """Sends a run's row, or what was wrong in words, or nothing of a run that a signal stopped."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=stop_with_parent, daemon=True).start()
+    name = re.sub(r"[^\w.+-]+", "-", run.name)
+    with open(folder / f"{name}.txt", "a") as log, redirect_stdout(log):
+        try:
+            connection.send(train_run(run, name, folder))
+        except UserError as error:
+            connection.send(str(error))
+        except Exception as error:
+            traceback.print_exc(file=log)
+            connection.send(f"{first_line(error)}; more in {log.name}")
+
+
+def stop_with_parent() -> None:
+    parent_process().join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_run(run: Run, name: str, folder: Path) -> dict | None:
+    """What a run measures; None if a signal has stopped it, and it was saved."""
+    given = [f"name={name}", f"output_dir={folder}", "train.eval_every=0"]
+    config = run.config(*given, "checkpoint.save_every=0", "checkpoint.save_last=false")
+    saved = config.directory / "config.yaml"
+    if saved.exists() and load_config(str(saved), []) != config:  # of other options
+        shutil.rmtree(config.directory)
+    row = run.about | {"settings": run.settings, "hardware": hardware()}
+    if run.about.get("without_mixing"):
+        remove_mixing()
+    try:
+        model = train(config)
+    except NotFinite as error:  # a run that diverges is a result, too
+        row["failure"] = str(error)
+    else:
+        for number in (signal.SIGINT, signal.SIGTERM):  # what is left takes seconds
+            signal.signal(number, signal.SIG_IGN)
+        lines = read_metrics(config.directory)
+        if lines[-1]["step"] < config.train.steps:
+            return None
+        is_speed = run.about.get("budget") == 0 and not run.about.get("without_mixing")
+        row |= measured(lines, config, min if is_speed else median)
+        row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        useful = model.flops_per_token()["useful"]
+        row["useful_tflops"] = useful * row["tokens_per_second"] / 1e12
+        row |= where(model, config) if run.by_position else {}
+    shutil.rmtree(config.directory)
+    splits = Manifest.load(config.data.directory).splits.values()
+    return row | {"text_sha256": [split.tokens_sha256 for split in splits]}
+
+
+def measured(lines: list[dict], config: RunConfig, typical: Callable[[list[float]], float]) -> dict:
+    """typical: of the times of a step. A speed has few, and starts of other processes may slow all
+    of them but one.
+    """
+    windows = [line for line in lines if "loss" in line]
+    last, validation = windows[-1], [line for line in lines if "validation_loss" in line][-1]
+    each = seconds_a_step(windows, typical)
+    tokens_a_step = last["tokens"] // last["step"]
+    text = Manifest.load(config.data.directory).splits["train"]
+    norms = [line["grad_norm"] for line in windows if line["grad_norm"]]
+    found = {
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "tokens_a_step": tokens_a_step,
+        "tokens_per_second": tokens_a_step / each,
+        "training_seconds": last["step"] * each,
+        "training_tokens": text.tokens,
+        "passes": last["tokens"] / text.tokens,
+        "peak_memory_gb": last["peak_memory_gb"],
+        "validation_loss": validation["validation_loss"],
+        "bits_per_byte": validation["validation_bits_per_byte"],
+        "largest_grad_norm": max(norms, default=None),
+        "largest_rise": largest_rise(
+            [line["loss"] for line in windows if line["step"] > config.optim.warmup_steps]
+        ),
+    }
+    for name in ("loss", "grad_norm"):
+        found[name] = thinned([[line["step"], line[name]] for line in windows if line[name]])
+    return found
+
+
+def seconds_a_step(windows: list[dict], typical: Callable[[list[float]], float]) -> float:
+    """What is typical of the logged windows but the first, to which each start adds something."""
+    before = [0, *(line["step"] for line in windows)]
+    each = [
+        line["seconds"] / (line["step"] - first)
+        for line, first in zip(windows, before, strict=False)
+    ]
+    return typical(each[1:] or each)
+
+
+def largest_rise(losses: list[float]) -> float:
+    """By how much the training loss rose at most above the lowest of the steps before, relative."""
+    rise, lowest = 0.0, float("inf")
+    for loss in losses:
+        lowest = min(lowest, loss)
+        rise = max(rise, loss / lowest - 1)
+    return rise
+
+
+def thinned(points: list) -> list:
+    """At most POINTS of a curve, evenly chosen, the last one among them."""
+    if len(points) <= POINTS:
+        return points
+    return [points[round(at)] for at in np.linspace(0, len(points) - 1, POINTS)]
+
+
+def where(model: PreTrainedModel, config: RunConfig) -> dict:
+    """The validation loss of the run's samples by position, and by kind of token."""
+    context = config.model.max_position_embeddings
+    validation = TokenFile(config.data.directory, "validation", context)
+    samples = min(len(validation), config.train.eval_samples or len(validation))
+    starts = np.arange(samples) * len(validation) // samples * context  # as in training
+    model.config.use_cache = False  # a transformer would keep keys and values
+    for part in model.modules():
+        vars(part).pop("forward", None)  # what is compiled is for the trainer's calls alone
+    scores = evaluate_streams(
+        model,
+        [validation.tokens[start : start + context + 1] for start in starts],
+        context,
+        batch_size=config.train.batch_size,
+        device=next(model.parameters()).device,
+        dtype=AUTOCAST_TYPES.get(config.train.mixed_precision),
+    )
+    by_position = mean_by_position(scores.loss_by_position)
+    return loss_by_kind(scores) | {"loss_by_position": by_position}

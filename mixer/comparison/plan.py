@@ -1,0 +1,234 @@
+"""What a plan asks for: the runs of its models, one after the other, each with all its options.
+
+A plan has `common`, the options of all runs by section.key, and either
+
+- `runs`: for each name the options that differ. Each trains for its train.steps. `reference` names
+  the run that the report compares the others with.
+- `kinds`: for each kind of model its sizes, and for each size the options that differ. Each model
+  trains for a few steps, which measures its speed; at each of `rates`, for `sweep_share` of the
+  steps that it does in `seconds`; and for `seconds` at the best of these rates and at the next
+  lower one. Then the best size of a kind trains for each of `seconds_of_best`, again at its rate
+  and at the next lower one. After these longer runs the loss is also measured by position and by
+  kind of token. Without `rates` each model keeps its own.
+
+Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other first
+weights and data. `without_mixing` has the options of a short run of a masked mixer without its
+token mixing: the speeds of the others are compared with it. Where a plan or a run names a
+configuration as its `recipe`, the optimizer and the initial mixing weights are from there.
+"""
+
+import shlex
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+
+from mixer.common.errors import UserError
+from mixer.common.yaml_file import read_yaml
+from mixer.comparison.report import best_size
+from mixer.data.config import check as check_data
+from mixer.training.config import RunConfig, load_config, override
+
+EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process trains."""
+
+    name: str
+    settings: dict  # by section.key
+    about: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
+    by_position: bool = False  # whether the loss is measured by position and by kind of token
+
+    def with_seed(self, seed: int) -> "Run":
+        changes = {"settings": self.settings | {"seed": seed}, "about": self.about | {"seed": seed}}
+        return replace(self, name=f"{self.name}, seed {seed}", **changes)
+
+    def config(self, *changes: str) -> RunConfig:
+        return load_config(None, [*(override(*item) for item in self.settings.items()), *changes])
+
+
+Job = Generator[Run, dict, None]  # yields runs, one after the other, and receives their rows
+
+
+@dataclass(frozen=True)
+class Model:
+    """One size of one kind, with all options of its runs but those of a sweep."""
+
+    kind: str
+    size: str
+    options: dict  # by section.key
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.size}".strip()
+
+    @property
+    def rate(self) -> float:
+        return self.options.get("optim.lr") or load_config(None, []).optim.lr
+
+    def settings(self, rate: float, steps: int) -> dict:
+        # More than a third of a short run would be most of what a sweep compares.
+        warmup = self.options.get("optim.warmup_steps", load_config(None, []).optim.warmup_steps)
+        changes = {"train.steps": steps, "optim.lr": rate}
+        return self.options | changes | {"optim.warmup_steps": min(warmup, steps // 3)}
+
+    def run(self, budget: float, rate: float, steps: int, by_position: bool = False) -> Run:
+        """budget: the seconds that the steps are meant to take; 0 for the run that measures the
+        speed.
+        """
+        name = f"{self.name}, {budget:g} s, lr {rate:g}" if budget else f"{self.name}, speed"
+        about = {"kind": self.kind, "size": self.size, "budget": budget, "lr": rate}
+        return Run(name, self.settings(rate, steps), about, by_position)
+
+
+def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
+    """The jobs of the runs, kinds or models that `only` names, or of all.
+
+    given: options of the command line, by section.key. known: rows of the runs that have ended.
+
+    Raises UserError for options that are not allowed, or other than those of a known run.
+    """
+    jobs = (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
+    if "without_mixing" in plan:
+        settings = plan["common"] | given | plan["without_mixing"]
+        about = {"kind": "no mixing", "size": "", "budget": 0, "lr": None, "without_mixing": True}
+        jobs.insert(0, iterate([Run("no mixing", settings, about)]))
+    return jobs
+
+
+def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
+    runs = runs_of(plan, given)
+    check_names(only, {run.name for run in runs})
+    jobs = []
+    for run in runs:
+        check_data(run.config().data)
+        check_known(run.name, known.get(run.name), run.settings)
+        if not only or run.name in only:
+            jobs.append(iterate([run, *map(run.with_seed, plan.get("seeds", []))]))
+    return jobs
+
+
+def iterate(runs: list[Run]) -> Job:
+    return (run for run in runs)
+
+
+def recipe(changes: dict) -> dict:
+    """The options of the configuration that a plan or a run names as its recipe."""
+    if "recipe" not in changes:
+        return {}
+    file = read_yaml(changes["recipe"])
+    options = {f"optim.{name}": value for name, value in file["optim"].items()}
+    return options | {"model.mixing_init": file["model"].get("mixing_init", "reference")}
+
+
+def runs_of(plan: dict, given: dict) -> list[Run]:
+    found = []
+    for name, changes in plan["runs"].items():
+        settings = plan["common"] | recipe(changes) | given | changes
+        settings.pop("recipe", None)
+        found.append(Run(name, settings))
+    return found
+
+
+def models_of(plan: dict, given: dict) -> list[Model]:
+    common = recipe(plan) | plan["common"] | given
+    return [
+        Model(kind, str(size), common | own)
+        for kind, sizes in plan["kinds"].items()
+        for size, own in sizes.items()
+    ]
+
+
+def jobs_of_kinds(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
+    models = models_of(plan, given)
+    check_names(only, {name for model in models for name in (model.kind, model.name)})
+    by_name = {(model.kind, model.size): model for model in models}
+    for model in models:
+        check_data(model.run(0, model.rate, 100).config().data)
+    for name, row in known.items():
+        if model := by_name.get((row.get("kind"), row.get("size"))):
+            own = row["settings"]
+            settings = model.settings(own["optim.lr"], own["train.steps"])
+            check_known(name, row, settings | ({"seed": own["seed"]} if "seed" in row else {}))
+    jobs = []
+    for kind in plan["kinds"]:
+        own = [model for model in models if model.kind == kind]
+        chosen = [model for model in own if not only or {kind, model.name} & set(only)]
+        if chosen:
+            jobs.append(job_of_kind(plan, own, chosen, known))
+    return jobs
+
+
+def check_names(only: list[str], allowed: set[str]) -> None:
+    unknown = [name for name in only if name not in allowed]
+    if unknown:
+        raise UserError(
+            f"--only {shlex.join(unknown)}: not in the plan; allowed: {shlex.join(sorted(allowed))}"
+        )
+
+
+def check_known(name: str, row: dict | None, settings: dict) -> None:
+    """Raises UserError if the results have a run of this name that had other options."""
+    had = row["settings"] if row else settings
+    other = [key for key in sorted({*had, *settings}) if had.get(key) != settings.get(key)]
+    if other:
+        said = ", ".join(f"{key} {had.get(key)}, not {settings.get(key)}" for key in other)
+        raise UserError(
+            f"the results have {name!r} with other options: {said}. Give those options, or another "
+            "--output"
+        )
+
+
+def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], known: dict) -> Job:
+    """All runs of the chosen sizes of a kind, and longer ones of the best of all sizes."""
+    for model in chosen:
+        yield from runs_of_model(plan, model)
+    for seconds in plan.get("seconds_of_best", []):
+        best = best_size(known, models[0].kind, plan["seconds"])
+        if best is None:
+            raise UserError(f"{models[0].kind}: no size has a loss after {plan['seconds']:g} s")
+        model = next(model for model in models if model.size == best["size"])
+        yield from longer_runs(plan, model, seconds, [best])
+
+
+def runs_of_model(plan: dict, model: Model) -> Job:
+    """A run that measures the speed, those of all rates, and the longer ones."""
+    rates, share, seconds = plan.get("rates"), plan.get("sweep_share", 1), plan["seconds"]
+    lowest = min(rates or [model.rate])
+    speed = yield model.run(0, lowest, 4 * model.options["logging.log_every"])
+    if "failure" in speed:
+        raise UserError(f"{model.name}: diverges at {lowest:g}, the lowest rate; add lower ones")
+    if not rates:
+        yield from longer_runs(plan, model, seconds, [speed])
+        return
+    steps = max(1, round(share * steps_in(seconds, speed)))
+    swept = []
+    for rate in rates:
+        swept.append((yield model.run(share * seconds, rate, steps)))
+    good = [row for row in swept if "failure" not in row]
+    if not good:
+        raise UserError(f"{model.name}: diverges at all rates; add lower ones")
+    yield from longer_runs(plan, model, seconds, good)
+
+
+def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -> Job:
+    """A model at the best rate of shorter runs and at the next lower one, which more steps may
+    want; then with the other seeds at the better of these two.
+    """
+    best = min(shorter, key=lambda row: row["validation_loss"])
+    steps = steps_in(seconds, max(shorter, key=lambda row: row["tokens_per_second"]))
+    rates = sorted(rate for rate in plan.get("rates", [best["lr"]]) if rate <= best["lr"])[-2:]
+    losses = {}
+    for rate in reversed(rates):
+        row = yield model.run(seconds, rate, steps, by_position=True)
+        losses[rate] = row.get("validation_loss", float("inf"))
+    for seed in plan.get("seeds", []):
+        better = min(losses, key=losses.get)
+        yield model.run(seconds, better, steps, by_position=True).with_seed(seed)
+
+
+def steps_in(seconds: float, measured: dict) -> int:
+    """The steps that a model was measured to do in a time, at most EPOCHS of its text."""
+    most = EPOCHS * measured["training_tokens"]
+    tokens = min(seconds * measured["tokens_per_second"], most)
+    return max(1, int(tokens / measured["tokens_a_step"]))

@@ -1,0 +1,159 @@
+"""The results of a plan, and the processes that add to them: one for each visible GPU."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+from collections import deque
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+
+from mixer.common.errors import UserError
+from mixer.common.files import write_text
+from mixer.comparison.measure import report_run
+from mixer.comparison.plan import Job, Run
+from mixer.comparison.report import write_report
+
+LEFT = 3  # exit status of a command that must be given again to do all
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A list without objects, which may have lists without any in it.
+LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
+
+
+def write_json(file: Path, result: dict) -> None:
+    """Writes results with lists of numbers on one line each."""
+    text = json.dumps(result, indent=1)
+    write_text(file, LIST.sub(lambda found: re.sub(r"\n *", "", found[0]), text) + "\n")
+
+
+class Study:
+    """Results in `file` as JSON, which has each run when it ends; a run that is there is not
+    repeated. Runs are saved in `folder` until then, and go on where they were cut.
+    """
+
+    def __init__(self, file: Path, folder: Path, plan: dict, command: str, commit: str):
+        found = json.loads(file.read_text()) if file.exists() else {"runs": {}}
+        self.runs: dict[str, dict] = found["runs"]
+        self.result = found | {"command": command, "plan": plan}
+        self.file, self.folder, self.commit = file, folder, commit
+        self.problems: list[str] = []
+        self.stopped = False
+        self.processes: dict[Connection, multiprocessing.Process] = {}
+
+    def work(self, jobs: list[Job]) -> int:
+        """Does all runs, writes the report, and returns the exit status: LEFT after a signal.
+
+        Runs of several jobs take turns, so that what is interrupted has something to compare.
+
+        Raises UserError with what went wrong, when all other runs have ended.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for number in SIGNALS:
+            signal.signal(number, self.stop)
+        waiting, free, running = deque((job, None) for job in jobs), visible_gpus(), {}
+        while running or (waiting and not self.stopped):
+            while waiting and free and not self.stopped:
+                job, row = waiting.popleft()
+                run = self.next_run(job, row)
+                if run and (known := self.runs.get(run.name)):
+                    waiting.appendleft((job, known))
+                elif run:
+                    gpu = free.pop(0)
+                    running[self.start(run, gpu)] = job, run, gpu
+            for connection in wait(list(running)) if running else ():
+                job, run, gpu = running.pop(connection)
+                free.append(gpu)
+                if row := self.outcome(connection, run):
+                    waiting.append((job, row))
+        if self.runs:
+            print(write_report(self.result, self.file))
+        if self.problems:
+            raise UserError("\n".join(self.problems))
+        if self.stopped:
+            print("stopped by a signal; the same command goes on")
+        return LEFT if self.stopped else 0
+
+    def stop(self, *_) -> None:
+        self.stopped = True
+        for process in self.processes.values():
+            process.terminate()
+
+    def next_run(self, job: Job, row: dict | None) -> Run | None:
+        try:
+            return job.send(row)
+        except StopIteration:
+            return None
+        except UserError as error:  # the other jobs go on
+            self.problems.append(str(error))
+            return None
+
+    def start(self, run: Run, gpu: str) -> Connection:
+        # A fork has imported everything already, but CUDA does not survive one. CUDA reads which
+        # GPUs are visible when it is first asked, perhaps by an import: the process is born with
+        # one.
+        context = multiprocessing.get_context("spawn" if gpu else "fork")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=report_run, args=(theirs, run, self.folder))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        process.start()
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        theirs.close()  # so that the end of the process ends what is read
+        self.processes[ours] = process
+        if self.stopped:  # by a signal that came before this process was known
+            process.terminate()
+        return ours
+
+    def outcome(self, connection: Connection, run: Run) -> dict | None:
+        """The row of a process that has ended, if its run has."""
+        try:
+            row = connection.recv()
+        except EOFError:
+            row = None
+        self.processes.pop(connection).join()
+        try:
+            if row is None and not self.stopped:
+                raise UserError("its process was stopped; the same command goes on")
+            if isinstance(row, str):
+                raise UserError(row)
+            if row:
+                self.add(run, row)
+        except UserError as error:
+            self.problems.append(f"{run.name}: {error}")
+            return None
+        return row
+
+    def add(self, run: Run, row: dict) -> None:
+        require_same_text(row, self.runs, self.file)
+        row["commit"] = self.commit
+        self.runs[run.name] = row
+        write_json(self.file, self.result)
+        loss = f"loss {row['validation_loss']:.4f}" if "validation_loss" in row else "diverged"
+        print(f"{run.name}: {loss}", flush=True)
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; one without a name where there is none."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return named.split(",")[:count] or [""]
+
+
+def require_same_text(measured: dict, runs: dict[str, dict], file: Path) -> None:
+    """Raises UserError if runs of `file` with the same options for data had another text."""
+
+    def data(one: dict) -> dict:
+        return {key: value for key, value in one["settings"].items() if key.startswith("data.")}
+
+    text = measured["text_sha256"]
+    for name, other in runs.items():
+        if other.get("text_sha256", text) != text and data(other) == data(measured):
+            raise UserError(
+                f"the text has changed: {file} has a run {name!r} with the same options for data, "
+                "and other tokens. Runs are compared on one text alone: give that text, or another "
+                "--output"
+            )

@@ -1,0 +1,104 @@
+"""Queries and keys, their norm and rotation, and attention: keyed mixing without a mixing weight.
+
+This file is copied beside every saved model, so it imports nothing from the rest of the package.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .configuration import MaskedMixerConfig
+from .convolution import Memory, remember
+from .flops import Flops
+from .plain import by_head
+
+EPSILON = 1e-6  # of the norm of queries and keys
+BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
+
+
+class QueryKey(nn.Module):
+    """What is done to queries and keys, (batch, tokens, heads * size), before their products: an
+    RMS norm in each head (arXiv 2010.04245) with a learned gain of the queries, and a rotation by
+    position (arXiv 2104.09864), as the configuration says.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
+        if self.norm:
+            self.gain = nn.Parameter(torch.ones(self.heads * config.mixer_key_size))
+
+    def forward(
+        self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        if not self.norm and rotation is None:
+            return query, key
+        query, key = self._turned(query, rotation), self._turned(key, rotation)
+        return (query * self.gain.to(query.dtype) if self.norm else query), key
+
+    def _turned(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        y = x.unflatten(-1, (self.heads, -1)).float()
+        if self.norm:
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON)
+        if rotation is not None:
+            cos, sin = (part[:, :, None] for part in rotation)  # the same for all heads
+            left, right = y.chunk(2, -1)
+            y = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+        return y.flatten(-2).to(x.dtype)
+
+
+def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles by which a key of `size` numbers is turned at positions (batch
+    or 1, tokens): two of (batch or 1, tokens, size / 2) fp32.
+    """
+    places = torch.arange(0, size, 2, device=positions.device)
+    angles = positions[..., None] * BASE ** (-places / size)
+    return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """y[i] = sum over j <= i of softmax(query[i] . key[j] / sqrt(size)) * value[j] in each head
+    (arXiv 1706.03762). It is KeyedConv with a weight of 1 / (i + 1) and no bias.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.heads, self.key_size = config.num_mixer_heads, config.mixer_key_size
+        self.channels = config.hidden_size
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, memory: Memory, positions: Tensor | None
+    ) -> Tensor:
+        """As KeyedConv.forward."""
+        query, key, value = (by_head(part, self.heads) for part in (query, key, value))
+        captured = isinstance(memory, Tensor)
+        first = memory is None or not captured and memory.get_seq_length() == 0
+        if memory is not None:
+            past = remember(memory, torch.cat([key, value], -1), positions)
+        if first:
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            key, value = past[..., : self.key_size], past[..., self.key_size :]
+            # (batch or 1, 1, new, length)
+            seen = torch.arange(past.shape[2], device=past.device) <= positions[:, None, :, None]
+            y = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        return y.transpose(1, 2).flatten(2)
+
+    def flops(self, tokens: int) -> Flops:
+        """Of one sequence. `executed` has a third of what forward and backward multiply: flash
+        attention computes the products of queries and keys again in its backward pass.
+        """
+        pairs, keys = tokens * (tokens + 1) // 2, self.heads * self.key_size
+        useful = 2 * (keys + self.channels) * pairs
+        return Flops(useful, useful + 2 * keys * pairs // 3, token_mixing=useful)
+
+
+def previous_rows(memory: Tensor, positions: Tensor) -> Tensor:
+    """What a memory (batch, heads, length, channels of a head) has of the tokens before those at
+    positions (batch or 1, new): (batch, new, channels), zero before the first token.
+    """
+    before = (positions - 1).clamp(min=0)[:, None, :, None]  # (batch or 1, 1, new, 1)
+    batch, heads, _, channels = memory.shape
+    rows = memory.gather(2, before.expand(batch, heads, -1, channels))
+    rows = rows.masked_fill((positions == 0)[:, None, :, None], 0)
+    return rows.transpose(1, 2).flatten(2)

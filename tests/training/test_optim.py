@@ -1,0 +1,127 @@
+"""Which optimizer trains which parameter, at which rate; a new optimizer is one function."""
+
+import json
+
+import pytest
+import torch
+from models import small_model
+from runs import RECIPE, assert_same, read_losses
+from safetensors.torch import load_file
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.common.errors import UserError
+from mixer.comparison.entrants import entrant
+from mixer.training.config import load_config, override
+from mixer.training.loop import train
+from mixer.training.optim import (
+    OPTIMIZERS,
+    OptimConfig,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+)
+
+LLAMA = "model.architecture=llama"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_kind_of_parameter_has_the_rate_that_is_given_for_it_and_only_weights_decay(name):
+    model = small_model(num_mixer_heads=2)
+    given = {"matrices_lr": 2.0, "vectors_lr": 3.0, "mixing_lr": 0.5, "shared_lags_lr": 4.0}
+    optimizer = build_optimizer(model, OptimConfig(name=name, shared_lags=True, **given))
+    set_learning_rate(optimizer, 0.1)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert len(groups) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        of_matrix, mixing = name.endswith("_proj.weight"), name.endswith("conv.weight")
+        vector, group = name.endswith("bias") or "norm" in name, groups[id(parameter)]
+        expected = 0.2 if of_matrix else 0.3 if vector else 0.05 if mixing else 0.1
+        assert group["lr"] == pytest.approx(expected), name
+        assert (group["weight_decay"] == 0) == vector, name
+    lags = [group for group in optimizer.param_groups if "shared_lags" in group]
+    assert [group["lr"] * group["shared_lags"] for group in lags] == [pytest.approx(0.4)]
+
+
+@pytest.mark.parametrize(
+    "context, given, wanted", [(512, None, 3), (2048, None, 3), (2049, None, 1), (2049, 0.5, 0.5)]
+)
+def test_the_rate_of_shared_lags_goes_by_the_context_unless_it_is_given(context, given, wanted):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    with torch.device("meta"):
+        model = MaskedMixerForCausalLM(MaskedMixerConfig(max_position_embeddings=context, **sizes))
+    config = OptimConfig(shared_lags=True, shared_lags_lr=given)
+    groups = build_optimizer(model, config).param_groups
+    assert [group["shared_lags"] for group in groups if "shared_lags" in group] == [wanted]
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_floor():
+    cosine = OptimConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
+    rates = [learning_rate(cosine, step, 110) for step in range(111)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
+    linear = OptimConfig(lr=1.0, warmup_steps=0, schedule="linear")
+    assert learning_rate(linear, 25, 100) == pytest.approx(0.75)
+    assert learning_rate(OptimConfig(lr=1.0, warmup_steps=0, schedule="constant"), 99, 100) == 1.0
+
+
+def test_a_llama_is_trained_by_muon(write_config, tmp_path):
+    train(load_config(str(write_config()), [LLAMA, "optim.name=muon", "optim.lr=1e-2"]))
+    losses = read_losses(tmp_path / "runs/small")
+    assert losses[12] < losses[1] - 0.5
+    state = load_file(tmp_path / "runs/small/step-12/trainer_state/optimizer-1-of-1.safetensors")
+    by_muon = {name.split(".")[-2] for name in state if name.endswith("/momentum")}
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    assert by_muon == {*attention, *mlp}
+
+
+def test_shared_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the_mixers():
+    refused = "shared_lags = true, which is for .* masked mixers; allowed .* llama: false"
+    with pytest.raises(UserError, match=refused):
+        load_config(None, [LLAMA, *RECIPE[:2]])
+    for name in ("auto", "llama", "llama:64x2"):
+        overrides = [override(*item) for item in entrant(name).items()]
+        optim = load_config(None, [*RECIPE, *overrides]).optim
+        assert (optim.name, optim.shared_lags) == ("muon", name == "auto")
+
+
+class Signs(torch.optim.Optimizer):
+    """Lion without weight decay (arXiv 2302.06675): the sign of a momentum is the update."""
+
+    def __init__(self, params, lr: float):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                parameter -= group["lr"] * torch.lerp(average, parameter.grad, 0.1).sign()
+                average.lerp_(parameter.grad, 0.01)
+
+
+def signs(kinds, config, processes, compile) -> list[torch.optim.Optimizer]:
+    every = [*kinds.matrices, *kinds.mixing, *kinds.embeddings, *kinds.vectors]
+    return [Signs(every, config.lr)]
+
+
+def register_signs() -> None:
+    OPTIMIZERS["signs"] = signs
+
+
+def test_a_new_optimizer_is_one_function_and_resumes_exactly(write_config, launch, tmp_path):
+    command = ("--config", write_config(), "optim.name=signs")
+    launch(*command, "name=whole", before=register_signs).succeed()
+    whole, parts = tmp_path / "runs/whole", tmp_path / "runs/parts"
+    first = launch(*command, "name=parts", "checkpoint.save_every=5", before=register_signs)
+    first.until((parts / "step-5").exists).kill()
+    launch(*command, "name=parts", before=register_signs).succeed()
+    assert_same(parts, whole, 12)
+    losses = read_losses(whole)
+    assert losses[12] < losses[1] - 0.2
+    trainer = json.loads((whole / "step-12/trainer_state/trainer.json").read_text())
+    assert trainer["optimizer"]["optim.name"] == "signs"
+    state = load_file(whole / "step-12/trainer_state/optimizer-1-of-1.safetensors")
+    assert len(state) > 10 and all(name.endswith("/average") for name in state)
+    refused = launch(*command, "name=parts", "optim.name=muon")
+    assert refused.wait() == [2]
+    assert "optim.name: 'signs' in the checkpoint, now 'muon'" in refused.output
