@@ -81,8 +81,9 @@ def documents(
             yield text
             if counts.documents == config.max_documents:
                 break
-        counts.missing += text is None
-        counts.blank += text is not None and not is_document(text)
+        else:
+            counts.missing += text is None
+            counts.blank += text is not None
     if not counts.documents:
         raise _no_documents(config)
     say_left_out(counts, config, say)

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from mixer.common.errors import Interrupted, UserError, first_line, is_refusal
 from mixer.data.config import DataConfig
-from mixer.data.sources import Part, open_dataset, python_text
+from mixer.data.sources import COMPRESSED, Part, open_dataset, python_text
 
 LONGEST_LINE = 1 << 30  # bytes; a line is held in memory
 PARQUET_ROWS = 256  # read at once
@@ -76,7 +76,7 @@ def _open_zst(file: Path, mode: str) -> BinaryIO:
     return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
 
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
+OPENERS = dict(zip(COMPRESSED, (gzip.open, bz2.open, lzma.open, _open_zst), strict=True))
 
 
 def _open(file: Path) -> BinaryIO:
