@@ -78,23 +78,18 @@ class Manifest:
             )
         remedy = f"delete {directory} and prepare again"
         values = read_json(file, remedy, required=KINDS, optional=LATER_KINDS)
-        try:
-            if values["format"] != FORMAT:
-                raise UserError(
-                    f"{file} has format {values['format']}, this code reads {FORMAT}; delete "
-                    f"{directory} and prepare again"
-                )
-            if values["fingerprint"] != fingerprint(values):
-                raise UserError(
-                    f"{file} is not what preparing wrote (its fingerprint differs); copy it again, "
-                    f"or delete {directory} and prepare again"
-                )
-            values["splits"] = {
-                name: SplitManifest(**counts) for name, counts in values["splits"].items()
-            }
-            return cls(**values)
-        except TypeError as error:  # keys that are missing or unknown
-            raise UserError(f"{file} is damaged ({error}): {remedy}") from error
+        if values["format"] != FORMAT:
+            raise UserError(
+                f"{file} has format {values['format']}, this code reads {FORMAT}; delete "
+                f"{directory} and prepare again"
+            )
+        if values["fingerprint"] != fingerprint(values):
+            raise UserError(
+                f"{file} is not what preparing wrote (its fingerprint differs); copy it again, "
+                f"or delete {directory} and prepare again"
+            )
+        splits = {name: SplitManifest(**counts) for name, counts in values["splits"].items()}
+        return cls(**values | {"splits": splits})
 
     def verify(self, directory: str | Path) -> None:
         """Raise UserError unless the files in `directory` have the recorded sizes and the tokenizer
