@@ -1,15 +1,13 @@
 """From documents to batches, in the order of the data:
 
 config        the settings
-sources       where documents come from, cut into shards
-readers       the texts of a shard
-corpus        the documents of all shards, and the split of each
+sources       where documents come from: files, or parts of a hub dataset
+readers       the texts of a part
+corpus        the documents of all parts, the split of each, and batches of them
 tokenizer     trained on them, or an existing one
-workers       processes that do jobs, and give the results in order
-tokenise      one of these jobs: a shard becomes tokens
-progress      how far this is, saved and said
-append        tokens of finished shards are appended to the token files
-tokenise_all  all shards of a source, by the four above
+tokenise      a batch becomes tokens
+workers       processes that do this, in order
+token_writer  appends the tokens to the token files, and keeps how far it is
 manifest      what a directory of prepared data holds, and checks of it
 prepare       all of this, once for a directory
 token_file    a split of prepared data as samples

@@ -1,28 +1,31 @@
-"""The documents of a corpus: one iterator over them whatever the source, and the split of each.
+"""The documents of a corpus: one iterator over them whatever the source, the split of each, and
+batches of them for the workers.
 
 A document is one `str`. Sources are read as a stream, so memory use does not grow with the corpus.
-Local text files are the exception: each is read whole, one at a time.
 """
 
 import itertools
+import operator
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
 from mixer.data.config import DataConfig, check, validation_source
-from mixer.data.readers import shard_texts
-from mixer.data.sources import Shard, source_shards, text_hash
+from mixer.data.readers import part_texts
+from mixer.data.sources import Part, source_parts, text_hash
 
-SplitShards = list[tuple[str, Shard]]  # see split_shards
+Corpus = list[tuple[str, Part]]  # see corpus_parts
 FixedSplits = dict[int, str]  # the split by the hash of a text, see fixed_splits
 MOST_MISSING = 0.1  # share of rows without the text field; with more, that is no field of all rows
+BATCH_CHARACTERS = 1 << 20  # a batch has at least this many, but for the last one of a source
 
 
-def split_shards(config: DataConfig, say: Say = say_on_stderr) -> SplitShards:
-    """(split, shard) of all shards of the corpus, in the order of the documents. The split is ""
+def corpus_parts(config: DataConfig, say: Say = say_on_stderr) -> Corpus:
+    """(split, part) of all parts of the corpus, in the order of the documents. The split is ""
     where each document has its own (`split_of`).
 
     Raises UserError for a source that cannot be read, as early as that can be known.
@@ -30,78 +33,20 @@ def split_shards(config: DataConfig, say: Say = say_on_stderr) -> SplitShards:
     check(config)
     held_out = validation_source(config)
     if held_out is None:
-        return [("", shard) for shard in source_shards(config, say)]
-    validation = source_shards(held_out, say)
+        return [("", part) for part in source_parts(config, say)]
+    validation = source_parts(held_out, say, "data.validation_path")
     # Errors in the validation text are found now, not after hours with the training text.
     next(documents(validation, held_out))
-    training = source_shards(config, say)
+    training = source_parts(config, say)
     _refuse_common_files(training, validation)
     splits = {"train": training, "validation": validation}
-    return [(split, shard) for split, shards in splits.items() for shard in shards]
+    return [(split, part) for split, parts in splits.items() for part in parts]
 
 
-def training_documents(
-    shards: SplitShards, config: DataConfig, fixed: FixedSplits
-) -> Iterator[str]:
-    """The documents of the training split, in order."""
-    for split, text in _with_split(shards, config):
-        if (split or split_of(text, config.validation_fraction, fixed)) == "train":
-            yield text
-
-
-def fixed_splits(shards: SplitShards, config: DataConfig) -> FixedSplits:
-    """Two documents that `split_of` does not split by hash, so that neither split is empty: the
-    first is for training, the next that is no copy of it for validation. Where the validation text
-    is one of its own there are none.
-
-    Raises UserError for a corpus without a document for each split.
-    """
-    texts = _with_split(shards, config)
-    split, first = next(texts, (None, None))
-    if first is None:
-        raise no_documents(config)
-    if split:
-        return {}
-    other = next((text for _, text in texts if text != first), None)
-    if other is None:
-        raise UserError(
-            f"the corpus ({config.source} {config.path}) is a single document (copies do not "
-            "count), so none is left for validation: each split holds whole documents. Give at "
-            "least two documents (a text file is one), or a validation text of its own "
-            "(data.validation_path, for the hub data.validation_split)"
-        )
-    return {text_hash(first): "train", text_hash(other): "validation"}
-
-
-def _with_split(shards: SplitShards, config: DataConfig) -> Iterator[tuple[str, str]]:
-    """(split of its shard, document) of all documents but those of a validation text of its own."""
-    texts = (
-        (split, text)
-        for split, shard in shards
-        if split != "validation"
-        for text in shard_documents(shard)
-    )
-    return itertools.islice(texts, config.max_documents or None)
-
-
-def shard_documents(shard: Shard, counts: Any = None, blank: bool = False) -> Iterator[str]:
-    """The documents of a shard: its texts but those of nothing but white space; with `blank`, these
-    too. What is left out is counted: `counts.missing` texts, and `counts.blank` ones.
-    """
-    counts = counts or SimpleNamespace(missing=0, blank=0)
-    for text in shard_texts(shard):
-        if text is None:
-            counts.missing += 1
-        elif not text or (text.isspace() and not blank):
-            counts.blank += 1
-        else:
-            yield text
-
-
-def _refuse_common_files(training: list[Shard], validation: list[Shard]) -> None:
-    def files(shards: list[Shard]) -> dict:  # by what all links to a file have in common
-        found = {file: os.stat(file) for shard in shards for file in shard.files}
-        return {(stat.st_dev, stat.st_ino): file for file, stat in found.items()}
+def _refuse_common_files(training: list[Part], validation: list[Part]) -> None:
+    def files(parts: list[Part]) -> dict:  # by what all links to a file have in common
+        found = {part.file: os.stat(part.file) for part in parts if part.file}
+        return {(status.st_dev, status.st_ino): file for file, status in found.items()}
 
     common = files(training).keys() & files(validation)
     if common:
@@ -112,22 +57,35 @@ def _refuse_common_files(training: list[Shard], validation: list[Shard]) -> None
         )
 
 
+# --- documents, and what is left out -----------------------------------------
+
+
+def is_document(text: str | None) -> bool:
+    """Whether a text of a source is a document: not where it is missing, empty or blank."""
+    return bool(text) and not text.isspace()
+
+
 def documents(
-    shards: Iterable[Shard], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
+    parts: Iterable[Part], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
-    """The documents of the shards, the first `max_documents` of them; see `shard_documents`. Says
-    how many rows gave none.
+    """The documents of the parts, the first `max_documents` of them; with `blank`, texts of white
+    space count as documents. Says how many rows gave none.
 
     Raises UserError for text that is not UTF-8, too many rows without the text field, and where
     there is no document.
     """
     counts = SimpleNamespace(documents=0, missing=0, blank=0)
-    texts = (text for shard in shards for text in shard_documents(shard, counts, blank))
-    for text in itertools.islice(texts, config.max_documents or None):
-        counts.documents += 1
-        yield text
+    for text in itertools.chain.from_iterable(map(part_texts, parts)):
+        if is_document(text) or (text and blank):
+            counts.documents += 1
+            yield text
+            if counts.documents == config.max_documents:
+                break
+        else:
+            counts.missing += text is None
+            counts.blank += text is not None
     if not counts.documents:
-        raise no_documents(config)
+        raise _no_documents(config)
     say_left_out(counts, config, say)
 
 
@@ -143,17 +101,19 @@ def say_left_out(counts: Any, config: DataConfig, say: Say) -> None:
             "remove the other rows"
         )
     if counts.missing or counts.blank:
-        blank = f"{counts.blank:,} are empty or white space alone"
+        blank = f"{counts.blank:,} are empty or blank"
         say(f"left out: of {of_all:,} entries of {_where(config)}, {missing}, {blank}")
 
 
-def no_documents(config: DataConfig) -> UserError:
-    """The error for a source without a document."""
+def _no_documents(config: DataConfig) -> UserError:
     return UserError(f"the corpus is empty: no document with text in {_where(config)}")
 
 
 def _where(config: DataConfig) -> str:
     return config.path or "the standard library"
+
+
+# --- splits ------------------------------------------------------------------
 
 
 def split_of(text: str, validation_fraction: float, fixed: FixedSplits) -> str:
@@ -165,3 +125,98 @@ def split_of(text: str, validation_fraction: float, fixed: FixedSplits) -> str:
     hashed = text_hash(text)
     by_hash = "validation" if hashed < validation_fraction * 2**64 else "train"
     return fixed.get(hashed, by_hash)
+
+
+def fixed_splits(corpus: Corpus, config: DataConfig) -> FixedSplits:
+    """Two documents that `split_of` does not split by hash, so that neither split is empty: the
+    first is for training, the next that is no copy of it for validation. A corpus with a validation
+    text of its own has none.
+
+    Raises UserError for a corpus without a document for each split.
+    """
+    texts = _with_split(corpus, config)
+    split, first = next(texts, (None, None))
+    if first is None:
+        raise _no_documents(config)
+    if split:
+        return {}
+    other = next((text for _, text in texts if text != first), None)
+    if other is None:
+        raise UserError(
+            f"the corpus ({config.source} {config.path}) is a single document (copies do not "
+            "count), so none is left for validation: each split holds whole documents. Give at "
+            "least two documents (a text file is one), or a validation text of its own "
+            "(data.validation_path, for the hub data.validation_split)"
+        )
+    return {text_hash(first): "train", text_hash(other): "validation"}
+
+
+def training_documents(corpus: Corpus, config: DataConfig, fixed: FixedSplits) -> Iterator[str]:
+    """The documents of the training split, in order."""
+    for split, text in _with_split(corpus, config):
+        if (split or split_of(text, config.validation_fraction, fixed)) == "train":
+            yield text
+
+
+def _with_split(corpus: Corpus, config: DataConfig) -> Iterator[tuple[str, str]]:
+    """(split of its part, document) of all documents but those of a validation text of its own."""
+    texts = (
+        (split, text)
+        for split, part in corpus
+        if split != "validation"
+        for text in part_texts(part)
+        if is_document(text)
+    )
+    return itertools.islice(texts, config.max_documents or None)
+
+
+# --- batches for the workers -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive texts of a source, those that are no documents included. After it, `rows` rows of
+    part number `part` of the corpus have been read.
+    """
+
+    split: str  # of its documents; "" if each has its own (`split_of`)
+    texts: list[str | None]
+    part: int
+    rows: int
+
+
+def batches(
+    corpus: Corpus, max_documents: int, part: int, rows: int, documents: int
+) -> Iterator[Batch]:
+    """The corpus from row `rows` of part number `part` on, before which there are `documents`. It
+    ends at `max_documents` (0: all), which a validation text of its own does not count for.
+    """
+    read = _numbered_rows(corpus, max_documents, part, rows, documents)
+    for split, of_split in itertools.groupby(read, key=operator.itemgetter(0)):
+        texts, size = [], 0
+        for _, number, row, text in of_split:
+            texts.append(text)
+            size += 1 + len(text or "")
+            if size >= BATCH_CHARACTERS:
+                yield Batch(split, texts, number, row)
+                texts, size = [], 0
+        if texts:
+            yield Batch(split, texts, number, row)
+
+
+def _numbered_rows(
+    corpus: Corpus, max_documents: int, first: int, skip: int, documents: int
+) -> Iterator[tuple[str, int, int, str | None]]:
+    """(split, number of the part, number of the row from 1, text), see `batches`."""
+    for number in range(first, len(corpus)):
+        split, part = corpus[number]
+        most = max_documents if split != "validation" else 0
+        if most and documents >= most:
+            continue
+        texts = itertools.islice(part_texts(part), skip, None)
+        for row, text in enumerate(texts, skip + 1):
+            yield split, number, row, text
+            documents += is_document(text)
+            if most and documents == most:
+                break
+        skip = 0

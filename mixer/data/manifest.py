@@ -15,6 +15,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,23 +78,18 @@ class Manifest:
             )
         remedy = f"delete {directory} and prepare again"
         values = read_json(file, remedy, required=KINDS, optional=LATER_KINDS)
-        try:
-            if values["format"] != FORMAT:
-                raise UserError(
-                    f"{file} has format {values['format']}, this code reads {FORMAT}; delete "
-                    f"{directory} and prepare again"
-                )
-            if values["fingerprint"] != fingerprint(values):
-                raise UserError(
-                    f"{file} is not what preparing wrote (its fingerprint differs); copy it again, "
-                    f"or delete {directory} and prepare again"
-                )
-            values["splits"] = {
-                name: SplitManifest(**counts) for name, counts in values["splits"].items()
-            }
-            return cls(**values)
-        except TypeError as error:  # keys that are missing or unknown
-            raise UserError(f"{file} is damaged ({error}): {remedy}") from error
+        if values["format"] != FORMAT:
+            raise UserError(
+                f"{file} has format {values['format']}, this code reads {FORMAT}; delete "
+                f"{directory} and prepare again"
+            )
+        if values["fingerprint"] != fingerprint(values):
+            raise UserError(
+                f"{file} is not what preparing wrote (its fingerprint differs); copy it again, "
+                f"or delete {directory} and prepare again"
+            )
+        splits = {name: SplitManifest(**counts) for name, counts in values["splits"].items()}
+        return cls(**values | {"splits": splits})
 
     def verify(self, directory: str | Path) -> None:
         """Raise UserError unless the files in `directory` have the recorded sizes and the tokenizer
@@ -101,19 +97,14 @@ class Manifest:
         """
         directory = Path(directory)
         again = f"delete {directory} and prepare again"
-        for name, split in self.splits.items():
-            sizes = {
-                f"{name}.bin": split.tokens * np.dtype(self.dtype).itemsize,
-                f"{name}.docs.bin": split.documents * 8,
-            }
-            for file, size in sizes.items():
-                found = (
-                    (directory / file).stat().st_size if (directory / file).is_file() else "missing"
-                )
+        for split, counts in self.splits.items():
+            for name, size in file_sizes(split, counts, self.dtype).items():
+                file = directory / name
+                found = file.stat().st_size if file.is_file() else "missing"
                 if found != size:
                     raise UserError(
-                        f"{directory / file} should have {size} bytes and is {found}: cut short or "
-                        f"replaced; {again}"
+                        f"{file} should have {size} bytes and is {found}: cut short or replaced; "
+                        f"{again}"
                     )
         found = tokenizer_files(directory)
         recorded = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
@@ -146,6 +137,14 @@ class Manifest:
                     f"{file} is damaged: it is not what preparing wrote (its SHA-256 differs); "
                     f"copy it again, or delete {directory} and prepare again"
                 )
+
+
+def file_sizes(split: str, counts: Any, dtype: str) -> dict[str, int]:
+    """The names of a split's files, and the bytes that they hold by its counts."""
+    return {
+        f"{split}.bin": counts.tokens * np.dtype(dtype).itemsize,
+        f"{split}.docs.bin": counts.documents * 8,
+    }
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:

@@ -23,10 +23,6 @@ class SampleOrder:
     """
 
     def __init__(self, samples: int, seed: int):
-        if samples < 1 or seed < 0:
-            raise ValueError(
-                f"samples {samples} and seed {seed} given; allowed: samples >= 1, seed >= 0"
-            )
         self.samples, self.seed = samples, seed
         self.half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
 

@@ -1,12 +1,8 @@
 """Prepares data, once: documents become token files, a tokenizer and a manifest.
 
-Worker processes tokenise the shards of the source, each into a directory of its own
-(tokenise_all.py). This process appends finished shards to the token files, in their order, so the
-files do not depend on the number of workers (append.py).
-
 A directory of prepared data gets its name only when it is complete: everything is written beside
 it, flushed to the disk, then renamed. A process that is killed leaves nothing that could be taken
-for prepared data, and the next one goes on from the shards that are finished.
+for prepared data, and the next one goes on from what the token files hold (token_writer.py).
 """
 
 import hashlib
@@ -17,6 +13,7 @@ import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mixer.common.checksums import sha256
 from mixer.common.errors import Interrupted, UserError
@@ -30,38 +27,34 @@ from mixer.common.files import (
 )
 from mixer.common.locks import locked
 from mixer.common.say import Say
-from mixer.data.append import SplitFiles
 from mixer.data.config import DataConfig, check, unused_options, validation_source, without_unused
 from mixer.data.corpus import (
+    Corpus,
     FixedSplits,
-    SplitShards,
+    corpus_parts,
     fixed_splits,
     say_left_out,
-    split_shards,
     training_documents,
 )
-from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint, tokenizer_files
-from mixer.data.progress import PROGRESS_FILE, Progress
-from mixer.data.tokenise import Counts, TokeniseShard
-from mixer.data.tokenise_all import tokenise_all
+from mixer.data.manifest import Manifest, SplitManifest, fingerprint, tokenizer_files
+from mixer.data.token_writer import PROGRESS_FILE, Progress, write_tokens
+from mixer.data.tokenise import Counts, Tokenise
 from mixer.data.tokenizer import (
-    TRAINING_PIECE,
+    TrainingSample,
     existing_tokenizer,
     load_tokenizer,
     loss_of_text,
-    pieces,
     train_tokenizer,
     vocabulary_size,
 )
 
-# The tokenizer is trained on at most this much text: enough for any vocabulary, and it limits the
-# memory.
-SAMPLE_BYTES = 100_000_000
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
 ADDED_LATER = ("validation_path", "validation_split")
-IDENTITY_FILE = "identity.json"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -100,21 +93,13 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 
 def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write everything beside `directory`, then give it that name. The lock is held."""
-    shards = split_shards(config, say)
-    fixed = fixed_splits(shards, config)
+    corpus = corpus_parts(config, say)
+    fixed = fixed_splits(corpus, config)
     # The host is in the name because locks do not reach across machines on every shared file
     # system. On this host nobody else writes such a directory, since we hold the lock.
     partial = directory.with_name(f"{directory.name}.partial-{socket.gethostname()}")
-    identity = _identity(config, shards)
-    known = partial / IDENTITY_FILE
-    if not known.is_file() or known.read_text() != identity:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        write_text(known, identity)
     try:
-        if not (partial / "manifest.json").is_file():
-            _write(config, shards, fixed, partial, say)
-        manifest = Manifest.load(partial)
+        manifest = _write(config, corpus, fixed, partial, say)
     except UserError as error:
         if not isinstance(error, Interrupted):
             shutil.rmtree(partial, ignore_errors=True)
@@ -128,13 +113,13 @@ def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     return manifest
 
 
-def _identity(config: DataConfig, shards: SplitShards) -> str:
+def _identity(config: DataConfig, corpus: Corpus) -> str:
     """What an interrupted preparation must have in common with this one to be continued."""
-    identities = repr([(split, shard.identity) for split, shard in shards])
+    identities = repr([(split, part.identity) for split, part in corpus])
     # Nothing is flushed to the disk before the end, so after a crash of the machine the parts that
     # are there may not be whole.
     boot = BOOT.read_text().strip() if BOOT.is_file() else ""
-    known = {"shards": hashlib.sha256(identities.encode()).hexdigest(), "boot": boot}
+    known = {"parts": hashlib.sha256(identities.encode()).hexdigest(), "boot": boot}
     return json.dumps(_settings(config) | known)
 
 
@@ -175,106 +160,82 @@ def _settings(config: DataConfig) -> dict:
 
 
 def _write(
-    config: DataConfig, shards: SplitShards, fixed: FixedSplits, partial: Path, say: Say
-) -> None:
+    config: DataConfig, corpus: Corpus, fixed: FixedSplits, partial: Path, say: Say
+) -> Manifest:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
-    tokenizer, progress = _tokenizer(config, shards, fixed, partial, say)
-    vocab_size = vocabulary_size(tokenizer)
+    identity, progress = _identity(config, corpus), Progress.load(partial)
+    if progress and progress.identity == identity:
+        say(f"going on after {progress.total.documents} documents")
+        tokenizer = load_tokenizer(partial)  # config.tokenizer may be another one by now
+    else:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        tokenizer, sample_bytes, loses = _tokenizer(config, corpus, fixed, say)
+        tokenizer.save_pretrained(str(partial / "tokenizer"))
+        progress = Progress(identity, sample_bytes, loses)
+        progress.save(partial)
+    vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
-    task = TokeniseShard(
-        partial / "shards",
-        specification,
-        dtype,
-        tokenizer.eos_token_id,
-        config.validation_fraction,
-        fixed,
-    )
-    files = {name: SplitFiles(partial, name, dtype, progress.splits[name]) for name in SPLITS}
-    tokenise_all(config, shards, task, progress, files, say)
+    task = Tokenise(specification, dtype, eos, config.validation_fraction, fixed)
+    write_tokens(config, corpus, task, progress, partial, say)
     held_out = validation_source(config)
     if held_out:
         say_left_out(progress.splits["validation"], held_out, say)
-    of_config = ["train"] if held_out else SPLITS
-    say_left_out(sum((progress.splits[name] for name in of_config), Counts()), config, say)
-    splits = {}
-    for name, counts in progress.splits.items():
-        values = asdict(counts) | files[name].close()
-        del values["missing"], values["blank"]
-        splits[name] = SplitManifest(**values)
+    say_left_out(progress.splits["train"] if held_out else progress.total, config, say)
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,
-        "eos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": eos,
         "tokenizer_sha256": sha256(partial / "tokenizer" / "tokenizer.json"),
         "tokenizer_bytes": progress.tokenizer_bytes,
         "tokenizer_files": tokenizer_files(partial),
         "tokenizer_loses": progress.tokenizer_loses,
         "settings": _settings(config),
-        "splits": splits,
+        "splits": {name: _recorded(partial, name, c) for name, c in progress.splits.items()},
     }
     manifest = Manifest(**values, fingerprint=fingerprint(values))
     write_text(partial / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
+    return manifest
+
+
+def _recorded(partial: Path, split: str, counts: Counts) -> SplitManifest:
+    values = asdict(counts)
+    del values["missing"], values["blank"]
+    hashes = [sha256(partial / name) for name in (f"{split}.bin", f"{split}.docs.bin")]
+    return SplitManifest(**values, tokens_sha256=hashes[0], documents_sha256=hashes[1])
 
 
 def _tokenizer(
-    config: DataConfig, shards: SplitShards, fixed: FixedSplits, partial: Path, say: Say
-):
-    """The tokenizer, saved in `partial`, and how far the preparation is."""
-    file = partial / "shards" / PROGRESS_FILE
-    if file.is_file():
-        progress = Progress.load(file)
-        say(f"going on from {progress.shards} of {len(shards)} shards")
-        return load_tokenizer(partial), progress  # config.tokenizer may be another one by now
-    tokenizer_bytes, loses = 0, ""
-    if config.tokenizer == "train":
-        # The trainer has threads of its own. Their number is read once, at first use.
-        if config.workers:
-            os.environ["RAYON_NUM_THREADS"] = str(config.workers)
-        tokenizer, tokenizer_bytes = _train(config, shards, fixed, say)
-    else:
+    config: DataConfig, corpus: Corpus, fixed: FixedSplits, say: Say
+) -> tuple["PreTrainedTokenizerFast", int, str]:
+    """The tokenizer, the bytes of text that it was trained on, and what it loses of the text."""
+    texts = training_documents(corpus, config, fixed)
+    if config.tokenizer != "train":
         tokenizer = existing_tokenizer(config.tokenizer)
-        if loses := loss_of_text(tokenizer, training_documents(shards, config, fixed)):
+        if loses := loss_of_text(tokenizer, texts):
             say(loses)
-    tokenizer.save_pretrained(str(partial / "tokenizer"))
-    progress = Progress(tokenizer_bytes, loses)
-    file.parent.mkdir(exist_ok=True)
-    progress.save(file)
-    return tokenizer, progress
-
-
-def _train(config: DataConfig, shards: SplitShards, fixed: FixedSplits, say: Say):
-    """Train the BPE on the training documents, or their first SAMPLE_BYTES. Returns it and how many
-    bytes it saw.
-    """
-    began, seen = time.perf_counter(), 0
-    documents = training_documents(shards, config, fixed)
-
-    def sample():
-        nonlocal seen
-        while seen < SAMPLE_BYTES and (text := next(documents, None)) is not None:
-            for piece in pieces(text, TRAINING_PIECE):
-                seen += len(piece.encode())
-                yield piece
-
-    texts = sample()
-    tokenizer = train_tokenizer(texts, config.vocab_size)
-    is_part = next(texts, None) is not None or next(documents, None) is not None
-    part = "the first " if is_part else ""
+        return tokenizer, 0, loses
+    # The trainer has threads of its own. Their number is read once, at first use.
+    if config.workers:
+        os.environ["RAYON_NUM_THREADS"] = str(config.workers)
+    sample, began = TrainingSample(texts), time.perf_counter()
+    tokenizer = train_tokenizer(sample, config.vocab_size)
+    part = "the first " if sample.is_part else ""
     too_small = len(tokenizer) < config.vocab_size
     note = f" (the corpus is too small for {config.vocab_size})" if too_small else ""
     say(
-        f"tokenizer: {len(tokenizer)} tokens, trained on {part}{seen / 1e6:.1f} MB "
+        f"tokenizer: {len(tokenizer)} tokens, trained on {part}{sample.bytes / 1e6:.1f} MB "
         f"in {time.perf_counter() - began:.1f} s{note}"
     )
-    return tokenizer, seen
+    return tokenizer, sample.bytes, ""
 
 
 def _publish(partial: Path, directory: Path) -> None:
     """Give `partial` its name. Raises FileExistsError if the name is taken."""
-    shutil.rmtree(partial / "shards", ignore_errors=True)
     flush_tree(partial)
-    (partial / IDENTITY_FILE).unlink()  # last: without it, a killed process has to start again
+    for file in partial.glob(f"{PROGRESS_FILE}*"):  # without it, a killed process starts again
+        file.unlink()
     try:
         publish(partial, directory)
     except OSError as error:

@@ -1,35 +1,50 @@
-"""The texts of a shard, read as its source stores them: a text a file, or a text a row."""
+"""The texts of a part of a source: a text a file, or a text a row. All are read as a stream, except
+for the file of a `text` source, which is one document.
+"""
 
+import bz2
+import codecs
+import gzip
+import io
 import json
+import lzma
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mixer.common.errors import UserError
-from mixer.data import sources
-from mixer.data.sources import LONGEST_LINE, Shard, open_file
+from mixer.common.errors import Interrupted, UserError, first_line, is_refusal
+from mixer.data.config import DataConfig
+from mixer.data.sources import COMPRESSED, Part, open_dataset, python_text
 
+LONGEST_LINE = 1 << 30  # bytes; a line is held in memory
 PARQUET_ROWS = 256  # read at once
-BLOCK = 1 << 20  # bytes
+ROWS_WITHOUT_FIELD = 1000  # a file that begins with this many has another field for its text
 WHITE_SPACE = re.compile(r"\s*")
 
 
-def shard_texts(shard: Shard) -> Iterator[str | None]:
-    """The text of each row or file of a shard; None where there is none: a row without the text
-    field, a file of the builtin source that is not UTF-8.
+def part_texts(part: Part) -> Iterator[str | None]:
+    """The text of each row or file of a part; None where there is none: a row without the text
+    field, a file of the builtin source that is not UTF-8. An empty line is an empty text.
 
-    Raises UserError for text that is not UTF-8, a first part of a file in which no row has the text
-    field, a field that is not text, and whatever else cannot be read.
+    Raises UserError for text that is not UTF-8, a file in which no row has the text field, a field
+    that is not text, and whatever else cannot be read.
     """
-    number = 1  # of the row that is being read
+    config, number, unit = part.config, 1, "row"
+
+    def place() -> str:
+        is_one_text = config.source in ("builtin", "text")
+        return part.name if is_one_text else f"{unit} {number} of {part.name}"
+
     try:
-        for text in READERS[shard.config.source](shard):
+        read = READERS[config.source]
+        if config.source == "jsonl" and _has_row_a_line(part.file):
+            read, unit = _line_texts, "line"
+        for text in read(part):
             if not isinstance(text, str | None):
                 raise UserError(
-                    f"field {shard.config.text_field!r} of {_place(shard, number)} holds "
-                    f"{type(text).__name__}, not text; give a field of text as data.text_field "
-                    "(eval.py: --text-field)"
+                    f"field {config.text_field!r} of {place()} holds {type(text).__name__}, not "
+                    "text; give a field of text as data.text_field (eval.py: --text-field)"
                 )
             if text:
                 text.encode()  # half of a surrogate pair, which JSON can spell, is no text
@@ -38,88 +53,35 @@ def shard_texts(shard: Shard) -> Iterator[str | None]:
     except UserError:
         raise
     except Exception as error:
-        raise sources.cannot_read(_place(shard, number), shard.config, error) from error
+        raise _cannot_read(place(), config, error) from error
 
 
-def _place(shard: Shard, number: int) -> str:
-    """Names row or file `number` (from 1) of a shard."""
-    config = shard.config
+def _cannot_read(place: str, config: DataConfig, error: Exception) -> UserError:
+    """The error for what a library raised: datasets, pyarrow, json, zlib and the network each have
+    kinds of their own.
+    """
+    remedy = "correct the file, or copy it again if it is cut short"
     if config.source == "hub":
-        name = " ".join(filter(None, (config.path, config.subset, config.split)))
-        return f"row {number} of part {shard.start + 1} of {shard.stop} of hub dataset {name}"
-    if config.source in ("builtin", "text"):
-        return str(shard.files[number - 1])
-    file = shard.files[0]
-    if config.source == "parquet":
-        return f"row {number} from row group {shard.start} of {file}"
-    if not shard.stop:
-        return f"row {number} of {file}"
-    with open(file, "rb") as opened:
-        left = _to_line(opened, shard)
-        opened.seek(0)
-        while left and (block := opened.read(min(left, BLOCK))):
-            left -= len(block)
-            number += block.count(b"\n")
-    return f"line {number} of {file}"
+        remedy = "check these names and the network; for .zst files, pip install backports.zstd"
+    kind = Interrupted if config.source == "hub" or is_refusal(error) else UserError
+    return kind(f"cannot read {place}: {first_line(error)}; {remedy}")
 
 
-# --- a text a file -----------------------------------------------------------
+# --- files, compressed or not ------------------------------------------------
 
 
-def _file_texts(shard: Shard) -> Iterator[str]:
-    for file in shard.files:
-        with open_file(file) as opened:
-            raw = opened.read()  # bytes, not text mode: line ends stay as they are
-        try:
-            yield raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{file} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}. "
-                f"Convert it (for example `iconv -f LATIN1 -t UTF-8 {file}`), or leave it out"
-            ) from None
+def _open_zst(file: Path, mode: str) -> BinaryIO:
+    import pyarrow  # it comes with `datasets`
+
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
 
 
-# --- a text a row: jsonl, parquet, hub ---------------------------------------
+OPENERS = dict(zip(COMPRESSED, (gzip.open, bz2.open, lzma.open, _open_zst), strict=True))
 
 
-def _field_texts(shard: Shard, rows: Iterator[dict]) -> Iterator[str | None]:
-    """The text field of each row; "" for an empty row, as which an empty line counts."""
-    name, fields, found = shard.config.text_field, (), False
-    for row in rows:
-        fields, found = fields or row.keys(), found or name in row
-        yield row.get(name) if row else ""
-    if fields and not found and not shard.start:
-        raise sources.no_field(_place(shard, 1), name, fields)
-
-
-def _json_texts(shard: Shard) -> Iterator[str | None]:
-    rows = _line_rows(shard) if shard.stop else _value_rows(shard.files[0])
-    return _field_texts(shard, map(_object, rows))
-
-
-def _object(row: object) -> dict:
-    if not isinstance(row, dict):
-        raise ValueError(f"it holds {type(row).__name__}, not an object")
-    return row
-
-
-def _line_rows(shard: Shard) -> Iterator:
-    """The values of the lines that begin in a range of bytes."""
-    with open_file(shard.files[0]) as file:
-        place = _to_line(file, shard)
-        while place < shard.stop and (line := _read(file.readline)):
-            place += len(line)
-            yield json.loads(line) if line.strip() else {}
-
-
-def _value_rows(path: Path) -> Iterator:
-    """The rows of a file without a row a line: an array of them, or objects of several lines."""
-    with open_file(path) as file:
-        text = _read(file.read).decode("utf-8-sig").rstrip()
-    decoder, place = json.JSONDecoder(), 0
-    while place < len(text):
-        value, place = decoder.raw_decode(text, WHITE_SPACE.match(text, place).end())
-        yield from value if isinstance(value, list) else [value]
+def _open(file: Path) -> BinaryIO:
+    """Opens a file for reading; a compressed one, which its suffix shows, as what it holds."""
+    return OPENERS.get(file.suffix.lower(), open)(file, "rb")
 
 
 def _read(read: Callable[[int], bytes]) -> bytes:
@@ -129,42 +91,94 @@ def _read(read: Callable[[int], bytes]) -> bytes:
     return data
 
 
-def _to_line(file: BinaryIO, shard: Shard) -> int:
-    """Moves to the first line that begins in the shard, and returns where that is."""
-    if not shard.start:
-        return 0
-    place = file.seek(shard.start - 1)
-    while place < shard.stop and (part := file.readline(BLOCK)):
-        place += len(part)
-        if part.endswith(b"\n"):
+def _file_text(part: Part) -> Iterator[str]:
+    with _open(part.file) as file:
+        raw = file.read()  # bytes, not text mode: line ends stay as they are
+    try:
+        yield raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{part.file} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}. "
+            f"Convert it (for example `iconv -f LATIN1 -t UTF-8 {part.file}`), or leave it out"
+        ) from None
+
+
+# --- rows: jsonl, parquet, hub -----------------------------------------------
+
+
+def _field_texts(part: Part, rows: Iterable[object]) -> Iterator[str | None]:
+    """The text field of each row; "" for an empty row."""
+    name, fields, seen, found = part.config.text_field, (), 0, False
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"it holds {type(row).__name__}, not an object")
+        fields, seen, found = fields or row.keys(), seen + bool(row), found or name in row
+        if seen > ROWS_WITHOUT_FIELD and not found:
             break
-    return place
+        yield row.get(name) if row else ""
+    if fields and not found:
+        raise _no_field(part, fields)
 
 
-def _parquet_texts(shard: Shard) -> Iterator[str | None]:
+def _no_field(part: Part, fields: Iterable[str]) -> UserError:
+    return UserError(
+        f"{part.name} has no field {part.config.text_field!r}; its fields: "
+        f"{', '.join(sorted(fields))}. Give one of them as data.text_field (eval.py: --text-field)"
+    )
+
+
+def _has_row_a_line(path: Path) -> bool:
+    with _open(path) as file:
+        first = file.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8).strip()
+    return first.startswith(b"{") and first.endswith(b"}")
+
+
+def _line_texts(part: Part) -> Iterator[str | None]:
+    with _open(part.file) as file:
+        lines = iter(lambda: _read(file.readline), b"")
+        yield from _field_texts(part, (json.loads(line) if line.strip() else {} for line in lines))
+
+
+def _value_texts(part: Part) -> Iterator[str | None]:
+    """Of a JSON file without a row a line: an array of rows, or rows of several lines."""
+
+    def rows() -> Iterator:
+        with _open(part.file) as file:
+            text = _read(file.read).decode("utf-8-sig").rstrip()
+        decoder, place = json.JSONDecoder(), 0
+        while place < len(text):
+            value, place = decoder.raw_decode(text, WHITE_SPACE.match(text, place).end())
+            yield from value if isinstance(value, list) else [value]
+
+    return _field_texts(part, rows())
+
+
+def _parquet_texts(part: Part) -> Iterator[str | None]:
     from pyarrow.parquet import ParquetFile
 
-    with ParquetFile(shard.files[0]) as file:
-        groups = range(shard.start, shard.stop)
-        for batch in file.iter_batches(PARQUET_ROWS, groups, [shard.config.text_field]):
-            yield from (text.as_py() for text in batch.column(0))
+    name = part.config.text_field
+    with ParquetFile(part.file) as file:
+        if name not in file.schema_arrow.names:
+            raise _no_field(part, file.schema_arrow.names)
+        for batch in file.iter_batches(PARQUET_ROWS, columns=[name]):
+            yield from batch.column(0).to_pylist()
 
 
-def _hub_texts(shard: Shard) -> Iterator[str | None]:
-    config = shard.config
+def _hub_texts(part: Part) -> Iterator[str | None]:
+    config = part.config
     try:
-        rows = sources.open_dataset(config.path, config.subset, config.split, shard.revision)
-        if shard.stop > 1:
-            rows = rows.shard(num_shards=shard.stop, index=shard.start)
-        yield from _field_texts(shard, rows)
+        rows = open_dataset(config.path, config.subset, config.split, part.revision)
+        if part.count > 1:
+            rows = rows.shard(num_shards=part.count, index=part.number)
+        yield from _field_texts(part, rows)
     except StopIteration:  # how `datasets` says that the files hold no row at all
         return
 
 
 READERS = {
-    "builtin": lambda shard: sources.decoded_files(shard.files),
-    "text": _file_texts,
-    "jsonl": _json_texts,
+    "builtin": lambda part: [python_text(part.file)],
+    "text": _file_text,
+    "jsonl": _value_texts,
     "parquet": _parquet_texts,
     "hub": _hub_texts,
 }

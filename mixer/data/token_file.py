@@ -29,7 +29,7 @@ class TokenFile:
 
     Opening it compares the files with their SHA-256, once on each machine; `say` is told how far
     that is. Raises UserError if the data is missing, cut short, changed, made by another tokenizer
-    than the one beside it, holds ids beyond its vocabulary, or is shorter than one sample.
+    than the one beside it, or is shorter than one sample.
     """
 
     def __init__(
@@ -47,13 +47,6 @@ class TokenFile:
         self.manifest = Manifest.load(directory)
         self.manifest.verify(directory)
         counts = self.manifest.splits[split]
-        if counts.max_token_id >= self.manifest.vocab_size:
-            raise UserError(
-                f"{self.directory / split}.bin holds token id {counts.max_token_id}, beyond its "
-                f"vocabulary of {self.manifest.vocab_size}; delete {directory} and prepare again"
-            )
-        if not counts.documents:
-            raise UserError(f"{directory} holds no {split} documents; delete it and prepare again")
         self.manifest.verify_content(directory, split, say)
         self.packed = self.manifest.settings["packed"]
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
@@ -101,11 +94,6 @@ class TokenFile:
         target -100.
         """
         indices = np.asarray(indices, dtype=np.int64)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < self.samples:
-            raise IndexError(
-                f"sample indices {indices.min()}..{indices.max()} given, allowed "
-                f"0..{self.samples - 1}"
-            )
         rows = np.full((len(indices), self.context + 1), self.manifest.eos_token_id, dtype=np.int64)
         ignored = np.zeros((len(indices), self.context), dtype=bool)
         for row, index in enumerate(indices):

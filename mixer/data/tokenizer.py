@@ -25,6 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Characters. Longer documents are tokenised piece by piece, so that one huge file does not fill the
 # memory.
 PIECE = 1 << 20
+SAMPLE_BYTES = 100_000_000  # of text, at most, that a BPE is trained on
 # The trainer takes time quadratic in the longest run without a break (a line of base64, say), so it
 # gets shorter ones.
 TRAINING_PIECE = 1 << 12
@@ -101,9 +102,36 @@ def _read_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+class TrainingSample:
+    """The beginning of the texts, in the short pieces that `train_tokenizer` takes: enough for any
+    vocabulary, and little enough for the memory.
+    """
+
+    def __init__(self, texts: Iterable[str]):
+        self.texts, self.bytes, self.is_part = texts, 0, False
+
+    def __iter__(self) -> Iterator[str]:
+        seen, size = set(), 0  # the distinct words, and what they take
+        for text in self.texts:
+            if self.bytes >= SAMPLE_BYTES:
+                self.is_part = True
+                return
+            for piece in pieces(text, TRAINING_PIECE):
+                self.bytes += len(piece.encode())
+                new = set(DISTINCT_WORD.findall(piece)) - seen
+                seen |= new
+                size += sum(
+                    len(word.encode()) + 8 for word in new
+                )  # each costs some beside its bytes
+                if size > DISTINCT_BYTES:
+                    self.is_part = True
+                    return
+                yield piece
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE of at most `vocab_size` tokens: any text comes back exactly, and the same
-    texts give the same BPE. Of texts with very many distinct words it reads only the beginning.
+    texts, such as a `TrainingSample`, give the same BPE.
 
     There is no normaliser and no prefix space, and all 256 bytes are in the vocabulary, so nothing
     is ever unknown. `<|endoftext|>` is id 0: EOS and padding.
@@ -119,7 +147,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_pieces(texts), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
@@ -127,19 +155,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
         # the clean-up would eat spaces before punctuation on decoding
         clean_up_tokenization_spaces=False,
     )
-
-
-def _training_pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Short pieces of the texts, until their distinct words have DISTINCT_BYTES."""
-    seen, size = set(), 0
-    for text in texts:
-        for piece in pieces(text, TRAINING_PIECE):
-            new = set(DISTINCT_WORD.findall(piece)) - seen
-            seen |= new
-            size += sum(len(word.encode()) + 8 for word in new)  # each costs some beside its bytes
-            if size > DISTINCT_BYTES:
-                return
-            yield piece
 
 
 def raw_encoder(tokenizer: "PreTrainedTokenizerFast") -> Callable[[list[str]], list[list[int]]]:

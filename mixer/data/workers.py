@@ -9,17 +9,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain, islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
 from mixer.common.errors import Interrupted, UserError
 
-# Jobs handed out beyond the one whose result is next, for each worker.
-AHEAD = 8
+FEW = 4  # jobs that are done before a worker has started
 PACKAGE = Path(__file__).parents[1]
 # The package without its __init__, which imports torch: that takes seconds and hundreds of MB, and
 # no worker needs it.
@@ -31,8 +33,6 @@ from mixer.data.workers import serve
 serve(int(sys.argv[1]))
 """
 
-Task = Callable[..., object]  # called with a job, and with a function that takes its updates
-
 
 def available_cores() -> int:
     """How many cores this process may use."""
@@ -41,55 +41,54 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def results(task: Task, jobs: Iterable, workers: int, on_update: Callable) -> Iterator:
-    """(job, `task(job, send_update)`) of each job, in the order of the jobs, computed by `workers`
-    processes. One worker is this process itself.
+def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
+    """(job, `task(job)`) of each job, in the order of the jobs, computed by at most `most`
+    processes. Few jobs are done in this process.
 
-    A task's updates go to `on_update` at once, in any order. Task, jobs, updates and results are
-    pickled; the task is a picklable object of this package. An exception in a task is raised here.
-    Raises UserError if a worker is killed. The workers end when the generator does.
+    At most 2 * `most` jobs are held at a time; task, jobs and results are pickled. An exception of
+    the task is raised here. Raises UserError if a worker is killed. The workers end when the
+    generator does.
     """
-    if workers == 1:
-        yield from ((job, task(job, on_update)) for job in jobs)
+    jobs = iter(jobs)
+    first = list(islice(jobs, FEW))
+    jobs = chain(first, jobs)
+    if most == 1 or len(first) < FEW:
+        yield from ((job, task(job)) for job in jobs)
         return
-    processes = [_Worker(task) for _ in range(workers)]
+    workers: list[_Worker] = []
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+
+    def do(job: object) -> tuple:
+        worker = idle.get()
+        try:
+            return job, worker.do(job)
+        finally:
+            idle.put(worker)
+
+    threads, given = ThreadPoolExecutor(most), deque()  # a thread waits for each busy worker
     try:
-        yield from _in_order(processes, jobs, on_update)
+        for job in jobs:
+            if len(workers) < most:
+                workers.append(_Worker(task))
+                idle.put(workers[-1])
+            given.append(threads.submit(do, job))
+            if len(given) == 2 * most:
+                yield given.popleft().result()
+        while given:
+            yield given.popleft().result()
     finally:
-        for process in processes:
-            process.kill()
-
-
-def _in_order(workers: list["_Worker"], jobs: Iterable, on_update: Callable) -> Iterator:
-    jobs, more = enumerate(jobs), True
-    idle, busy, done, given, taken = list(workers), {}, {}, 0, 0
-    while more or busy or done:
-        while more and idle and given - taken < AHEAD * len(workers):
-            if more := (numbered := next(jobs, None)) is not None:
-                worker = idle.pop()
-                worker.give(numbered[1])
-                busy[worker.connection] = *numbered, worker
-                given += 1
-        for connection in wait(list(busy)) if busy and taken not in done else ():
-            number, job, worker = busy[connection]
-            kind, value = worker.receive()
-            if kind == "error":
-                raise value
-            if kind == "update":
-                on_update(value)
-                continue
-            done[number] = job, value
-            idle.append(worker)
-            del busy[connection]
-        while taken in done:
-            yield done.pop(taken)
-            taken += 1
+        for worker in workers:
+            worker.process.kill()
+        threads.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.process.wait()
+            worker.connection.close()
 
 
 class _Worker:
     """One worker process, seen from here."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Callable):
         self.connection, other_end = multiprocessing.Pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-c", START, str(other_end.fileno())],
@@ -105,60 +104,36 @@ class _Worker:
             },
         )
         other_end.close()
-        self.give(task)
+        self.connection.send(task)
 
-    def give(self, value) -> None:
+    def do(self, job: object) -> object:
         try:
-            self.connection.send(value)
-        except OSError:
-            raise self._ended() from None
-
-    def receive(self) -> tuple[str, object]:
-        try:
-            return self.connection.recv()
+            self.connection.send(job)
+            result = self.connection.recv()
         except (EOFError, OSError):
-            raise self._ended() from None
-
-    def _ended(self) -> Interrupted:
-        status = self.process.wait()
-        how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        return Interrupted(
-            f"a worker process ended {how} before it was done; if memory is short, set a smaller "
-            "data.workers. Started again, the preparation goes on from what is done"
-        )
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-
-
-# --- in the worker -----------------------------------------------------------
+            status = self.process.wait()
+            how = f"by signal {-status}" if status < 0 else f"with status {status}"
+            raise Interrupted(
+                f"a worker process ended {how} before it was done; if memory is short, set a "
+                "smaller data.workers. Started again, the preparation goes on from what is done"
+            ) from None
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def serve(descriptor: int) -> None:
     """The main function of a worker: does jobs until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends its workers
     connection = Connection(descriptor)
-    task = connection.recv()
-    jobs: SimpleQueue = SimpleQueue()
-    threading.Thread(target=_take_jobs, args=(connection, jobs), daemon=True).start()
-    while True:
-        try:
-            answer = "result", task(jobs.get(), lambda update: connection.send(("update", update)))
-        except BaseException as error:
-            if not isinstance(error, UserError | OSError):  # a mistake of ours
-                error.add_note(f"In a worker process:\n{traceback.format_exc()}")
-            answer = "error", error
-        connection.send(answer)
-
-
-def _take_jobs(connection: Connection, jobs: SimpleQueue) -> None:
-    """Puts what arrives into the queue, and ends this process at once when the parent is gone, also
-    in the middle of a job.
-    """
-    try:
+    with suppress(EOFError, OSError):  # the parent is gone
+        task = connection.recv()
         while True:
-            jobs.put(connection.recv())
-    except (EOFError, OSError):
-        os._exit(1)
+            job = connection.recv()
+            try:
+                result = task(job)
+            except Exception as error:
+                if not isinstance(error, UserError | OSError):  # a mistake of ours
+                    error.add_note(f"In a worker process:\n{traceback.format_exc()}")
+                result = error
+            connection.send(result)

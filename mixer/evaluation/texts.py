@@ -18,7 +18,7 @@ from mixer.common.ranks import rank
 from mixer.common.say import say_on_stderr
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
-from mixer.data.sources import SUFFIXES, Shard, file_shards, local_files, source_shards
+from mixer.data.sources import SUFFIXES, Part, local_files, source_parts
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder, token_bytes
 
@@ -45,14 +45,14 @@ class Text:
 
     def add(
         self,
-        shards: Iterable[Shard],
+        parts: Iterable[Part],
         settings: DataConfig,
         tokenizer: PreTrainedTokenizerFast,
         every_token: bool,
     ) -> None:
-        """Adds the documents of the shards. Raises UserError if all are too short to be scored."""
+        """Adds the documents of the parts. Raises UserError if all are too short to be scored."""
         encode, before, least = raw_encoder(tokenizer), len(self.streams), 1 if every_token else 2
-        for document in documents(shards, settings, every_token, say):
+        for document in documents(parts, settings, every_token, say):
             ids = [np.array(ids, dtype=np.int64) for ids in encode(list(pieces(document)))]
             self.streams.append(np.concatenate(ids))
             self.bytes += len(document.encode("utf-8", errors="replace"))
@@ -88,16 +88,15 @@ def text_from_files(
         settings = DataConfig(
             source="text", path=path, text_field=text_field, max_documents=max_documents
         )
-        text.add(_shards(settings), settings, tokenizer, every_token)
+        text.add(_parts(settings), settings, tokenizer, every_token)
     return text
 
 
-def _shards(settings: DataConfig) -> Iterator[Shard]:
-    """The shards of all files that a path names, each read as its name says."""
-    for file in local_files(settings, say):
+def _parts(settings: DataConfig) -> Iterator[Part]:
+    """All files that a path names, each to be read as its name says."""
+    for file in local_files(settings, say, "--text"):
         kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
-        as_named = replace(settings, source=next(kinds, "text"))
-        yield from file_shards(as_named, [file])
+        yield Part(replace(settings, source=next(kinds, "text")), file)
 
 
 def text_from_hub(
@@ -123,7 +122,7 @@ def text_from_hub(
     public_name = Path(name).resolve().name if Path(name).exists() else name
     names = (" ".join(filter(None, (one, subset, split))) for one in (name, public_name))
     text = Text(*names, counted="the documents")
-    text.add(source_shards(settings, say), settings, tokenizer, every_token)
+    text.add(source_parts(settings, say), settings, tokenizer, every_token)
     return text
 
 

@@ -232,14 +232,15 @@ def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: An
 
 
 def _nearest(key: str, keys: dict) -> str:
-    """What may have been meant by an unknown key: the same name in another section, or a key that
-    is written alike.
+    """What may have been meant by an unknown key: the same name in another section, or a name of
+    its section that is written alike.
     """
     if key in RENAMED:
         return f"; it is now {RENAMED[key]}, or nothing where it was disabled"
-    name = key.rpartition(".")[2]
+    section, _, name = key.rpartition(".")
     near = [other for other in keys if other.rpartition(".")[2] == name]
-    near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    alike = {other.rpartition(".")[2]: other for other in keys if other.startswith(section)}
+    near = near or [alike[one] for one in difflib.get_close_matches(name, alike, 1, cutoff=0.5)]
     return f"; did you mean {near[0]}?" if near else "; allowed keys: python train.py --help"
 
 

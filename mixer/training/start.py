@@ -162,7 +162,7 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
     step, steps = state.counters.step, run.train.steps
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
-        f"{world.size} process(es){engine} on {name}",
+        f"{world.size} {'process' if world.size == 1 else 'processes'}{engine} on {name}",
         f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
         f"{samples:,} samples",
     ]

@@ -18,7 +18,7 @@ from texts import HARD, documents_of, quiet
 
 from mixer.common.errors import UserError
 from mixer.common.locks import locked
-from mixer.data import readers, sources
+from mixer.data import corpus, readers
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.workers import START
@@ -49,14 +49,12 @@ def settings(path, **changes) -> DataConfig:
 
 
 @pytest.mark.parametrize("suffix", COMPRESSIONS)
-def test_lines_are_read_alike_whatever_compresses_them(tmp_path, monkeypatch, suffix):
+def test_lines_are_read_alike_whatever_compresses_them(tmp_path, suffix):
     """Also where another field changes its type late, and after a byte order mark."""
     file = tmp_path / f"rows.jsonl{suffix}"
     rows = [{"text": f"document {n}", "note": None} for n in range(2000)]
     rows += [{"text": HARD, "note": "text"}, {"text": "x" * 5000, "note": [3, {}]}, {"text": "end"}]
     data = b"\xef\xbb\xbf" + lines(rows[:1]) + b"\n" + lines(rows[1:])
-    monkeypatch.setattr(sources, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(readers, "BLOCK", 100)
     file.write_bytes(COMPRESSIONS[suffix](data))
     assert documents_of(settings(tmp_path)) == [row["text"] for row in rows]
     text = DataConfig(source="text", path=str(file))
@@ -144,12 +142,12 @@ def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsy
     assert len(documents_of(config)) == 95
     prepare(config, said.append)
     expected = f"left out: of 102 entries of {config.path}, 4 have no text in field 'text', 3 are "
-    expected += "empty or white space alone"
+    expected += "empty or blank"
     assert expected in said and expected in capsys.readouterr().err
 
 
 def test_a_refused_or_failed_preparation_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SHARD_BYTES", 200)
+    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 200)
     (tmp_path / "t").mkdir()
     (tmp_path / "t/tokenizer.json").write_text("{}")
     rows = [{"text": f"document {n}"} for n in range(100)]
@@ -166,24 +164,19 @@ def test_a_refused_or_failed_preparation_leaves_nothing_behind(tmp_path, monkeyp
             assert set(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["progress.json", "*/counts.json", "train.bin"])
+@pytest.mark.parametrize("name", ["progress.json", "train.bin"])
 def test_damage_to_an_unfinished_preparation_is_named_and_the_next_one_works(
     tmp_path, monkeypatch, name
 ):
-    monkeypatch.setattr(sources, "SHARD_BYTES", 200)
+    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 200)
     (tmp_path / "rows.jsonl").write_bytes(lines([{"text": f"document {n}"} for n in range(100)]))
     config = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "d"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("mixer.data.tokenise_all.append_shard", interrupt)
+        patch.setattr("mixer.data.token_writer._report", interrupt)  # of all that was written
         prepare(config, quiet)
-    (partial,) = tmp_path.glob("d.partial-*")
-    if name == "train.bin":
-        progress = json.loads((partial / "shards/progress.json").read_text())
-        progress["splits"]["train"]["tokens"] = 10**6
-        (partial / "shards/progress.json").write_text(json.dumps(progress))
-    for file in partial.glob(f"shards/{name}"):
-        file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(UserError, match=f"{name.strip('*/')} is .*give the same command again"):
+    (file,) = tmp_path.glob(f"d.partial-*/{name}")
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(UserError, match=f"{name} is .*give the same command again"):
         prepare(config, quiet)
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
     prepare(config, quiet)

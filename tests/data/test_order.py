@@ -1,15 +1,43 @@
 """The order of the samples: each epoch another permutation, and a position is all of its state."""
 
 import numpy as np
+import pytest
 
 from mixer.data.order import SampleOrder
 
 
-def test_each_epoch_is_another_permutation_and_depends_on_the_seed():
-    order = SampleOrder(100, seed=3)
-    epochs = [order.indices(epoch * 100, 100) for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in [*epochs, SampleOrder(100, seed=4).indices(0, 100)]}) == 4
+def test_the_order_is_the_same_everywhere_and_for_ever():
+    """Frozen: a change here would change what every resumed run trains on."""
+    assert SampleOrder(100, seed=0).indices(0, 10).tolist() == FROZEN_100
+    assert SampleOrder(10**10 // 512, seed=3).indices(10**9, 4).tolist() == FROZEN_LARGE
+
+
+FROZEN_100 = [44, 99, 19, 14, 21, 88, 93, 59, 55, 43]
+FROZEN_LARGE = [7707422, 7980967, 2699730, 15822793]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 1000, 4095, 4096, 4097])
+def test_an_epoch_has_each_sample_once_whatever_their_number(samples):
+    for epoch in range(3):
+        assert sorted(SampleOrder(samples, seed=1).indices(epoch * samples, samples)) == list(
+            range(samples)
+        )
+
+
+def test_the_order_looks_random():
+    samples = 100_000
+    order = SampleOrder(samples, seed=5).indices(0, samples)
+    places = np.arange(samples)
+    assert abs(np.corrcoef(order, places)[0, 1]) < 0.02
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
+    assert (
+        np.abs(np.bincount(order[: samples // 10] * 20 // samples, minlength=20) / 500 - 1).max()
+        < 0.2
+    )
+    assert (np.diff(order) == 1).sum() < 10  # two neighbours stay neighbours about once
+    others = [SampleOrder(samples, seed=6).indices(0, samples)]
+    others += [SampleOrder(samples, seed=5).indices(samples, samples)]  # the next epoch
+    assert all((order == other).sum() < 10 for other in others)
 
 
 def test_the_position_is_all_that_a_resume_needs():

@@ -5,9 +5,6 @@ data. Real processes, real signals, real files.
 import dataclasses
 import json
 import multiprocessing
-import os
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,6 @@ from texts import HARD, config_of, decoded_documents, made_texts, quiet
 from mixer.common.errors import UserError
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
-from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import train_tokenizer
 
 
@@ -106,18 +102,11 @@ def _prepare_in_process(config, lines):
         prepare(config, lambda line: (file.write(line + "\n"), file.flush()))
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """Processes that start quickly and have never used the tokenizer's threads: forked from one
-    that only imported.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mixer.data.token_file", __name__])
-    return context
-
-
-def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, processes):
-    config = config_of(tmp_path, made_texts(1500))
+def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # they are forks
+    train_tokenizer(made_texts(20), 300).save_pretrained(str(tmp_path / "tok"))
+    config = config_of(tmp_path, made_texts(1500), tokenizer=str(tmp_path / "tok"))
+    processes = multiprocessing.get_context("fork")
     running = [
         processes.Process(target=_prepare_in_process, args=(config, tmp_path / "lines"))
         for _ in range(3)
@@ -132,6 +121,7 @@ def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, processes):
         "lines",
         "prepared",
         "texts",
+        "tok",
     ]
 
 
@@ -148,40 +138,3 @@ def test_a_disk_that_fills_anywhere_is_one_error_and_with_space_the_same_data_is
         for file in files:
             made = Path(config.directory) / file.relative_to(tmp_path / "prepared")
             assert made.read_bytes() == file.read_bytes()
-
-
-def test_a_kill_at_any_moment_leaves_nothing_that_passes_for_data(tmp_path, processes):
-    config = config_of(tmp_path, made_texts(3000))
-    warm = processes.Process(
-        target=_prepare_in_process,
-        args=(config_of(tmp_path / "w", ["a", "b"]), tmp_path / "w/lines"),
-    )
-    warm.start()
-    warm.join()
-    began = time.monotonic()
-    prepare(dataclasses.replace(config, directory=str(tmp_path / "whole")), quiet)
-    whole, killed_at_work = time.monotonic() - began, 0
-    for share in (0.05, 0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
-        process = processes.Process(target=_prepare_in_process, args=(config, tmp_path / "lines"))
-        process.start()
-        process.join(whole * share)
-        process.is_alive() and os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        if not (tmp_path / "prepared").exists():
-            killed_at_work += bool(list(tmp_path.glob("prepared.partial-*")))
-            continue
-        assert TokenFile(config.directory, "train", 8).manifest == Manifest.load(tmp_path / "whole")
-        break
-    assert killed_at_work >= 2
-    assert prepare(config, quiet) == Manifest.load(tmp_path / "whole")
-    for file in (
-        "train.bin",
-        "validation.bin",
-        "train.docs.bin",
-        "validation.docs.bin",
-        "tokenizer/tokenizer.json",
-    ):
-        assert (tmp_path / "prepared" / file).read_bytes() == (
-            tmp_path / "whole" / file
-        ).read_bytes()
-    assert not list(tmp_path.glob("prepared.partial-*"))

@@ -9,9 +9,10 @@ from texts import HARD, config_of, corpus, decoded_documents, made_texts, quiet
 
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.corpus import shard_documents, split_shards
+from mixer.data.corpus import corpus_parts
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
+from mixer.data.readers import part_texts
 
 WRITTEN_BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
 
@@ -80,8 +81,8 @@ def test_a_validation_text_may_be_rows_of_a_file_or_a_split_of_the_hub(tmp_path)
     hub = dict(source="hub", path=str(tmp_path), validation_split="test")
     for settings in (rows, hub):
         config = DataConfig(**settings, vocab_size=300)
-        shards = split_shards(config)
-        found = [(split, text) for split, shard in shards for text in shard_documents(shard)]
+        parts = corpus_parts(config)
+        found = [(split, text) for split, part in parts for text in part_texts(part)]
         assert found == [("train", "a b"), ("train", "c"), ("validation", "held out")]
 
 

@@ -11,7 +11,7 @@ import torch
 from texts import config_of, made_texts, quiet
 
 from mixer.common.errors import UserError
-from mixer.data.manifest import Manifest, fingerprint
+from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import train_tokenizer
@@ -42,8 +42,6 @@ def test_packed_samples_make_every_token_but_the_first_a_target_once(prepared):
     assert torch.equal(targets.flatten(), tokens[1 : len(file) * 32 + 1])
     assert len(tokens) - 1 - len(file) * 32 < 32
     assert torch.equal(file.batch([3, 1])[0], inputs[[3, 1]])
-    with pytest.raises(IndexError, match=f"allowed 0..{len(file) - 1}"):
-        file.batch([len(file)])
 
 
 def test_exactly_one_sample_fits_in_context_plus_one_tokens(prepared):
@@ -83,9 +81,6 @@ def test_damaged_files_are_refused_on_opening(damaged):
     good = (damaged / "manifest.json").read_text()
     (damaged / "manifest.json").write_text(json.dumps(manifest))
     refused("manifest.json is not what preparing wrote")
-    manifest["fingerprint"] = fingerprint(manifest)
-    (damaged / "manifest.json").write_text(json.dumps(manifest))
-    refused("token id 300, beyond its vocabulary of 300")
     (damaged / "manifest.json").write_text(good[:-20])
     refused("manifest.json is damaged.*prepare again")
     (damaged / "manifest.json").write_text(good.replace('"format": 1', '"format": 99'))

@@ -13,10 +13,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
+from mixer.data import corpus as corpus_module
 from mixer.data import tokenizer as module
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import (
     PIECE,
+    TrainingSample,
     existing_tokenizer,
     load_tokenizer,
     pieces,
@@ -99,7 +101,8 @@ def test_the_tokenizer_is_trained_without_the_validation_text(tmp_path):
 
 def test_a_long_run_without_a_break_does_not_stall_the_training():
     began = time.monotonic()
-    train_tokenizer(["".join(random.Random(0).choices("abcd", k=PIECE))], 300)
+    text = "".join(random.Random(0).choices("abcd", k=PIECE))
+    train_tokenizer(TrainingSample([text]), 300)
     assert time.monotonic() - began < 20  # quadratic time would be many minutes
 
 
@@ -124,7 +127,8 @@ def test_a_language_without_spaces_does_not_fill_the_memory(monkeypatch, length)
             read += 3 * length
             yield "".join(generator.choices(HAN, k=length)) + "\n"
 
-    encode = token_encoder(train_tokenizer(texts(10_000), 300).backend_tokenizer.to_str(), "<u2")
+    trained = train_tokenizer(TrainingSample(texts(10_000)), 300)
+    encode = token_encoder(trained.backend_tokenizer.to_str(), "<u2")
     assert read < 250_000
     process, count = psutil.Process(), 1_300_000 // (3 * length)
     for text in texts(count):  # fills the library's own cache, of 10,000 words
@@ -133,6 +137,28 @@ def test_a_language_without_spaces_does_not_fill_the_memory(monkeypatch, length)
     for text in texts(2 * count):
         encode(text)
     assert process.memory_info().rss - before < 5_000_000  # it was four times the text
+
+
+def test_tokens_are_those_of_the_tokenizer_itself(monkeypatch):
+    """The words kept never change a token: white space, contractions and scripts of all kinds."""
+    monkeypatch.setattr(module, "KEPT_BYTES", 100_000)  # they are dropped and made again
+    trained = train_tokenizer([*made_texts(50), HARD], 400)
+    encode = token_encoder(trained.backend_tokenizer.to_str(), np.dtype("<u2"))
+    generator = random.Random(0)
+    edges = [
+        *" \n\t\r\x1c\x1d\x1f\x85\xa0\u2028\u3000'\"-_.,09aZsté²Ⅷ日🙂\u0301\u200b",
+        "'ll",
+        "  ",
+    ]
+    texts = ["".join(generator.choices(edges, k=2000)) for _ in range(50)]
+    anything = [*range(0xD800), *range(0xE000, 0x30000)]
+    texts += [
+        "".join(chr(generator.choice(anything)) + generator.choice(edges) for _ in range(2000))
+        for _ in range(20)
+    ]
+    texts += [HARD, "", " ", "a", "don't  we'll\n\tgo"]
+    for text, ids in zip(texts, raw_encoder(trained)(texts), strict=True):
+        assert np.frombuffer(encode(text), "<u2").tolist() == ids
 
 
 def saved(folder, backend=None, **config) -> str:
@@ -232,10 +258,16 @@ def test_a_tokenizer_that_loses_text_is_told_and_counted(tmp_path, backend, said
     assert "loses" not in "".join(first) if said is None else re.search(said, first[0])
 
 
-def test_a_word_that_a_tokenizer_cannot_encode_is_one_line(tmp_path):
+def test_a_word_that_a_tokenizer_cannot_encode_is_one_line_of_a_worker_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "BATCH_CHARACTERS", 10)
     tokenizer = saved(tmp_path / "tok", words_alone(None))
-    with pytest.raises(UserError, match="cannot encode a text .*UNK.*: choose one with a token"):
-        prepare(config_of(tmp_path, ["a cat", "a dog"], tokenizer=tokenizer), quiet)
+    before = set(tmp_path.rglob("*"))
+    for workers in (1, 2):
+        config = config_of(tmp_path, ["a cat"] * 99 + ["a dog"], tokenizer=tokenizer)
+        config.workers = workers
+        with pytest.raises(UserError, match="cannot encode a text .*UNK.*: choose one with a tok"):
+            prepare(config, quiet)
+        assert not [file for file in set(tmp_path.glob("*")) - before if file.name != "texts"]
 
 
 def test_bytes_of_tokens_of_a_sentencepiece_model_are_those_of_the_text():

@@ -53,7 +53,7 @@ def test_a_sharded_run_has_the_losses_of_one_process_resumes_exactly_and_leaves_
     options = ["train.batch_size=2", "train.gradient_accumulation_steps=2"]
     command, sharded = ("--config", config, *options), {"processes": 2, "environment": FSDP}
     output = launch(*command, "name=whole", **sharded).succeed()
-    assert "2 process(es), FSDP" in output
+    assert "2 processes, FSDP" in output
     one, whole, parts = (tmp_path / "runs" / name for name in ("one", "whole", "parts"))
     tolerance = 1e-5 if precision == "no" else 2e-2
     for key in ("loss", "validation_loss"):
@@ -130,7 +130,7 @@ def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     hosts = [start_host(rank, port, config) for port in [free_port()] for rank in range(2)]
     outputs = [host.communicate(timeout=200)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], outputs
-    assert "2 process(es)" in outputs[0] and "step 12/12" in outputs[0]
+    assert "2 processes" in outputs[0] and "step 12/12" in outputs[0]
     assert "step 12/12" not in outputs[1]
     assert read_losses(tmp_path / "runs/small") == pytest.approx(
         read_losses(tmp_path / "runs/one"), rel=1e-5

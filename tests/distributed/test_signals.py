@@ -182,7 +182,7 @@ def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, 
     assert not any(
         child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
     )
-    assert "2 process(es) on cpu" in output
+    assert "2 processes on cpu" in output
     assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
 
 

@@ -75,16 +75,16 @@ def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path, monk
     last, home = finished / "step-12", tmp_path / "ann's home"
     (home / "train").mkdir(parents=True)  # is no tokenizer: data.tokenizer=train makes a new one
     monkeypatch.chdir(home)
-    shards_of, read = texts.source_shards, texts.documents
+    parts_of, read = texts.source_parts, texts.documents
 
     def documents(shards, data, *how):
         return [BOOK] if data.path == "ann/rows" else read(shards, data, *how)
 
     def shards(data, say):  # there is no hub here
-        return [] if data.path == "ann/rows" else shards_of(data, say)
+        return [] if data.path == "ann/rows" else parts_of(data, say)
 
     monkeypatch.setattr(texts, "documents", documents)
-    monkeypatch.setattr(texts, "source_shards", shards)
+    monkeypatch.setattr(texts, "source_parts", shards)
     names = evaluate_texts(last, home)
     for number, (data, shown) in enumerate(DATA):
         set_data(last, data)

@@ -8,7 +8,7 @@ import numpy as np
 from mixer.data.config import DataConfig, check
 from mixer.data.corpus import documents
 from mixer.data.manifest import Manifest
-from mixer.data.sources import source_shards
+from mixer.data.sources import source_parts
 from mixer.data.tokenizer import load_tokenizer
 
 HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
@@ -64,4 +64,4 @@ def decoded_documents(directory, split: str) -> list[str]:
 def documents_of(config: DataConfig) -> list[str]:
     """All documents of a source."""
     check(config)
-    return list(documents(source_shards(config), config))
+    return list(documents(source_parts(config), config))

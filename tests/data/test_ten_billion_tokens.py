@@ -1,6 +1,4 @@
-"""Ten billion tokens: start-up, memory and the order of samples, on a sparse file that takes no
-space.
-"""
+"""Ten billion tokens: start-up and memory, on a sparse file that takes no space."""
 
 import json
 import shutil
@@ -12,6 +10,7 @@ import psutil
 import pytest
 
 from mixer.common.checksums import note_of
+from mixer.common.errors import UserError
 from mixer.data.manifest import fingerprint
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
@@ -82,68 +81,7 @@ def test_opening_and_reading_ten_billion_tokens_takes_little_time_and_memory(
     assert (targets != -100).sum(1).tolist() == full
 
 
-def test_a_run_on_ten_billion_tokens_starts_as_fast_and_takes_as_much_memory_as_on_few(
-    write_config, small_run, large, launch, tmp_path
-):
-    found = {}
-    for name, directory in (("small", small_run["data"]["directory"]), ("large", large)):
-        config = write_config(
-            train={"steps": 1_000_000, "batch_size": 8, "eval_every": 0, "eval_samples": 8}
-        )
-        began = time.monotonic()
-        options = [f"data.directory={directory}", f"name={name}", "checkpoint.save_every=0"]
-        ranks = launch("--config", config, *options)
-        metrics = tmp_path / "runs" / name / "metrics.jsonl"
-        ranks.until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text())  # noqa: B023
-        seconds = time.monotonic() - began
-        ranks.until(lambda: '"step": 300,' in metrics.read_text())  # noqa: B023
-        found[name] = seconds, psutil.Process(ranks.ranks[0].pid).memory_info().rss / MIB
-        ranks.kill()
-    assert found["large"][0] < 10
-    assert found["large"][1] - found["small"][1] < 100, found
-
-
-def test_the_order_is_the_same_everywhere_and_for_ever():
-    """Frozen: a change here would change what every resumed run trains on."""
-    assert SampleOrder(100, seed=0).indices(0, 10).tolist() == FROZEN_100
-    assert SampleOrder(TOKENS // 512, seed=3).indices(10**9, 4).tolist() == FROZEN_LARGE
-
-
-FROZEN_100 = [44, 99, 19, 14, 21, 88, 93, 59, 55, 43]
-FROZEN_LARGE = [7707422, 7980967, 2699730, 15822793]
-
-
-@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 1000, 4095, 4096, 4097])
-def test_an_epoch_has_each_sample_once_whatever_their_number(samples):
-    for epoch in range(3):
-        assert sorted(SampleOrder(samples, seed=1).indices(epoch * samples, samples)) == list(
-            range(samples)
-        )
-
-
-@pytest.mark.parametrize(("samples", "seed"), ((0, 1), (1, -1)))
-def test_an_order_of_nothing_or_by_a_negative_seed_is_refused(samples, seed):
-    with pytest.raises(ValueError, match=f"samples {samples} and seed {seed} given"):
-        SampleOrder(samples, seed)
-
-
-def test_the_order_looks_random():
-    samples = 100_000
-    order = SampleOrder(samples, seed=5).indices(0, samples)
-    places = np.arange(samples)
-    assert abs(np.corrcoef(order, places)[0, 1]) < 0.02
-    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
-    assert (
-        np.abs(np.bincount(order[: samples // 10] * 20 // samples, minlength=20) / 500 - 1).max()
-        < 0.2
-    )
-    assert (np.diff(order) == 1).sum() < 10  # two neighbours stay neighbours about once
-    assert (order == SampleOrder(samples, seed=6).indices(0, samples)).sum() < 10
-
-
 def test_a_file_cut_short_while_in_use_is_named(large, small_run, tmp_path):
-    from mixer.common.errors import UserError
-
     directory = shutil.copytree(small_run["data"]["directory"], tmp_path / "cut")
     data = TokenFile(directory, "train", 32)
     (directory / "train.bin").open("r+b").truncate(64)
