@@ -25,7 +25,7 @@ from mixer.eval import main as evaluate_main
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.evaluation.scoring import evaluate_streams, plan_windows
 from mixer.export import export
-from mixer.models.masked_mixer import mixing
+from mixer.models.masked_mixer import convolution
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 12
@@ -202,14 +202,14 @@ def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extr
 @pytest.fixture
 def convolved(monkeypatch) -> set[tuple[str, torch.dtype]]:
     """The backend and the type of the result, of each convolution that any model computes."""
-    real, seen = mixing.triangular_conv, set()
+    real, seen = convolution.triangular_conv, set()
 
-    def noted(*tensors, backend):
-        y = real(*tensors, backend=backend)
+    def noted(*tensors, backend, **about):
+        y = real(*tensors, backend=backend, **about)
         seen.add((backend, y.dtype))
         return y
 
-    monkeypatch.setattr(mixing, "triangular_conv", noted)
+    monkeypatch.setattr(convolution, "triangular_conv", noted)
     return seen
 
 
