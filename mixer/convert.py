@@ -1,11 +1,14 @@
-"""Checkpoints of the reference implementation of masked mixers, read and written.
-
-The weights of a LanguageMixer to a checkpoint, and a checkpoint back to such weights:
+"""Checkpoints converted: from and to the reference implementation of masked mixers, and between the
+two forms of a mixing weight.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing plain]
     python -m mixer.convert DIR --output FILE.safetensors --back
+    python -m mixer.convert DIR --output DIR --mixing-weight lags
 
-The logits are those of the reference. A file of weights does not say whether a softmax belongs to
+The first line takes the weights of a LanguageMixer, and the second writes such weights. The third
+gives each mixing weight one number for each distance of tokens, the mean of its diagonal, and says
+how far the weights were from having one; `full` is the way back, which changes nothing. The logits
+of the first two are the reference's. A file of weights does not say whether a softmax belongs to
 the mixing, which has no counterpart here: without --mixing plain the command says that it assumes
 none. See mixer/checkpoints/reference_format.py.
 """
@@ -30,6 +33,8 @@ from mixer.checkpoints.reference_format import (
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_new, check_writable, whole_directory, whole_file
 from mixer.data.tokenizer import existing_tokenizer
+from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 
@@ -90,6 +95,41 @@ def convert_back(source: Path, output: Path, heads_under: str) -> None:
     print(f"wrote {output}:\n{_describe(model)}")
 
 
+def convert_mixing(source: Path, output: Path, form: str) -> None:
+    """Writes the model and tokenizer of a checkpoint with mixing weights of another form, full or
+    lags.
+    """
+    check_new(output)
+    model = load_masked_mixer(source, "which has no mixing weights")
+    about = model.config.to_dict() | {"mixing_weight": form}
+    if model.config.mixer_key_size:
+        about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
+    other = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
+    given, taken = (
+        {name: part for name, part in of.named_modules() if isinstance(part, TriangularConv)}
+        for of in (model, other)
+    )
+    kept = {n: x for n, x in model.state_dict().items() if n.rpartition(".")[0] not in given}
+    other.load_state_dict(kept, strict=False)
+    distances = []
+    for name, conv in given.items():
+        weight = conv.mixing_weight().detach().tril()
+        taken[name].set_mixing_weight(weight)
+        taken[name].bias.data.copy_(conv.bias)
+        change = taken[name].mixing_weight().detach().tril() - weight
+        distances.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
+    disable_progress_bar()
+    with whole_directory(output, new=True) as stage:
+        other.save_pretrained(stage)
+        if (source / "tokenizer_config.json").exists():
+            existing_tokenizer(str(source)).save_pretrained(stage)
+    mean, largest = sum(distances) / max(1, len(distances)), max(distances, default=0.0)
+    print(
+        f"wrote {output}:\n{_describe(other)}\nmixing weights changed by {mean:.2%} of their "
+        f"norm in the mean, at most {largest:.2%}"
+    )
+
+
 def _read(source: Path) -> dict[str, Tensor]:
     try:
         with safe_open(source, "pt") as file:
@@ -144,8 +184,17 @@ def main() -> None:
         choices=["plain"],
         help="that the reference model has no softmax in its mixing (default: assumed, and said)",
     )
+    parser.add_argument(
+        "--mixing-weight",
+        choices=["full", "lags"],
+        help="from a checkpoint here to one with mixing weights of this form",
+    )
     options = parser.parse_args()
-    if options.back:
+    if options.mixing_weight:
+        if options.back or options.tokenizer or options.mixing:
+            raise UserError("--mixing-weight goes with --output alone; leave out the other options")
+        convert_mixing(options.source, options.output, options.mixing_weight)
+    elif options.back:
         if options.tokenizer or options.mixing:
             raise UserError(
                 "--tokenizer and --mixing are for the reference's weights on their way here; leave "
