@@ -8,7 +8,7 @@
 namespace ampere {
 namespace {
 
-// ------------------------------------------------------------------------------------------ storing
+// ----------------------------------------------------------------------------------------- storing
 //
 // From registers to global memory. Bias and residual are added before the only rounding.
 
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_result(const Accumulator& sum,
   }
 }
 
-// ------------------------------------------------------------------------------------------- kernel
+// ------------------------------------------------------------------------------------------ kernel
 
 // One mma step of a tile on the diagonal. Skips the groups of 16 rows whose W is all zero here.
 // `lead` = first row of the tile - first token of the step.

@@ -68,7 +68,8 @@ const KernelSet* kernels_for(const TriangularConvParams& params) {
 }
 
 bool is_valid(const TriangularConvParams& params) {
-  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.heads >= 1 && params.tokens >= 0 && params.tokens <= params.context &&
+  const bool sizes = params.batch >= 0 && params.channels >= 0 && params.heads >= 1 &&
+                     params.tokens >= 0 && params.tokens <= params.context &&
                      params.columns >= params.tokens;
   return sizes && params.channels % params.heads == 0;
 }

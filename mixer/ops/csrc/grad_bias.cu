@@ -1,6 +1,6 @@
 // dbias[h, i] = sum over the batch and the head's channels of dy[b, i, c]; zero for rows beyond
-// `tokens`. One warp computes one row and adds in a fixed order, so results are reproducible bit for
-// bit.
+// `tokens`. One warp computes one row and adds in a fixed order, so results are reproducible bit
+// for bit.
 #include "kernels.h"
 #include "numeric.cuh"
 

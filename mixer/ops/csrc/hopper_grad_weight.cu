@@ -203,8 +203,8 @@ __device__ __forceinline__ void store_sums(Gradient* matrix, int context, int to
   }
 }
 
-__device__ __forceinline__ void store_gradient(const WeightArguments<Plan>& arguments, int head, int row,
-                                               int column, const float (&sum)[4]) {
+__device__ __forceinline__ void store_gradient(const WeightArguments<Plan>& arguments, int head,
+                                               int row, int column, const float (&sum)[4]) {
   const int context = arguments.context, tokens = arguments.tokens;
   const int64_t offset = static_cast<int64_t>(head) * context * context;
   if (arguments.gradient_dtype == MIXER_FLOAT32) {
@@ -406,7 +406,8 @@ __device__ __forceinline__ void multiply(const WeightArguments<Plan>& arguments,
 // Writes the zeros that no tile covers: columns right of the diagonal tile, rows below the tiles.
 // `warp` is one of `warps` in the grid.
 template <typename Gradient>
-__device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp, int warps) {
+__device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp,
+                                            int warps) {
   const int lane = threadIdx.x % 32;
   const int context = arguments.context;
   const int64_t rows = static_cast<int64_t>(arguments.plan.heads) * context;
@@ -430,7 +431,8 @@ __device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& argumen
   }
 }
 
-__device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp, int warps) {
+__device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp,
+                                            int warps) {
   if (arguments.gradient_dtype == MIXER_FLOAT32) {
     write_zeros<float>(arguments, warp, warps);
   } else {

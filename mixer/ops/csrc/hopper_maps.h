@@ -68,7 +68,8 @@ inline cudaError_t encode_output(CUtensorMap* map, void* data, const TriangularC
 
 // The packed weight, or the strip of one by lag, as {columns, rows, heads}.
 inline cudaError_t encode_weight(CUtensorMap* map, const TriangularConvParams& params) {
-  const cuuint64_t columns = params.columns, rows = params.lag_zero > 0 ? MIXER_STRIP_ROWS : params.tokens;
+  const cuuint64_t columns = params.columns;
+  const cuuint64_t rows = params.lag_zero > 0 ? MIXER_STRIP_ROWS : params.tokens;
   const cuuint64_t sizes[3] = {columns, rows, cuuint64_t(params.heads)};
   const cuuint64_t strides[2] = {2 * columns, 2 * columns * rows};
   return encode_map(map, params.packed, params.dtype, 3, sizes, strides, 1);

@@ -9,10 +9,10 @@
 // There is one persistent cluster of two thread blocks per two multiprocessors. It loops over its
 // tiles: 512 rows by 128 columns, or 256 by 256. A *row tile* is up to 8 (or 4) row blocks; all but
 // the last have the same height. A *column tile* is two (or four) chunks; a chunk is 64 channels of
-// one head of one sample. Both thread blocks use the same right operand, x or dy: each loads half of
-// it and multicasts that half to both. Eight warpgroups multiply, four per thread block, 64 rows by
-// 128 columns each. The rows are interleaved so that both blocks have equal work along the diagonal:
-// one takes row blocks 0, 3, 4, 7 and the other 1, 2, 5, 6.
+// one head of one sample. Both thread blocks use the same right operand, x or dy: each loads half
+// of it and multicasts that half to both. Eight warpgroups multiply, four per thread block, 64 rows
+// by 128 columns each. The rows are interleaved so that both blocks have equal work along the
+// diagonal: one takes row blocks 0, 3, 4, 7 and the other 1, 2, 5, 6.
 //
 // In each thread block two threads load while four warpgroups multiply. They synchronize through
 // mbarriers only:

@@ -9,11 +9,11 @@
 //                            top-left corner of each weight matrix, exact zeros elsewhere; columns
 //                            = tokens rounded up to a multiple of 8
 //
-// A weight by lag has W[h,i,j] = lags[h, i - j]. Then `weight` and `dweight` point to lags and their
-// gradient (heads, context), and `packed` is a *strip* (heads, 128, columns) with strip[h, r, u] =
-// lags[h, r + lag_zero - u], zero for lags below 0 and beyond the tokens; lag_zero = tokens rounded
-// up to a multiple of 128, and columns = lag_zero + 128. All tiles of W on one diagonal are equal:
-// the tile that begins at (i, j) begins in the strip at (0, lag_zero + j - i).
+// A weight by lag has W[h,i,j] = lags[h, i - j]. Then `weight` and `dweight` point to lags and
+// their gradient (heads, context), and `packed` is a *strip* (heads, 128, columns) with strip[h, r,
+// u] = lags[h, r + lag_zero - u], zero for lags below 0 and beyond the tokens; lag_zero = tokens
+// rounded up to a multiple of 128, and columns = lag_zero + 128. All tiles of W on one diagonal are
+// equal: the tile that begins at (i, j) begins in the strip at (0, lag_zero + j - i).
 //
 // For mix_row, `tokens` is the length of the memory, and x, residual and y hold one token.
 //

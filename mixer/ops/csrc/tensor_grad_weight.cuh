@@ -47,9 +47,9 @@ inline int choose_splits(const TriangularConvParams& params) {
   return best;
 }
 
-// What a block computes at a time: the sum over tiles on a diagonal, from the one at (row0, column0)
-// on, and over some steps. A step is one slice of one tile; all `along` tiles come before the next
-// slice.
+// What a block computes at a time: the sum over tiles on a diagonal, from the one at (row0,
+// column0) on, and over some steps. A step is one slice of one tile; all `along` tiles come before
+// the next slice.
 struct Task {
   int head, row0, column0, along;
   int first, steps;

@@ -6,9 +6,9 @@
 // columns.)
 //
 // The two sets of kernels differ in how they bring 16-byte vectors from global to shared memory. A
-// loader hands each vector to its `copies`, which have copy<Layout>(side, i, global, inside) for the
-// i-th vector of this thread in the slice of the left or the right factor: the vector at `global`,
-// or zeros if not `inside`; then `global` is not read.
+// loader hands each vector to its `copies`, which have copy<Layout>(side, i, global, inside) for
+// the i-th vector of this thread in the slice of the left or the right factor: the vector at
+// `global`, or zeros if not `inside`; then `global` is not read.
 #pragma once
 
 #include <type_traits>
