@@ -118,7 +118,8 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_written(
 ):
     config = write_config(data=small_run["data"] | {"directory": str(tmp_path / "data")})
     ranks = launch("--config", config, *overrides, processes=2, environment=FSDP | environment)
-    assert ranks.wait() == [2, 2]
+    codes = ranks.wait()  # 1 of a process that loses the other one while it still starts
+    assert 2 in codes and 0 not in codes
     assert re.search(message, ranks.output, re.DOTALL)
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", ranks.file.name}
 

@@ -97,7 +97,7 @@ def test_kernels_compile_for_hopper_with_its_own_instructions_and_without_spills
 
 
 @needs_nvcc
-@pytest.mark.parametrize("source", ("ampere_grad_input", "ampere_grad_weight"))
+@pytest.mark.parametrize("source", ("ampere_product", "ampere_grad_weight"))
 def test_tensor_core_kernels_compile_for_8_0_without_spills(source, tmp_path):
     """A product and the weight gradient; `make soak` compiles the whole library."""
     compiler = toolchain.find_compiler()
@@ -123,9 +123,9 @@ def test_kernels_compile_for_older_gpus_without_spills(architecture):
 
 def assert_whole_without_spills(log: str, hopper: int = 0) -> None:
     kernels = kernels_of(log)
-    # forward and grad_input for each type, Volta's for fp16, for one tap and for several; on Hopper
-    # in three sizes, forward with and without a residual
-    for family, products in {"volta": 4, "ampere": 12, "hopper": hopper}.items():
+    # forward and grad_input for each type, Volta's for fp16; on Hopper in three sizes, forward with
+    # and without a residual
+    for family, products in {"volta": 2, "ampere": 6, "hopper": hopper}.items():
         found = [
             kernel
             for kernel in kernels
