@@ -28,19 +28,22 @@ from mixer.ops.strips import LARGEST_TILE, SHIFTS
 # registers of a thread (None: as many as the compiler takes).
 TILES = {
     "forward": (64, 64, 4, 3, 168),
-    "grad_input": (64, 64, 4, 2, None),
+    "grad_query": (64, 64, 4, 3, 168),
+    "grad_key_value": (64, 64, 4, 3, None),
     "grad_weight": (64, 64, 4, 3, None),
     "grad_lags": (64, 64, 4, 3, None),
 }
 WIDE_TILES = {
     "forward": (64, 32, 8, 3, None),
-    "grad_input": (64, 32, 8, 2, None),
+    "grad_query": (64, 32, 8, 2, None),
+    "grad_key_value": (32, 64, 8, 2, None),
     "grad_weight": (32, 64, 4, 2, None),
     "grad_lags": (64, 64, 8, 2, None),
 }
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1, None))
-# Programs that are enough to fill a GPU. With fewer, texts are shared out among several.
-ENOUGH_PROGRAMS = 256
+# Programs that are enough to fill a GPU evenly. With fewer block diagonals and heads, texts are
+# shared out among several.
+ENOUGH_PROGRAMS = 2048
 LAGS_AT_ONCE = 64  # of which a program adds up the gradient
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 PIVOT: tl.constexpr = tl.constexpr(LARGEST_TILE)
@@ -146,7 +149,11 @@ def pivot_of(start):
 
 @triton.jit
 def product(left, right, total=None):
-    """left @ right, exact for float32 as well; added to `total`."""
+    """left @ right, exact for float32 as well; added to `total`.
+
+    A loop's last product must not be added to by `total` alone: on Hopper it would still run while
+    the next turn begins, and ptxas would then let no two products run at once. So it is scaled.
+    """
     return tl.dot(left, right, total, input_precision="ieee")
 
 
@@ -209,109 +216,122 @@ def forward_kernel(
 
 
 @triton.jit
-def grad_input_kernel(
-    q, k, v, w, rest, falls, bias, y, dy, level, change, sums, dq, dqkv,
+def tile_of_logarithms(
+    queries, keys, gradient, values, levels, changes, weights, start, column, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """f, and the gradient of s, both (ROWS, COLUMNS): ds = f (w (dy[i] . v[j]) - change[i]).
+    change[i], which is what the mean takes, is the mean over j of f w (dy[i] . v[j]).
+    """
+    s = product(queries, tl.trans(keys))
+    df = product(gradient, tl.trans(values))
+    f = tl.exp2(s * (scale * LOG2_E) - levels[:, None])
+    f = with_earlier(f, start, column, 0.0, ROWS, COLUMNS)
+    ds = f * (weights * df - changes[:, None])
+    if start == 0:  # the first query has one key: its f is 1, whatever the rounding of y
+        ds = tl.where(tl.arange(0, ROWS)[:, None] > 0, ds, 0.0)
+    return f, ds
+
+
+@triton.jit
+def grad_query_kernel(
+    q, k, v, w, rest, falls, bias, y, dy, level, change, sums, dqkv,
     q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, half, context, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_LAG: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dq[i] = scale * sum over j of ds[i, j] k[j], dk[j] = scale * sum over i of ds[i, j] q[i] and
-    dv[j] = sum over i of w f dy[i], where ds = f (w (dy[i] . v[j]) - change[i]). change[i], which
-    is what the mean takes, is the mean over j of f w (dy[i] . v[j]), or of dy[i] . (y[i] - bias).
-
-    A program has one head of one text, or every so many columns of tiles of it, one after the
-    other. It adds up dq in memory, which nobody else reads or writes.
+    """dq[i] = scale * sum over j of ds[i, j] k[j]. The sum over j of f w (dy[i] . v[j]) is dy[i] .
+    (y[i] - bias[i]), so `change` needs no loop of its own. A program has ROWS tokens i; it adds up
+    dy over the channels as well.
     """
-    share, text, head = place()
-    shares = tl.num_programs(1)
+    tile, text, head = place()
+    start = (tl.num_programs(1) - 1 - tile) * ROWS
     q += text * q_batch + head * KEYS
     k += text * k_batch + head * KEYS
     v += text * v_batch + head * VALUES
     y += text * tokens * HEADS * VALUES + head * VALUES
     dy += text * tokens * HEADS * VALUES + head * VALUES
     vector = (text * HEADS + head) * tokens
-    level += vector
-    own = share.to(tl.int64) * tl.num_programs(0) * HEADS * tokens + vector
-    change += own
-    dq += own * KEYS
-    ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
-    dqkv += text * tokens * ALL
     w += head * w_head
-    first = share * COLUMNS
-    for start in range(first // ROWS * ROWS, tokens, ROWS):
-        gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
-        gradient = gradient.to(tl.float32)
-        result = load_rows(y, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE).to(tl.float32)
-        biases = load_vector(bias + head * context, start, tokens, ROWS, WHOLE)
-        added = tl.sum(gradient, 1)
-        taken = tl.sum(gradient * result, 1) - biases * added
-        taken /= start + tl.arange(0, ROWS) + 1
-        store_vector(change, start, tokens, taken, ROWS, WHOLE)
-        if share == 0:
-            store_vector(sums + vector, start, tokens, added, ROWS, WHOLE)
-    tl.debug_barrier()  # what other threads have written is read from here on
+    queries = load_rows(q, q_row, start, tokens, ROWS, KEYS, WHOLE)
+    gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
+    levels = load_vector(level + vector, start, tokens, ROWS, WHOLE)
+    result = load_rows(y, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE).to(tl.float32)
+    biases = load_vector(bias + head * context, start, tokens, ROWS, WHOLE)
+    added = tl.sum(gradient.to(tl.float32), 1)
+    changes = tl.sum(gradient.to(tl.float32) * result, 1) - biases * added
+    changes /= start + tl.arange(0, ROWS) + 1
+    store_vector(change + vector, start, tokens, changes, ROWS, WHOLE)
+    store_vector(sums + vector, start, tokens, added, ROWS, WHOLE)
+    if BY_LAG:
+        fall = tl.load(falls + head)
+        row_factor = load_vector(rest + head * tokens, start, tokens, ROWS, WHOLE)
+        column_factor = risen(fall, tl.arange(0, COLUMNS))
+    total = tl.zeros((ROWS, KEYS), tl.float32)
+    for column in range(0, min(start + ROWS, tokens), COLUMNS):
+        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS, WHOLE)
+        values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES, WHOLE)
+        weights = load_weights(w, start, column, tokens, half, ROWS, COLUMNS, WHOLE, BY_LAG)
+        if BY_LAG:
+            factor = row_factor * risen(fall, column - pivot_of(start))
+            weights += factor[:, None] * column_factor[None, :]
+        _, ds = tile_of_logarithms(
+            queries, keys, gradient, values, levels, changes, weights, start, column, scale,
+            ROWS, COLUMNS,
+        )  # fmt: skip
+        total += product(ds.to(keys.dtype), keys) * scale
+    ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
+    base = dqkv + text * tokens * ALL + head * KEYS
+    store_rows(base, ALL, start, tokens, total, ROWS, KEYS, WHOLE)
+
+
+@triton.jit
+def grad_key_value_kernel(
+    q, k, v, w, rest, falls, dy, level, change, dqkv,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, half, tokens, scale,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_LAG: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """dk[j] = scale * sum over i of ds[i, j] q[i], with ds as above; dv[j] = sum over i of w f
+    dy[i]. A program has COLUMNS tokens j.
+    """
+    tile, text, head = place()
+    column = tile * COLUMNS
+    q += text * q_batch + head * KEYS
+    k += text * k_batch + head * KEYS
+    v += text * v_batch + head * VALUES
+    dy += text * tokens * HEADS * VALUES + head * VALUES
+    vector = (text * HEADS + head) * tokens
+    w += head * w_head
+    keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS, WHOLE)
+    values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES, WHOLE)
+    total_keys = tl.zeros((COLUMNS, KEYS), tl.float32)
+    total_values = tl.zeros((COLUMNS, VALUES), tl.float32)
     if BY_LAG:
         fall = tl.load(falls + head)
         column_factor = risen(fall, tl.arange(0, COLUMNS))
-    for column in range(first, tokens, shares * COLUMNS):
-        keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS, WHOLE)
-        values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES, WHOLE)
-        total_keys = tl.zeros((COLUMNS, KEYS), tl.float32)
-        total_values = tl.zeros((COLUMNS, VALUES), tl.float32)
-        for start in range(column // ROWS * ROWS, tokens, ROWS):
-            queries = load_rows(q, q_row, start, tokens, ROWS, KEYS, WHOLE)
-            gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
-            # So far, which is nothing before the first column of tiles.
-            total = load_rows(dq, KEYS, start, tokens * (column > first), ROWS, KEYS, False)
-            levels = load_vector(level, start, tokens, ROWS, WHOLE)[:, None]
-            changes = load_vector(change, start, tokens, ROWS, WHOLE)[:, None]
-            s = product(queries, tl.trans(keys))
-            df = product(gradient, tl.trans(values))
-            f = tl.exp2(s * (scale * LOG2_E) - levels)
-            f = with_earlier(f, start, column, 0.0, ROWS, COLUMNS)
-            weights = load_weights(w, start, column, tokens, half, ROWS, COLUMNS, WHOLE, BY_LAG)
-            if BY_LAG:
-                factor = load_vector(rest + head * tokens, start, tokens, ROWS, WHOLE)
-                factor *= risen(fall, column - pivot_of(start))
-                weights += factor[:, None] * column_factor[None, :]
-            p = (f * weights).to(gradient.dtype)
-            ds = f * (weights * df - changes)
-            if start == 0:  # the first query has one key: its f is 1, whatever the rounding of y
-                ds = tl.where(tl.arange(0, ROWS)[:, None] > 0, ds, 0.0)
-            ds = ds.to(queries.dtype)
-            total_values = product(tl.trans(p), gradient, total_values)
-            total_keys = product(tl.trans(ds), queries, total_keys)
-            total += product(ds, keys) * scale
-            if (shares == 1) & (column + COLUMNS >= min(start + ROWS, tokens)):
-                base = dqkv + head * KEYS
-                store_rows(base, ALL, start, tokens, total, ROWS, KEYS, WHOLE)
-            else:
-                store_rows(dq, KEYS, start, tokens, total, ROWS, KEYS, WHOLE)
-        base = dqkv + (HEADS + head) * KEYS
-        store_rows(base, ALL, column, tokens, total_keys * scale, COLUMNS, KEYS, WHOLE)
-        base = dqkv + 2 * HEADS * KEYS + head * VALUES
-        store_rows(base, ALL, column, tokens, total_values, COLUMNS, VALUES, WHOLE)
-        tl.debug_barrier()
-
-
-@triton.jit(do_not_specialize=["shares"])
-def add_shares_kernel(
-    dq, dqkv, tokens, shares,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The gradient of ROWS queries from what the programs of grad_input_kernel have added up."""
-    tile, text, head = place()
-    start = tile * ROWS
-    whole = tl.num_programs(0) * HEADS * tokens * KEYS
-    dq += (text * HEADS + head) * tokens * KEYS
+    for start in range(column // ROWS * ROWS, tokens, ROWS):
+        queries = load_rows(q, q_row, start, tokens, ROWS, KEYS, WHOLE)
+        gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
+        levels = load_vector(level + vector, start, tokens, ROWS, WHOLE)
+        changes = load_vector(change + vector, start, tokens, ROWS, WHOLE)
+        weights = load_weights(w, start, column, tokens, half, ROWS, COLUMNS, WHOLE, BY_LAG)
+        if BY_LAG:
+            factor = load_vector(rest + head * tokens, start, tokens, ROWS, WHOLE)
+            factor *= risen(fall, column - pivot_of(start))
+            weights += factor[:, None] * column_factor[None, :]
+        f, ds = tile_of_logarithms(
+            queries, keys, gradient, values, levels, changes, weights, start, column, scale,
+            ROWS, COLUMNS,
+        )  # fmt: skip
+        p = (f * weights).to(gradient.dtype)
+        total_values = product(tl.trans(p), gradient, total_values)
+        total_keys += product(tl.trans(ds.to(queries.dtype)), queries) * scale
     ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
-    total = tl.zeros((ROWS, KEYS), tl.float32)
-    for share in range(0, min(shares, tl.cdiv(start + ROWS, COLUMNS))):
-        at = dq + tl.cast(share, tl.int64) * whole
-        total += load_rows(at, KEYS, start, tokens, ROWS, KEYS, WHOLE)
-    base = dqkv + text * tokens * ALL + head * KEYS
-    store_rows(base, ALL, start, tokens, total, ROWS, KEYS, WHOLE)
+    base = dqkv + text * tokens * ALL + (HEADS + head) * KEYS
+    store_rows(base, ALL, column, tokens, total_keys, COLUMNS, KEYS, WHOLE)
+    base = dqkv + text * tokens * ALL + 2 * HEADS * KEYS + head * VALUES
+    store_rows(base, ALL, column, tokens, total_values, COLUMNS, VALUES, WHOLE)
 
 
 @triton.jit
@@ -476,29 +496,28 @@ def grad_input(
     dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
     batch, tokens, _ = query.shape
     heads = bias.shape[0]
-    options = options_for("grad_input", query, value, heads)
-    shares = triton.cdiv(ENOUGH_PROGRAMS, batch * heads)
-    shares = min(shares, triton.cdiv(tokens, options["COLUMNS"]))
     dqkv = empty(query, (batch, tokens, sum(x.shape[-1] for x in (query, key, value))))
-    sums = empty(query, level.shape, torch.float32)
-    change = empty(query, (shares, *level.shape), torch.float32)
-    dq = empty(query, (shares, *level.shape, options["KEYS"]), torch.float32)
-    scale = scale_of(query, heads)
+    change, sums = (empty(query, level.shape, torch.float32) for _ in range(2))
+    read = (query, key, value, *pointers(weights))
+    steps = (*strides(query, key, value), *sizes(weights))
+    scale, by_lag = scale_of(query, heads), weights.rest is not None
     with torch.cuda.device_of(query):
-        grad_input_kernel[batch, shares, heads](
-            *(query, key, value, *pointers(weights), bias.contiguous()),
-            *(y, dy, level, change, sums, dq, dqkv),
-            *strides(query, key, value),
-            *sizes(weights),
-            *(bias.shape[1], tokens, scale),
-            BY_LAG=weights.rest is not None,
+        options = options_for("grad_query", query, value, heads)
+        grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
+        grad_query_kernel[grid](
+            *(*read, bias.contiguous(), y, dy, level, change, sums, dqkv),
+            *(*steps, bias.shape[1], tokens, scale),
+            BY_LAG=by_lag,
             **options,
         )
-        if shares > 1:
-            rows = options["ROWS"]
-            add_shares_kernel[batch, triton.cdiv(tokens, rows), heads](
-                *(dq, dqkv, tokens, shares), **options
-            )
+        options = options_for("grad_key_value", query, value, heads)
+        grid = (batch, triton.cdiv(tokens, options["COLUMNS"]), heads)
+        grad_key_value_kernel[grid](
+            *(*read, dy, level, change, dqkv),
+            *(*steps, tokens, scale),
+            BY_LAG=by_lag,
+            **options,
+        )
     return dqkv, sums
 
 
@@ -534,7 +553,7 @@ def grad_lags(
     rows, columns = options["ROWS"], options["COLUMNS"]
     # The last has the tile of the last row and the first column.
     diagonals = (triton.cdiv(tokens, rows) * rows - columns) // columns + 1
-    shares = min(triton.cdiv(4 * ENOUGH_PROGRAMS, diagonals * heads), batch)
+    shares = min(triton.cdiv(ENOUGH_PROGRAMS, diagonals * heads), batch)
     partial = empty(query, (shares, heads, diagonals, columns, rows), torch.float32)
     dlags = empty(query, (shares, heads, context), torch.float32)
     with torch.cuda.device_of(query):
