@@ -22,23 +22,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mixer.ops.strips import LARGEST_TILE, SHIFTS
+from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS
 
 # Of each kernel: the rows i and columns j of a tile, warps, loads that are under way at once, and
-# registers of a thread (None: as many as the compiler takes).
+# registers of a thread (None: as many as the compiler takes), with at most the 99 KB of shared
+# memory that every GPU from 8.0 on has. TILES are for keys and values of at most 128 numbers
+# together, WIDE_TILES for longer ones, and not tuned (dev/cuda/LOG.md).
 TILES = {
     "forward": (64, 64, 4, 3, 168),
-    "grad_query": (64, 64, 4, 3, 168),
-    "grad_key_value": (64, 64, 4, 3, None),
+    "grad_query": (64, 32, 4, 3, None),
+    "grad_key_value": (32, 64, 4, 3, None),
     "grad_weight": (64, 64, 4, 3, None),
-    "grad_lags": (64, 64, 4, 3, None),
+    "grad_lags": (128, 64, 8, 2, None),
 }
 WIDE_TILES = {
     "forward": (64, 32, 8, 3, None),
-    "grad_query": (64, 32, 8, 2, None),
-    "grad_key_value": (32, 64, 8, 2, None),
+    "grad_query": (32, 64, 8, 2, None),
+    "grad_key_value": (64, 32, 8, 2, None),
     "grad_weight": (32, 64, 4, 2, None),
-    "grad_lags": (64, 64, 8, 2, None),
+    "grad_lags": (64, 32, 8, 2, None),
 }
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1, None))
 # Programs that are enough to fill a GPU evenly. With fewer block diagonals and heads, texts are
@@ -113,18 +115,18 @@ def store_vector(x, start, tokens, values, ROWS: tl.constexpr, WHOLE: tl.constex
 
 @triton.jit
 def load_weights(
-    w, row, column, tokens, half,
+    w, row, column, tokens, length, origin,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, BY_LAG: tl.constexpr,
 ):  # fmt: skip
     """A tile of one head's packed weights, or of the part of them that a strip holds: (ROWS,
-    COLUMNS) float32.
+    COLUMNS) float32. Of transposed weights, and of the second strip, row is a j and column an i.
     """
     r, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     if BY_LAG:
         whole = r // SHIFTED * SHIFTED
         shift = whole + (SHIFTED - 1) - r
-        along = (half + column - row) - whole
-        at = w + (shift * (2 * half))[:, None] + along[:, None] + c[None, :]
+        along = (origin + column - row) - whole
+        at = w + (shift * length)[:, None] + along[:, None] + c[None, :]
         return tl.load(at).to(tl.float32)
     i, j = row + r, column + c
     at = w + i[:, None] * tokens + j[None, :]
@@ -172,7 +174,7 @@ def with_earlier(x, start, column, other, ROWS: tl.constexpr, COLUMNS: tl.conste
 @triton.jit
 def forward_kernel(
     q, k, v, w, rest, falls, bias, y, level,
-    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, half, context, tokens, scale,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, length, origin, context, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_LAG: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +205,9 @@ def forward_kernel(
         shrink, top = tl.exp2(top - higher), higher
         e = tl.exp2(s * scale - top[:, None])
         sums = sums * shrink + tl.sum(e, 1)
-        weights = load_weights(w, start, column, tokens, half, ROWS, COLUMNS, WHOLE, BY_LAG)
+        weights = load_weights(
+            w, start, column, tokens, length, origin, ROWS, COLUMNS, WHOLE, BY_LAG
+        )
         if BY_LAG:
             factor = row_factor * risen(fall, column - pivot_of(start))
             weights += factor[:, None] * column_factor[None, :]
@@ -216,33 +220,16 @@ def forward_kernel(
 
 
 @triton.jit
-def tile_of_logarithms(
-    queries, keys, gradient, values, levels, changes, weights, start, column, scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """f, and the gradient of s, both (ROWS, COLUMNS): ds = f (w (dy[i] . v[j]) - change[i]).
-    change[i], which is what the mean takes, is the mean over j of f w (dy[i] . v[j]).
-    """
-    s = product(queries, tl.trans(keys))
-    df = product(gradient, tl.trans(values))
-    f = tl.exp2(s * (scale * LOG2_E) - levels[:, None])
-    f = with_earlier(f, start, column, 0.0, ROWS, COLUMNS)
-    ds = f * (weights * df - changes[:, None])
-    if start == 0:  # the first query has one key: its f is 1, whatever the rounding of y
-        ds = tl.where(tl.arange(0, ROWS)[:, None] > 0, ds, 0.0)
-    return f, ds
-
-
-@triton.jit
 def grad_query_kernel(
     q, k, v, w, rest, falls, bias, y, dy, level, change, sums, dqkv,
-    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, half, context, tokens, scale,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, length, origin, context, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_LAG: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dq[i] = scale * sum over j of ds[i, j] k[j]. The sum over j of f w (dy[i] . v[j]) is dy[i] .
-    (y[i] - bias[i]), so `change` needs no loop of its own. A program has ROWS tokens i; it adds up
-    dy over the channels as well.
+    """dq[i] = scale * sum over j of ds[i, j] k[j], where ds = f (w (dy[i] . v[j]) - change[i]).
+    change[i], which is what the mean takes, is the mean over j of f w (dy[i] . v[j]). That sum is
+    dy[i] . (y[i] - bias[i]), so it needs no loop of its own. But y is rounded, and the first query,
+    whose only f is 1, has no ds at all. A program has ROWS tokens i, and adds up dy as well.
     """
     tile, text, head = place()
     start = (tl.num_programs(1) - 1 - tile) * ROWS
@@ -271,14 +258,18 @@ def grad_query_kernel(
     for column in range(0, min(start + ROWS, tokens), COLUMNS):
         keys = load_rows(k, k_row, column, tokens, COLUMNS, KEYS, WHOLE)
         values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES, WHOLE)
-        weights = load_weights(w, start, column, tokens, half, ROWS, COLUMNS, WHOLE, BY_LAG)
+        weights = load_weights(
+            w, start, column, tokens, length, origin, ROWS, COLUMNS, WHOLE, BY_LAG
+        )
         if BY_LAG:
             factor = row_factor * risen(fall, column - pivot_of(start))
             weights += factor[:, None] * column_factor[None, :]
-        _, ds = tile_of_logarithms(
-            queries, keys, gradient, values, levels, changes, weights, start, column, scale,
-            ROWS, COLUMNS,
-        )  # fmt: skip
+        s = product(queries, tl.trans(keys))
+        f = tl.exp2(s * (scale * LOG2_E) - levels[:, None])
+        f = with_earlier(f, start, column, 0.0, ROWS, COLUMNS)
+        ds = f * (weights * product(gradient, tl.trans(values)) - changes[:, None])
+        if start == 0:
+            ds = tl.where(tl.arange(0, ROWS)[:, None] > 0, ds, 0.0)
         total += product(ds.to(keys.dtype), keys) * scale
     ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
     base = dqkv + text * tokens * ALL + head * KEYS
@@ -288,12 +279,13 @@ def grad_query_kernel(
 @triton.jit
 def grad_key_value_kernel(
     q, k, v, w, rest, falls, dy, level, change, dqkv,
-    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, half, tokens, scale,
+    q_batch, q_row, k_batch, k_row, v_batch, v_row, w_head, length, origin, tokens, scale,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_LAG: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dk[j] = scale * sum over i of ds[i, j] q[i], with ds as above; dv[j] = sum over i of w f
-    dy[i]. A program has COLUMNS tokens j.
+    dy[i]. A program has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left
+    factors, as w is.
     """
     tile, text, head = place()
     column = tile * COLUMNS
@@ -307,26 +299,30 @@ def grad_key_value_kernel(
     values = load_rows(v, v_row, column, tokens, COLUMNS, VALUES, WHOLE)
     total_keys = tl.zeros((COLUMNS, KEYS), tl.float32)
     total_values = tl.zeros((COLUMNS, VALUES), tl.float32)
+    j = column + tl.arange(0, COLUMNS)
     if BY_LAG:
         fall = tl.load(falls + head)
-        column_factor = risen(fall, tl.arange(0, COLUMNS))
     for start in range(column // ROWS * ROWS, tokens, ROWS):
         queries = load_rows(q, q_row, start, tokens, ROWS, KEYS, WHOLE)
         gradient = load_rows(dy, HEADS * VALUES, start, tokens, ROWS, VALUES, WHOLE)
-        levels = load_vector(level + vector, start, tokens, ROWS, WHOLE)
-        changes = load_vector(change + vector, start, tokens, ROWS, WHOLE)
-        weights = load_weights(w, start, column, tokens, half, ROWS, COLUMNS, WHOLE, BY_LAG)
+        levels = load_vector(level + vector, start, tokens, ROWS, WHOLE)[None, :]
+        changes = load_vector(change + vector, start, tokens, ROWS, WHOLE)[None, :]
+        s = product(keys, tl.trans(queries))
+        f = tl.exp2(s * (scale * LOG2_E) - levels)
+        i = start + tl.arange(0, ROWS)
+        if column + COLUMNS > start + 1:
+            f = tl.where(j[:, None] <= i[None, :], f, 0.0)
+        weights = load_weights(
+            w, column, start, tokens, length, origin, COLUMNS, ROWS, WHOLE, BY_LAG
+        )
         if BY_LAG:
-            factor = load_vector(rest + head * tokens, start, tokens, ROWS, WHOLE)
-            factor *= risen(fall, column - pivot_of(start))
-            weights += factor[:, None] * column_factor[None, :]
-        f, ds = tile_of_logarithms(
-            queries, keys, gradient, values, levels, changes, weights, start, column, scale,
-            ROWS, COLUMNS,
-        )  # fmt: skip
-        p = (f * weights).to(gradient.dtype)
-        total_values = product(tl.trans(p), gradient, total_values)
-        total_keys += product(tl.trans(ds.to(queries.dtype)), queries) * scale
+            row_factor = load_vector(rest + head * tokens, start, tokens, ROWS, WHOLE)
+            weights += risen(fall, j - pivot_of(start))[:, None] * row_factor[None, :]
+        total_values = product((f * weights).to(gradient.dtype), gradient, total_values)
+        ds = f * (weights * product(values, tl.trans(gradient)) - changes)
+        if start == 0:
+            ds = tl.where(i[None, :] > 0, ds, 0.0)
+        total_keys += product(ds.to(queries.dtype), queries) * scale
     ALL: tl.constexpr = HEADS * (2 * KEYS + VALUES)
     base = dqkv + text * tokens * ALL + (HEADS + head) * KEYS
     store_rows(base, ALL, column, tokens, total_keys, COLUMNS, KEYS, WHOLE)
@@ -453,7 +449,7 @@ class Weights(NamedTuple):
     (`mixer.ops.strips`).
     """
 
-    tile: Tensor  # (heads, tokens, tokens), or strips (heads, SHIFTS, length)
+    tiles: Tensor  # (heads, tokens, tokens), or strips (heads, 2, SHIFTS, length)
     rest: Tensor | None = None  # (heads, tokens) float32: a number for each query, with strips
     falls: Tensor | None = None  # (heads,) float32: by how much logarithms fall from lag to lag
 
@@ -478,7 +474,7 @@ def forward(
         forward_kernel[grid](
             *(query, key, value, *pointers(weights), bias.contiguous(), y, level),
             *strides(query, key, value),
-            *sizes(weights),
+            *places(weights),
             *(bias.shape[1], tokens, scale_of(query, heads)),
             BY_LAG=weights.rest is not None,
             **options,
@@ -498,23 +494,22 @@ def grad_input(
     heads = bias.shape[0]
     dqkv = empty(query, (batch, tokens, sum(x.shape[-1] for x in (query, key, value))))
     change, sums = (empty(query, level.shape, torch.float32) for _ in range(2))
-    read = (query, key, value, *pointers(weights))
-    steps = (*strides(query, key, value), *sizes(weights))
-    scale, by_lag = scale_of(query, heads), weights.rest is not None
+    inputs, steps, scale = (query, key, value), strides(query, key, value), scale_of(query, heads)
+    by_lag = weights.rest is not None
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
         grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
         grad_query_kernel[grid](
-            *(*read, bias.contiguous(), y, dy, level, change, sums, dqkv),
-            *(*steps, bias.shape[1], tokens, scale),
+            *(*inputs, *pointers(weights), bias.contiguous(), y, dy, level, change, sums, dqkv),
+            *(*steps, *places(weights), bias.shape[1], tokens, scale),
             BY_LAG=by_lag,
             **options,
         )
         options = options_for("grad_key_value", query, value, heads)
         grid = (batch, triton.cdiv(tokens, options["COLUMNS"]), heads)
         grad_key_value_kernel[grid](
-            *(*read, dy, level, change, dqkv),
-            *(*steps, tokens, scale),
+            *(*inputs, *pointers(weights, turned=True), dy, level, change, dqkv),
+            *(*steps, *places(weights, turned=True), tokens, scale),
             BY_LAG=by_lag,
             **options,
         )
@@ -588,16 +583,20 @@ def tiles_for(query: Tensor, keys: int, values: int) -> dict[str, tuple]:
     return TILES
 
 
-def pointers(weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, and with strips the numbers of queries and heads. Without, nothing reads those."""
-    if weights.rest is None:
-        return weights.tile, weights.tile, weights.tile
-    return weights
+def pointers(weights: Weights, turned: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights or their transposes, and with strips the numbers of queries and heads. Without,
+    nothing reads those.
+    """
+    if weights.rest is not None:
+        return weights.tiles[:, int(turned)], weights.rest, weights.falls
+    packed = weights.tiles.transpose(1, 2).contiguous() if turned else weights.tiles
+    return packed, packed, packed
 
 
-def sizes(weights: Weights) -> tuple[int, int]:
-    """How far apart the weights of heads are, and half the length of a strip."""
-    return weights.tile.stride(0), weights.tile.shape[-1] // 2
+def places(weights: Weights, turned: bool = False) -> tuple[int, int, int]:
+    """How far apart the weights of heads are, how long a strip is, and where its lags begin."""
+    length = weights.tiles.shape[-1]
+    return weights.tiles.stride(0), length, AROUND if turned else length - AROUND
 
 
 def scale_of(query: Tensor, heads: int) -> float:

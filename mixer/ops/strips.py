@@ -3,8 +3,10 @@
     w[i, j] = lags[i - j] + exp(-(i - j) * decay) / sum over l <= i of exp(-l * decay)
 
 All tiles on a block diagonal have the same lags, and are cut from one vector. A tile's row r is the
-vector from place r on, backwards. To be read 16 bytes at a time each row must begin at a multiple
-of 8 numbers, so a strip has the vector 8 times, each shifted by one more.
+vector from place r on, backwards. To be read in whole lines of the cache each row must begin at a
+multiple of a tile's width, so a strip has the vector SHIFTS times, each shifted by one more. 8
+shifts are enough for reads of 16 bytes, but were slow: 0.29 ms for the forward kernel, where packed
+weights took 0.19 (512 tokens, H100), most likely since all programs then read the same few lines.
 
 The second term is not by lag alone. For long sums it nearly is: the sum's limit, 1 / (1 -
 exp(-decay)), is put into the vector. What is left is a product of a number for i and one for j,
@@ -19,8 +21,9 @@ from torch import Tensor
 
 from mixer.models.masked_mixer.lags import falling
 
-SHIFTS = 8
+SHIFTS = 64
 LARGEST_TILE = 128  # rows and columns
+AROUND = 2 * LARGEST_TILE  # numbers of a strip beside its lags, for tiles that reach past them
 
 
 def strips_of(
@@ -28,9 +31,9 @@ def strips_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The strips of lags (heads, 1, context) and decay (heads,), for the first tokens:
 
-    - (heads, SHIFTS, length) in `dtype`: [q, u] is the vector's number length / 2 + SHIFTS - 1 - u
-      - q, zero where there is no such lag. Tiles that reach past the diagonal or the last token
-      stay inside of a strip.
+    - (heads, 2, SHIFTS, length) in `dtype`: the vector backwards, [0, q, u] is its number length -
+      AROUND + SHIFTS - 1 - u - q, and forwards, [1, q, u] is its number u + q - SHIFTS + 1 -
+      AROUND. It is zero where there is no such lag.
     - (heads, tokens) float32: the number of each query i, exp(-(i + 1 + i % LARGEST_TILE) * decay)
       over the sum. It is for a j from the last multiple of LARGEST_TILE up to i on.
     - (heads,) float32: decay, for powers of 2.
@@ -46,6 +49,10 @@ def strips_of(
         place = torch.arange(tokens, device=decay.device)
         rest = (-decay[:, None] * (place + 1 + place % LARGEST_TILE)).exp() / sums
         falls = decay / math.log(2)
-    half = (tokens // LARGEST_TILE + 3) * LARGEST_TILE
-    backwards = F.pad(vector.to(dtype).flip(-1), (half + SHIFTS - tokens, half - 1))
-    return backwards.unfold(-1, 2 * half, 1).contiguous(), rest, falls
+    vector = vector.to(dtype)
+    length = (tokens // LARGEST_TILE + 1) * LARGEST_TILE + 2 * AROUND
+    more, less = length - AROUND - tokens, AROUND + SHIFTS - 1
+    backwards = F.pad(vector.flip(-1), (more + SHIFTS, AROUND - 1))
+    forwards = F.pad(vector, (less, more))
+    both = torch.stack([backwards, forwards], 1)  # (heads, 2, length + SHIFTS - 1)
+    return both.unfold(-1, length, 1).contiguous(), rest, falls

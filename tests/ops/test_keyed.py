@@ -17,7 +17,7 @@ from toolchain import first_and_slow
 import mixer.ops
 from mixer.models.masked_mixer.lags import weight_by_lag
 from mixer.ops import choice, keyed_conv
-from mixer.ops.strips import LARGEST_TILE, SHIFTS, strips_of
+from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, strips_of
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "mixer" / "ops" / "keyed_kernels.py"
@@ -235,8 +235,12 @@ def test_strips_are_the_weight(tokens, decay):
     decay = None if decay is None else torch.tensor([decay])
     strips, rest, falls = strips_of(lags, decay, tokens, torch.float32)
     i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
-    half, start = strips.shape[-1] // 2, i // LARGEST_TILE * LARGEST_TILE
-    near = strips[0, SHIFTS - 1 - i % SHIFTS, half + j - i // SHIFTS * SHIFTS]
+    start, origin = i // LARGEST_TILE * LARGEST_TILE, strips.shape[-1] - AROUND
+    at = (origin + j - i // SHIFTS * SHIFTS).clamp(max=strips.shape[-1] - 1)
+    near = strips[0, 0, SHIFTS - 1 - i % SHIFTS, at]
+    at = (AROUND + i - j // SHIFTS * SHIFTS).clamp(min=0)
+    turned = strips[0, 1, SHIFTS - 1 - j % SHIFTS, at]
+    assert torch.equal(turned.tril(), near.tril())
     risen = (falls * (j - start)).clamp(max=60).exp2()
     found = (near + rest[0, :, None] * risen).tril()
     exact = weight_by_lag(lags.double(), None if decay is None else decay.double(), tokens)
