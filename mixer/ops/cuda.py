@@ -12,7 +12,6 @@ shapes, dtypes and devices, and `mixer.ops.choice` that the kernels can run.
 import ctypes
 import functools
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -318,11 +317,6 @@ def kernels(index: int) -> ctypes.CDLL:
     from mixer.ops import build
 
     return load(str(build.library(torch.cuda.get_device_capability(index))))
-
-
-def build_name(index: int) -> str:
-    """The name of this build of the kernels: that of the library's directory in the cache."""
-    return Path(kernels(index)._name).parent.name
 
 
 @functools.cache

@@ -5,8 +5,7 @@
 All tiles on a block diagonal have the same lags, and are cut from one vector. A tile's row r is the
 vector from place r on, backwards. To be read in whole lines of the cache each row must begin at a
 multiple of a tile's width, so a strip has the vector SHIFTS times, each shifted by one more. 8
-shifts are enough for reads of 16 bytes, but were slow: 0.29 ms for the forward kernel, where packed
-weights took 0.19 (512 tokens, H100), most likely since all programs then read the same few lines.
+shifts would be enough for reads of 16 bytes; which number is faster has not been timed.
 
 The second term is not by lag alone. For long sums it nearly is: the sum's limit, 1 / (1 -
 exp(-decay)), is put into the vector. What is left is a product of a number for i and one for j,

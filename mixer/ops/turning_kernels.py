@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mixer.models.masked_mixer.plain import EPSILON
+from mixer.ops.keyed_kernels import dense_channels
 
 ROWS, WARPS = 64, 4  # tokens of one head in a program
 SMALL: tl.constexpr = tl.constexpr(EPSILON)
@@ -160,7 +161,3 @@ def launch(x: Tensor, heads: int, norm: bool, cos: Tensor | None, gain: Tensor |
 def pointers(x: Tensor, *others: Tensor | None) -> list[Tensor]:
     """What is missing is never read."""
     return [x if other is None else other.contiguous() for other in others]
-
-
-def dense_channels(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

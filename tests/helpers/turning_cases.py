@@ -7,7 +7,6 @@ import itertools
 import torch
 
 from mixer.models.masked_mixer import plain
-from mixer.ops import turning  # noqa: F401 (it defines the operator)
 
 APART = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative, of norms
 
