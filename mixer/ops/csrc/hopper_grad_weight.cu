@@ -255,25 +255,24 @@ __device__ __forceinline__ void load_operands(const WeightArguments<Plan>& argum
   for (Items<Plan> item(arguments.plan); item.valid(); item.next()) {
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
-    const int depths = item.end - item.begin;
-    Step step(0, 1, 1);
-    for (int depth = 0; depth < depths * item.rounds(); ++depth, at.advance()) {
-      if (depth % depths == 0)
-        step = Step(item.first_step(depth / depths), item.along(), arguments.chunks);
-      char* stage = stages + at.slot * kStageBytes;
-      uint64_t* full = &ring.full[at.slot];
-      const int channel = step.chunk * kBox, down = step.down * kTileRows;
-      barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
-      barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
-      for (int box = 0; box < column_boxes; ++box) {
-        load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
-                 item.tile.head, tile.first_column + box * kBox + down, step.sample);
+    for (int round = 0; round < item.rounds(); ++round) {
+      Step step(item.first_step(round), item.along(), arguments.chunks);
+      for (int depth = item.end - item.begin; depth > 0; --depth, at.advance()) {
+        char* stage = stages + at.slot * kStageBytes;
+        uint64_t* full = &ring.full[at.slot];
+        const int channel = step.chunk * kBox, down = step.down * kTileRows;
+        barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
+        barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
+        for (int box = 0; box < column_boxes; ++box) {
+          load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
+                   item.tile.head, tile.first_column + box * kBox + down, step.sample);
+        }
+        for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
+          load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
+                           item.tile.head, tile.first_row + row_block * kBox + down, step.sample);
+        }
+        step.advance(item.along(), arguments.chunks);
       }
-      for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
-        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
-                         item.tile.head, tile.first_row + row_block * kBox + down, step.sample);
-      }
-      step.advance(item.along(), arguments.chunks);
     }
   }
 }
