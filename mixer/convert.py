@@ -101,7 +101,7 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     """
     check_new(output)
     model = load_masked_mixer(source, "which has no mixing weights")
-    about = model.config.to_dict() | {"mixing_weight": form}
+    about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
     if model.config.mixer_key_size:
         about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
     other = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
