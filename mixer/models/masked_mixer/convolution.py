@@ -81,7 +81,7 @@ class TriangularConv(nn.Module):
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.backend, self.initial = config.mixing_backend, config.mixing_init
-        self.form = config.mixing_weight
+        self.form, self.has_decay = config.mixing_weight, config.mixing_decay
         self.by_lag = self.form == "lags"
         self.block = 0  # the number of the block that it stands in, which the model sets
         self.make_weight()
@@ -91,10 +91,7 @@ class TriangularConv(nn.Module):
     def make_weight(self) -> None:
         """Creates the parameters that `mixing_weight` is computed from, with any values."""
         if self.form in RECURRENT:
-            raise ValueError(
-                f"mixing_weight is {self.form}, which a TriangularConv does not have; use "
-                "mixing.convolution(config), which takes the class that has it"
-            )
+            raise ValueError(f"mixing_weight is {self.form}; use mixing.convolution(config) for it")
         if self.by_lag:
             self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
         else:
