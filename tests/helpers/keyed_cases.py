@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 import mixer.ops
-from mixer.models.masked_mixer import plain
-from mixer.models.masked_mixer.lags import weight_by_lag
-from mixer.ops import choice, keyed, keyed_conv
+from mixer.ops import choice, keyed, keyed_conv, plain
 
 APART = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative, of norms
 GUARD = 4096  # numbers on each side
@@ -103,10 +101,10 @@ def check(case: Case, device: str) -> None:
         return torch.ops.mixer.keyed_conv_by_lag(query, key, value, mixing, bias, *weights)[0]
 
     def exactly(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor):
-        if lags:
-            wide_decay = None if decay is None else decay.double()
-            mixing = weight_by_lag(mixing, wide_decay, case.tokens)
-        return plain.keyed(query, key, value, mixing, bias)
+        if not lags:
+            return plain.keyed_conv(query, key, value, mixing, bias)
+        by_lag = {"lags": mixing, "decay": None if decay is None else decay.double()}
+        return plain.keyed_conv(query, key, value, None, bias, **by_lag)
 
     ours, again = results(case.dtype, by_kernels), results(case.dtype, by_kernels)
     exact = results(torch.float64, exactly)
@@ -175,7 +173,7 @@ def operator(_: ModuleType) -> None:
     leaves = [query, key, value, torch.randn(2, 1, 32, 32), torch.randn(2, 32)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     torch.library.opcheck(torch.ops.mixer.keyed_conv.default, leaves)
-    owes(leaves, "grad_weight", keyed_conv, plain.keyed)
+    owes(leaves, "grad_weight", keyed_conv, plain.keyed_conv)
     decay = torch.tensor([0.0, 0.1])
     leaves[3] = torch.randn(2, 1, 32).requires_grad_()
     strips = keyed.strips_of(leaves[3], decay, 24, torch.float32)

@@ -14,9 +14,8 @@ import pytest
 import torch
 from toolchain import first_and_slow
 
-import mixer.ops
-from mixer.models.masked_mixer.lags import weight_by_lag
-from mixer.ops import choice, keyed_conv
+from mixer.ops import choice, keyed_conv, plain
+from mixer.ops.lags import weight_by_lag
 from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, strips_of
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +259,7 @@ def given(**changes) -> dict:
 @pytest.mark.parametrize("backend", ["auto", "cuda", "dense"])
 def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
     inputs = given()
-    wanted = mixer.ops.keyed.plain.keyed(**inputs)
+    wanted = plain.keyed_conv(**inputs)
     torch.testing.assert_close(keyed_conv(**inputs, backend=backend), wanted)
     meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
     assert keyed_conv(**meta, backend=backend).shape == (2, 12, 8)
