@@ -26,11 +26,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer, settled
-from mixer.checkpoints.recurrent_format import (
-    from_recurrent,
-    is_recurrent_format,
-    to_recurrent,
-)
+from mixer.checkpoints.recurrent_format import from_recurrent, is_recurrent_format, to_recurrent
 from mixer.checkpoints.reference_format import (
     ASSUMED,
     HEADS_UNDER,

@@ -59,15 +59,8 @@ def to_recurrent(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
 
     Raises UserError for a model that the author's code does not have.
     """
-    wanted = {
-        "mlp_first": True,
-        "hidden_act": "silu",
-        "final_norm": False,
-        "linear_bias": True,
-        "mixer_expansion": False,
-        "mixer_gate": False,
-        "mixer_kernel_size": 1,
-    }
+    wanted = {"mlp_first": True, "hidden_act": "silu", "linear_bias": True, "mixer_kernel_size": 1}
+    wanted |= dict.fromkeys(("final_norm", "mixer_expansion", "mixer_gate"), False)
     config = model.config
     absent = [
         f"{key}: {getattr(config, key)}" for key in wanted if getattr(config, key) != wanted[key]

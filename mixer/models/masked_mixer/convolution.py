@@ -51,7 +51,7 @@ class TriangularConv(nn.Module):
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.backend, self.initial = config.mixing_backend, config.mixing_init
-        self.form = config.mixing_weight
+        self.form, self.has_decay = config.mixing_weight, config.mixing_decay
         self.block = 0  # the number of the block that it stands in, which the model sets
         self.make_weight()
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
@@ -61,8 +61,8 @@ class TriangularConv(nn.Module):
         """Creates the parameters that `mixing_weight` is computed from, with any values."""
         if self.form != "full":
             raise ValueError(
-                f"mixing_weight is {self.form}, which a {type(self).__name__} does not have; use "
-                "mixing.convolution(config), which takes the class that has it"
+                f"mixing_weight is {self.form}, which {type(self).__name__} does not have; use "
+                "mixing.convolution(config) for it"
             )
         square = (self.heads, self.taps, self.context, self.context)
         self.weight = nn.Parameter(torch.empty(square))

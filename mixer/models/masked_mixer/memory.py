@@ -33,11 +33,15 @@ class MixingMemory(CacheLayerMixin):
         self.cumulative_length = 0  # the name that transformers' own reset() sets to 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        batch, heads, _, channels = key_states.shape
-        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, batch
-        self.keys = key_states.new_zeros(batch, heads, self.context, channels)
-        self.values = key_states.new_empty(batch, 0)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = len(key_states)
+        self.keys = self._allocated(key_states)
+        self.values = key_states.new_empty(self.batch_size, 0)
         self.is_initialized = True
+
+    def _allocated(self, x: Tensor) -> Tensor:
+        batch, heads, _, channels = x.shape
+        return x.new_zeros(batch, heads, self.context, channels)
 
     def update(
         self,
@@ -130,13 +134,9 @@ class MixingState(MixingMemory):
     def __init__(self):
         super().__init__(context=math.inf)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        batch, _, channels = key_states.shape
-        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, batch
-        wide = torch.promote_types(self.dtype, torch.float32)
-        self.keys = key_states.new_zeros(batch, channels, dtype=wide)
-        self.values = key_states.new_empty(batch, 0)
-        self.is_initialized = True
+    def _allocated(self, x: Tensor) -> Tensor:
+        batch, _, channels = x.shape
+        return x.new_zeros(batch, channels, dtype=torch.promote_types(x.dtype, torch.float32))
 
     def extend(self, x: Tensor) -> Tensor:
         """Counts the new tokens of x, (batch, new, channels), and returns the sum of those before,

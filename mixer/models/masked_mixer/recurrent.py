@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization
 
-from .configuration import MaskedMixerConfig
 from .convolution import TriangularConv
 from .flops import Flops
 from .lags import toeplitz
@@ -19,8 +18,8 @@ from .memory import Memory, is_first
 from .operators import triangular_conv
 from .plain import shift_channels, tap_shift
 
-FASTEST = 0.1  # the largest decay: d is 0.9 or more
-DECAY_CONTEXT = 512  # In contexts of more tokens, d is the decay over context / 512 of them.
+FASTEST = 0.1  # the largest decay
+SPAN = 512  # In longer contexts, a decay is spread over context / 512 tokens.
 
 
 class RecurrentConv(TriangularConv):
@@ -28,19 +27,14 @@ class RecurrentConv(TriangularConv):
     scale[i] s[i]; a head by column sums up scale[j] x[j].
 
     The parameters are `scale` (heads, taps, context), `bias` (heads, context) and, if the
-    configuration has mixing_decay, `decay` (heads,): 1 - d, because half precision has few numbers
-    just below 1. Tokens beyond the context have the scale and the bias of its last one.
+    configuration has mixing_decay, `decay` (heads,): 1 - d^span, because half precision has few
+    numbers just below 1. Tokens beyond the context have the scale and the bias of its last one.
     """
 
-    def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
-        self.has_decay = config.mixing_decay
-        super().__init__(config, heads)
-
     def make_weight(self) -> None:
-        # The first heads go by row, the others by column.
-        by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}
-        self.by_row = by_row[self.form]
-        self.span = max(1, self.context // DECAY_CONTEXT)
+        # So many heads go by row, the others by column.
+        self.by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}[self.form]
+        self.span = max(1, self.context // SPAN)
         self.scale = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
         self.decay = nn.Parameter(torch.empty(self.heads)) if self.has_decay else None
 
@@ -52,7 +46,7 @@ class RecurrentConv(TriangularConv):
 
     @torch.no_grad()
     def set_mixing_weight(self, weight: Tensor) -> None:
-        """Sets the scale alone, to what comes nearest with this decay."""
+        """Sets the scale to what comes nearest with the present decay."""
         powers = toeplitz(self._powers(0, self.context), self.context)[:, None]
         products, squares = weight * powers, powers.square()
         for heads, dim in ((slice(self.by_row), -1), (slice(self.by_row, None), -2)):
@@ -84,10 +78,7 @@ class RecurrentConv(TriangularConv):
         scale = self._at(positions, self.scale, x.shape[1])  # (batch or 1, tokens, heads, taps)
         bias = self._at(positions, self.bias, x.shape[1])  # (batch or 1, tokens, heads)
         x = self._scaled(x, scale, self.by_row, self.heads)
-        if memory is None:
-            sums = self._sums(x)
-        else:
-            sums = self._remembered(x, memory, positions)
+        sums = self._sums(x) if memory is None else self._remembered(x, memory, positions)
         y = self._scaled(sums, scale, 0, self.by_row).unflatten(-1, (self.heads, -1))
         y = (y + bias[..., None].to(y.dtype)).flatten(2)
         return y if residual is None else residual + y.to(residual.dtype)
@@ -122,15 +113,10 @@ class RecurrentConv(TriangularConv):
 
     def _powers(self, first: int, end: int) -> Tensor:
         """d^k for k from first to end - 1: (heads, end - first), fp32 or wider."""
-        exponent = torch.arange(first, end, device=self.scale.device)
-        if self.decay is None:
-            return torch.ones_like(exponent, dtype=self.wide(self.scale)).repeat(self.heads, 1)
-        decay = self.decay.to(self.wide(self.decay)).clamp(0, FASTEST)
+        decay = self.scale.new_zeros(self.heads) if self.decay is None else self.decay
+        decay = decay.to(torch.promote_types(decay.dtype, torch.float32)).clamp(0, FASTEST)
+        exponent = torch.arange(first, end, device=decay.device)
         return (exponent * torch.log1p(-decay)[:, None] / self.span).exp()
-
-    @staticmethod
-    def wide(x: Tensor) -> torch.dtype:
-        return torch.promote_types(x.dtype, torch.float32)
 
     def _sums(self, x: Tensor, state: Tensor | None = None) -> Tensor:
         """s[i] = d s[i - 1] + x[i] of x (batch, tokens, channels), where s[-1] is a state (batch,
