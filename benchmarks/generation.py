@@ -17,6 +17,7 @@ memory of all:
 """
 
 import argparse
+import gc
 import math
 import statistics
 import time
@@ -195,6 +196,7 @@ def decoding_mb(model, ids: Tensor, how: dict) -> float:
     """
     if not ids.is_cuda:
         return 0.0
+    gc.collect()  # caches of earlier calls
     before, places = torch.cuda.memory_allocated(), []
 
     def count(written: Tensor, logits: Tensor) -> Tensor:
