@@ -62,8 +62,7 @@ def convert(
     tokenizer = None
     if tokenizer_name:
         tokenizer = existing_tokenizer(tokenizer_name)
-        what, remedy = f"tokenizer {tokenizer_name!r}", "give the one it was trained with"
-        check_vocabulary(tokenizer, model.config.vocab_size, what, remedy)
+        check_vocabulary(tokenizer, model.config.vocab_size, f"tokenizer {tokenizer_name!r}")
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
     disable_progress_bar()  # of transformers: writing takes no time
@@ -88,7 +87,7 @@ def convert_back(source: Path, output: Path, heads_under: str) -> None:
             f"--output is {output}; with --back give a .safetensors file that does not exist yet"
         )
     check_writable(output.parent)
-    model = load_masked_mixer(source, "which the reference implementation does not have")
+    model = load_masked_mixer(source)
     weights = to_reference(model, heads_under)
     with whole_file(output) as stage:
         save_file(weights, stage, metadata={"format": "pt"})
@@ -100,7 +99,7 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     lags.
     """
     check_new(output)
-    model = load_masked_mixer(source, "which has no mixing weights")
+    model = load_masked_mixer(source)
     about = model.config.to_dict() | {"mixing_weight": form}
     if model.config.mixer_key_size:
         about["mixing_init"] = "shift"  # where the lags of keyed mixing count from

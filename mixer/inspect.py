@@ -23,10 +23,7 @@ def inspect(checkpoints: list[str], output: Path) -> Path:
     Raises UserError for a directory that is not a checkpoint of a masked mixer, and for checkpoints
     of different models.
     """
-    read = [
-        mixing_matrices(load_masked_mixer(Path(checkpoint), "which has no mixing matrices"))
-        for checkpoint in checkpoints
-    ]
+    read = [mixing_matrices(load_masked_mixer(Path(checkpoint))) for checkpoint in checkpoints]
     check_same_shape(checkpoints, read)
     return write_pages(checkpoints, read, output)
 

@@ -215,18 +215,6 @@ def check_same_model(
         )
 
 
-def warn_of_threads(trainer: dict[str, Any], device: torch.device, say: Say = print) -> None:
-    """Says where a run on a CPU cannot go on bit for bit, as it has another number of threads now:
-    they divide sums differently.
-    """
-    before, now = trainer.get("threads"), torch.get_num_threads()
-    if device.type == "cpu" and before is not None and before != now:
-        say(
-            f"the checkpoint is of a run with {before} CPU thread(s), this one has {now}: losses "
-            f"may differ in their last bits; start with OMP_NUM_THREADS={before} to repeat them"
-        )
-
-
 def resume(
     checkpoint: Path,
     trainer: dict[str, Any],

@@ -11,7 +11,7 @@ it counts the same targets either way.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -36,6 +36,11 @@ class TokenScores:
     windows: int = 0
     repeats: int = 0
     repeats_nats: float = 0.0
+
+    @classmethod
+    def total(cls, parts: Sequence["TokenScores"]) -> "TokenScores":
+        """The sum of scores of parts of a text."""
+        return cls(*(sum(getattr(part, name.name) for part in parts) for name in fields(cls)))
 
     @property
     def nats(self) -> float:
@@ -165,7 +170,7 @@ def evaluate_streams(
     for a stride outside 1..context and where no stream has 2 tokens.
 
     share: (index, count): score every count-th batch of windows from the index-th on, so that the
-    scores of all indices add up to the whole; see `add_processes`.
+    scores of all indices add up to the whole; see `TokenScores.total`.
     """
     stride = check_stride(context if stride is None else stride, context)
     if not any(len(tokens) > 1 for tokens in streams):
@@ -189,21 +194,6 @@ def evaluate_streams(
     finally:
         model.train(was_training)
     return scores
-
-
-def add_processes(scores: TokenScores, device: torch.device) -> TokenScores:
-    """The sum of the scores of all processes of a launch, in each of them; `device` is where they
-    exchange tensors.
-    """
-    # Counts are exact in fp64 up to 2^53.
-    others = [scores.windows, scores.repeats, scores.repeats_nats]
-    parts = [scores.nats_by_position, scores.count_by_position, others]
-    totals = torch.from_numpy(np.concatenate(parts)).to(device)
-    torch.distributed.all_reduce(totals)
-    context = len(scores.nats_by_position)
-    nats, counts, others = np.split(totals.cpu().numpy(), [context, 2 * context])
-    windows, repeats, repeats_nats = others.tolist()
-    return TokenScores(nats, counts.astype(np.int64), int(windows), int(repeats), repeats_nats)
 
 
 def check_stride(stride: int, context: int) -> int:

@@ -24,13 +24,12 @@ HUB = {"source": "hub", "path": "ann/rows"}
 DATA = [
     (
         {"source": "text", "path": "/home/ann's/*", "validation_path": "own/a.txt"},
-        {"path": None, "directory": None, "validation_path": "a local text"},
+        {"path": None, "directory": None, "validation_path": None},
     ),
-    (HUB, HUB | {"tokenizer": "train", "validation_path": ""}),
+    (HUB, {"source": "hub"}),
     (HUB | {"path": "own/rows"}, {"path": None}),
     (HUB | {"path": "/home/ann's/rows"}, {"path": None}),  # of another machine
-    ({"tokenizer": "/home/ann's/bpe"}, {"tokenizer": "a local one, saved here"}),
-    ({"tokenizer": "ann/bpe"}, {"tokenizer": "ann/bpe"}),
+    ({"tokenizer": "/home/ann's/bpe"}, {"tokenizer": None}),
 ]
 
 
@@ -99,9 +98,7 @@ def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path, monk
         ] == []
         printed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["data"]
         assert {key: printed.get(key) for key in shown} == shown
-        assert ModelCard(text).data.datasets == (
-            ["ann/rows"] if "ann/rows" in shown.values() else None
-        )
+        assert ModelCard(text).data.datasets == (["ann/rows"] if data is HUB else None)
 
 
 def test_an_older_report_is_named_with_what_it_lacks_and_another_evaluation_replaces_it(
@@ -111,16 +108,12 @@ def test_an_older_report_is_named_with_what_it_lacks_and_another_evaluation_repl
     book.write_text(BOOK)
     options = EvalOptions(checkpoint=str(last), text=[str(book)], device="cpu")
     evaluate([options])
-    report = finished / "eval-step-12-book.txt/report.json"
+    (report,) = finished.glob("eval-step-12-book.txt-*/report.json")
     (result,) = json.loads(report.read_text())
-    for key in ("repeats_share", "public_text"):
-        older = {name: value for name, value in result.items() if name != key}
-        report.write_text(json.dumps([older]))
-        with pytest.raises(
-            UserError,
-            match=rf"report.json is not what .* \(KeyError: '{key}'\): evaluate again in the same",
-        ):
-            card(last, tmp_path / "refused")
+    del result["repeats_share"]
+    report.write_text(json.dumps([result]))
+    with pytest.raises(UserError, match="KeyError: 'repeats_share'.: evaluate again"):
+        card(last, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     evaluate([options])
     assert ["book.txt"] in [row[:1] for row in rows(card(last, tmp_path / "given"))]
