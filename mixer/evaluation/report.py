@@ -91,13 +91,13 @@ def well_counted(losses: list, counts: list[int]) -> list:
 
 
 def tell_apart(results: list[dict]) -> list[dict]:
-    """The results, with the checkpoints' whole paths as labels where two checkpoints have the same
-    label, as those of two runs of one name.
+    """The results, numbered in their order where two checkpoints have the same label, as those of
+    two runs of one name.
     """
-    paths = {str(Path(result["checkpoint"]).resolve()) for result in results}
+    paths = {Path(result["checkpoint"]).resolve() for result in results}
     if len({result["label"] for result in results}) == len(paths):
         return results
-    return [result | {"label": result["checkpoint"]} for result in results]
+    return [r | {"label": f"{number}: {r['label']}"} for number, r in enumerate(results, 1)]
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:

@@ -70,7 +70,7 @@ def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path, mon
 
 def test_the_saved_tokenizer_knows_the_context(finished, tmp_path):
     last, long = finished / "step-12", "def read(self, size): return self.text[:size]\n" * 9
-    convert_back(last, tmp_path / "reference.safetensors", "mixerhead")
+    convert_back(last, tmp_path / "reference.safetensors")
     convert(tmp_path / "reference.safetensors", tmp_path / "converted", str(last))
     export(last, tmp_path / "exported", "mit")
     for directory in (last, tmp_path / "converted", tmp_path / "exported"):
