@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+QUEUED_BYTES = 256 << 20  # as many are copied at once: one launch for many tensors
+STAGE_BYTES = 64 << 20  # pinned memory through which copies leave the device
 # What must stay free beside a snapshot: this share of the device's memory, and no less than this.
 SPARE_SHARE, SPARE_BYTES = 0.05, 2 << 30
 
@@ -30,27 +32,56 @@ class Snapshot:
     """
 
     def __init__(self, device: torch.device, needed: int):
-        self.place = device if has_room(device, needed) else torch.device("cpu")
-        self.stream = torch.cuda.Stream(device) if self.place.type == "cuda" else None
+        self.on_device = has_room(device, needed)
+        self.place = device if self.on_device else torch.device("cpu")
         self.copies: dict[str, Tensor] = {}
-        self.taken = None
+        self.on_host: dict[str, Tensor] = {}
+        if self.on_device:
+            self.stream, self.taken = torch.cuda.Stream(device), None
+            self.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies named tensors, the same ones each time. From here on the tensors may change: on a
         GPU the copies are queued before whatever comes next on the current stream.
         """
+        targets, sources, queued = [], [], 0
         for name, tensor in tensors:
             if name not in self.copies:
                 self.copies[name] = torch.empty_like(tensor, device=self.place)
-            self.copies[name].copy_(tensor)
-        if self.stream is not None:
+            targets.append(self.copies[name])
+            sources.append(tensor)
+            queued += tensor.nbytes
+            if queued > QUEUED_BYTES:
+                torch._foreach_copy_(targets, sources)
+                targets, sources, queued = [], [], 0
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        if self.on_device:
             self.taken = torch.cuda.current_stream(self.place).record_event()
 
     def fetch(self) -> dict[str, Tensor]:
         """The copies, in the host's memory."""
-        if self.stream is None:
+        if not self.on_device:
             return self.copies
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.taken)
-            return {name: copy.cpu() for name, copy in self.copies.items()}
+            return {name: self._fetched(name, copy) for name, copy in self.copies.items()}
+
+    def _fetched(self, name: str, copy: Tensor) -> Tensor:
+        """A copy on the host, through pinned memory: a copy to other memory would hold up all that
+        training launches meanwhile, and pinning as much as the state takes seconds.
+        """
+        if name not in self.on_host:
+            self.on_host[name] = torch.empty_like(copy, device="cpu")
+        host = self.on_host[name]
+        source, target = (tensor.view(-1).view(torch.uint8) for tensor in (copy, host))
+        for start in range(0, source.numel(), STAGE_BYTES):
+            part = source[start : start + STAGE_BYTES]
+            stage = self.stage[: part.numel()]
+            stage.copy_(part, non_blocking=True)
+            arrived = torch.cuda.Event(blocking=True)  # this thread sleeps until then
+            arrived.record(self.stream)
+            arrived.synchronize()
+            target[start : start + part.numel()].copy_(stage)
+        return host

@@ -123,7 +123,7 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     if rank() == 0:
         write_evaluation(results, directory)
         print(evaluation_report(results))
-        print(f"\nreport.json, report.md and loss_by_position.png are in {directory}")
+        print(f"\nreport.json, .md and a picture are in {directory}")
     end_processes()
 
 

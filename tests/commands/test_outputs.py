@@ -86,7 +86,7 @@ def test_where_no_results_can_go_is_said_before_they_are_computed(
         main, arguments, output = commands(inputs, place)[name]
         folder = output.parent if output.suffix else output
         problem = f"results cannot go to '{folder}': {file} is no directory"
-        if output == file and name in ("convert", "export", "inspect"):
+        if output == file and name in ("convert", "export"):
             problem = f"{file} exists already"
         with pytest.raises(UserError, match=f"^{problem}; choose another --output"):
             call(main, arguments)
@@ -168,7 +168,7 @@ def test_evaluations_at_the_same_time_have_a_report_each(inputs, tmp_path):
     ended = at_the_same_time([(mixer.eval.main, [*tested, book]) for book in books], tmp_path)
     for book, (status, printed) in zip(books, ended, strict=True):
         assert status == 0, printed
-        (place,) = re.findall(r"loss_by_position.png are in (.*)", printed)
+        (place,) = re.findall(r"and a picture are in (.*)", printed)
         assert text_in(Path(place) / "report.json") == (book.name, book.stat().st_size)
         assert Path(place).name.startswith(f"eval-step-1-{book.name}")
     assert len(list(runs.glob("eval-*"))) == 4
