@@ -185,26 +185,6 @@ def test_a_checkpoint_moved_to_another_disk_stays_there_when_its_link_is_pruned(
     assert damage(moved) is None and not (finished / "step-8").is_symlink()
 
 
-def test_best_points_to_the_lowest_validation_loss(write_config, launch, tmp_path):
-    launch(
-        "--config",
-        write_config(),
-        "train.steps=40",
-        "train.eval_every=4",
-        "optim.lr=0.3",
-        "optim.schedule=constant",
-    ).succeed()
-    run = tmp_path / "runs/small"
-    losses = {
-        line["step"]: line["validation_loss"]
-        for line in read_lines(run)
-        if "validation_loss" in line and line["step"]
-    }
-    best = min(losses, key=losses.get)
-    assert os.readlink(run / "best") == f"step-{best}"
-    assert sorted({best, 36, 40}) == good_steps(run)
-
-
 LACKING = {
     "flock": errno.ENOSYS,  # as on Lustre, and in some containers
     "chmod": errno.EPERM,  # as on FUSE and some NFS

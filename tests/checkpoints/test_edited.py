@@ -95,7 +95,7 @@ def test_a_link_that_moves_is_followed_once(finished):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("mixer", torch.int64), ("gpt2", torch.bool), ("gpt2", torch.complex64)],
+    [("mixer", torch.int64), ("gpt2", torch.complex64)],
 )
 def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, kind, dtype):
     save_checkpoint(tmp_path / "saved", kind)
@@ -108,7 +108,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, kind, 
         convert(file, tmp_path / "converted", None)
 
 
-@pytest.mark.parametrize("model_type", ["masked_mixer", "qwen3", "gpt2"])
+@pytest.mark.parametrize("model_type", ["masked_mixer", "qwen3"])
 def test_more_layers_than_tensors_are_refused_before_they_are_built(tmp_path, model_type):
     save_checkpoint(tmp_path, "mixer")
     change_config(tmp_path, model_type=model_type, num_hidden_layers=10**12)
@@ -144,7 +144,6 @@ def pickle_weights(checkpoint: Path) -> None:
 OPTIMIZER = "trainer_state/optimizer-1-of-1.safetensors"
 EDITS = {
     "no lm_head": (without_head, "lacks the weights lm_head"),
-    "layers": (lambda c: change_config(c, num_hidden_layers=[]), r"num_hidden_layers is \[\]"),
     "type": (lambda c: change_config(c, model_type="64"), "config.json that cannot be used"),
     "pickled": (pickle_weights, "it lacks model.safetensors: .*pickled"),
     "random": (
@@ -153,10 +152,6 @@ EDITS = {
     ),
     "optimizer": (lambda c: (c / OPTIMIZER).write_text("junk"), "not what training wrote"),
     "no moments": (lambda c: without(c, "", "lm_head"), "lacks lm_head.weight/"),
-    "one moment": (
-        lambda c: without(c, "/exp_avg_sq", "lm_head"),
-        "lacks lm_head.weight/exp_avg_sq",
-    ),
     "that moment of all": (lambda c: without(c, "/exp_avg_sq"), "lacks .*/exp_avg_sq"),
     "nothing": (lambda c: without(c, ""), "lacks .*/step"),
     "cut moment": (cut_a_moment, "lm_head.weight/exp_avg of shape"),
