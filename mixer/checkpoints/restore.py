@@ -56,10 +56,9 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
                 f"{directory}, or set checkpoint.resume=auto"
             )
         return None
-    elsewhere = resume != "auto" and Path(resume).resolve().parent != directory.resolve()
-    if resume != "auto" and not (elsewhere and found):
-        return _named(Path(resume), found)
-    if elsewhere:
+    if resume != "auto":
+        if not found or Path(resume).resolve().parent == directory.resolve():
+            return _named(Path(resume), found)
         say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
     for path in found:
         problem = damage(path)
@@ -76,19 +75,17 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
 
 def _named(path: Path, of_run: list[Path]) -> Path:
     """The checkpoint that checkpoint.resume names."""
-    problem = damage(path)
-    if problem:
+    if problem := damage(path):
         raise UserError(
             f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
             "step-N beside it"
         )
     step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
-    newer = [other for other in of_run if step_of(other) > step]
-    if newer:
+    if newer := [str(other) for other in of_run if step_of(other) > step]:
         raise UserError(
             f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto "
-            f"would take next time: {', '.join(map(str, newer))}; delete these, or choose another "
-            f"name for a run that goes on from {path.name}"
+            f"would take next time: {', '.join(newer)}; delete these, or choose another name for a "
+            f"run that goes on from {path.name}"
         )
     return path
 

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
 from mixer.evaluation.measure import AUTOCAST_TYPES
+from mixer.evaluation.scoring import logits_of
 
 CHANGED_PLACES = 8
 # As a share of the largest logit. A causal model's logits do not move at all, except with libraries
@@ -27,7 +28,7 @@ def check_causality(model: PreTrainedModel, tokens: np.ndarray, window: int, dty
     inputs = torch.from_numpy(np.asarray(tokens[:window], dtype=np.int64))[None].to(model.device)
     length, vocab_size = inputs.shape[1], model.config.get_text_config().vocab_size
     places = np.unique(np.linspace(1, length - 1, CHANGED_PLACES).round().astype(int)).tolist()
-    logits = window_logits(model, inputs, dtype)
+    logits = logits_of(model, inputs, AUTOCAST_TYPES[dtype])[0]  # (tokens, vocab)
     if not logits.isfinite().all():
         raise UserError(
             f"the logits are not finite in {dtype}: use --dtype fp32; "
@@ -37,7 +38,7 @@ def check_causality(model: PreTrainedModel, tokens: np.ndarray, window: int, dty
     for first in places:
         changed = inputs.clone()
         changed[:, first:] = (changed[:, first:] + 1) % vocab_size
-        moves = (window_logits(model, changed, dtype) - logits).abs().amax(-1)  # (tokens,)
+        moves = (logits_of(model, changed, AUTOCAST_TYPES[dtype])[0] - logits).abs().amax(-1)
         before = max(before, moves[:first].max().item())
         after = min(after, moves[first:].max().item())
         if not before <= TOLERANCE[dtype] * logits.abs().max().item():
@@ -47,10 +48,3 @@ def check_causality(model: PreTrainedModel, tokens: np.ndarray, window: int, dty
                 "so its perplexity means nothing: give a causal model"
             )
     return {"window": length, "largest_move_before": before, "smallest_move_after": after}
-
-
-def window_logits(model: PreTrainedModel, inputs: torch.Tensor, dtype: str) -> torch.Tensor:
-    """(1, tokens) -> (tokens, vocab) fp32."""
-    kind = AUTOCAST_TYPES[dtype]
-    with torch.autocast(inputs.device.type, dtype=kind, enabled=kind is not None):
-        return model(input_ids=inputs).logits[0].float()

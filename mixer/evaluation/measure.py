@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
-from mixer.common.hardware import peak_memory_gb
+from mixer.common.hardware import lacks_bf16, peak_memory_gb
 from mixer.common.ranks import is_launched
 from mixer.distributed.world import leave_with_error
 from mixer.evaluation.scoring import TokenScores, evaluate_streams
@@ -55,11 +55,8 @@ def choose_device(name: str, dtype: str) -> torch.device:
             "use --device cpu, or install a CUDA build"
         )
     device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and dtype == "bf16" and torch.cuda.get_device_capability() < (8, 0):
-        raise UserError(
-            f"{torch.cuda.get_device_name()} has no bf16 arithmetic: "
-            "use --dtype fp16 or --dtype fp32"
-        )
+    if dtype == "bf16" and (name := lacks_bf16(device)):
+        raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
     return device
 
 

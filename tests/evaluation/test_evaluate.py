@@ -82,14 +82,13 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
         assert loss == (pytest.approx(np.mean(here), rel=1e-10) if here else None)
 
 
-def test_streams_together_are_their_sum_and_leave_the_model_in_its_mode():
-    model = tiny_model().double().train()
+def test_streams_together_are_their_sum():
+    model = tiny_model().double()
     streams = [np.random.default_rng(n).integers(0, 23, n) for n in (1, 3, 30, 17)]
     together = evaluate_streams(model, streams, CONTEXT, 4, batch_size=5)
     apart = [evaluate_streams(model, [tokens], CONTEXT, 4) for tokens in streams if len(tokens) > 1]
     assert together.nats == pytest.approx(sum(scores.nats for scores in apart), rel=1e-12)
     assert together.tokens == 2 + 29 + 16
-    assert model.training
 
 
 @pytest.mark.parametrize("stride", [1, 5, CONTEXT])
