@@ -264,7 +264,7 @@ def test_recurrent_mixers_convert_both_ways_with_equal_logits(form, heads, decay
     assert "ASSUMED" not in capsys.readouterr().err
     model = AutoModelForCausalLM.from_pretrained(new)
     torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-4)
-    convert_back(new, back, "mixerhead")
+    convert_back(new, back)
     again = RecurrentReference(*about)
     nn.init.zeros_(again.input_layer.weight)
     again.load_state_dict(load_file(back))  # strict: all keys and shapes
@@ -282,7 +282,7 @@ def test_recurrent_mixers_that_do_not_convert_are_refused(tmp_path):
         convert(tmp_path / "plain.safetensors", tmp_path / "new", None, "rows")
     small_model(mixing_weight="rows").save_pretrained(tmp_path / "gelu")
     with pytest.raises(UserError, match="format does not have mlp_first: False, hidden_act: gelu;"):
-        convert_back(tmp_path / "gelu", tmp_path / "back.safetensors", "mixerhead")
+        convert_back(tmp_path / "gelu", tmp_path / "back.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["rows", "columns", "rows-and-columns"])
