@@ -10,8 +10,7 @@ from mixer.models.masked_mixer.lags import diagonal_sums, row_parts, toeplitz_ro
 from mixer.models.masked_mixer.plain import dense
 from mixer.optimizers import muon
 from mixer.optimizers.chained import ChainedOptimizer
-from mixer.optimizers.muon import Muon
-from mixer.optimizers.newton_schulz import STEPS, A, B, C, iterate, normalized
+from mixer.optimizers.muon import STEPS, A, B, C, Muon, iterate, normalized
 from mixer.optimizers.triangular_adamw import TriangularAdamW
 from mixer.training.optim import OptimConfig, build_optimizer
 
