@@ -21,10 +21,10 @@ from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
+from mixer.training.backend import settle_backend
 from mixer.training.config import RunConfig
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
-from mixer.training.mixing import settle_mixing
 from mixer.training.optim import optimizer_identity
 from mixer.training.parallelize import Compilation, parallelize
 from mixer.training.record import save_config, start_record
@@ -113,7 +113,7 @@ def start_state(run: RunConfig, data: Data, compilation: Compilation, world: Wor
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
     record = start_record(run, trainer, world)
-    mixing = settle_mixing(model, run, trainer, compilation.how != "no", world)
+    mixing = settle_backend(model, run, trainer, world)
     parallel, optimizer = parallelize(model, run, compilation, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)

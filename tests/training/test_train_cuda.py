@@ -248,9 +248,9 @@ def test_graphs_change_no_loss(write_config, launch, tmp_path, processes):
 def kernels_of_older_gpus() -> None:
     """Ampere's or Volta's kernels in place of this GPU's own, as KERNELS says, and a race."""
     from mixer.ops import choice, cuda
-    from mixer.training import mixing
+    from mixer.training import backend
 
-    mixing.TIMED = None
+    backend.HOPPER = None
 
     capability, facts = int(os.environ["KERNELS"]), cuda.device_facts(0)
     choice.device_reason(0)  # by the GPU's own
