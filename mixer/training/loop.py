@@ -3,7 +3,6 @@
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 import transformers
@@ -21,7 +20,7 @@ from mixer.distributed.stop import Stop
 from mixer.distributed.world import World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig
 from mixer.training.footprint import step_too_large
-from mixer.training.gradients import Guard, clip, gradient_norm, where_not_finite
+from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.metrics import as_text, in_json
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.parallelize import Compilation, find_devices, settle_compilation
@@ -102,8 +101,8 @@ class Trainer:
         kept = checkpoint.keep, checkpoint.keep_every
         saved = self.model, self.data.tokenizer
         self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
-        stop_at_first = train.non_finite == "stop"
-        self.guard = Guard(self.optimizer, self.scaler is not None, stop_at_first, self.device)
+        ends = train.non_finite == "stop", train.max_skipped_steps
+        self.guard = Guard(self.optimizer, self.scaler is not None, *ends, self.device)
         self.profiler, self.stop = Profiler(run, world), Stop(world)
         self.timer = Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
@@ -158,7 +157,7 @@ class Trainer:
         accelerator.unscale_gradients()  # of fp16's loss scale
         norm = gradient_norm(self.optimizer)
         clip(self.optimizer, norm, run.train.max_grad_norm)
-        self.guard.before_step(norm, counters.step + 1)
+        self.guard.before_step(norm)
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 
@@ -181,9 +180,7 @@ class Trainer:
         run, counters, writer = self.run, self.counters, self.writer
         done = counters.step == run.train.steps
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
-        # A stop during a slow save waits for that one alone, as time may be short.
-        busy = stopping and not done and writer.is_busy()
-        saving = (stopping or self.save_due(counters.step)) and not busy
+        saving = stopping or self.save_due(counters.step)
         if saving:
             writer.prepare(self.optimizer)  # before anything that waits for the step
         if counters.step % run.logging.log_every == 0 or done:
@@ -199,9 +196,10 @@ class Trainer:
                 self.evaluate()
         if done or not stopping:
             return False
-        good = writer.last_good() if busy else "The same command goes on from there"
         writer.wait()
-        self.world.say(f"stopped by a signal after step {counters.step}. {good}")
+        self.world.say(
+            f"stopped by a signal after step {counters.step}. The same command goes on from there"
+        )
         return True
 
     def settle(self) -> None:
@@ -210,20 +208,7 @@ class Trainer:
         """
         counters = self.counters
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
-        found = self.guard.look()
-        counters.skipped_steps += found.steps
-        limit = self.run.train.max_skipped_steps
-        self.guard.require_finite(found, limit, self.trace, self.writer.last_good)
-
-    def trace(self, step: int) -> str:
-        """Where the numbers that are not finite come from, by repeating a step."""
-        steps_ago = self.counters.step - step + 1
-        repeated = self.batches.at(self.counters.samples - steps_ago * self.share.step_samples)
-        repeated = [to_device(batch, self.device) for batch in repeated]
-        no_sync = self.accelerator.no_sync
-        own_gradients = nullcontext() if self.world.is_sharded else no_sync(self.parallel)
-        both_passes = partial(self.backward, step_targets=self.step_tokens)
-        return where_not_finite(self.model, both_passes, repeated, own_gradients, self.world)
+        counters.skipped_steps += self.guard.look(counters.step, self.writer.last_good)
 
     def log(self, step: Step) -> None:
         """Writes and shows a line of metrics."""

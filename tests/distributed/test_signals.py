@@ -84,25 +84,6 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_closes(write_config, launch
     assert "stopped" not in ranks.signal(signal.SIGHUP).succeed()
 
 
-def slow_writes() -> None:
-    from mixer.checkpoints import writer
-
-    real = writer._write_model
-    writer._write_model = lambda *arguments: time.sleep(2) or real(*arguments)
-
-
-def test_a_stop_during_a_slow_save_waits_for_that_one_and_saves_no_other(
-    write_config, launch, tmp_path
-):
-    run, config = tmp_path / "runs/small", write_config(train=LONG)
-    ranks = launch("--config", config, "checkpoint.save_every=5", before=slow_writes, processes=2)
-    output = ranks.until((run / "step-5.partial").exists).stop()
-    assert last_saved(run) == 5 and not list(run.glob("*.partial"))
-    assert "stopped by a signal after step" in output
-    assert f"The run can go on from {run / 'step-5'}" in output
-    assert output.count("saved ") == 1
-
-
 def test_the_step_of_the_signal_is_the_last_whatever_log_every_is(write_config, launch, tmp_path):
     """Agreement does not wait for a logging step: these steps take a tenth of a second, and only
     each 1000th logs.
