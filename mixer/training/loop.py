@@ -18,12 +18,12 @@ from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
 from mixer.distributed.stop import Stop
 from mixer.distributed.world import World, build_accelerator, leave_with_error
+from mixer.training.compile import obstacle_to_graphs
 from mixer.training.config import RunConfig
 from mixer.training.footprint import step_too_large
 from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.metrics import as_text, in_json
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
-from mixer.training.parallelize import Compilation, find_devices, settle_compilation
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
 from mixer.training.telemetry import Profiler, Timer
 from mixer.training.validation import validation_loss
@@ -43,9 +43,9 @@ def train(run: RunConfig) -> PreTrainedModel:
         world = World(accelerator)
         check_precision(world.device, run.train.mixed_precision)
         check_optimizer(run.optim, accelerator)
-        compilation = settle_compilation(run.train, find_devices(world))
+        obstacle_to_graphs(run.train, world.device, world.is_sharded)  # refuses what cannot be
         with run_locked(run.directory) if world.is_main else nullcontext():
-            model = Trainer(run, compilation, world).train()
+            model = Trainer(run, world).train()
     except BaseException as error:
         if is_out_of_memory(error):
             error = step_too_large(run, accelerator.device, error)
@@ -72,12 +72,12 @@ class Step:
 class Trainer:
     """The training of a run, on one of its processes. `train` does all steps that are left."""
 
-    def __init__(self, run: RunConfig, compilation: Compilation, world: World):
+    def __init__(self, run: RunConfig, world: World):
         self.run, self.world, self.accelerator = run, world, world.accelerator
         self.device, self.scaler = world.device, world.accelerator.scaler
         torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
         self.data = prepare_data(run, world)
-        self.state = start_state(run, self.data, compilation, world)
+        self.state = start_state(run, self.data, world)
         self.model, self.parallel = self.state.model, self.state.parallel
         self.accelerated, self.counters = self.state.optimizer, self.state.counters
         self.optimizer = self.accelerated.optimizer

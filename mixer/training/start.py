@@ -26,7 +26,7 @@ from mixer.training.config import RunConfig
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
 from mixer.training.optim import optimizer_identity
-from mixer.training.parallelize import Compilation, parallelize
+from mixer.training.parallelize import parallelize
 from mixer.training.record import save_config, start_record
 
 
@@ -84,7 +84,7 @@ def prepare_data(run: RunConfig, world: World) -> Data:
     return Data(manifest, training, validation, tokenizer, token_bytes(tokenizer))
 
 
-def start_state(run: RunConfig, data: Data, compilation: Compilation, world: World) -> State:
+def start_state(run: RunConfig, data: Data, world: World) -> State:
     """The model, its optimizer and the counters: new, or from the checkpoint to continue from."""
     resumed = find_checkpoint(run, world)
     memory = needed_gb(run, data.manifest, world)
@@ -114,7 +114,7 @@ def start_state(run: RunConfig, data: Data, compilation: Compilation, world: Wor
             wandb_id = trainer["wandb_id"]
     record = start_record(run, trainer, world)
     mixing = settle_backend(model, run, trainer, world)
-    parallel, optimizer = parallelize(model, run, compilation, world)
+    parallel, optimizer = parallelize(model, run, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)
     recorded = identity | record | {"mixing": mixing, "data_directory": run.data.directory}
