@@ -25,7 +25,7 @@ from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.metrics import as_text, in_json
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
-from mixer.training.telemetry import Profiler, Timer
+from mixer.training.telemetry import Timer, profiler
 from mixer.training.validation import validation_loss
 
 
@@ -103,7 +103,7 @@ class Trainer:
         self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
         ends = train.non_finite == "stop", train.max_skipped_steps
         self.guard = Guard(self.optimizer, self.scaler is not None, *ends, self.device)
-        self.profiler, self.stop = Profiler(run, world), Stop(world)
+        self.profile, self.stop = profiler(run, self.counters.step, world), Stop(world)
         self.timer = Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
@@ -120,18 +120,19 @@ class Trainer:
             if self.owes_evaluation:
                 with self.timer.paused():
                     self.evaluate()
-            self.profiler.between_steps(counters.step)
             while counters.step < self.run.train.steps and not stopped:
                 self.stop.ask()
                 step = self.step()
-                self.profiler.between_steps(counters.step)
+                if self.profile:
+                    self.profile.step()
                 self.writer.check()
                 stopped = self.between_steps(step)
             self.writer.close()
         finally:
             self.writer.abandon()  # does nothing unless an error ends the run
             self.batches.close()
-            self.profiler.close()
+            if self.profile:
+                self.profile.stop()
             self.stop.close()
         if self.metrics:
             self.metrics.close()

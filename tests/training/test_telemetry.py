@@ -147,9 +147,3 @@ def test_between_logging_steps_nothing_is_read_from_the_device(
     config = write_config(data=data, logging={"log_every": 4}, checkpoint={"save_every": 0})
     output = launch("--config", config, "train.eval_every=0", before=count_reads).succeed()
     assert json.loads(re.search(r"READ AT (\[.*\])", output).group(1)) == [4, 8, 12]
-
-
-def test_a_profile_of_a_step_that_is_not_trained_is_missed_aloud(write_config, finished, launch):
-    options = ["logging.profile_step=5", "logging.profile_steps=3", "train.steps=13"]
-    output = launch("--config", write_config(), *options).succeed()
-    assert output.count("no profile: step 5 (logging.profile_step) was not trained") == 1
