@@ -119,7 +119,7 @@ def _identity(config: DataConfig, corpus: Corpus) -> str:
     # Nothing is flushed to the disk before the end, so after a crash of the machine the parts that
     # are there may not be whole.
     boot = BOOT.read_text().strip() if BOOT.is_file() else ""
-    known = {"parts": hashlib.sha256(identities.encode()).hexdigest(), "boot": boot}
+    known = {"parts": hashlib.sha256(identities.encode()).hexdigest(), "boot": boot, "version": 2}
     return json.dumps(_settings(config) | known)
 
 
@@ -163,10 +163,10 @@ def _write(
     config: DataConfig, corpus: Corpus, fixed: FixedSplits, partial: Path, say: Say
 ) -> Manifest:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
-    identity, progress = _identity(config, corpus), Progress.load(partial)
-    if progress and progress.identity == identity:
+    identity = _identity(config, corpus)
+    progress = Progress.load(partial, identity)
+    if progress:
         say(f"going on after {progress.total.documents} documents")
-        tokenizer = load_tokenizer(partial)  # config.tokenizer may be another one by now
     else:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -174,15 +174,17 @@ def _write(
         tokenizer.save_pretrained(str(partial / "tokenizer"))
         progress = Progress(identity, sample_bytes, loses)
         progress.save(partial)
+    tokenizer = load_tokenizer(partial)  # config.tokenizer may be another one by now
     vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
     task = Tokenise(specification, dtype, eos, config.validation_fraction, fixed)
     write_tokens(config, corpus, task, progress, partial, say)
-    held_out = validation_source(config)
-    if held_out:
-        say_left_out(progress.splits["validation"], held_out, say)
-    say_left_out(progress.splits["train"] if held_out else progress.total, config, say)
+    read = [(progress.total, config)]
+    if held_out := validation_source(config):
+        read = [(progress.splits["validation"], held_out), (progress.splits["train"], config)]
+    for counts, source in read:
+        say_left_out(counts.documents, counts.missing, source, say)
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,
@@ -201,7 +203,7 @@ def _write(
 
 def _recorded(partial: Path, split: str, counts: Counts) -> SplitManifest:
     values = asdict(counts)
-    del values["missing"], values["blank"]
+    del values["missing"]
     hashes = [sha256(partial / name) for name in (f"{split}.bin", f"{split}.docs.bin")]
     return SplitManifest(**values, tokens_sha256=hashes[0], documents_sha256=hashes[1])
 

@@ -12,12 +12,10 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 
 from mixer.common.errors import Interrupted, UserError
 
@@ -32,6 +30,8 @@ package.__path__ = [{str(PACKAGE)!r}]
 from mixer.data.workers import serve
 serve(int(sys.argv[1]))
 """
+# Each worker is one of several that share the cores.
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 def available_cores() -> int:
@@ -43,11 +43,11 @@ def available_cores() -> int:
 
 def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
     """(job, `task(job)`) of each job, in the order of the jobs, computed by at most `most`
-    processes. Few jobs are done in this process.
+    processes in turn. Few jobs are done in this process.
 
-    At most 2 * `most` jobs are held at a time; task, jobs and results are pickled. An exception of
-    the task is raised here. Raises UserError if a worker is killed. The workers end when the
-    generator does.
+    Each process holds one job at a time; task, jobs and results are pickled. An exception of the
+    task is raised here. Raises UserError if a worker is killed. The workers end when the generator
+    does.
     """
     jobs = iter(jobs)
     first = list(islice(jobs, FEW))
@@ -55,34 +55,20 @@ def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
     if most == 1 or len(first) < FEW:
         yield from ((job, task(job)) for job in jobs)
         return
-    workers: list[_Worker] = []
-    idle: SimpleQueue[_Worker] = SimpleQueue()
-
-    def do(job: object) -> tuple:
-        worker = idle.get()
-        try:
-            return job, worker.do(job)
-        finally:
-            idle.put(worker)
-
-    threads, given = ThreadPoolExecutor(most), deque()  # a thread waits for each busy worker
+    busy: deque[_Worker] = deque()  # the one with the oldest job first
     try:
         for job in jobs:
-            if len(workers) < most:
-                workers.append(_Worker(task))
-                idle.put(workers[-1])
-            given.append(threads.submit(do, job))
-            if len(given) == 2 * most:
-                yield given.popleft().result()
-        while given:
-            yield given.popleft().result()
+            if len(busy) < most:
+                busy.append(_Worker(task))
+            else:
+                yield busy[0].job, busy[0].result()
+                busy.rotate(-1)
+            busy[-1].begin(job)
+        for worker in busy:
+            yield worker.job, worker.result()
     finally:
-        for worker in workers:
-            worker.process.kill()
-        threads.shutdown(cancel_futures=True)
-        for worker in workers:
-            worker.process.wait()
-            worker.connection.close()
+        for worker in busy:
+            worker.end()
 
 
 class _Worker:
@@ -94,21 +80,18 @@ class _Worker:
             [sys.executable, "-c", START, str(other_end.fileno())],
             pass_fds=[other_end.fileno()],
             stdin=subprocess.DEVNULL,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                # Each worker is one of several that share the cores.
-                "TOKENIZERS_PARALLELISM": "false",
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | ONE_THREAD,
         )
         other_end.close()
         self.connection.send(task)
 
-    def do(self, job: object) -> object:
-        try:
+    def begin(self, job: object) -> None:
+        self.job = job
+        with suppress(OSError):  # it was killed, as `result` will say
             self.connection.send(job)
+
+    def result(self) -> object:
+        try:
             result = self.connection.recv()
         except (EOFError, OSError):
             status = self.process.wait()
@@ -120,6 +103,11 @@ class _Worker:
         if isinstance(result, Exception):
             raise result
         return result
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
 
 
 def serve(descriptor: int) -> None:
