@@ -128,11 +128,7 @@ class Manifest:
         }
         for name, recorded in files.items():
             file = Path(directory) / name
-            try:
-                is_good = has_sha256(file, recorded, say)
-            except OSError as error:
-                raise UserError(f"{file} cannot be read ({error}); give access to it") from None
-            if not is_good:
+            if not has_sha256(file, recorded, say):
                 raise UserError(
                     f"{file} is damaged: it is not what preparing wrote (its SHA-256 differs); "
                     f"copy it again, or delete {directory} and prepare again"
