@@ -19,7 +19,6 @@ from mixer.common.checksums import sha256
 from mixer.common.errors import Interrupted, UserError
 from mixer.common.files import (
     as_system_error,
-    flush_tree,
     missing_directories,
     publish,
     remove_empty,
@@ -100,16 +99,19 @@ def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     partial = directory.with_name(f"{directory.name}.partial-{socket.gethostname()}")
     try:
         manifest = _write(config, corpus, fixed, partial, say)
+        for file in partial.glob(f"{PROGRESS_FILE}*"):
+            file.unlink()
     except UserError as error:
         if not isinstance(error, Interrupted):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     try:
-        _publish(partial, directory)
-    except FileExistsError:  # another machine was first
-        shutil.rmtree(partial, ignore_errors=True)
-        if (manifest := _existing(config)) is None:
+        publish(partial, directory)
+    except OSError:
+        manifest = _existing(config)  # another machine was first
+        if manifest is None:
             raise
+        shutil.rmtree(partial, ignore_errors=True)
     return manifest
 
 
@@ -231,16 +233,3 @@ def _tokenizer(
         f"in {time.perf_counter() - began:.1f} s{note}"
     )
     return tokenizer, sample.bytes, ""
-
-
-def _publish(partial: Path, directory: Path) -> None:
-    """Give `partial` its name. Raises FileExistsError if the name is taken."""
-    flush_tree(partial)
-    for file in partial.glob(f"{PROGRESS_FILE}*"):  # without it, a killed process starts again
-        file.unlink()
-    try:
-        publish(partial, directory)
-    except OSError as error:
-        if directory.exists():
-            raise FileExistsError(str(directory)) from error
-        raise

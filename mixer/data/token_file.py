@@ -10,7 +10,7 @@ import torch
 
 from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
-from mixer.data.manifest import SPLITS, Manifest
+from mixer.data.manifest import Manifest
 
 DOCUMENTS_AT_ONCE = 4096  # of unpacked data, where rows are found
 
@@ -39,10 +39,6 @@ class TokenFile:
         context: int,
         say: Say = say_on_stderr,
     ):
-        if split not in SPLITS:
-            raise UserError(f"there is no split {split!r}; allowed: {', '.join(SPLITS)}")
-        if context < 1:
-            raise UserError(f"the context is {context} tokens; allowed: 1 or more")
         self.directory, self.split, self.context = Path(directory), split, context
         self.manifest = Manifest.load(directory)
         self.manifest.verify(directory)
