@@ -41,9 +41,8 @@ class TokenFile:
     ):
         self.directory, self.split, self.context = Path(directory), split, context
         self.manifest = Manifest.load(directory)
-        self.manifest.verify(directory)
+        self.manifest.verify(directory, [split], say)
         counts = self.manifest.splits[split]
-        self.manifest.verify_content(directory, split, say)
         self.packed = self.manifest.settings["packed"]
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self.file = os.open(self.directory / f"{split}.bin", os.O_RDONLY)

@@ -19,7 +19,7 @@ from mixer.common.json_file import read_json
 from mixer.common.say import Say
 from mixer.data.config import DataConfig
 from mixer.data.corpus import Corpus, Place, batches, rows
-from mixer.data.manifest import SPLITS, file_sizes
+from mixer.data.manifest import SPLITS
 from mixer.data.tokenise import Counts, Tokenise, Tokens
 from mixer.data.workers import available_cores, results
 
@@ -80,11 +80,13 @@ def write_tokens(
     left = rows(corpus, config.max_documents, progress.place, before.documents)
     made = results(task, batches(left), config.workers or available_cores())
     with ExitStack() as opened:
-        files = {
-            file: opened.enter_context(_open_at(directory / file, size))
-            for name, counts in progress.splits.items()
-            for file, size in file_sizes(name, counts, task.dtype).items()
-        }
+        files = {}
+        for name, counts in progress.splits.items():
+            sizes = {".bin": counts.tokens * np.dtype(task.dtype).itemsize}
+            sizes[".docs.bin"] = counts.documents * 8
+            for kind, size in sizes.items():
+                file = _open_at(directory / f"{name}{kind}", size)
+                files[f"{name}{kind}"] = opened.enter_context(file)
         # closing ends the workers, also where appending fails
         for batch, splits in opened.enter_context(closing(made)):
             append(splits, progress, files)
