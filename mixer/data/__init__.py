@@ -11,5 +11,6 @@ token_writer  appends the tokens to the token files, and keeps how far it is
 manifest      what a directory of prepared data holds, and checks of it
 prepare       all of this, once for a directory
 token_file    a split of prepared data as samples
-batches       the order of the samples, and the batches of a process, read ahead
+order         the order in which samples are used
+batches       the batches of a process, read ahead
 """

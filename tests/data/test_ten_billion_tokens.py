@@ -11,8 +11,8 @@ import pytest
 
 from mixer.common.checksums import note_of
 from mixer.common.errors import UserError
-from mixer.data.batches import SampleOrder
 from mixer.data.manifest import fingerprint
+from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.training.config import load_config
