@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mixer.data.order import SampleOrder
-from mixer.data.token_file import TokenFile
+from mixer.data.run_data import Samples
 
 STEPS_AHEAD = 2
 
@@ -45,7 +45,7 @@ class Batches:
     the thread that reads them.
     """
 
-    def __init__(self, data: TokenFile, order: SampleOrder, share: Share, position: int, pin: bool):
+    def __init__(self, data: Samples, order: SampleOrder, share: Share, position: int, pin: bool):
         self.data, self.order, self.share, self.pin = data, order, share, pin
         self.position, self.ahead = position, deque[Future]()
         # A thread begins with GPU 0, and would take memory there for each process of the host.

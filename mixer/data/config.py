@@ -7,11 +7,13 @@ from mixer.common.errors import UserError
 from mixer.common.options import option, option_problems
 
 FILE_SOURCES = ("text", "jsonl", "parquet")
+TASKS = ("copy", "recall", "needle")  # see mixer/data/tasks.py
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
 BUILTIN_SUBSETS = ("", "packages")
 # Options that these sources alone use. A configuration may set them all the same: other sources are
 # chosen on the command line, over its own.
 OF_SOURCES = {
+    "pairs": ("recall",),
     "subset": ("builtin", "hub"),
     "split": ("hub",),
     "text_field": ("jsonl", "parquet", "hub"),
@@ -24,8 +26,9 @@ class DataConfig:
 
     source: str = option(
         "builtin",
-        "where the text is from; builtin is the source of Python's standard library",
-        choices=("builtin", "text", "jsonl", "parquet", "hub"),
+        "where the text is from; builtin is the source of Python's standard library; copy, recall "
+        "and needle are tasks of random tokens (docs/tasks.md)",
+        choices=("builtin", *FILE_SOURCES, "hub", *TASKS),
     )
     path: str = option(
         "", "text, jsonl, parquet: a file, directory or glob; hub: the dataset's name"
@@ -44,9 +47,13 @@ class DataConfig:
     )
     vocab_size: int = option(
         8000,
-        "size of the BPE that is trained; unused with an existing tokenizer",
+        "size of the BPE that is trained, or number of a task's tokens; unused with an existing "
+        "tokenizer",
         at_least=SMALLEST_VOCABULARY,
         at_most=2**20,
+    )
+    pairs: int = option(
+        0, "recall: key-value pairs of a sample; 0: as many as fit into the context", at_least=0
     )
     directory: str = option("data/builtin", "where the prepared token files go")
     packed: bool = option(
@@ -83,6 +90,9 @@ class DataConfig:
 
 def unused_options(config: DataConfig) -> set[str]:
     """Options that the chosen source, tokenizer or validation text leaves without a use."""
+    if config.source in TASKS:
+        used = {"source", "vocab_size", *(["pairs"] if config.source == "recall" else [])}
+        return {item.name for item in dataclasses.fields(config)} - used
     unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
     if config.tokenizer != "train":
         unused.add("vocab_size")
@@ -98,53 +108,49 @@ def without_unused(config: DataConfig) -> DataConfig:
 
 
 def check(config: DataConfig) -> None:
-    """Raise UserError for settings that cannot work, alone or together, before anything is read or
-    written.
-    """
+    """Raise UserError for a setting that cannot work, before anything is read or written."""
     problems = option_problems(config, "data.")
-    source, path, subset = config.source, config.path, config.subset
-    own_path, own_split = config.validation_path, config.validation_split
-    wanted = "a dataset's name" if source == "hub" else "a file, directory or glob"
-    instead = "; set data.validation_split instead" if source == "hub" else ""
-    clashes = [
-        (
-            source != "builtin" and not path,
-            f"data.path is empty; source {source!r} needs {wanted} there",
-        ),
-        (
-            source == "builtin" and path,
-            f"data.path is {path!r}, which source 'builtin' does not read: set data.source to what "
-            "is there (text, jsonl, parquet, hub), or data.path= for the standard library",
-        ),
-        (
-            source == "builtin" and subset not in BUILTIN_SUBSETS,
-            f"data.subset is {subset!r}; source builtin allows packages (the source of the "
-            "installed packages too), or nothing for the standard library alone: set "
-            "data.subset=packages or data.subset=",
-        ),
-        (
-            not config.directory,
-            "data.directory is empty; set it to where the prepared files should go",
-        ),
-        (
-            own_path and source not in FILE_SOURCES,
-            f"data.validation_path is {own_path!r}, which source {source!r} cannot read; allowed "
-            f"with text, jsonl and parquet{instead}",
-        ),
-        (
-            own_split and source != "hub",
-            f"data.validation_split is {own_split!r}, and source {source!r} has no splits; allowed "
-            "with hub (for files, set data.validation_path)",
-        ),
-        (
-            own_split and own_split == config.split,
-            f"data.split and data.validation_split are both {own_split!r}: the model would be "
-            "validated on what it is trained on; name two splits",
-        ),
-    ]
-    problems += [text for holds, text in clashes if holds]
     if problems:
         raise UserError("; ".join(problems))
+    if config.source in TASKS:
+        return
+    if config.source != "builtin" and not config.path:
+        wanted = "a dataset's name" if config.source == "hub" else "a file, directory or glob"
+        raise UserError(f"data.path is empty; source {config.source!r} needs {wanted} there")
+    if config.source == "builtin" and config.path:
+        raise UserError(
+            f"data.path is {config.path!r}, which source 'builtin' does not read: set data.source "
+            "to what is there (text, jsonl, parquet, hub), or data.path= for the standard library"
+        )
+    if config.source == "builtin" and config.subset not in BUILTIN_SUBSETS:
+        raise UserError(
+            f"data.subset is {config.subset!r}; source builtin allows packages (the source of the "
+            "installed packages too), or nothing for the standard library alone: set "
+            "data.subset=packages or data.subset="
+        )
+    if not config.directory:
+        raise UserError("data.directory is empty; set it to where the prepared files should go")
+    _check_validation(config)
+
+
+def _check_validation(config: DataConfig) -> None:
+    """Raise UserError for settings of the validation text that do not go together."""
+    if config.validation_path and config.source not in FILE_SOURCES:
+        instead = "; set data.validation_split instead" if config.source == "hub" else ""
+        raise UserError(
+            f"data.validation_path is {config.validation_path!r}, which source {config.source!r} "
+            f"cannot read; allowed with text, jsonl and parquet{instead}"
+        )
+    if config.validation_split and config.source != "hub":
+        raise UserError(
+            f"data.validation_split is {config.validation_split!r}, and source {config.source!r} "
+            "has no splits; allowed with hub (for files, set data.validation_path)"
+        )
+    if config.validation_split and config.validation_split == config.split:
+        raise UserError(
+            f"data.split and data.validation_split are both {config.split!r}: the model would be "
+            "validated on what it is trained on; name two splits"
+        )
 
 
 def validation_source(config: DataConfig) -> DataConfig | None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from mixer.common.files import check_writable, directory_for, place_for
 from mixer.common.memory import memory_for
 from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
+from mixer.data.config import TASKS, DataConfig
 from mixer.data.tokenizer import loss_of_text
 from mixer.evaluation.checks import check_causality
 from mixer.evaluation.measure import (
@@ -37,11 +39,12 @@ from mixer.evaluation.measure import (
     reads,
 )
 from mixer.evaluation.report import asked, evaluation_report, tell_apart, write_evaluation
-from mixer.evaluation.scoring import TokenScores, check_stride
+from mixer.evaluation.scoring import TokenScores, check_stride, sample_batches, window_batches
 from mixer.evaluation.texts import (
     Text,
     limit,
     put_eos_first,
+    task_text,
     text_from_files,
     text_from_hub,
     validation_text,
@@ -142,14 +145,17 @@ def exp_or_none(value: float) -> float | None:
     return math.exp(value) if value < 709 else None
 
 
-def perplexities(scores: TokenScores, size: int, words: int) -> dict:
-    """Perplexity per token, word and byte, and bits per byte (nats / ln 2 / bytes)."""
-    return {
-        "loss": scores.loss,
-        "token_perplexity": exp_or_none(scores.loss),
-        "word_perplexity": exp_or_none(scores.nats / max(words, 1)),
-        "byte_perplexity": exp_or_none(scores.nats / size),
-        "bits_per_byte": scores.nats / math.log(2) / size,
+def perplexities(scores: TokenScores, text: Text) -> dict:
+    """Perplexity per token, and of a text also per word and byte, and bits per byte (nats / ln 2 /
+    bytes).
+    """
+    found = {"loss": scores.loss, "token_perplexity": exp_or_none(scores.loss)}
+    if text.task:
+        return found
+    return found | {
+        "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
+        "byte_perplexity": exp_or_none(scores.nats / text.bytes),
+        "bits_per_byte": scores.nats / math.log(2) / text.bytes,
     }
 
 
@@ -166,7 +172,13 @@ def check_options(options: EvalOptions) -> None:
         )
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    if not (options.text or options.hub or options.data):
+    if task_of(options):
+        if options.first_token != "skip" or options.max_tokens:
+            raise UserError(
+                f"{directory} was trained on a task, of which all answers are scored: leave out "
+                "--first-token and --max-tokens, or give --text FILE..., --data DIR or --hub NAME"
+            )
+    elif not (options.text or options.hub or options.data):
         data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
         if not data:
             raise UserError(f"{directory} does not say which data it was trained on: {give}")
@@ -182,6 +194,14 @@ def short_name(options: EvalOptions) -> str:
     paths = [*options.text, *filter(None, [options.data])]
     hub = options.hub and f"{options.hub} {options.subset} {options.split}"
     return " ".join([Path(path).resolve().name for path in paths] or [hub])
+
+
+def task_of(options: EvalOptions) -> DataConfig | None:
+    """The task that the checkpoint was trained on, unless the options name a text."""
+    settings = read_trainer(Path(options.checkpoint)).get("settings", {}).get("data", {})
+    if options.text or options.data or options.hub or settings.get("source") not in TASKS:
+        return None
+    return DataConfig(**settings)
 
 
 def data_directory(options: EvalOptions) -> str | None:
@@ -205,7 +225,11 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The text that the options name, cut to max_tokens; see mixer.evaluation.texts."""
+    """The text that the options name, cut to max_tokens, or the checkpoint's task; see
+    mixer.evaluation.texts.
+    """
+    if task := task_of(options):
+        return task_text(task, window)
     every_token = options.first_token == "eos"
     rows = (options.text_field, options.max_documents)
     if options.text:
@@ -252,7 +276,11 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
     check_token(largest, model, text.name)
     causality = check_causality(model, max(text.streams, key=len), plan, process)
-    scores, cost = measure(model, text.streams, plan, process)
+    batches = partial(window_batches, text.streams, window, stride, plan.batch_size)
+    batches = partial(batches, last_window=plan.last_window)
+    if text.task:
+        batches = partial(sample_batches, text.task, 0, plan.batch_size)
+    scores, cost = measure(model, batches, plan, process)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
@@ -269,7 +297,8 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "windows": scores.windows,
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
-        **perplexities(scores, text.bytes, text.words),
+        "accuracy": scores.accuracy,
+        **perplexities(scores, text),
         "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
         "dtype": options.dtype,
         "device": str(process),
@@ -277,6 +306,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "causality": causality,
         **loss_by_kind(scores),
         "loss_by_position": scores.loss_by_position,
+        "accuracy_by_position": scores.accuracy_by_position,
         "count_by_position": scores.count_by_position.tolist(),
     }
 
@@ -318,11 +348,12 @@ def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
     for tokens in text.streams:
         tokens_sha256.update(np.ascontiguousarray(tokens))
     eos, eos_scored = tokenizer.eos_token_id, 0
-    if eos is not None:
+    if eos is not None and not text.task:
         eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
     return {
         "text": text.name,
         "public_text": text.public_name,
+        "is_task": text.task is not None,
         "tokens_sha256": tokens_sha256.hexdigest(),
         "bytes": text.bytes,
         "words": text.words,

@@ -2,10 +2,9 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from torch import nn
@@ -14,14 +13,9 @@ from transformers import PreTrainedModel
 from mixer.common.errors import UserError
 from mixer.common.hardware import peak_memory_gb
 from mixer.common.ranks import is_launched
+from mixer.data.batches import Batch, to_device
 from mixer.distributed.world import leave_with_error
-from mixer.evaluation.scoring import (
-    TokenScores,
-    add_processes,
-    evaluate_streams,
-    score_batch,
-    window_batches,
-)
+from mixer.evaluation.scoring import TokenScores, add_processes, evaluate_batches, score_batch
 
 DEVICES = ("auto", "cpu", "cuda")
 # The names of --dtype; None is fp32, without autocast.
@@ -104,30 +98,23 @@ def leave_if_joined(error: BaseException) -> None:
 
 
 def measure(
-    model: nn.Module, streams: Sequence[np.ndarray], plan: Plan, process: Process
+    model: nn.Module, batches: Callable[[], Iterable[Batch]], plan: Plan, process: Process
 ) -> tuple[TokenScores, dict]:
     """(scores of all processes together, {"tokens_per_second", "peak_memory_gb", "memory"}).
+
+    batches: returns an iterable of all batches, anew at each call.
 
     Throughput counts the scored tokens of all processes; the first batch is computed once before,
     untimed. Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU, or
     on a CPU the peak of the whole process.
     """
     on_gpu = process.device.type == "cuda"
-    warm_up(model, streams, plan, process)
+    warm_up(model, next(iter(batches())), plan, process)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(process.device)
     start = time.perf_counter()
-    scores = evaluate_streams(
-        model,
-        streams,
-        plan.window,
-        plan.stride,
-        plan.batch_size,
-        process.device,
-        AUTOCAST_TYPES[plan.dtype],
-        plan.last_window,
-        share=(process.index, process.count),
-    )
+    type, share = AUTOCAST_TYPES[plan.dtype], (process.index, process.count)
+    scores = evaluate_batches(model, batches(), plan.window, process.device, type, share)
     memory = peak_memory_gb(process.device)
     if process.count > 1:
         scores = add_processes(scores, process.device)
@@ -142,14 +129,11 @@ def measure(
 
 
 @torch.no_grad()
-def warm_up(model: nn.Module, streams: Sequence[np.ndarray], plan: Plan, process: Process) -> None:
+def warm_up(model: nn.Module, batch: Batch, plan: Plan, process: Process) -> None:
     """The first call builds kernels and fills caches, which is not what throughput means."""
-    inputs, targets = next(
-        window_batches(streams, plan.window, plan.stride, plan.batch_size, plan.last_window)
-    )
-    score_batch(
-        model, inputs.to(process.device), targets.to(process.device), AUTOCAST_TYPES[plan.dtype]
-    ).sum().item()
+    batch = to_device(batch, process.device)
+    nats, _ = score_batch(model, *batch, AUTOCAST_TYPES[plan.dtype])
+    nats.sum().item()
 
 
 def largest(value: float, device: torch.device) -> float:

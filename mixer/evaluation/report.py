@@ -5,6 +5,8 @@ numbers of mixer.evaluation.evaluate.
 import json
 from pathlib import Path
 
+import numpy as np
+
 from mixer.checkpoints.pretrained import weights_sha256
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import whole_directory
@@ -15,6 +17,7 @@ COLUMNS = {
     "checkpoint": "label",
     "tokens scored": "tokens_scored",
     "loss (nats/token)": "loss",
+    "accuracy": "accuracy",
     "token ppl": "token_perplexity",
     "word ppl": "word_perplexity",
     "byte ppl": "byte_perplexity",
@@ -29,9 +32,15 @@ ASKED = (
 )
 
 
-def select(result: dict, columns: dict[str, str]) -> dict:
-    """A row of a table: the columns' titles mapped to what `result` has under their keys."""
-    return {title: result[key] for title, key in columns.items()}
+PARTS = 8  # of a window, for each of which a table has the accuracy
+
+
+def select(results: list[dict], columns: dict[str, str]) -> list[dict]:
+    """Rows of a table: the columns' titles mapped to what the results have under their keys,
+    without the columns that not all results have: tasks have no bytes, older reports no accuracy.
+    """
+    shared = {title: key for title, key in columns.items() if all(key in r for r in results)}
+    return [{title: result[key] for title, key in shared.items()} for result in results]
 
 
 def evaluation_report(results: list[dict]) -> str:
@@ -40,7 +49,23 @@ def evaluation_report(results: list[dict]) -> str:
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
         notes.append(bullets([note + "not those per token."]))
-    return table([select(result, COLUMNS) for result in results]) + "\n\n" + "\n".join(notes)
+    tables: dict[tuple, list[dict]] = {}
+    for row in (by_part(result) for result in results if result.get("is_task")):
+        tables.setdefault(tuple(row), []).append(row)  # of one task and window
+    parts = [select(results, COLUMNS), *tables.values()]
+    return "\n\n".join([*map(table, parts), "\n".join(notes)])
+
+
+def by_part(result: dict) -> dict:
+    """A row of a table: the accuracy in each part of the window where there are answers."""
+    row = {"accuracy by position": result["label"]}
+    rights, counts = result["accuracy_by_position"], result["count_by_position"]
+    for places in np.array_split(np.arange(len(counts)), PARTS):
+        scored = [place for place in places if counts[place]]
+        if scored:
+            mean = np.average([rights[n] for n in scored], weights=[counts[n] for n in scored])
+            row[f"{places[0]} to {places[-1]}"] = float(mean)
+    return row
 
 
 def evaluation_notes(*results: dict) -> str:
@@ -67,10 +92,11 @@ def conventions(r: dict) -> dict[str, str]:
         "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
     )
     causality = r["causality"]
+    sizes = f"; {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
+    sizes += f"counted from {r['sizes_counted_from']}, unscored first tokens included)"
     places = ", ".join(map(str, causality["changed_from"]))
     return {
-        "text": f"{r['text']}; {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at "
-        f"white space, counted from {r['sizes_counted_from']}, unscored first tokens included)",
+        "text": r["text"] + sizes * (not r.get("is_task")),
         "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
         f"{r['vocabulary']:,}{padding}",
         "streams": f"{r['streams']:,}, first token of each {r['first_token']}; "

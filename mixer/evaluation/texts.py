@@ -19,6 +19,7 @@ from mixer.common.say import say_on_stderr
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
 from mixer.data.sources import SUFFIXES, Part, local_files, source_parts
+from mixer.data.tasks import TaskSamples
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder, token_bytes
 
@@ -42,6 +43,7 @@ class Text:
     counted: str = "the text"  # where bytes and words come from
     sample: list[str] = field(default_factory=list)  # of the documents
     loses: str = ""  # what the tokenizer loses of them, see tokenizer.loss_of_text
+    task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
 
     def add(
         self,
@@ -148,6 +150,14 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     names = (f"validation split of {one}" for one in (directory, directory.resolve().name))
     sizes = counts.bytes, counts.words, "the manifest"
     return Text(*names, streams, *sizes, loses=split.manifest.tokenizer_loses)
+
+
+def task_text(config: DataConfig, window: int) -> Text:
+    """The held-out samples of a task, each of `window` tokens."""
+    task = TaskSamples(config, "validation", window)
+    inputs, _ = task.batch(range(len(task)))
+    name = f"held-out samples of the task {config.source}"
+    return Text(name, name, list(inputs.numpy()), task=task)
 
 
 def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Text:

@@ -15,6 +15,7 @@ from mixer.common.hardware import check_precision
 from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
+from mixer.data.config import TASKS
 from mixer.data.order import SampleOrder
 from mixer.distributed.stop import Stop
 from mixer.distributed.world import World, build_accelerator, leave_with_error
@@ -26,7 +27,7 @@ from mixer.training.metrics import as_text, in_json
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
 from mixer.training.telemetry import Timer, profiler
-from mixer.training.validation import validation_loss
+from mixer.training.validation import validate
 
 
 def train(run: RunConfig) -> PreTrainedModel:
@@ -146,7 +147,7 @@ class Trainer:
         with self.timer.waiting():
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
-        if not run.data.packed:  # rows are padded: count the targets of all processes
+        if not self.data.training.packed:  # count the targets of all processes
             own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
             step_targets = self.world.sum(own_targets)
 
@@ -254,7 +255,8 @@ class Trainer:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
         train, step = self.run.train, self.counters.step
         scored = self.data.validation, self.data.token_bytes, train.eval_samples, train.batch_size
-        loss, bits, count = validation_loss(self.parallel, *scored, self.world)
+        found = validate(self.parallel, *scored, self.world)
+        loss, accuracy = found["validation_loss"], f"{found['validation_accuracy']:.2%} right"
         if step == train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
             raise NotFinite(
@@ -263,14 +265,14 @@ class Trainer:
                 "optim.warmup_steps, and give the run another name"
             )
         if self.metrics:
-            line = {"step": step, "tokens": self.counters.tokens, "validation_loss": loss}
-            line |= {"validation_bits_per_byte": bits, "validation_tokens": count}
-            self.metrics.write(line)
+            self.metrics.write({"step": step, "tokens": self.counters.tokens} | found)
             self.writer.link_best(self.metrics.validation_losses)
         of = self.data.manifest.splits["validation"].tokens
+        bits = f"{found['validation_bits_per_byte']:.4f} bits per byte"
         self.world.say(
-            f"step {step}: validation loss {loss:.4f}, {bits:.4f} bits per byte "
-            f"({count:,} of {of:,} tokens)"
+            f"step {step}: validation loss {loss:.4f}, "
+            f"{accuracy if self.run.data.source in TASKS else bits} "
+            f"({found['validation_tokens']:,} of {of:,} tokens)"
         )
 
 

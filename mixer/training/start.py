@@ -5,20 +5,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from mixer.checkpoints import restore
 from mixer.checkpoints.format import remove_partial
 from mixer.common.hardware import peak_tflops, product_flops
-from mixer.data.manifest import Manifest
-from mixer.data.prepare import prepare
-from mixer.data.token_file import TokenFile
-from mixer.data.tokenizer import load_tokenizer, token_bytes
+from mixer.data.config import unused_options
+from mixer.data.run_data import Data, open_data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend
@@ -28,17 +25,6 @@ from mixer.training.metrics import Metrics
 from mixer.training.optim import optimizer_identity
 from mixer.training.parallelize import parallelize
 from mixer.training.record import save_config, start_record
-
-
-@dataclass
-class Data:
-    """The prepared data of a run."""
-
-    manifest: Manifest
-    training: TokenFile
-    validation: TokenFile
-    tokenizer: PreTrainedTokenizerBase
-    token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
 
 
 @dataclass
@@ -72,16 +58,9 @@ def prepare_data(run: RunConfig, world: World) -> Data:
     """Prepares the data unless it is there. All processes call this: one per host prepares, while
     the others wait for its file lock.
     """
-    manifest = prepare(run.data, world.say)
-    world.require_shared(f"data.directory = {run.data.directory}", manifest.fingerprint)
-    context = run.model.max_position_embeddings
-    training, validation = (
-        TokenFile(run.data.directory, split, context, world.say)
-        for split in ("train", "validation")
-    )
-    tokenizer = load_tokenizer(run.data.directory)
-    tokenizer.model_max_length = context  # saved with the model, for tools that cut texts by it
-    return Data(manifest, training, validation, tokenizer, token_bytes(tokenizer))
+    data = open_data(run.data, run.model.max_position_embeddings, world.say)
+    world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
+    return data
 
 
 def start_state(run: RunConfig, data: Data, world: World) -> State:
@@ -117,7 +96,8 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     parallel, optimizer = parallelize(model, run, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)
-    recorded = identity | record | {"mixing": mixing, "data_directory": run.data.directory}
+    directory = "" if "directory" in unused_options(run.data) else run.data.directory
+    recorded = identity | record | {"mixing": mixing, "data_directory": directory}
     return State(model, parallel, optimizer, counters, recorded, resumed, wandb_id, memory)
 
 
