@@ -5,7 +5,6 @@ problems in one report.
 import dataclasses
 import difflib
 import json
-import os
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,6 @@ from mixer.models.architecture import ModelConfig, model_problems
 from mixer.reporting.tables import wrapped
 from mixer.training.optim import OptimConfig
 
-# Keys of earlier versions, and what is in their place.
-RENAMED = {"logging.wandb": "logging.tracker=wandb, with WANDB_MODE=offline where it was offline"}
-LONGEST_NAME = 255  # bytes, on Linux and macOS
 # Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
 GONE = {"train.all_reduce": ("auto", "nccl"), "logging.wandb": ("disabled",)}
 
@@ -235,8 +231,6 @@ def _nearest(key: str, keys: dict) -> str:
     """What may have been meant by an unknown key: the same name in another section, or a name of
     its section that is written alike.
     """
-    if key in RENAMED:
-        return f"; it is now {RENAMED[key]}, or nothing where it was disabled"
     section, _, name = key.rpartition(".")
     near = [other for other in keys if other.rpartition(".")[2] == name]
     alike = {other.rpartition(".")[2]: other for other in keys if other.startswith(section)}
@@ -250,7 +244,7 @@ def _type_name(kind: Any) -> str:
 
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
-    problems = option_problems(run) or _name_problems(run.name)
+    problems = option_problems(run)
     for item in dataclasses.fields(run):
         if is_dataclass(item.type):
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
@@ -258,6 +252,10 @@ def _value_problems(run: RunConfig) -> list[str]:
     train, optim, architecture = run.train, run.optim, run.model.architecture
     is_mixer, by_lag = architecture == "masked_mixer", run.model.mixing_weight == "lags"
     clashes = [
+        (
+            not run.name or "/" in run.name or run.name in (".", ".."),
+            f"name = {run.name!r}; allowed: a directory name without slashes",
+        ),
         (
             train.recompute == "activation" and not is_mixer,
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
@@ -280,13 +278,3 @@ def _value_problems(run: RunConfig) -> list[str]:
         ),
     ]
     return problems + [text for holds, text in clashes if holds]
-
-
-def _name_problems(name: str) -> list[str]:
-    """What keeps a run's name from being that of a directory."""
-    if not name or "/" in name or name in (".", ".."):
-        return [f"name = {name!r}; allowed: a directory name without slashes"]
-    size = len(os.fsencode(name))
-    if size > LONGEST_NAME:
-        return [f"name has {size} bytes; allowed: at most {LONGEST_NAME}, as file systems have it"]
-    return []
