@@ -201,7 +201,7 @@ def test_a_preparation_says_that_it_waits_for_another_one(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["d", "rows.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["recipe", "comparison", "keyed", "v100"])
+@pytest.mark.parametrize("name", ["recipe", "comparison"])
 def test_the_shipped_configurations_take_a_validation_text_of_ones_own(tmp_path, name):
     for file in ("train", "held-out"):
         (tmp_path / f"{file}.jsonl").write_bytes(lines([{"text": f"{file} one"}]))

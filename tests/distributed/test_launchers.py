@@ -1,5 +1,6 @@
 """accelerate's launcher on a CPU, and environments that name a rank without any launcher."""
 
+import os
 import subprocess
 import sys
 import time
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import run_python
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from runs import ROOT
 
 from mixer.common.locks import run_locked
@@ -22,14 +24,17 @@ use_cpu: true
 """
 
 
-def test_several_processes_of_accelerate_on_a_cpu_are_refused(write_config, tmp_path):
-    """It starts one. Its configuration file asks for two."""
+def test_several_processes_of_accelerate_on_a_cpu_are_refused(launch, write_config, tmp_path):
+    """It starts one, with the environment that it makes here. Its configuration file asks for
+    two.
+    """
     (tmp_path / "own.yaml").write_text(OWN_FILE)
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", tmp_path / "own.yaml")
-    command = (*launcher, "train.py", "--config", write_config())
-    done = run_python(*command, output=tmp_path / "output.txt")
-    assert done.returncode != 0 and not (tmp_path / "runs").exists()
-    assert "error: accelerate launch was asked for several processes" in done.stdout
+    command = ["--config_file", str(tmp_path / "own.yaml"), "train.py"]
+    asked, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    made = prepare_simple_launcher_cmd_env(asked)[1].items() - os.environ.items()
+    ranks = launch("--config", write_config(), environment=dict(made))
+    assert ranks.wait() == [2] and not (tmp_path / "runs").exists()
+    assert "error: accelerate launch was asked for several processes" in ranks.output
 
 
 def test_a_launcher_that_is_killed_takes_its_process_with_it_which_saves(write_config, tmp_path):

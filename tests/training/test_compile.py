@@ -87,8 +87,8 @@ def test_the_model_is_compiled_into_six_graphs(write_config, small_run, capsys, 
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
-    config = write_config(model=small_run["model"] | {"num_hidden_layers": 10})
-    options = ["train.compile=blocks", "train.eval_samples=19", "train.steps=7"]
+    config = write_config(model=small_run["model"] | {"num_hidden_layers": 4})
+    options = ["train.compile=blocks", "train.eval_samples=19", "train.steps=3"]
     train(load_config(str(config), options))
     assert "train.compile=blocks: compiled in" in capsys.readouterr().out
     # a block, the output layer and the loss, with gradients and without
