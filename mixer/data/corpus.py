@@ -130,7 +130,7 @@ def split_of(text: str, validation_fraction: float, fixed: FixedSplits) -> str:
 def fixed_splits(corpus: Corpus, config: DataConfig) -> FixedSplits:
     """Two documents that `split_of` does not split by hash, so that neither split is empty: the
     first is for training, the next that is no copy of it for validation. A corpus with a validation
-    text of its own has none.
+    text of its own has none, and neither has one whose first documents are held out.
 
     Raises UserError for a corpus without a document for each split.
     """
@@ -139,6 +139,11 @@ def fixed_splits(corpus: Corpus, config: DataConfig) -> FixedSplits:
     if first is None:
         raise _no_documents(config)
     if split:
+        if next(training_documents(corpus, config, {}), None) is None:
+            raise UserError(
+                f"data.validation_documents = {config.validation_documents} leaves no document of "
+                f"{_where(config)} for training; give fewer"
+            )
         return {}
     other = next((text for _, text in texts if text != first), None)
     if other is None:
@@ -167,7 +172,14 @@ def _with_split(corpus: Corpus, config: DataConfig) -> Iterator[tuple[str, str]]
         for text in part_texts(part)
         if is_document(text)
     )
-    return itertools.islice(texts, config.max_documents or None)
+    for number, (split, text) in enumerate(itertools.islice(texts, config.max_documents or None)):
+        yield split or _split_by_place(config, number), text
+
+
+def _split_by_place(config: DataConfig, documents: int) -> str:
+    """The split of the document that comes after so many others; "" if its place does not tell."""
+    held_out = config.validation_documents
+    return "" if not held_out else "validation" if documents < held_out else "train"
 
 
 # --- batches for the workers -------------------------------------------------
@@ -186,12 +198,12 @@ class Batch:
 
 
 def batches(
-    corpus: Corpus, max_documents: int, part: int, rows: int, documents: int
+    corpus: Corpus, config: DataConfig, part: int, rows: int, documents: int
 ) -> Iterator[Batch]:
     """The corpus from row `rows` of part number `part` on, before which there are `documents`. It
     ends at `max_documents` (0: all), which a validation text of its own does not count for.
     """
-    read = _numbered_rows(corpus, max_documents, part, rows, documents)
+    read = _numbered_rows(corpus, config, part, rows, documents)
     for split, of_split in itertools.groupby(read, key=operator.itemgetter(0)):
         texts, size = [], 0
         for _, number, row, text in of_split:
@@ -205,17 +217,17 @@ def batches(
 
 
 def _numbered_rows(
-    corpus: Corpus, max_documents: int, first: int, skip: int, documents: int
+    corpus: Corpus, config: DataConfig, first: int, skip: int, documents: int
 ) -> Iterator[tuple[str, int, int, str | None]]:
     """(split, number of the part, number of the row from 1, text), see `batches`."""
     for number in range(first, len(corpus)):
         split, part = corpus[number]
-        most = max_documents if split != "validation" else 0
+        most = config.max_documents if split != "validation" else 0
         if most and documents >= most:
             continue
         texts = itertools.islice(part_texts(part), skip, None)
         for row, text in enumerate(texts, skip + 1):
-            yield split, number, row, text
+            yield split or _split_by_place(config, documents), number, row, text
             documents += is_document(text)
             if most and documents == most:
                 break

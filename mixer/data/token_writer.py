@@ -76,7 +76,7 @@ def write_tokens(
     said = began
     most = config.workers or available_cores()
     start = progress.part, progress.rows, before.documents
-    jobs = batches(corpus, config.max_documents, *start)
+    jobs = batches(corpus, config, *start)
     with ExitStack() as opened:
         files = {
             file: opened.enter_context(_open_at(directory / file, size))
