@@ -158,7 +158,7 @@ def table_of_kinds(result: dict) -> str:
     parts = ["# Models of several sizes for equal times"]
     if longer(runs):
         parts += ["## Losses", tables.table(loss_rows(runs), keys=3)]
-    if rows := accuracy_rows(runs):
+    if rows := accuracy_rows(result):
         parts += ["## Accuracy", tables.table(rows), how_right()]
     if rows := where_rows(runs):
         parts += ["## Where each is better", tables.table(rows, keys=2), how_split()]
@@ -234,18 +234,17 @@ def is_task(row: dict) -> bool:
     return row["settings"].get("data.source") in TASKS
 
 
-def accuracy_rows(runs: dict) -> list[dict]:
+def accuracy_rows(result: dict) -> list[dict]:
     """The kinds of a plan whose sizes are tasks, with the best accuracy of each in each."""
-    rows = [row for row in longer(runs) if is_task(row)]
-    best: dict[tuple, float] = {}
-    for row in rows:
-        name = row["kind"], row["size"]
-        best[name] = max(best.get(name, 0), row["accuracy"])
-    kinds, tasks = (dict.fromkeys(row[key] for row in rows) for key in ("kind", "size"))
+    cells: dict[str, dict] = {}
+    for row in sorted(filter(is_task, longer(result["runs"])), key=lambda row: row["accuracy"]):
+        cells.setdefault(row["kind"], {})[row["size"]] = f"{row['accuracy']:.2%}"  # the best last
+    kinds = result["plan"]["kinds"]
+    tasks = dict.fromkeys(str(size) for sizes in kinds.values() for size in sizes)
     return [
-        {"model": kind}
-        | {task: f"{best[kind, task]:.2%}" if (kind, task) in best else "" for task in tasks}
+        {"model": kind} | {task: cells[kind].get(task, "") for task in tasks}
         for kind in kinds
+        if kind in cells
     ]
 
 

@@ -59,11 +59,21 @@ class DataConfig:
     packed: bool = option(
         True, "true: documents joined by EOS, cut at the context; false: one document a row, padded"
     )
+    cut: bool = option(
+        False,
+        "with packed=false: of each document only the beginning, as long as the context, and "
+        "without its EOS; else a longer document is cut into several rows",
+    )
     validation_fraction: float = option(
         0.01,
         "share of the documents held out for validation; unused with a validation text of its own",
         above=0,
         below=1,
+    )
+    validation_documents: int = option(
+        0,
+        "hold out the first so many documents, in place of a share of them; 0: that share",
+        at_least=0,
     )
     validation_path: str = option(
         "",
@@ -96,7 +106,11 @@ def unused_options(config: DataConfig) -> set[str]:
     unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
     if config.tokenizer != "train":
         unused.add("vocab_size")
+    if config.packed:
+        unused.add("cut")
     if validation_source(config):
+        unused.add("validation_documents")
+    if validation_source(config) or config.validation_documents:
         unused.add("validation_fraction")
     return unused
 

@@ -125,7 +125,7 @@ def split_of(text: str, validation_fraction: float, fixed: FixedSplits) -> str:
 def fixed_splits(corpus: Corpus, config: DataConfig) -> FixedSplits:
     """Two documents that `split_of` does not split by hash, so that neither split is empty: the
     first is for training, the next that is no copy of it for validation. A corpus with a validation
-    text of its own has none.
+    text of its own has none, and neither has one whose first documents are held out.
 
     Raises UserError for a corpus without a document for each split.
     """
@@ -134,6 +134,11 @@ def fixed_splits(corpus: Corpus, config: DataConfig) -> FixedSplits:
     if first is None:
         raise _no_documents(config)
     if split:
+        if next(training_documents(corpus, config, {}), None) is None:
+            raise UserError(
+                f"data.validation_documents = {config.validation_documents} leaves no document of "
+                f"{_where(config)} for training; give fewer"
+            )
         return {}
     other = next((text for _, text in texts if text != first), None)
     if other is None:
@@ -156,7 +161,7 @@ def training_documents(corpus: Corpus, config: DataConfig, fixed: FixedSplits) -
 def _to_be_split(corpus: Corpus, config: DataConfig) -> Iterator[tuple[str, str]]:
     """(split of its part, document) of all documents but those of a validation text of its own."""
     corpus = [(split, part) for split, part in corpus if split != "validation"]
-    for row in rows(corpus, config.max_documents, Place()):
+    for row in rows(corpus, config, Place()):
         if is_document(row.text):
             yield row.split, row.text
 
@@ -173,7 +178,7 @@ class Place:
 
 
 class Row(NamedTuple):
-    split: str  # of its part; "" if each document has its own (`split_of`)
+    split: str  # of its part or place; "" if each document has its own (`split_of`)
     text: str | None
     end: Place  # after it
 
@@ -187,22 +192,28 @@ class Batch:
     end: Place
 
 
-def rows(corpus: Corpus, max_documents: int, start: Place, documents: int = 0) -> Iterator[Row]:
+def rows(corpus: Corpus, config: DataConfig, start: Place, documents: int = 0) -> Iterator[Row]:
     """The corpus from `start` on, before which there are `documents`. It ends at `max_documents`
     (0: all), which a validation text of its own does not count for.
     """
     skip = start.rows
     for number in range(start.part, len(corpus)):
         split, part = corpus[number]
-        most = max_documents if split != "validation" else 0
+        most = config.max_documents if split != "validation" else 0
         if most and documents >= most:
             continue
         for row, text in enumerate(itertools.islice(part_texts(part), skip, None), skip + 1):
-            yield Row(split, text, Place(number, row))
+            yield Row(split or _split_by_place(config, documents), text, Place(number, row))
             documents += is_document(text)
             if most and documents == most:
                 break
         skip = 0
+
+
+def _split_by_place(config: DataConfig, documents: int) -> str:
+    """The split of the document that comes after so many others; "" if its place does not tell."""
+    held_out = config.validation_documents
+    return "" if not held_out else "validation" if documents < held_out else "train"
 
 
 def batches(read: Iterable[Row]) -> Iterator[Batch]:

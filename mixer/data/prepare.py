@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
-ADDED_LATER = ("validation_path", "validation_split", "pairs")
+ADDED_LATER = ("validation_path", "validation_split", "validation_documents", "cut", "pairs")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

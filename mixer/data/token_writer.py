@@ -77,7 +77,7 @@ def write_tokens(
     """
     before, began = progress.total, time.perf_counter()
     said = began
-    left = rows(corpus, config.max_documents, progress.place, before.documents)
+    left = rows(corpus, config, progress.place, before.documents)
     made = results(task, batches(left), config.workers or available_cores())
     with ExitStack() as opened:
         files = {}

@@ -149,7 +149,11 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     counts = split.manifest.splits["validation"]
     names = (f"validation split of {one}" for one in (directory, directory.resolve().name))
     sizes = counts.bytes, counts.words, "the manifest"
-    return Text(*names, streams, *sizes, loses=split.manifest.tokenizer_loses)
+    text = Text(*names, streams, *sizes, loses=split.manifest.tokenizer_loses)
+    if split.cut:
+        kept = [split.tokens[slice(*split.span(row))] for row in range(len(split))]
+        text = shortened(text, kept, f"at most {context} tokens of each document", tokenizer)
+    return text
 
 
 def task_text(config: DataConfig, window: int) -> Text:
@@ -172,12 +176,19 @@ def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Te
             break
         kept.append(tokens[: left + 1])
         left -= len(kept[-1]) - 1
+    return shortened(text, kept, f"first {max_tokens} tokens", tokenizer)
+
+
+def shortened(
+    text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
+) -> Text:
+    """The text with the streams that are kept of it; its size is that of their decoded tokens."""
     sizes, words = token_bytes(tokenizer), 0
     for tokens in kept:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
     size = sum(int(sizes[tokens].sum()) for tokens in kept)
-    names = (f"{one} (first {max_tokens} tokens)" for one in (text.name, text.public_name))
+    names = (f"{one} ({how})" for one in (text.name, text.public_name))
     return Text(*names, kept, size, words, "the decoded tokens", loses=text.loses)
 
 

@@ -14,7 +14,7 @@ from mixer.common.errors import UserError
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
-from mixer.data.tokenizer import train_tokenizer
+from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,22 @@ def test_unpacked_rows_hold_one_document_and_lose_no_token(tmp_path, context):
     assert (inputs[targets != -100] != manifest.eos_token_id).all()
     if context == 4096:
         assert len(file) == manifest.splits["train"].documents
+
+
+@pytest.mark.parametrize("context", [7, 64, 4096])
+def test_rows_that_are_cut_hold_the_beginning_of_a_document_without_its_end(tmp_path, context):
+    prepare(config_of(tmp_path, [*made_texts(30), "a"], packed=False, cut=True), quiet)
+    directory = tmp_path / "prepared"
+    rows = []
+    for split in ("train", "validation"):
+        file = TokenFile(directory, split, context)
+        inputs, targets = file.batch(range(len(file)))
+        for row, scored in zip(inputs.tolist(), targets.tolist(), strict=True):
+            rows.append([row[0], *(token for token in scored if token != -100)])
+            assert row == rows[-1] + [0] * (context - len(rows[-1]))  # one target less than tokens
+    encode = load_tokenizer(directory).encode
+    wanted = [encode(text)[:context] for text in made_texts(30)]
+    assert sorted(rows) == sorted(wanted)  # "a" is too short to be scored
 
 
 def test_damaged_files_are_refused_on_opening(damaged):
