@@ -11,6 +11,7 @@ token_writer  appends the tokens to the token files, and keeps how far it is
 manifest      what a directory of prepared data holds, and checks of it
 prepare       all of this, once for a directory
 token_file    a split of prepared data as samples
+pairs         the same as pairs of texts
 order         the order in which samples are used
 batches       the batches of a process, read ahead
 """

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
-ADDED_LATER = ("validation_path", "validation_split")
+ADDED_LATER = ("validation_path", "validation_split", "pair_field")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -177,7 +177,8 @@ def _write(
     vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
-    task = Tokenise(specification, dtype, eos, config.validation_fraction, fixed)
+    are_pairs = bool(config.pair_field)
+    task = Tokenise(specification, dtype, eos, config.validation_fraction, fixed, are_pairs)
     write_tokens(config, corpus, task, progress, partial, say)
     held_out = validation_source(config)
     if held_out:

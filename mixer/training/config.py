@@ -35,6 +35,12 @@ class TrainConfig:
     init_from: str = option(
         "", "a checkpoint or an exported model whose weights a new run starts from; empty for none"
     )
+    objective: str = option(
+        "language",
+        "predict the next token, or contrastive: find a text's partner (docs/retrieval.md)",
+        choices=("language", "contrastive"),
+    )
+    temperature: float = option(0.02, "contrastive: what cosines are divided by", above=0)
     batch_size: int = option(32, "samples per process and micro-batch", at_least=1, at_most=2**20)
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
@@ -131,6 +137,11 @@ class RunConfig:
     @property
     def directory(self) -> Path:
         return Path(self.output_dir) / self.name
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Whether a sample is a pair of texts, each as long as the context."""
+        return self.train.objective == "contrastive"
 
 
 SECTIONS = {item.name for item in dataclasses.fields(RunConfig) if is_dataclass(item.type)}
@@ -258,6 +269,11 @@ def _value_problems(run: RunConfig) -> list[str]:
     train, optim, architecture = run.train, run.optim, run.model.architecture
     is_mixer, by_lag = architecture == "masked_mixer", run.model.mixing_weight == "lags"
     clashes = [
+        (
+            run.is_contrastive and train.gradient_accumulation_steps > 1,
+            "train.gradient_accumulation_steps above 1 with train.objective = contrastive, where "
+            "micro-batches would not see each other; allowed: 1",
+        ),
         (
             train.recompute == "activation" and not is_mixer,
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "

@@ -13,7 +13,7 @@ from mixer.common.errors import UserError
 from mixer.distributed.world import World
 from mixer.training.compile import compile_objective, optimizer_compiler
 from mixer.training.config import RunConfig, TrainConfig
-from mixer.training.objective import Objective
+from mixer.training.objective import build_objective
 from mixer.training.optim import build_optimizer
 
 COMPILES_FROM = (7, 0)  # compute capability, of Triton 3.2 to 3.7 (dev/LOG.md)
@@ -100,7 +100,8 @@ def parallelize(
     train, accelerator = run.train, world.accelerator
     shape = (train.batch_size, run.model.max_position_embeddings)
     set_recompute(model, train.recompute)
-    objective = Objective(model).to(world.device).train()
+    processes = dist.group.WORLD if world.size > 1 else None
+    objective = build_objective(model, run, processes).to(world.device).train()
     if compilation.line:
         world.say(compilation.line)
     how, graphs = compilation.how, compilation.graphs
@@ -110,7 +111,6 @@ def parallelize(
     faster = None
     if is_compiled and not world.is_sharded:
         faster = optimizer_compiler(model, run.optim, world)
-    processes = dist.group.WORLD if world.size > 1 else None
     optimizer = build_optimizer(model, run.optim, processes, faster)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
     parallel, optimizer = accelerator.prepare(objective, optimizer)

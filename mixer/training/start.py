@@ -16,6 +16,7 @@ from mixer.checkpoints import restore
 from mixer.checkpoints.format import remove_partial
 from mixer.common.hardware import peak_tflops, product_flops
 from mixer.data.manifest import Manifest
+from mixer.data.pairs import PairFile
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
@@ -25,6 +26,7 @@ from mixer.training.config import RunConfig
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
 from mixer.training.mixing import settle_mixing
+from mixer.training.objective import useful_flops
 from mixer.training.optim import optimizer_identity
 from mixer.training.parallelize import Compilation, parallelize
 from mixer.training.record import save_config, start_record
@@ -35,8 +37,8 @@ class Data:
     """The prepared data of a run."""
 
     manifest: Manifest
-    training: TokenFile
-    validation: TokenFile
+    training: TokenFile | PairFile
+    validation: TokenFile | PairFile
     tokenizer: PreTrainedTokenizerBase
     token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
 
@@ -75,12 +77,14 @@ def prepare_data(run: RunConfig, world: World) -> Data:
     manifest = prepare(run.data, world.say)
     world.require_shared(f"data.directory = {run.data.directory}", manifest.fingerprint)
     context = run.model.max_position_embeddings
+    kind = PairFile if run.is_contrastive else TokenFile
     training, validation = (
-        TokenFile(run.data.directory, split, context, world.say)
-        for split in ("train", "validation")
+        kind(run.data.directory, split, context, world.say) for split in ("train", "validation")
     )
     tokenizer = load_tokenizer(run.data.directory)
-    tokenizer.model_max_length = context  # saved with the model, for tools that cut texts by it
+    # Both are saved with the model, for tools that cut texts and make batches of them.
+    tokenizer.model_max_length = context
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return Data(manifest, training, validation, tokenizer, token_bytes(tokenizer))
 
 
@@ -92,7 +96,7 @@ def start_state(run: RunConfig, data: Data, compilation: Compilation, world: Wor
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     identity = {
         "data": restore.identity(data.manifest, run.seed),
-        "optimizer": optimizer_identity(run.optim),
+        "optimizer": optimizer_identity(run.optim) | {"train.objective": run.train.objective},
     }
     trainer, counters, wandb_id = None, Counters(), None
     if resumed is None:
@@ -158,7 +162,7 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
             name += ", whose peak rate is not known"
     engine = ", FSDP" if world.is_sharded else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
-    tokens = batch * run.model.max_position_embeddings  # of a step
+    tokens = batch * run.model.max_position_embeddings * (1 + run.is_contrastive)  # of a step
     step, steps = state.counters.step, run.train.steps
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
@@ -169,7 +173,7 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
     if step >= steps:
         left = f"which has {step} steps: train.steps = {steps} leaves none to train"
         return "\n".join([*lines, f"resuming {state.resumed}, {left}"])
-    flops = (steps - step) * tokens * state.model.flops_per_token()["useful"]
+    flops = (steps - step) * tokens * useful_flops(state.model, run)
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh

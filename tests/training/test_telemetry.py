@@ -72,14 +72,14 @@ def slow_evaluation() -> None:
     """The evaluation before the first step takes 4 seconds."""
     from mixer.training import loop
 
-    real = loop.validation_loss
+    real = loop.validate
 
-    def validation_loss(*arguments):
-        loop.validation_loss = real
+    def validate(*arguments):
+        loop.validate = real
         time.sleep(4)
         return real(*arguments)
 
-    loop.validation_loss = validation_loss
+    loop.validate = validation_loss
 
 
 def test_lines_hold_what_they_should_without_the_time_of_evaluation_and_steps_are_profiled(
