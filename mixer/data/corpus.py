@@ -15,7 +15,7 @@ from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
 from mixer.data.config import DataConfig, check, validation_source
 from mixer.data.readers import part_texts
-from mixer.data.sources import Part, source_parts, text_hash
+from mixer.data.sources import BETWEEN, Part, source_parts, text_hash
 
 Corpus = list[tuple[str, Part]]  # see corpus_parts
 FixedSplits = dict[int, str]  # the split by the hash of a text, see fixed_splits
@@ -64,6 +64,11 @@ def is_document(text: str | None) -> bool:
     return bool(text) and not text.isspace()
 
 
+def texts_of(document: str, is_pair: bool) -> list[str]:
+    """The texts that a document is made of: itself, or query and target."""
+    return document.split(BETWEEN, 1) if is_pair else [document]
+
+
 def documents(
     parts: Iterable[Part], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
@@ -88,7 +93,8 @@ def documents(
 
 def say_left_out(found: int, missing: int, config: DataConfig, say: Say) -> None:
     """Says how many rows have no text beside the documents found. Raises UserError for too many."""
-    field = f"have no text in field {config.text_field!r}"
+    names = " or ".join(map(repr, filter(None, (config.text_field, config.pair_field))))
+    field = f"have no text in field {names}"
     problem = "are not UTF-8" if config.source == "builtin" else field
     if missing > MOST_MISSING * (found + missing):
         raise UserError(
@@ -155,7 +161,7 @@ def training_documents(corpus: Corpus, config: DataConfig, fixed: FixedSplits) -
     """The documents of the training split, in order."""
     for split, text in _to_be_split(corpus, config):
         if (split or split_of(text, config.validation_fraction, fixed)) == "train":
-            yield text
+            yield from texts_of(text, bool(config.pair_field))
 
 
 def _to_be_split(corpus: Corpus, config: DataConfig) -> Iterator[tuple[str, str]]:

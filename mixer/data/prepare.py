@@ -54,6 +54,7 @@ NOT_COMPARED = ("directory", "workers")  # settings that do not change what is w
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
 ADDED_LATER = ("validation_path", "validation_split", "validation_documents", "cut", "pairs")
+ADDED_LATER += ("pair_field",)
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -180,7 +181,8 @@ def _write(
     vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
-    task = Tokenise(specification, dtype, eos, config.validation_fraction, fixed)
+    are_pairs = bool(config.pair_field)
+    task = Tokenise(specification, dtype, eos, config.validation_fraction, fixed, are_pairs)
     write_tokens(config, corpus, task, progress, partial, say)
     read = [(progress.total, config)]
     if held_out := validation_source(config):

@@ -18,6 +18,7 @@ from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
 from mixer.data.config import DataConfig
 
+BETWEEN = "\0"  # the two texts of a pair, of which the first has none
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = {
     "jsonl": tuple(n + how for n in (".jsonl", ".json", ".ndjson") for how in ("", *COMPRESSED)),

@@ -97,7 +97,7 @@ class TokenFile:
         ignored = np.zeros((len(indices), self.context), dtype=bool)
         for row, index in enumerate(indices):
             start, end = self.span(int(index))
-            rows[row, : end - start] = self._read(start, end)
+            rows[row, : end - start] = self.read(start, end)
             ignored[row, end - start - 1 :] = True
         rows = torch.from_numpy(rows)  # (batch, context + 1)
         targets = rows[:, 1:].masked_fill(torch.from_numpy(ignored), -100)
@@ -116,7 +116,7 @@ class TokenFile:
         start, end = begin + row * self.context, int(self.document_ends[document])
         return start, min(start + self.context + (not self.cut), end - self.cut)
 
-    def _read(self, start: int, end: int) -> np.ndarray:
+    def read(self, start: int, end: int) -> np.ndarray:
         """Tokens [start, end). Not through a memory map, whose pages would count as this process's
         memory.
         """

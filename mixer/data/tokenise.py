@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mixer.data.corpus import Batch, FixedSplits, is_document, split_of
+from mixer.data.corpus import Batch, FixedSplits, is_document, split_of, texts_of
 from mixer.data.manifest import SPLITS
 from mixer.data.tokenizer import pieces, token_encoder
 
@@ -47,6 +47,7 @@ class Tokenise:
     eos: int
     validation_fraction: float
     fixed: FixedSplits
+    are_pairs: bool = False
 
     def __call__(self, batch: Batch) -> dict[str, Tokens]:
         splits = {name: Tokens() for name in SPLITS}
@@ -61,13 +62,14 @@ class Tokenise:
         return splits
 
     def _add(self, text: str, tokens: Tokens) -> None:
-        for piece in pieces(text):
-            tokens.ids += self._encode(piece)
-        tokens.ids += np.array([self.eos], self._file_type).tobytes()
         counts = tokens.counts
+        for part in texts_of(text, self.are_pairs):
+            for piece in pieces(part):
+                tokens.ids += self._encode(piece)
+            tokens.ids += np.array([self.eos], self._file_type).tobytes()
+            counts.bytes += len(part.encode())
+            counts.words += len(part.split())
         counts.documents += 1
-        counts.bytes += len(text.encode())
-        counts.words += len(text.split())
         counts.tokens = len(tokens.ids) // self._file_type.itemsize
         tokens.ends.append(counts.tokens)
 

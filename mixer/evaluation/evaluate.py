@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass
@@ -33,6 +34,7 @@ from mixer.evaluation.measure import (
     Process,
     choose_device,
     end_processes,
+    find_partners,
     join_processes,
     leave_if_joined,
     measure,
@@ -70,6 +72,9 @@ class EvalOptions:
         ".jsonl or .parquet file",
     )
     data: str = option("", "prepared data directory; default: the one of the run")
+    pairs: str = option(
+        "", "prepared data directory: score how often texts find their partners there"
+    )
     hub: str = option("", "dataset of the hub to score, each row a document")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
@@ -119,7 +124,8 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     for options in evaluations:
         check_options(options)
     first = evaluations[0]
-    directory = Path(output or directory_for(Path(first.checkpoint), "eval", short_name(first)))
+    what = "retrieval" if first.pairs else "eval"
+    directory = Path(output or directory_for(Path(first.checkpoint), what, short_name(first)))
     if rank() == 0:
         check_writable(directory)
     try:
@@ -134,7 +140,7 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
         with chosen as directory:
             write_evaluation(results, directory)
         print(evaluation_report(results))
-        print(f"\nreport.json, report.md and loss_by_position.png are in {directory}")
+        print(f"\n{', '.join(sorted(os.listdir(directory)))} are in {directory}")
     end_processes()
 
 
@@ -165,10 +171,10 @@ def check_options(options: EvalOptions) -> None:
     """
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
-    if sum(map(bool, (options.text, options.data, options.hub))) > 1:
+    if sum(map(bool, (options.text, options.data, options.hub, options.pairs))) > 1:
         raise UserError(
-            "more than one text was given: give --text FILE..., --data DIR or --hub NAME, "
-            "not both or all"
+            "more than one text was given: give --text FILE..., --data DIR, --hub NAME or --pairs "
+            "DIR, not both or all"
         )
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
@@ -178,7 +184,7 @@ def check_options(options: EvalOptions) -> None:
                 f"{directory} was trained on a task, of which all answers are scored: leave out "
                 "--first-token and --max-tokens, or give --text FILE..., --data DIR or --hub NAME"
             )
-    elif not (options.text or options.hub or options.data):
+    elif not (options.text or options.hub or options.data or options.pairs):
         data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
         if not data:
             raise UserError(f"{directory} does not say which data it was trained on: {give}")
@@ -191,7 +197,7 @@ def check_options(options: EvalOptions) -> None:
 
 def short_name(options: EvalOptions) -> str:
     """What names the text in a file's name; empty for the one that the checkpoint has itself."""
-    paths = [*options.text, *filter(None, [options.data])]
+    paths = [*options.text, *filter(None, [options.data, options.pairs])]
     hub = options.hub and f"{options.hub} {options.subset} {options.split}"
     return " ".join([Path(path).resolve().name for path in paths] or [hub])
 
@@ -199,7 +205,8 @@ def short_name(options: EvalOptions) -> str:
 def task_of(options: EvalOptions) -> DataConfig | None:
     """The task that the checkpoint was trained on, unless the options name a text."""
     settings = read_trainer(Path(options.checkpoint)).get("settings", {}).get("data", {})
-    if options.text or options.data or options.hub or settings.get("source") not in TASKS:
+    given = options.text or options.data or options.hub or options.pairs
+    if given or settings.get("source") not in TASKS:
         return None
     return DataConfig(**settings)
 
@@ -272,6 +279,9 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
     plan = Plan(window, stride, options.last_window, options.batch_size, options.dtype)
+    if options.pairs:
+        validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
+        return described | find_partners(model, options.pairs, plan, process)
     text = choose_text(options, window, tokenizer)
     largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
     check_token(largest, model, text.name)

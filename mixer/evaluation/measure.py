@@ -14,8 +14,10 @@ from mixer.common.errors import UserError
 from mixer.common.hardware import peak_memory_gb
 from mixer.common.ranks import is_launched
 from mixer.data.batches import Batch, to_device
+from mixer.data.pairs import PairFile
 from mixer.distributed.world import leave_with_error
 from mixer.evaluation.scoring import TokenScores, add_processes, evaluate_batches, score_batch
+from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
 DEVICES = ("auto", "cpu", "cuda")
 # The names of --dtype; None is fp32, without autocast.
@@ -126,6 +128,24 @@ def measure(
         "peak_memory_gb": memory,
         "memory": kind,
     }
+
+
+def find_partners(model: PreTrainedModel, data: str, plan: Plan, process: Process) -> dict:
+    """`top1` of the pairs in the validation split of prepared data, shared by the processes."""
+    pairs, dtype = PairFile(data, "validation", plan.window), AUTOCAST_TYPES[plan.dtype]
+
+    def embed(*sides: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
+            return torch.stack([text_vectors(model, texts) for texts in sides])
+
+    count, place = min(len(pairs), MOST_PAIRS), (process.device, process.index, process.count)
+    vectors = pair_vectors(embed, pairs, count, plan.batch_size, place)
+    if process.count > 1:
+        torch.distributed.all_reduce(vectors)
+    if not vectors.isfinite().all():
+        raise UserError(f"the vectors are not finite in {plan.dtype}: use --dtype fp32")
+    about = {"data": data, "window": plan.window, "dtype": plan.dtype, "device": str(process)}
+    return about | {"pairs": count} | top1(*vectors)
 
 
 @torch.no_grad()

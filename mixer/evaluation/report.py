@@ -45,6 +45,10 @@ def select(results: list[dict], columns: dict[str, str]) -> list[dict]:
 
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
+    if "pairs" in results[0]:
+        columns = {"checkpoint": "label", "pairs": "pairs", "tokens": "window"}
+        columns |= {name.replace("_", " "): name for name in results[0] if name[:5] == "top1_"}
+        return table(select(results, columns))
     notes = [evaluation_notes(*results)]
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
@@ -166,12 +170,15 @@ def write_evaluation(results: list[dict], directory) -> Path:
     """report.json, report.md and loss_by_position.png in `directory`."""
     directory = Path(directory)
     curves = {
-        r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results
+        r["label"]: well_counted(r["loss_by_position"], r["count_by_position"])
+        for r in results
+        if "pairs" not in r
     }
-    picture = "![Loss by position](loss_by_position.png)"
-    text = f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n"
+    picture = "\n![Loss by position](loss_by_position.png)\n" if curves else ""
+    text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
     with whole_directory(directory) as stage:
         (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         (stage / "report.md").write_text(text, encoding="utf-8")
-        plot_loss_by_position(curves, stage / "loss_by_position.png")
+        if curves:
+            plot_loss_by_position(curves, stage / "loss_by_position.png")
     return directory

@@ -14,7 +14,7 @@ import yaml
 from mixer.common.errors import UserError
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.yaml_file import parse_yaml, read_yaml
-from mixer.data.config import DataConfig, without_unused
+from mixer.data.config import TASKS, DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.reporting.tables import wrapped
 from mixer.training.optim import OptimConfig
@@ -31,6 +31,12 @@ class TrainConfig:
     init_from: str = option(
         "", "a checkpoint or an exported model whose weights a new run starts from; empty for none"
     )
+    objective: str = option(
+        "language",
+        "predict the next token, or contrastive: find a text's partner (docs/retrieval.md)",
+        choices=("language", "contrastive"),
+    )
+    temperature: float = option(0.02, "contrastive: what cosines are divided by", above=0)
     batch_size: int = option(32, "samples per process and micro-batch", at_least=1, at_most=2**20)
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
@@ -127,6 +133,11 @@ class RunConfig:
     @property
     def directory(self) -> Path:
         return Path(self.output_dir) / self.name
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Whether a sample is a pair of texts, each as long as the context."""
+        return self.train.objective == "contrastive"
 
 
 SECTIONS = {item.name for item in dataclasses.fields(RunConfig) if is_dataclass(item.type)}
@@ -255,6 +266,16 @@ def _value_problems(run: RunConfig) -> list[str]:
         (
             not run.name or "/" in run.name or run.name in (".", ".."),
             f"name = {run.name!r}; allowed: a directory name without slashes",
+        ),
+        (
+            run.is_contrastive and run.data.source in TASKS,
+            f"train.objective = contrastive with data.source = {run.data.source!r}, which has no "
+            "texts; allowed: language",
+        ),
+        (
+            run.is_contrastive and train.gradient_accumulation_steps > 1,
+            "train.gradient_accumulation_steps above 1 with train.objective = contrastive, where "
+            "micro-batches would not see each other; allowed: 1",
         ),
         (
             train.recompute == "activation" and not is_mixer,

@@ -15,7 +15,6 @@ from mixer.common.hardware import check_precision
 from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
-from mixer.data.config import TASKS
 from mixer.data.order import SampleOrder
 from mixer.distributed.stop import Stop
 from mixer.distributed.world import World, build_accelerator, leave_with_error
@@ -24,6 +23,7 @@ from mixer.training.config import RunConfig
 from mixer.training.footprint import step_too_large
 from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.metrics import as_text, in_json
+from mixer.training.objective import useful_flops
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
 from mixer.training.telemetry import Timer, profiler
@@ -95,12 +95,13 @@ class Trainer:
         self.share = Share(
             train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
         )
-        # Of all processes; as many are targets, where rows are not padded.
-        self.step_tokens = self.share.step_samples * run.model.max_position_embeddings
+        # Of all processes; as many are targets, where rows are not padded, or part of a pair.
+        sample_tokens = run.model.max_position_embeddings * (1 + run.is_contrastive)
+        self.step_tokens = self.share.step_samples * sample_tokens
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
-        saved = self.model, self.data.tokenizer
+        saved = self.model, self.data.tokenizer, run.is_contrastive
         self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
         ends = train.non_finite == "stop", train.max_skipped_steps
         self.guard = Guard(self.optimizer, self.scaler is not None, *ends, self.device)
@@ -147,7 +148,7 @@ class Trainer:
         with self.timer.waiting():
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
-        if not self.data.training.packed:  # count the targets of all processes
+        if not (run.is_contrastive or self.data.training.packed):  # count all processes' targets
             own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
             step_targets = self.world.sum(own_targets)
 
@@ -224,7 +225,7 @@ class Trainer:
         line["skipped_steps"] = counters.skipped_steps
         if scaler is not None:
             line["loss_scale"] = scaler.get_scale()
-        flops = self.model.flops_per_token()["useful"]
+        flops = useful_flops(self.model, self.run)
         precision = self.run.train.mixed_precision
         line |= self.timer.window(counters.tokens, flops, self.world, precision)
         if self.metrics:
@@ -254,9 +255,8 @@ class Trainer:
     def evaluate(self) -> None:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
         train, step = self.run.train, self.counters.step
-        scored = self.data.validation, self.data.token_bytes, train.eval_samples, train.batch_size
-        found = validate(self.parallel, *scored, self.world)
-        loss, accuracy = found["validation_loss"], f"{found['validation_accuracy']:.2%} right"
+        found, said = validate(self.parallel, self.data, self.run, self.world)
+        loss = found["validation_loss"]
         if step == train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
             raise NotFinite(
@@ -267,13 +267,7 @@ class Trainer:
         if self.metrics:
             self.metrics.write({"step": step, "tokens": self.counters.tokens} | found)
             self.writer.link_best(self.metrics.validation_losses)
-        of = self.data.manifest.splits["validation"].tokens
-        bits = f"{found['validation_bits_per_byte']:.4f} bits per byte"
-        self.world.say(
-            f"step {step}: validation loss {loss:.4f}, "
-            f"{accuracy if self.run.data.source in TASKS else bits} "
-            f"({found['validation_tokens']:,} of {of:,} tokens)"
-        )
+        self.world.say(f"step {step}: validation loss {loss:.4f}, {said}")
 
 
 def is_due(every: int, step: int) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from mixer.distributed.world import World
 from mixer.training.compile import compile_objective, compiled
 from mixer.training.config import RunConfig
-from mixer.training.objective import Objective
+from mixer.training.objective import build_objective
 from mixer.training.optim import build_optimizer
 
 
@@ -26,10 +26,10 @@ def parallelize(
     train, accelerator = run.train, world.accelerator
     shape = (train.batch_size, run.model.max_position_embeddings)
     set_recompute(model, train.recompute)
-    objective = Objective(model).to(world.device).train()
+    processes = dist.group.WORLD if world.size > 1 else None
+    objective = build_objective(model, run, processes).to(world.device).train()
     is_compiled = compile_objective(objective, train, shape, world)
     compile = partial(compiled, graphs=False) if is_compiled and not world.is_sharded else None
-    processes = dist.group.WORLD if world.size > 1 else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
     parallel, optimizer = accelerator.prepare(objective, optimizer)

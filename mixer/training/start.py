@@ -22,6 +22,7 @@ from mixer.training.backend import settle_backend
 from mixer.training.config import RunConfig
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
+from mixer.training.objective import useful_flops
 from mixer.training.optim import optimizer_identity
 from mixer.training.parallelize import parallelize
 from mixer.training.record import save_config, start_record
@@ -58,7 +59,8 @@ def prepare_data(run: RunConfig, world: World) -> Data:
     """Prepares the data unless it is there. All processes call this: one per host prepares, while
     the others wait for its file lock.
     """
-    data = open_data(run.data, run.model.max_position_embeddings, world.say)
+    context, as_pairs = run.model.max_position_embeddings, run.is_contrastive
+    data = open_data(run.data, context, as_pairs, world.say)
     world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
     return data
 
@@ -71,7 +73,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     identity = {
         "data": restore.identity(data.manifest, run.seed),
-        "optimizer": optimizer_identity(run.optim),
+        "optimizer": optimizer_identity(run.optim) | {"train.objective": run.train.objective},
     }
     trainer, counters, wandb_id = None, Counters(), None
     if resumed is None:
@@ -138,7 +140,7 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
             name += ", whose peak rate is not known"
     engine = ", FSDP" if world.is_sharded else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
-    tokens = batch * run.model.max_position_embeddings  # of a step
+    tokens = batch * run.model.max_position_embeddings * (1 + run.is_contrastive)  # of a step
     step, steps = state.counters.step, run.train.steps
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
@@ -149,7 +151,7 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
     if step >= steps:
         left = f"which has {step} steps: train.steps = {steps} leaves none to train"
         return "\n".join([*lines, f"resuming {state.resumed}, {left}"])
-    flops = (steps - step) * tokens * state.model.flops_per_token()["useful"]
+    flops = (steps - step) * tokens * useful_flops(state.model, run)
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
