@@ -175,8 +175,7 @@ def _to_be_split(corpus: Corpus, config: DataConfig) -> Iterator[tuple[str, str]
 # --- rows, and batches of them for the workers -------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """How far a corpus was read: `rows` rows of its part number `part`."""
 
     part: int = 0

@@ -25,7 +25,7 @@ from mixer.data.workers import available_cores, results
 
 PROGRESS_FILE = "progress.json"
 KINDS = {"identity": str, "tokenizer_bytes": int, "tokenizer_loses": str}
-KINDS |= {"place": dict, "splits": dict}
+KINDS |= {"place": list, "splits": dict}
 REPORT_SECONDS = 5.0
 IS_DELETED = "what was left of the preparation is deleted; give the same command again"
 
@@ -55,7 +55,7 @@ class Progress:
         if values["identity"] != identity:
             return None
         splits = {name: Counts(**counts) for name, counts in values["splits"].items()}
-        return cls(**values | {"place": Place(**values["place"]), "splits": splits})
+        return cls(**values | {"place": Place(*values["place"]), "splits": splits})
 
     def save(self, directory: Path) -> None:
         """In one step, but not flushed to the disk, which would take longer than the work."""
