@@ -201,24 +201,19 @@ def rows(corpus: Corpus, config: DataConfig, start: Place, documents: int = 0) -
     """The corpus from `start` on, before which there are `documents`. It ends at `max_documents`
     (0: all), which a validation text of its own does not count for.
     """
-    skip = start.rows
+    skip, held_out = start.rows, config.validation_documents
     for number in range(start.part, len(corpus)):
         split, part = corpus[number]
         most = config.max_documents if split != "validation" else 0
         if most and documents >= most:
             continue
         for row, text in enumerate(itertools.islice(part_texts(part), skip, None), skip + 1):
-            yield Row(split or _split_by_place(config, documents), text, Place(number, row))
+            by_place = held_out and ("validation" if documents < held_out else "train")
+            yield Row(split or by_place or "", text, Place(number, row))
             documents += is_document(text)
             if most and documents == most:
                 break
         skip = 0
-
-
-def _split_by_place(config: DataConfig, documents: int) -> str:
-    """The split of the document that comes after so many others; "" if its place does not tell."""
-    held_out = config.validation_documents
-    return "" if not held_out else "validation" if documents < held_out else "train"
 
 
 def batches(read: Iterable[Row]) -> Iterator[Batch]:
