@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.comparison.entrants import NoMixing
-from mixer.training.compile import begin_graphs, compiled, compiled_parts
+from mixer.training.compile import begin_graphs, compiled, compiled_parts, set_recompute
 from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
-from mixer.training.parallelize import set_recompute
 
 
 @dataclass(frozen=True)

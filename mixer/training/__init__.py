@@ -5,9 +5,8 @@ loop          the run; `Trainer.step` is one step
 start         what it starts with: data, model, optimizer, counters
 record        what it trains with, kept in its checkpoints
 backend       what computes the token mixing where model.mixing_backend is auto
-parallelize   the model with its loss (`objective`), compiled and wrapped for all processes; what
-              train.compile and train.cuda_graphs stand for where they are auto
-compile       torch.compile and CUDA graphs
+objective     the model with its loss as one module
+compile       torch.compile, CUDA graphs, and what the backward pass computes again
 optim         which optimizer trains which parameter, and the learning rate
 gradients     their norm, clipping, and steps whose gradient is not finite
 validation    the loss on the validation split

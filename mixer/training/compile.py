@@ -1,10 +1,13 @@
-"""torch.compile for training: what is compiled, how, and replaying it as CUDA graphs."""
+"""How a model computes a step: what is compiled, and replayed as CUDA graphs, and what the backward
+pass computes again.
+"""
 
 import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.common.errors import UserError, first_line
@@ -164,3 +167,36 @@ def _graphs_said() -> str:
     skipped = counters["inductor"]["cudagraph_skips"]
     not_all = f"{skipped} of its parts not as CUDA graphs (TORCH_LOGS=perf_hints says why)"
     return not_all if skipped else "as CUDA graphs"
+
+
+# ------------------------------------------------------------------------- recomputation
+
+
+def set_recompute(model: PreTrainedModel, what: str) -> None:
+    """Sets what the backward pass computes again instead of keeping it in memory (selective
+    activation recomputation, arXiv 2205.05198).
+
+    With A = batch x tokens x hidden_size numbers of the autocast type, a compiled block keeps for
+    its backward pass
+
+        A    its input, for both residual and norm
+        A    the output of the first norm, an operand of the mixing's weight gradient
+        A    the residual stream after mixing, the input of the second norm
+        A    the output of the second norm, an operand of up_proj's weight gradient
+        4 A  the output of up_proj, the input of the GELU
+        4 A  the output of the GELU, an operand of down_proj's weight gradient
+
+    and small tensors: the norms' statistics, and the packed and cast weights. "none" keeps all
+    12 A. "activation" computes the GELU again and keeps 8 A. "block" keeps only the block's input,
+    A, and computes the whole block again. Without the compiler, autocast also keeps the inputs of
+    the norms in fp32.
+    """
+    if what == "activation":
+        for module in model.modules():
+            if hasattr(module, "recompute_activation"):
+                module.recompute_activation = True
+    if what == "block":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # This undoes a hook that transformers adds for adapters on a frozen model. torch 2.11
+        # cannot compile it where there are no gradients.
+        model.disable_input_require_grads()

@@ -2,10 +2,12 @@
 
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import nn
@@ -19,12 +21,12 @@ from mixer.data.run_data import Data, open_data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend
+from mixer.training.compile import compile_objective, compiled, set_recompute
 from mixer.training.config import RunConfig
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
-from mixer.training.objective import useful_flops
-from mixer.training.optim import optimizer_identity
-from mixer.training.parallelize import parallelize
+from mixer.training.objective import build_objective, useful_flops
+from mixer.training.optim import build_optimizer, optimizer_identity
 from mixer.training.record import save_config, start_record
 
 
@@ -113,6 +115,42 @@ def find_checkpoint(run: RunConfig, world: World) -> Path | None:
     begins_in = found or run.directory
     world.require_shared(f"the directory {begins_in}", begins_in.is_dir())
     return found
+
+
+def parallelize(
+    model: PreTrainedModel, run: RunConfig, world: World
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """The model with its loss (see Objective) ready to train on all processes, and its optimizer.
+
+    The model itself is changed: it moves to the device, and under FSDP its parameters become
+    shards.
+    """
+    train, accelerator = run.train, world.accelerator
+    shape = (train.batch_size, run.model.max_position_embeddings)
+    set_recompute(model, train.recompute)
+    processes = dist.group.WORLD if world.size > 1 else None
+    objective = build_objective(model, run, processes).to(world.device).train()
+    is_compiled = compile_objective(objective, train, shape, world)
+    compile = partial(compiled, graphs=False) if is_compiled and not world.is_sharded else None
+    optimizer = build_optimizer(model, run.optim, processes, compile)
+    # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
+    parallel, optimizer = accelerator.prepare(objective, optimizer)
+    if isinstance(parallel, nn.parallel.DistributedDataParallel):
+        _settle_buckets(parallel, world.device, shape)
+    return parallel, optimizer
+
+
+def _settle_buckets(parallel: nn.Module, device: torch.device, shape: tuple[int, int]) -> None:
+    """Makes DDP choose its final gradient buckets, by a backward pass whose gradients are dropped.
+
+    DDP sums gradients bucket by bucket, and lays the buckets out anew after its first backward
+    pass. With three or more processes another layout means another order of summing. Without this
+    call the first step after a resume would differ in its last bits from the same step of an
+    uninterrupted run. `shape` is that of a micro-batch, (batch, tokens).
+    """
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    parallel(tokens, tokens).sum().backward()
+    parallel.zero_grad(set_to_none=True)
 
 
 def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, world: World) -> Metrics:

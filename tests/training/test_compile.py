@@ -15,14 +15,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.models.masked_mixer import lags, modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
-from mixer.training import parallelize
-from mixer.training.compile import compiled, compiled_parts
+from mixer.training import start
+from mixer.training.compile import compiled, compiled_parts, set_recompute
 from mixer.training.config import load_config
 from mixer.training.gradients import gradient_norm
 from mixer.training.loop import train
 from mixer.training.objective import Objective, short_token_nats, token_nats
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
-from mixer.training.parallelize import set_recompute
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -83,7 +82,7 @@ def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resu
 def test_the_model_is_compiled_into_six_graphs(write_config, small_run, capsys, monkeypatch):
     """Whatever its layers, steps and last batches; the optimizer's are counted below."""
     monkeypatch.setattr(torch, "compile", with_backend("aot_eager"))
-    monkeypatch.setattr(parallelize, "compiled", lambda function, graphs: function)
+    monkeypatch.setattr(start, "compiled", lambda function, graphs: function)
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
