@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from mixer.models.masked_mixer.lags import diagonal_sums, row_parts, toeplitz_rows
+from mixer.ops.lags import diagonal_sums, row_parts, toeplitz_rows
 
 # Parts of matrices that the compiled functions are made for: it bounds the time to compile them.
 MATRICES = 32

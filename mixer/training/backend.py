@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from mixer.common.errors import first_line
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
+from mixer.models.masked_mixer.recurrent import RecurrentConv
 from mixer.ops.choice import difference
 from mixer.training.config import RunConfig
 
@@ -29,13 +30,13 @@ def settle_backend(
 ) -> dict[str, Any] | None:
     """Sets the backend of the model's triangular convolutions where a race decides it, the same on
     all processes, before the model is compiled. Keyed mixing needs no race: its kernels are
-    compared with plain PyTorch, which is far slower, when they are built.
+    compared with plain PyTorch, which is far slower, when they are built. A recurrence has none.
 
     earlier: trainer.json of the checkpoint that the run goes on from. Returns what the next ones
     keep, None without a race.
     """
     layers = [part for part in model.modules() if isinstance(part, TriangularConv)]
-    layers = [layer for layer in layers if not isinstance(layer, KeyedConv)]
+    layers = [layer for layer in layers if not isinstance(layer, KeyedConv | RecurrentConv)]
     if run.model.mixing_backend != "auto" or not layers or not needs_race(world.device):
         return None
     backend, why = ((earlier or {}).get("mixing") or {}).get("backend"), "as the run did before"
@@ -57,11 +58,12 @@ def race(layer: TriangularConv, run: RunConfig, world: World) -> tuple[str, str]
     or are wrong are out.
     """
     times, results = {}, []
+    names = ["y", "dx", *(f"d{name}" for name, _ in layer.named_parameters())]
     for backend in ("dense", "cuda"):
         try:
             step = training_step(layer, backend, run, world)
             results.append(step())
-            problem = difference(results[-1], results[0], ("y", "dx", "dweight", "dbias"))
+            problem = difference(results[-1], results[0], names)
             times[backend] = milliseconds(step)
         except Exception as error:  # what the build and CUDA raise has no type of its own
             problem = first_line(error)

@@ -13,8 +13,9 @@ from toolchain import needs_gxx
 from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.models.masked_mixer import lags, modeling
+from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
+from mixer.ops import lags
 from mixer.training import start
 from mixer.training.compile import compiled, compiled_parts, set_recompute
 from mixer.training.config import load_config
