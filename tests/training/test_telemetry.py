@@ -79,7 +79,7 @@ def slow_evaluation() -> None:
         time.sleep(4)
         return real(*arguments)
 
-    loop.validate = validation_loss
+    loop.validate = validate
 
 
 def test_lines_hold_what_they_should_without_the_time_of_evaluation_and_steps_are_profiled(
