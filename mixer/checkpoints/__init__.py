@@ -8,4 +8,5 @@ restore           a run goes on from a checkpoint
 sentences         what sentence-transformers reads beside a model
 pretrained        any causal language model's directory, checked and loaded
 reference_format  weights of the reference implementation, both ways
+recurrent_format  weights of the author's structured recurrent mixers, both ways
 """
