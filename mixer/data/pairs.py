@@ -41,12 +41,12 @@ class PairFile:
         """The queries and the targets of the pairs `indices`, each int64 (batch, context), with
         -100 behind the end of a text.
         """
-        texts = torch.full((2, len(indices), self.context), -100)
+        texts = np.full((2, len(indices), self.context), -100)
         for row, index in enumerate(indices):
             for side, tokens in enumerate(self._pair(int(index))):
-                tokens = torch.from_numpy(tokens[: self.context].astype(np.int64))
+                tokens = tokens[: self.context]
                 texts[side, row, : len(tokens)] = tokens
-        return texts[0], texts[1]
+        return torch.from_numpy(texts[0]), torch.from_numpy(texts[1])
 
     def _pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         document = int(np.searchsorted(self.before, index, side="right")) - 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from launching import free_port, start_process
 from runs import FSDP, assert_same, read_lines
 from texts import quiet
@@ -157,16 +158,18 @@ def made_pairs(count: int) -> list[dict]:
     return [{"summary": text(end), "story": text(end)} for end in ends]
 
 
-def test_the_two_fields_of_a_row_are_a_pair_and_stay_in_one_split(tmp_path):
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_the_two_fields_of_a_row_are_a_pair_and_stay_in_one_split(source, tmp_path):
     rows = made_pairs(200)
     rows[3] |= {"summary": "one\0<|endoftext|>"}
     left_out = [{"summary": "alone"}, {"summary": " ", "story": "x"}]
-    lines = [json.dumps(row) for row in rows[:100] + left_out + rows[100:]]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    files = {"path": str(tmp_path / "pairs.jsonl"), "directory": str(tmp_path / "data")}
+    table = Dataset.from_list(rows[:100] + left_out + rows[100:])
+    write = {"jsonl": table.to_json, "parquet": table.to_parquet}[source]
+    write(str(tmp_path / f"pairs.{source}"))
+    files = {"path": str(tmp_path / f"pairs.{source}"), "directory": str(tmp_path / "data")}
     fields = {"text_field": "summary", "pair_field": "story", "vocab_size": 300}
     said = []
-    prepare(DataConfig(source="jsonl", validation_fraction=0.2, **files, **fields), said.append)
+    prepare(DataConfig(source=source, validation_fraction=0.2, **files, **fields), said.append)
     assert any("have no text in field 'summary' or 'story'" in line for line in said)
     tokenizer, found = load_tokenizer(tmp_path / "data"), []
     for split in ("train", "validation"):
