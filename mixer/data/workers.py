@@ -12,10 +12,12 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 
 from mixer.common.errors import Interrupted, UserError
 
@@ -30,8 +32,6 @@ package.__path__ = [{str(PACKAGE)!r}]
 from mixer.data.workers import serve
 serve(int(sys.argv[1]))
 """
-# Each worker is one of several that share the cores.
-ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 def available_cores() -> int:
@@ -43,11 +43,11 @@ def available_cores() -> int:
 
 def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
     """(job, `task(job)`) of each job, in the order of the jobs, computed by at most `most`
-    processes in turn. Few jobs are done in this process.
+    processes. Few jobs are done in this process.
 
-    Each process holds one job at a time; task, jobs and results are pickled. An exception of the
-    task is raised here. Raises UserError if a worker is killed. The workers end when the generator
-    does.
+    At most 2 * `most` jobs are held at a time; task, jobs and results are pickled. An exception of
+    the task is raised here. Raises UserError if a worker is killed. The workers end when the
+    generator does.
     """
     jobs = iter(jobs)
     first = list(islice(jobs, FEW))
@@ -55,20 +55,34 @@ def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
     if most == 1 or len(first) < FEW:
         yield from ((job, task(job)) for job in jobs)
         return
-    busy: deque[_Worker] = deque()  # the one with the oldest job first
+    workers: list[_Worker] = []
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+
+    def do(job: object) -> tuple:
+        worker = idle.get()
+        try:
+            return job, worker.do(job)
+        finally:
+            idle.put(worker)
+
+    threads, given = ThreadPoolExecutor(most), deque()  # a thread waits for each busy worker
     try:
         for job in jobs:
-            if len(busy) < most:
-                busy.append(_Worker(task))
-            else:
-                yield busy[0].job, busy[0].result()
-                busy.rotate(-1)
-            busy[-1].begin(job)
-        for worker in busy:
-            yield worker.job, worker.result()
+            if len(workers) < most:
+                workers.append(_Worker(task))
+                idle.put(workers[-1])
+            given.append(threads.submit(do, job))
+            if len(given) == 2 * most:
+                yield given.popleft().result()
+        while given:
+            yield given.popleft().result()
     finally:
-        for worker in busy:
-            worker.end()
+        for worker in workers:
+            worker.process.kill()
+        threads.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.process.wait()
+            worker.connection.close()
 
 
 class _Worker:
@@ -80,18 +94,21 @@ class _Worker:
             [sys.executable, "-c", START, str(other_end.fileno())],
             pass_fds=[other_end.fileno()],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | ONE_THREAD,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                # Each worker is one of several that share the cores.
+                "TOKENIZERS_PARALLELISM": "false",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
         )
         other_end.close()
         self.connection.send(task)
 
-    def begin(self, job: object) -> None:
-        self.job = job
-        with suppress(OSError):  # it was killed, as `result` will say
-            self.connection.send(job)
-
-    def result(self) -> object:
+    def do(self, job: object) -> object:
         try:
+            self.connection.send(job)
             result = self.connection.recv()
         except (EOFError, OSError):
             status = self.process.wait()
@@ -103,11 +120,6 @@ class _Worker:
         if isinstance(result, Exception):
             raise result
         return result
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
 
 
 def serve(descriptor: int) -> None:
