@@ -9,9 +9,7 @@ from toolchain import first_and_slow, needs_nvcc
 
 from mixer.ops import build
 
-KERNELS = ["ampere_product.cu", "ampere_grad_weight.cu"]
 PTX = [  # what an asm statement begins with, what stands for it
-    (r"mov\.u32 %0, %%laneid", "lane = threadIdx.x % 32;"),
     (r"cp\.async\.cg", "(void)bytes; emulator::copy_async(shared, global, valid);"),
     (r"cp\.async\.commit_group", "emulator::commit_copies();"),
     (r"cp\.async\.wait_group", "emulator::wait_copies(kPending);"),
@@ -30,7 +28,7 @@ REPLACEMENTS += [(r"__cvta_generic_to_shared\(pointer\)", "emulator::shared_addr
 
 def emulator(directory: Path, mistake: tuple[str, str] = ("", "")) -> Path:
     """The library of the kernels, with part of their source replaced."""
-    text = sources.emulated(build.SOURCES, KERNELS, REPLACEMENTS)
+    text = sources.emulated(build.SOURCES / "ampere.cu", REPLACEMENTS)
     assert not mistake[0] or text.count(mistake[0]) == 1
     return sources.compiled("ampere", text.replace(*mistake), directory)
 

@@ -19,7 +19,7 @@ struct Fragment {
   uint32_t part[4];
 };
 
-using tensor::Side, tensor::kLeft, tensor::kRight;
+using namespace tensor;
 
 // Which rows (0: 0-7, 1: 8-15) and which half of the depth a part holds.
 __host__ __device__ constexpr int row_half(Side side, int part) {
@@ -27,14 +27,6 @@ __host__ __device__ constexpr int row_half(Side side, int part) {
 }
 __host__ __device__ constexpr int depth_half(Side side, int part) {
   return side == kLeft ? part / 2 : part % 2;
-}
-
-// The thread's index in its warp, read again at each call. Values that are used outside the main
-// loop, or rarely inside it, then occupy no registers in the loop.
-__device__ __forceinline__ int read_lane() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
 }
 
 // ----------------------------------------------------------------------------------- shared memory

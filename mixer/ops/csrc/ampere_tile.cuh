@@ -7,8 +7,6 @@
 
 namespace ampere {
 
-using namespace tensor;
-
 constexpr int kStages = 3;
 constexpr int kMmaDepthBytes = 32;
 constexpr int kMmaSteps = kSliceDepthBytes / kMmaDepthBytes;
@@ -89,6 +87,10 @@ __device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice
 // A warp's part of the result: groups of 16 rows by 8 columns, in mma's layout.
 struct Accumulator {
   float value[kWarpGroups][2 * kWarpGroups][4] = {};
+
+  __device__ __forceinline__ float at(int group, int half, int block, int i) const {
+    return value[group][block][2 * half + i];
+  }
 };
 
 struct Fragments {
@@ -108,25 +110,6 @@ __device__ __forceinline__ void round_factors<float>(Fragments& fragments) {
       fragments.left[group].part[part] = round_to_tf32(fragments.left[group].part[part]);
       fragments.right[group].part[part] = round_to_tf32(fragments.right[group].part[part]);
     }
-  }
-}
-
-// sum += left right for one group of 16 rows and one of 16 columns.
-template <typename Element>
-__device__ __forceinline__ void multiply_groups(Accumulator& sum, const Fragments& fragments,
-                                                int row_group, int column_group) {
-  const Fragment& left = fragments.left[row_group];
-  const Fragment& right = fragments.right[column_group];
-  mma<Element>(sum.value[row_group][2 * column_group], left, right.part[0], right.part[1]);
-  mma<Element>(sum.value[row_group][2 * column_group + 1], left, right.part[2], right.part[3]);
-}
-
-template <typename Element>
-__device__ __forceinline__ void multiply_row_group(Accumulator& sum, const Fragments& fragments,
-                                                   int row_group) {
-#pragma unroll
-  for (int column_group = 0; column_group < kWarpGroups; ++column_group) {
-    multiply_groups<Element>(sum, fragments, row_group, column_group);
   }
 }
 
@@ -170,8 +153,8 @@ struct Pipeline {
   Fragments fragments[2];
 
   template <typename Load>
-  __device__ __forceinline__ Pipeline(uint32_t stages, int first_column, Load&& load)
-      : stages(stages),
+  __device__ __forceinline__ Pipeline(unsigned char* memory, int first_column, Load&& load)
+      : stages(shared_address(memory)),
         own(own_offsets<LeftLayout, RightLayout>(first_column)),
         filling(stages),
         reading(stages) {
@@ -224,6 +207,44 @@ struct Pipeline {
   __device__ __forceinline__ void load_fragments(int mma_step) {
     ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step],
                                                                           reading, own, mma_step);
+  }
+};
+
+// ----------------------------------------------------------------------------------------- the set
+
+template <typename Element_>
+struct Set {
+  using Element = Element_;
+  using Accumulator = ampere::Accumulator;
+  using Fragments = ampere::Fragments;
+  template <typename LeftLayout, typename RightLayout, int kColumnStep>
+  using Pipeline = ampere::Pipeline<Element, LeftLayout, RightLayout, kColumnStep>;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  static constexpr bool kIsHere = false;
+#else
+  static constexpr bool kIsHere = true;
+#endif
+  static constexpr int kSharedBytes = ampere::kSharedBytes;
+  static constexpr int kMmaDepth = ampere::kMmaDepth<Element>;
+  static constexpr bool kOneLoop = false;
+
+  // Of each 16 x 8 values a lane holds two neighbours in each of two rows, kHalfRows apart. The
+  // four lanes of a *quad*, whose numbers differ in kLowBit and kHighBit, hold a row.
+  static constexpr int kHalfRows = 8;
+  static constexpr int kLowBit = 1, kHighBit = 2;
+  __device__ __forceinline__ static int value_row(int lane) { return lane / 4; }
+  __device__ __forceinline__ static int quad_place(int lane) { return lane % 4; }
+
+  // sum += left right for one group of 16 rows and one of 16 columns.
+  template <typename LeftLayout, typename RightLayout>
+  __device__ __forceinline__ static void multiply_groups(Accumulator& sum,
+                                                         const Fragments& fragments, int row_group,
+                                                         int column_group) {
+    const Fragment& left = fragments.left[row_group];
+    const Fragment& right = fragments.right[column_group];
+    mma<Element>(sum.value[row_group][2 * column_group], left, right.part[0], right.part[1]);
+    mma<Element>(sum.value[row_group][2 * column_group + 1], left, right.part[2], right.part[3]);
   }
 };
 

@@ -1,7 +1,8 @@
-// What grad-weight shares on the tensor cores of sm_70 and sm_80. Two kernels: the first computes
-// the lower 128 x 128 tiles, with the sum over (batch, channels) cut into `splits` ranges whose
-// partial tiles go to the workspace in fp32; the second (grad_weight_finish.cuh) adds them in a
-// fixed order. For a weight by lag see lags.cuh.
+// dweight[h,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact
+// zeros elsewhere, on the tensor cores of sm_70 and sm_80. Two kernels: the first computes the lower
+// 128 x 128 tiles, with the sum over (batch, channels) cut into `splits` ranges whose partial tiles
+// go to the workspace in fp32; the second (grad_weight_finish.cuh) adds them in a fixed order. For a
+// weight by lag see lags.cuh.
 #pragma once
 
 #include "grad_weight_finish.cuh"
@@ -218,21 +219,66 @@ __device__ __forceinline__ void for_each_task(const TriangularConvParams& params
   }
 }
 
-// Launches both kernels; launch(blocks, splits or plan) launches the first.
-template <typename Launch>
-cudaError_t launch_grad_weight(const TriangularConvParams& params, Launch&& launch) {
+// `Plan` is the number of splits, or LagPlan.
+template <typename Set, typename Plan>
+__global__ void __launch_bounds__(kThreads, kBlocksResident)
+    partial_kernel(const TriangularConvParams params, const Plan plan) {
+  if constexpr (Set::kIsHere) {
+    using Element = typename Set::Element;
+    using Layout = KMajor<Element>;
+    alignas(128) __shared__ unsigned char memory[Set::kSharedBytes];
+    for_each_task(params, plan, [&](const Task& task) {
+      GradWeightLoader<Element> loader(params, task);
+      typename Set::Accumulator sum;
+      int unloaded = task.steps;
+      const auto load = [&](auto& copies) {
+        if (--unloaded >= 0) loader(copies);
+      };
+      typename Set::template Pipeline<Layout, Layout, kGroupColumnStep> pipeline(
+          memory, first_group_column(), load);
+      pipeline.run(task.steps, load, [&](const typename Set::Fragments& fragments) {
+        multiply_lower_groups(task.on_diagonal(), [&](int row_group, int column_group) {
+          Set::template multiply_groups<Layout, Layout>(sum, fragments, row_group, column_group);
+        });
+      });
+#pragma unroll
+      for (int group = 0; group < kWarpGroups; ++group) {
+#pragma unroll
+        for (int block = 0; block < 2 * kWarpGroups; ++block) {
+          const int row = group_row(group) + Set::value_row(lane());
+          const int column = first_group_column() + block / 2 * kGroupColumnStep + block % 2 * 8 +
+                             Set::quad_place(lane()) * 2;
+          float* const place = task.tile + row * kTile + column;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            *reinterpret_cast<float2*>(place + half * Set::kHalfRows * kTile) =
+                make_float2(sum.at(group, half, block, 0), sum.at(group, half, block, 1));
+          }
+        }
+      }
+    });
+  }
+}
+
+template <typename Set, typename Plan>
+cudaError_t launch_partial(const TriangularConvParams& params, int64_t blocks, const Plan& plan) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  partial_kernel<Set, Plan><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, plan);
+  return cudaGetLastError();
+}
+
+template <typename Set>
+cudaError_t launch_grad_weight(const TriangularConvParams& params) {
   using grad_weight_finish::finish;
   if (params.lag_zero > 0) {
     const LagPlan plan = make_lag_plan(params);
-    const cudaError_t status = launch(static_cast<unsigned>(plan.workers), plan);
+    const cudaError_t status = launch_partial<Set>(params, plan.workers, plan);
     const float* sums = static_cast<const float*>(params.workspace) + tile_floats(plan);
     return status == cudaSuccess ? finish_lags<Parts>(params, plan, sums) : status;
   }
   if (grad_weight_finish::is_empty(params)) return finish<kTile>(params, 0, 0);
   const int splits = choose_splits(params);
-  const int64_t blocks = partial_blocks(params, splits);
-  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const cudaError_t status = launch(static_cast<unsigned>(blocks), splits);
+  const cudaError_t status = launch_partial<Set>(params, partial_blocks(params, splits), splits);
   return status == cudaSuccess ? finish<kTile>(params, params.tokens, splits) : status;
 }
 

@@ -20,10 +20,12 @@ struct Fragment {
 
 // Which rows of the 16 a quad pair has: four from 4 half on (lanes below 16), four from 8 + 4 half
 // on (the other lanes).
-__device__ __forceinline__ int half(Side side) {
-  return side == kLeft ? lane() / 4 % 2 : lane() / 8 % 2;
+__device__ __forceinline__ int half(Side side, int lane) {
+  return side == kLeft ? lane / 4 % 2 : lane / 8 % 2;
 }
-__device__ __forceinline__ int first_row(Side side) { return lane() / 16 * 8 + half(side) * 4; }
+__device__ __forceinline__ int first_row(Side side, int lane) {
+  return lane / 16 * 8 + half(side, lane) * 4;
+}
 
 // sum += left right for one part: 16 x 16 values per warp, 8 per lane.
 template <typename LeftLayout, typename RightLayout>
@@ -45,11 +47,5 @@ MIXER_MMA(KMajor, MnMajor, "row.row")
 MIXER_MMA(MnMajor, MnMajor, "col.row")
 MIXER_MMA(KMajor, KMajor, "row.col")
 #undef MIXER_MMA
-
-// The position of a lane's value i in the 16 x 16. Values 2 n and 2 n + 1 are neighbours in a row.
-__device__ __forceinline__ int value_row(int i) { return first_row(kLeft) + lane() % 2 + (i & 2); }
-__device__ __forceinline__ int value_column(int i) {
-  return half(kRight) * 4 + (lane() & 2) + (i & 1) + (i & 4) * 2;
-}
 
 }  // namespace volta

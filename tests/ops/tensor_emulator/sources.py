@@ -13,14 +13,15 @@ from mixer.ops import toolchain
 HERE = Path(__file__).parent
 LAUNCH = r"(\w+(?:<[^;{}]*?>)?)\s*<<<([^;]*?), (\w+), 0, [^;]*?>>>\(([^;]*?)\);"
 COMMON = [  # pattern, replacement
-    (r"__shared__ unsigned char memory\[\w+\];", "unsigned char* memory = emulator::shared;"),
+    (r'asm volatile\("mov\.u32 %0, %%laneid.*?\);', "lane = threadIdx.x % 32;"),
+    (r"__shared__ unsigned char memory\[[\w:]+\];", "unsigned char* memory = emulator::shared;"),
     (LAUNCH, r"emulator::launch(\2, \3, [&] { \1(\4); });"),
 ]
 
 
-def emulated(sources: Path, kernels: list[str], replacements: list[tuple[str, str]]) -> str:
-    """The files `kernels` and what they include as one, each pattern of `replacements` replaced
-    where it is: at least once.
+def emulated(unit: Path, replacements: list[tuple[str, str]]) -> str:
+    """The file `unit` and what it includes as one, each pattern of `replacements` replaced where it
+    is: at least once.
     """
     seen, parts = set(), []
 
@@ -28,14 +29,13 @@ def emulated(sources: Path, kernels: list[str], replacements: list[tuple[str, st
         if name in seen:
             return
         seen.add(name)
-        for line in (sources / name).read_text().splitlines():
+        for line in (unit.parent / name).read_text().splitlines():
             if found := re.match(r'#include "(.*)"', line):
                 add(found[1])
             elif not line.startswith("#pragma once"):
                 parts.append(line)
 
-    for name in kernels:
-        add(name)
+    add(unit.name)
     text = "\n".join(parts) + "\n"
     for pattern, replacement in [*replacements, *COMMON]:
         text, count = re.subn(pattern, replacement, text, flags=re.DOTALL)
