@@ -15,7 +15,8 @@ from mixer.ops import build
 
 def emulated() -> str:
     return sources.emulated(
-        build.SOURCES / "volta.cu", [(r"asm\(.*?\)\);", "emulator::mma(sum, left, right, layouts);")]
+        build.SOURCES / "volta.cu",
+        [(r"asm\(.*?\)\);", "emulator::mma(sum, left, right, layouts);")],
     )
 
 

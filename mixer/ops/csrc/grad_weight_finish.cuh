@@ -37,10 +37,9 @@ template <int kTile>
 constexpr int kBlockRows = kRows * kFinishThreads * kVector / kTile;
 
 // Blocks, fastest index first: column tiles of dweight, groups of kBlockRows rows, heads.
-// With tokens = 0, writes all zeros.
 template <int kTile, typename Gradient>
 __global__ void __launch_bounds__(kFinishThreads)
-    finish_kernel(const TriangularConvParams params, int tokens, int splits) {
+    finish_kernel(const TriangularConvParams params, int splits) {
   constexpr int kAcross = kTile / kVector, kDown = kFinishThreads / kAcross;  // threads
   static_assert(kTile % kBlockRows<kTile> == 0, "a block's rows are of one tile");
   const int column_tiles = static_cast<int>(ceil_div(params.context, kTile));
@@ -53,8 +52,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int across = threadIdx.x % kAcross * kVector, column = tile.column * kTile + across;
 
   float value[kRows][kVector] = {};
-  if (tile.column <= tile.row && tile.row * kTile < tokens) {
-    const int64_t tiles = lower_tiles(tokens, kTile);
+  if (tile.column <= tile.row && tile.row * kTile < params.tokens) {
+    const int64_t tiles = lower_tiles(params.tokens, kTile);
     const int64_t split_stride = tiles * params.heads * kTile * kTile;
     const float* partial =
         static_cast<const float*>(params.workspace) + across +
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     if (row >= params.context) continue;
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
-      if (column + c > row || row >= tokens) value[i][c] = 0.0f;
+      if (column + c > row || row >= params.tokens) value[i][c] = 0.0f;
     }
     Gradient* const gradient =
         static_cast<Gradient*>(params.dweight) + (head * params.context + row) * params.context;
@@ -87,22 +86,15 @@ __global__ void __launch_bounds__(kFinishThreads)
 }
 
 template <int kTile>
-cudaError_t finish(const TriangularConvParams& params, int tokens, int splits) {
+cudaError_t finish(const TriangularConvParams& params, int splits) {
   const int64_t blocks = static_cast<int64_t>(params.heads) * ceil_div(params.context, kTile) *
                          ceil_div(params.context, kBlockRows<kTile>);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.gradient_dtype, [&](auto gradient) {
+  return dispatch_dtype(params.weight_dtype, [&](auto gradient) {
     finish_kernel<kTile, decltype(gradient)>
-        <<<static_cast<unsigned>(blocks), kFinishThreads, 0, stream>>>(params, tokens, splits);
+        <<<static_cast<unsigned>(blocks), kFinishThreads, 0, stream>>>(params, splits);
     return cudaGetLastError();
   });
-}
-
-// True if there is nothing to sum: dweight is then all zeros.
-inline bool is_empty(const TriangularConvParams& params) {
-  return params.batch == 0 || params.tokens == 0 || params.channels == 0;
 }
 
 }  // namespace grad_weight_finish

@@ -31,8 +31,7 @@ inline int choose_splits(const TriangularConvParams& params) {
   constexpr double kPartialTileCost = 0.1;
   constexpr double kRangeCost = 0.3;        // waiting for one more value in each thread's sum
   const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads;
-  const int64_t places =
-      static_cast<int64_t>(params.processors > 0 ? params.processors : 1) * kBlocksResident;
+  const int64_t places = static_cast<int64_t>(params.processors) * kBlocksResident;
   const int64_t slices = slice_count(params);
   int best = 1;
   double least = 0;
@@ -166,8 +165,7 @@ inline int64_t partial_blocks(const TriangularConvParams& params, int splits) {
 using Parts = LagParts<kTile, kTile, kTile>;
 
 inline LagPlan make_lag_plan(const TriangularConvParams& params) {
-  return LagPlan(params, max(1, params.processors) * kBlocksResident, kTile,
-                 slice_count(params));
+  return LagPlan(params, params.processors * kBlocksResident, kTile, slice_count(params));
 }
 
 // Floats of the workspace: the tiles, then the sums along the diagonals of pieces.
@@ -180,7 +178,6 @@ inline int64_t workspace_bytes(const TriangularConvParams& params) {
     const LagPlan plan = make_lag_plan(params);
     return (tile_floats(plan) + int64_t(plan.pieces()) * Parts::kSums) * sizeof(float);
   }
-  if (grad_weight_finish::is_empty(params)) return 0;
   return partial_blocks(params, choose_splits(params)) * kTileSize * sizeof(float);
 }
 
@@ -269,17 +266,15 @@ cudaError_t launch_partial(const TriangularConvParams& params, int64_t blocks, c
 
 template <typename Set>
 cudaError_t launch_grad_weight(const TriangularConvParams& params) {
-  using grad_weight_finish::finish;
   if (params.lag_zero > 0) {
     const LagPlan plan = make_lag_plan(params);
     const cudaError_t status = launch_partial<Set>(params, plan.workers, plan);
     const float* sums = static_cast<const float*>(params.workspace) + tile_floats(plan);
     return status == cudaSuccess ? finish_lags<Parts>(params, plan, sums) : status;
   }
-  if (grad_weight_finish::is_empty(params)) return finish<kTile>(params, 0, 0);
   const int splits = choose_splits(params);
   const cudaError_t status = launch_partial<Set>(params, partial_blocks(params, splits), splits);
-  return status == cudaSuccess ? finish<kTile>(params, params.tokens, splits) : status;
+  return status == cudaSuccess ? grad_weight_finish::finish<kTile>(params, splits) : status;
 }
 
 }  // namespace tensor

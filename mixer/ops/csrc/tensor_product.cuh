@@ -226,7 +226,7 @@ __device__ __forceinline__ void store_result(const typename Set::Accumulator& su
     const bool row_inside = row < params.tokens;
     float bias = 0.0f;
     if (has_bias && row_inside) {
-      bias = load_float(params.bias, params.bias_dtype,
+      bias = load_float(params.bias, params.weight_dtype,
                         static_cast<int64_t>(tile.head) * params.context + row);
     }
     int64_t sample = column / width;

@@ -36,6 +36,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <dlfcn.h>
 
 #include "../emulated_cuda.h"
 
@@ -115,17 +116,12 @@ Value load_read_only(const Value* pointer) {
   return *pointer;
 }
 
-// The driver's cuTensorMapEncodeTiled, and how to find it.
+// The driver's cuTensorMapEncodeTiled.
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                       const cuuint32_t* steps, CUtensorMapInterleave interleave,
                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
                       CUtensorMapFloatOOBfill fill);
-inline cudaError_t find_encode_tiled(void** function, cudaDriverEntryPointQueryResult* found) {
-  *function = reinterpret_cast<void*>(&encode_tiled);
-  *found = cudaDriverEntryPointSuccess;
-  return cudaSuccess;
-}
 
 }  // namespace emulator
 
@@ -136,10 +132,8 @@ inline cudaError_t find_encode_tiled(void** function, cudaDriverEntryPointQueryR
 #define __syncwarp() emulator::warp_sync()
 #define __cvta_generic_to_shared(pointer) emulator::shared_address(pointer)
 #define __ldg(pointer) emulator::load_read_only(pointer)
-#define cudaGetDriverEntryPointByVersion(name, function, version, flags, found) \
-  emulator::find_encode_tiled(function, found)
-#define cudaGetDriverEntryPoint(name, function, flags, found) \
-  emulator::find_encode_tiled(function, found)
+#define dlopen(name, flags) nullptr
+#define dlsym(library, name) reinterpret_cast<void*>(&emulator::encode_tiled)
 #define cudaFuncSetAttribute(kernel, attribute, bytes)                                             \
   ((bytes) <= emulator::kMostSharedBytes ? cudaSuccess : cudaErrorInvalidValue)
 #define cudaGetLastError() cudaSuccess
