@@ -5,24 +5,23 @@
 #include "tensor_product.cuh"
 
 namespace ampere {
+namespace {
 
-cudaError_t forward(const TriangularConvParams& params) {
+template <bool kTransposed>
+cudaError_t product(const TriangularConvParams& params) {
   return dispatch_dtype(params.dtype, [&](auto element) {
-    return launch_product<Set<decltype(element)>, false>(params);
+    return launch_product<Set<decltype(element)>, kTransposed>(params);
   });
 }
-cudaError_t grad_input(const TriangularConvParams& params) {
-  return dispatch_dtype(params.dtype, [&](auto element) {
-    return launch_product<Set<decltype(element)>, true>(params);
-  });
-}
-int64_t grad_weight_workspace(const TriangularConvParams& params) {
-  return workspace_bytes(params);
-}
+
 cudaError_t grad_weight(const TriangularConvParams& params) {
   return dispatch_dtype(params.dtype, [&](auto element) {
     return launch_grad_weight<Set<decltype(element)>>(params);
   });
 }
 
+}  // namespace
 }  // namespace ampere
+
+const KernelSet kAmpere = {ampere::product<false>, ampere::product<true>, tensor::workspace_bytes,
+                           ampere::grad_weight, false};

@@ -6,29 +6,12 @@
 
 namespace {
 
-// What serves one call.
-struct KernelSet {
-  cudaError_t (*forward)(const TriangularConvParams&);
-  cudaError_t (*grad_input)(const TriangularConvParams&);
-  int64_t (*grad_weight_workspace)(const TriangularConvParams&);
-  cudaError_t (*grad_weight)(const TriangularConvParams&);
-  bool with_bias;  // grad_weight of a full weight also writes dbias
-};
-
 // The only place that chooses kernels, by architecture and type.
-KernelSet kernels_for(const TriangularConvParams& params) {
+const KernelSet& kernels_for(const TriangularConvParams& params) {
 #ifdef MIXER_HOPPER
-  if (params.capability == 90 && params.dtype != MIXER_FLOAT32) {
-    using namespace hopper;
-    return {forward, grad_input, grad_weight_workspace, grad_weight, true};
-  }
+  if (params.capability == 90 && params.dtype != MIXER_FLOAT32) return kHopper;
 #endif
-  if (params.capability >= 80) {
-    using namespace ampere;
-    return {forward, grad_input, grad_weight_workspace, grad_weight, false};
-  }
-  using namespace volta;
-  return {forward, grad_input, grad_weight_workspace, grad_weight, false};
+  return params.capability >= 80 ? kAmpere : kVolta;
 }
 
 // The caller's CUDA runtime (torch's) and this library's own copy share the driver's current
@@ -41,7 +24,7 @@ int run(const TriangularConvParams& params, Kernel kernel) {
 }
 
 cudaError_t grad_weight_and_bias(const TriangularConvParams& params) {
-  const KernelSet kernels = kernels_for(params);
+  const KernelSet& kernels = kernels_for(params);
   const cudaError_t status = kernels.grad_weight(params);
   const bool is_done = params.dbias == nullptr || (kernels.with_bias && params.lag_zero == 0);
   return status == cudaSuccess && !is_done ? grad_bias(params) : status;

@@ -45,11 +45,9 @@ __global__ void __launch_bounds__(kRows * kWarp)
 cudaError_t grad_bias(const TriangularConvParams& params) {
   const int64_t blocks = ceil_div(static_cast<int64_t>(params.heads) * params.context, kRows);
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.dtype, [&](auto element) {
-    return dispatch_dtype(params.weight_dtype, [&](auto gradient) {
-      grad_bias_kernel<decltype(element), decltype(gradient)>
-          <<<static_cast<unsigned>(blocks), kRows * kWarp, 0, stream>>>(params);
-      return cudaGetLastError();
-    });
+  return dispatch_dtypes(params, [&](auto element, auto gradient) {
+    grad_bias_kernel<decltype(element), decltype(gradient)>
+        <<<static_cast<unsigned>(blocks), kRows * kWarp, 0, stream>>>(params);
+    return cudaGetLastError();
   });
 }

@@ -26,7 +26,6 @@
 #include "hopper_tile.cuh"
 #include "kernels.h"
 #include "lags.cuh"
-#include "triangle.cuh"
 
 namespace hopper {
 namespace {
@@ -242,11 +241,11 @@ __device__ __forceinline__ void load_operands(const WeightArguments<Plan>& argum
       barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
       barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
       for (int box = 0; box < column_boxes; ++box) {
-        load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
+        load_box<false>(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
                  item.tile.head, tile.first_column + box * kBox + down, step.sample);
       }
       for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
-        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
+        load_box<true>(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
                          item.tile.head, tile.first_row + row_block * kBox + down, step.sample);
       }
       step.advance(item.along(), arguments.chunks);
@@ -607,8 +606,6 @@ int64_t workspace_bytes(const Plan& plan) {
   return (partial_floats(plan) + sum_floats(plan)) * sizeof(float);
 }
 
-}  // namespace
-
 int64_t grad_weight_workspace(const TriangularConvParams& params) {
   return params.lag_zero > 0 ? workspace_bytes(make_lag_plan(params))
                              : workspace_bytes(make_plan(params));
@@ -619,4 +616,8 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
                              : compute(params, make_plan(params));
 }
 
+}  // namespace
 }  // namespace hopper
+
+const KernelSet kHopper = {hopper::forward, hopper::grad_input, hopper::grad_weight_workspace,
+                           hopper::grad_weight, true};

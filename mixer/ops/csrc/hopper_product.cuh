@@ -276,7 +276,7 @@ struct Loader {
     barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
 #pragma unroll
     for (int box = 0; box < Shape::kColumnBoxes; ++box) {
-      load_box(column_box(box), &arguments.input, full(), chunks[box].channel, tile.head,
+      load_box<false>(column_box(box), &arguments.input, full(), chunks[box].channel, tile.head,
                tile.token(step), chunks[box].sample);
     }
   }
@@ -291,7 +291,7 @@ struct Loader {
 #pragma unroll
     for (int pair = 0; pair < Shape::kColumnBoxes; pair += kClusterSize) {
       const Chunk &first = chunks[pair], &second = chunks[pair + 1];
-      load_box_for_all(column_box(pair + rank), &arguments.input, full(),
+      load_box<true>(column_box(pair + rank), &arguments.input, full(),
                        rank == 0 ? first.channel : second.channel, tile.head, tile.token(step),
                        rank == 0 ? first.sample : second.sample);
     }
@@ -514,7 +514,7 @@ struct Multiplier {
   __device__ __forceinline__ void load_residual(const Tile<Shape>& tile, int column_box,
                                                 char* place) const {
     const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
-    load_box(place, &arguments.residual, &barriers.residual[index], chunk.channel, tile.head,
+    load_box<false>(place, &arguments.residual, &barriers.residual[index], chunk.channel, tile.head,
              tile.token(tile.first_block + row_block), chunk.sample);
   }
   __device__ __forceinline__ void wait_for_residual() {

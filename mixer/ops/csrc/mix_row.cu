@@ -216,9 +216,7 @@ cudaError_t launch(const TriangularConvParams& params) {
 }  // namespace
 
 cudaError_t mix_row(const TriangularConvParams& params) {
-  return dispatch_dtype(params.dtype, [&](auto element) {
-    using Element = decltype(element);
-    return params.weight_dtype == params.dtype ? launch<Element, Element>(params)
-                                               : launch<Element, float>(params);
+  return dispatch_dtypes(params, [&](auto element, auto weight) {
+    return launch<decltype(element), decltype(weight)>(params);
   });
 }

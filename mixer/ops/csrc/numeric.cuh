@@ -1,4 +1,4 @@
-// Number types: values are stored as Element and computed in fp32.
+// Number types (values are stored as Element and computed in fp32), and the tiles of a triangle.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,6 +50,32 @@ cudaError_t dispatch_dtype(int dtype, Function function) {
   }
 }
 
+// Calls `function` with zeros of the types of x and of the weight, which has x's type or is fp32.
+template <typename Function>
+cudaError_t dispatch_dtypes(const TriangularConvParams& params, Function function) {
+  return dispatch_dtype(params.dtype, [&](auto element) {
+    return params.weight_dtype == params.dtype ? function(element, element)
+                                               : function(element, float());
+  });
+}
+
 __host__ __device__ constexpr int64_t ceil_div(int64_t value, int64_t step) {
   return (value + step - 1) / step;
+}
+
+__host__ __device__ __forceinline__ int64_t lower_tiles(int tokens, int tile) {
+  const int64_t tiles = ceil_div(tokens, tile);
+  return tiles * (tiles + 1) / 2;
+}
+
+// Tiles are numbered along the rows of the triangle: row_tile * (row_tile + 1) / 2 + column_tile.
+struct LowerTile {
+  int row, column;  // in tiles
+};
+
+__device__ __forceinline__ LowerTile locate_lower_tile(int tile) {
+  int row = static_cast<int>((sqrtf(8.0f * tile + 1.0f) - 1.0f) / 2.0f);
+  while (row * (row + 1) / 2 > tile) --row;
+  while ((row + 1) * (row + 2) / 2 <= tile) ++row;
+  return {row, tile - row * (row + 1) / 2};
 }

@@ -1,11 +1,10 @@
 // dweight[h,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact
 // zeros elsewhere, on the tensor cores of sm_70 and sm_80. Two kernels: the first computes the lower
 // 128 x 128 tiles, with the sum over (batch, channels) cut into `splits` ranges whose partial tiles
-// go to the workspace in fp32; the second (grad_weight_finish.cuh) adds them in a fixed order. For a
-// weight by lag see lags.cuh.
+// go to the workspace (splits, heads, lower tiles, 128, 128) in fp32; the second adds them in a fixed
+// order, without atomics, so results are reproducible bit for bit. For a weight by lag see lags.cuh.
 #pragma once
 
-#include "grad_weight_finish.cuh"
 #include "lags.cuh"
 #include "tensor_tile.cuh"
 
@@ -264,6 +263,95 @@ cudaError_t launch_partial(const TriangularConvParams& params, int64_t blocks, c
   return cudaGetLastError();
 }
 
+// ------------------------------------------------------------------------------- the second kernel
+
+constexpr int kFinishThreads = 256;
+constexpr int kFinishVector = 4;  // columns per thread
+constexpr int kFinishRows = 4;    // rows per thread, so that many reads are in flight at once
+
+// Writes the part of the vector that lies left of `context`.
+template <typename Gradient>
+__device__ __forceinline__ void store_vector(Gradient* row, int column, int context,
+                                             const float (&value)[kFinishVector]) {
+  struct alignas(kFinishVector * sizeof(Gradient)) Vector { Gradient value[kFinishVector]; };
+  Vector vector;
+#pragma unroll
+  for (int i = 0; i < kFinishVector; ++i) vector.value[i] = from_float<Gradient>(value[i]);
+  if (context % kFinishVector == 0) {
+    *reinterpret_cast<Vector*>(row + column) = vector;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFinishVector; ++i) {
+      if (column + i < context) row[column + i] = vector.value[i];
+    }
+  }
+}
+
+// Rows of dweight per block, all in one tile.
+constexpr int kBlockRows = kFinishRows * kFinishThreads * kFinishVector / kTile;
+
+// Blocks, fastest index first: column tiles of dweight, groups of kBlockRows rows, heads.
+template <typename Gradient>
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_kernel(const TriangularConvParams params, int splits) {
+  constexpr int kAcross = kTile / kFinishVector, kDown = kFinishThreads / kAcross;  // threads
+  static_assert(kTile % kBlockRows == 0, "a block's rows are of one tile");
+  const int column_tiles = static_cast<int>(ceil_div(params.context, kTile));
+  const int row_groups = static_cast<int>(ceil_div(params.context, kBlockRows));
+  const int row_group = blockIdx.x / column_tiles % row_groups;
+  const int64_t head = blockIdx.x / column_tiles / row_groups;
+  const LowerTile tile = {row_group * kBlockRows / kTile,
+                          static_cast<int>(blockIdx.x) % column_tiles};
+  const int row0 = row_group * kBlockRows + threadIdx.x / kAcross;
+  const int across = threadIdx.x % kAcross * kFinishVector, column = tile.column * kTile + across;
+
+  float value[kFinishRows][kFinishVector] = {};
+  if (tile.column <= tile.row && tile.row * kTile < params.tokens) {
+    const int64_t tiles = lower_tiles(params.tokens, kTile);
+    const int64_t split_stride = tiles * params.heads * kTile * kTile;
+    const float* partial =
+        static_cast<const float*>(params.workspace) + across +
+        (head * tiles + tile.row * (tile.row + 1) / 2 + tile.column) * kTile * kTile;
+    for (int split = 0; split < splits; ++split, partial += split_stride) {
+#pragma unroll
+      for (int i = 0; i < kFinishRows; ++i) {
+        const float4 added =
+            __ldcs(reinterpret_cast<const float4*>(partial + (row0 + i * kDown) % kTile * kTile));
+        value[i][0] += added.x;
+        value[i][1] += added.y;
+        value[i][2] += added.z;
+        value[i][3] += added.w;
+      }
+    }
+  }
+  if (column >= params.context) return;
+#pragma unroll
+  for (int i = 0; i < kFinishRows; ++i) {
+    const int row = row0 + i * kDown;
+    if (row >= params.context) continue;
+#pragma unroll
+    for (int c = 0; c < kFinishVector; ++c) {
+      if (column + c > row || row >= params.tokens) value[i][c] = 0.0f;
+    }
+    Gradient* const gradient =
+        static_cast<Gradient*>(params.dweight) + (head * params.context + row) * params.context;
+    store_vector(gradient, column, params.context, value[i]);
+  }
+}
+
+cudaError_t finish(const TriangularConvParams& params, int splits) {
+  const int64_t blocks = static_cast<int64_t>(params.heads) * ceil_div(params.context, kTile) *
+                         ceil_div(params.context, kBlockRows);
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  return dispatch_dtype(params.weight_dtype, [&](auto gradient) {
+    finish_kernel<decltype(gradient)>
+        <<<static_cast<unsigned>(blocks), kFinishThreads, 0, stream>>>(params, splits);
+    return cudaGetLastError();
+  });
+}
+
+// -------------------------------------------------------------------------------------------------
+
 template <typename Set>
 cudaError_t launch_grad_weight(const TriangularConvParams& params) {
   if (params.lag_zero > 0) {
@@ -274,7 +362,7 @@ cudaError_t launch_grad_weight(const TriangularConvParams& params) {
   }
   const int splits = choose_splits(params);
   const cudaError_t status = launch_partial<Set>(params, partial_blocks(params, splits), splits);
-  return status == cudaSuccess ? grad_weight_finish::finish<kTile>(params, splits) : status;
+  return status == cudaSuccess ? finish(params, splits) : status;
 }
 
 }  // namespace tensor

@@ -20,7 +20,7 @@
 
 #include <type_traits>
 
-#include "triangle.cuh"
+#include "numeric.cuh"
 
 namespace tensor {
 

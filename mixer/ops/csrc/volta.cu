@@ -4,19 +4,6 @@
 #include "tensor_product.cuh"
 #include "volta_tile.cuh"
 
-namespace volta {
-
-cudaError_t forward(const TriangularConvParams& params) {
-  return launch_product<Set, false>(params);
-}
-cudaError_t grad_input(const TriangularConvParams& params) {
-  return launch_product<Set, true>(params);
-}
-int64_t grad_weight_workspace(const TriangularConvParams& params) {
-  return workspace_bytes(params);
-}
-cudaError_t grad_weight(const TriangularConvParams& params) {
-  return launch_grad_weight<Set>(params);
-}
-
-}  // namespace volta
+const KernelSet kVolta = {tensor::launch_product<volta::Set, false>,
+                          tensor::launch_product<volta::Set, true>, tensor::workspace_bytes,
+                          tensor::launch_grad_weight<volta::Set>, false};

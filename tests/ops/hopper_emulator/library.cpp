@@ -2,5 +2,5 @@
 #include "emulator.h"
 #include "kernels.h"
 
-namespace kernels = hopper;
+const KernelSet& kernels = kHopper;
 #include "../emulated_library.h"
