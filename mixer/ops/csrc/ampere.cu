@@ -23,5 +23,7 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
 }  // namespace
 }  // namespace ampere
 
-const KernelSet kAmpere = {ampere::product<false>, ampere::product<true>, tensor::workspace_bytes,
-                           ampere::grad_weight, false};
+KernelSet ampere_kernels() {
+  return {ampere::product<false>, ampere::product<true>, tensor::workspace_bytes,
+          ampere::grad_weight, false};
+}

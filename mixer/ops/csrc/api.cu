@@ -7,11 +7,11 @@
 namespace {
 
 // The only place that chooses kernels, by architecture and type.
-const KernelSet& kernels_for(const TriangularConvParams& params) {
+KernelSet kernels_for(const TriangularConvParams& params) {
 #ifdef MIXER_HOPPER
-  if (params.capability == 90 && params.dtype != MIXER_FLOAT32) return kHopper;
+  if (params.capability == 90 && params.dtype != MIXER_FLOAT32) return hopper_kernels();
 #endif
-  return params.capability >= 80 ? kAmpere : kVolta;
+  return params.capability >= 80 ? ampere_kernels() : volta_kernels();
 }
 
 // The caller's CUDA runtime (torch's) and this library's own copy share the driver's current
@@ -24,7 +24,7 @@ int run(const TriangularConvParams& params, Kernel kernel) {
 }
 
 cudaError_t grad_weight_and_bias(const TriangularConvParams& params) {
-  const KernelSet& kernels = kernels_for(params);
+  const KernelSet kernels = kernels_for(params);
   const cudaError_t status = kernels.grad_weight(params);
   const bool is_done = params.dbias == nullptr || (kernels.with_bias && params.lag_zero == 0);
   return status == cudaSuccess && !is_done ? grad_bias(params) : status;

@@ -619,5 +619,7 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
 }  // namespace
 }  // namespace hopper
 
-const KernelSet kHopper = {hopper::forward, hopper::grad_input, hopper::grad_weight_workspace,
-                           hopper::grad_weight, true};
+KernelSet hopper_kernels() {
+  using namespace hopper;
+  return {forward, grad_input, grad_weight_workspace, grad_weight, true};
+}

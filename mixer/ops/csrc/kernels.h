@@ -19,11 +19,11 @@ struct KernelSet {
   cudaError_t (*grad_weight)(const TriangularConvParams&);
   bool with_bias;  // grad_weight of a full weight also writes dbias
 };
-extern const KernelSet kVolta;   // sm_70 and newer: mma.m8n8k4; fp16
-extern const KernelSet kAmpere;  // sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32
-extern const KernelSet kHopper;  // sm_90a (MIXER_HOPPER): TMA and wgmma; 16-bit types
+KernelSet volta_kernels();   // sm_70 and newer: mma.m8n8k4; fp16
+KernelSet ampere_kernels();  // sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32
+KernelSet hopper_kernels();  // sm_90a (MIXER_HOPPER): TMA and wgmma; 16-bit types
 
-namespace hopper {  // the parts of kHopper that have a file each
+namespace hopper {  // the parts of a set that have a file each
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 }  // namespace hopper

@@ -4,6 +4,7 @@
 #include "tensor_product.cuh"
 #include "volta_tile.cuh"
 
-const KernelSet kVolta = {tensor::launch_product<volta::Set, false>,
-                          tensor::launch_product<volta::Set, true>, tensor::workspace_bytes,
-                          tensor::launch_grad_weight<volta::Set>, false};
+KernelSet volta_kernels() {
+  return {tensor::launch_product<volta::Set, false>, tensor::launch_product<volta::Set, true>,
+          tensor::workspace_bytes, tensor::launch_grad_weight<volta::Set>, false};
+}

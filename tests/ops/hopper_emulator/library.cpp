@@ -2,5 +2,5 @@
 #include "emulator.h"
 #include "kernels.h"
 
-const KernelSet& kernels = kHopper;
+const KernelSet kernels = hopper_kernels();
 #include "../emulated_library.h"

@@ -109,5 +109,5 @@ void mma(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t r
 #include "kernels.inc"
 #undef __CUDA_ARCH__
 
-const KernelSet& kernels = kAmpere;
+const KernelSet kernels = ampere_kernels();
 #include "../emulated_library.h"

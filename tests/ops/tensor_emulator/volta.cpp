@@ -48,5 +48,5 @@ void mma(float (&sum)[8], uint2 left, uint2 right, const char* layouts) {
 
 #include "kernels.inc"
 
-const KernelSet& kernels = kVolta;
+const KernelSet kernels = volta_kernels();
 #include "../emulated_library.h"
