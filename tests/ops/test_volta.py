@@ -5,25 +5,16 @@ sm_70.
 import nvrtc
 import pytest
 from emulated_cases import run_cases
-from tensor_emulator import sources
+from emulator import sources
 from toolchain import first_and_slow, kernels_of, needs_nvcc
 
 from mixer.ops import build
-
-# ------------------------------------------------------------------------- on the CPU
-
-
-def emulated() -> str:
-    return sources.emulated(
-        build.SOURCES / "volta.cu",
-        [(r"asm\(.*?\)\);", "emulator::mma(sum, left, right, layouts);")],
-    )
 
 
 @needs_nvcc
 def test_kernels_are_right_on_the_cpu(tmp_path):
     """Random shapes, strides, full weights and lags, types of gradients, sizes of GPU."""
-    library = sources.compiled("volta", emulated(), tmp_path)
+    library = sources.tensor_library("volta", tmp_path)
     result = run_cases(library, 70, 1, 36, "any", 0, 450)
     assert result.returncode == 0, result.stdout[-300:] + result.stderr[-500:]
 
@@ -40,13 +31,8 @@ MISTAKES = {
 @needs_nvcc
 @pytest.mark.parametrize("mistake", first_and_slow(MISTAKES))
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
-    text, (old, new) = emulated(), MISTAKES[mistake]
-    assert text.count(old) == 1
-    wrong = sources.compiled("volta", text.replace(old, new), tmp_path)
+    wrong = sources.tensor_library("volta", tmp_path, MISTAKES[mistake])
     assert run_cases(wrong, 70, 1, 36, "any", 0, 450).returncode == 1
-
-
-# ------------------------------------------------------------------------- for sm_70
 
 
 @nvrtc.needs_nvrtc
