@@ -138,8 +138,7 @@ class Library {
     params.packed = const_cast<bf16*>(a.weight);
     params.batch = a.batch, params.tokens = params.context = a.tokens, params.channels = a.channels;
     params.columns = a.columns, params.heads = 1;
-    params.dtype = MIXER_BFLOAT16,
-    params.bias_dtype = params.gradient_dtype = params.weight_dtype = MIXER_FLOAT32;
+    params.dtype = MIXER_BFLOAT16, params.weight_dtype = MIXER_FLOAT32;
     params.capability = 10 * device().major + device().minor,
     params.processors = device().multiProcessorCount;
     params.x = a.x, params.dy = a.dy, params.bias = a.bias, params.residual = a.residual;

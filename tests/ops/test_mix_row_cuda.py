@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 LENGTHS = [1, 7, 129, 1500]
 # (batch, heads, channels of a head)
-SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 10), (1, 2, 20)]
+SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 16), (1, 2, 24)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -73,15 +73,11 @@ cudaError_t pack(const TriangularConvParams& params) {
   const int64_t rows = by_lag ? MIXER_STRIP_ROWS : params.tokens;
   const int64_t groups = params.heads * rows * (params.columns / kGroup);
   const int64_t blocks = ceil_div(groups, kThreads);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.weight_dtype, [&](auto weight) {
-    return dispatch_dtype(params.dtype, [&](auto element) {
-      const auto kernel = by_lag ? strip_kernel<decltype(weight), decltype(element)>
-                                 : pack_kernel<decltype(weight), decltype(element)>;
-      kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, groups);
-      return cudaGetLastError();
-    });
+  return dispatch_dtypes(params, [&](auto element, auto weight) {
+    const auto kernel = by_lag ? strip_kernel<decltype(weight), decltype(element)>
+                               : pack_kernel<decltype(weight), decltype(element)>;
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, groups);
+    return cudaGetLastError();
   });
 }

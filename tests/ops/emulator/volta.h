@@ -1,6 +1,6 @@
-// Runs the Volta kernels of mixer/ops/csrc on the CPU (cases.h). test_volta.py makes `kernels.inc`
-// from their source, with the functions of this file in place of PTX. mma.m8n8k4 follows the PTX
-// manual.
+// What mma.m8n8k4 does, by the PTX manual.
+#pragma once
+
 #include "threads.h"
 
 namespace emulator {
@@ -37,7 +37,7 @@ void multiply_quad_pair(int first, bool left_row, bool right_row) {
 
 void mma(float (&sum)[8], uint2 left, uint2 right, const char* layouts) {
   operands[thread_index.x] = {sum, {left.x, left.y}, {right.x, right.y}};
-  meet(kWarp, -10, [&] {
+  meet_warp(-10, [&] {
     const int warp = thread_index.x / 32 * 32;
     for (int pair = 0; pair < 4; ++pair)
       multiply_quad_pair(warp + pair * 4, layouts[0] == 'r', layouts[4] == 'r');
@@ -45,8 +45,3 @@ void mma(float (&sum)[8], uint2 left, uint2 right, const char* layouts) {
 }
 
 }  // namespace emulator
-
-#include "kernels.inc"
-
-namespace kernels = volta;
-#include "../emulated_library.h"

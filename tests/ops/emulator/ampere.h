@@ -1,6 +1,6 @@
-// Runs the Ampere kernels of mixer/ops/csrc on the CPU (cases.h), for the type ELEMENT.
-// test_ampere.py makes `kernels.inc` from their source, with the functions of this file in place of
-// PTX. They follow the PTX manual; a copy arrives at the latest time that the waits allow.
+// What Ampere's PTX does, by the PTX manual; a copy arrives at the latest time that the waits allow.
+#pragma once
+
 #include "threads.h"
 
 namespace emulator {
@@ -15,7 +15,7 @@ std::deque<Copies> groups[kMostThreads];
 Copies open_group[kMostThreads];
 
 inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared);
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - own_block().shared);
 }
 
 inline void copy_async(uint32_t to, const void* global, bool valid) {
@@ -30,8 +30,8 @@ inline void commit_copies() {
 inline void wait_copies(size_t pending) {
   for (auto& mine = groups[thread_index.x]; mine.size() > pending; mine.pop_front()) {
     for (const Copy& copy : mine.front()) {
-      copy.global ? memcpy(shared + copy.shared, copy.global, 16)
-                  : memset(shared + copy.shared, 0, 16);
+      char* const place = own_block().shared + copy.shared;
+      copy.global ? memcpy(place, copy.global, 16) : memset(place, 0, 16);
     }
   }
 }
@@ -44,7 +44,7 @@ Loads loads[kMostThreads];
 // ldmatrix.x4: lane l gives the address of row l % 8 of matrix l / 8.
 inline void load_matrices(uint32_t address, uint32_t (&part)[4], bool is_transposed) {
   loads[thread_index.x] = {address, part};
-  meet(kWarp, is_transposed ? -11 : -12, [&] {
+  meet_warp(is_transposed ? -11 : -12, [&] {
     const Loads* warp = loads + thread_index.x / 32 * 32;
     for (int lane = 0; lane < 32; ++lane) {
       for (int matrix = 0; matrix < 4; ++matrix) {
@@ -52,7 +52,7 @@ inline void load_matrices(uint32_t address, uint32_t (&part)[4], bool is_transpo
         for (int i = 0; i < 2; ++i) {
           const int row = is_transposed ? lane % 4 * 2 + i : lane / 4,
                     column = is_transposed ? lane / 4 : lane % 4 * 2 + i;
-          memcpy(&value[i], shared + warp[matrix * 8 + row].address + column * 2, 2);
+          memcpy(&value[i], own_block().shared + warp[matrix * 8 + row].address + column * 2, 2);
         }
         memcpy(&warp[lane].part[matrix], value, 4);
       }
@@ -78,7 +78,7 @@ inline float value_of(uint32_t word, int, float) { return __uint_as_float(word);
 template <typename Element>
 void mma(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t right1) {
   operands[thread_index.x] = {sum, {left[0], left[1], left[2], left[3]}, {right0, right1}};
-  meet(kWarp, -10, [&] {
+  meet_warp(-10, [&] {
     constexpr int kPerWord = 4 / sizeof(Element), kHalf = 4 * kPerWord, kDepth = 2 * kHalf;
     const Operands* warp = operands + thread_index.x / 32 * 32;
     float rows[16][kDepth], columns[8][kDepth];
@@ -104,10 +104,3 @@ void mma(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t r
 }
 
 }  // namespace emulator
-
-#define __CUDA_ARCH__ 800
-#include "kernels.inc"
-#undef __CUDA_ARCH__
-
-namespace kernels = ampere;
-#include "../emulated_library.h"
