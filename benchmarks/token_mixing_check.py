@@ -12,107 +12,70 @@ from torch import Tensor
 
 from mixer.common.errors import first_line
 from mixer.models.masked_mixer import plain
-from mixer.models.masked_mixer.plain import shift_channels, split_heads, tap_shift
+from mixer.models.masked_mixer.plain import split_heads
 
 MAX_ERROR = 5e-3  # relative RMSE; rounding a result to bf16 alone gives 1.7e-3
-MAX_ROWS = 64
+GRADIENTS = ("grad_weight", "grad_weight_bias", "autograd")  # their first result is the weight's
 
 
 class Expected:
-    """fp64 results for slot 0: whole samples of y and dx (the first and the last), whole rows of
-    dW, all of dbias.
+    """fp64 results for slot 0, from the dense product and its autograd: another formula than any
+    variant's.
     """
 
     def __init__(self, data: Data):
-        slot = data.slots[0]
-        self.slot = slot
-        self.heads, self.taps, self.tokens, _ = slot.masked.shape
-        self.samples = sorted({0, data.shape.batch - 1})
-        count = min(MAX_ROWS, self.tokens)
-        self.rows = [index * (self.tokens - 1) // max(1, count - 1) for index in range(count)]
-        columns = torch.arange(self.tokens, device=data.device)
-        # (rows, tokens): which columns are above the diagonal, in these rows
-        self.above = columns > torch.tensor(self.rows, device=data.device)[:, None]
-        self.weight = slot.masked.double()
+        self.slot, self.heads = data.slots[0], data.shape.heads
 
-    def __call__(self, operation: str) -> tuple[Tensor, ...]:
-        slot = self.slot
-        if operation == "forward":
-            return (self.forward(None, None),)
+    def __call__(self, operation: str, by_lag: bool = False) -> tuple[Tensor, ...]:
+        if operation == "pack":
+            return (self.slot.masked,)
+        y, dx, dweight = self.results(by_lag)
+        bias = self.slot.bias.double()[..., None]  # (heads, tokens, 1)
         if operation == "fused":
-            return (self.forward(slot.narrow_bias.double(), slot.residual[self.samples].double()),)
-        if operation == "grad_input":
-            return (self.grad_input(),)
-        if operation == "grad_weight":
-            return (self.grad_weight(),)
-        if operation == "grad_weight_bias":
-            return self.grad_weight(), self.grad_bias()
-        if operation == "pack":
-            return (slot.masked,)
-        return (
-            self.grad_weight(),
-            self.grad_input(),
-            self.grad_bias(),
-            self.forward(slot.bias.double(), None),
-        )
+            bias = self.slot.narrow_bias.double()[..., None]
+            return (self.with_bias(y, bias) + self.slot.residual.double(),)
+        dbias = split_heads(self.slot.dy, self.heads).sum((1, 3), dtype=torch.float64)
+        return {
+            "forward": (y,),
+            "grad_input": (dx,),
+            "grad_weight": (dweight,),
+            "grad_weight_bias": (dweight, dbias),
+            "autograd": (dweight, dx, dbias, self.with_bias(y, bias)),
+        }[operation]
 
-    def forward(self, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        return plain.dense(self.slot.x[self.samples].double(), self.weight, bias, residual)
+    def results(self, by_lag: bool) -> list[Tensor]:
+        """y without bias, and the gradients of x and of the weight, or of the lags.
 
-    def grad_input(self) -> Tensor:
-        """Through autograd of the dense product: another formula than any backend's."""
-        x = torch.zeros_like(self.slot.x[self.samples], dtype=torch.float64).requires_grad_()
-        y = plain.dense(x, self.weight, None, None)
-        return torch.autograd.grad(y, x, self.slot.dy[self.samples].double())[0]
+        Sample by sample: a batch would hold a gradient of the weight for each of its samples.
+        """
+        slot, ys, dxs = self.slot, [], []
+        given = slot.lags.to(slot.x.dtype) if by_lag else slot.masked
+        weight = given.double().requires_grad_()
+        full, lags = (None, weight[:, None]) if by_lag else (weight[:, None], None)
+        for x, dy in zip(slot.x.double().split(1), slot.dy.double().split(1), strict=True):
+            y = plain.dense(x.requires_grad_(), full, None, None, lags)
+            y.backward(dy)  # adds to the weight's gradient
+            ys.append(y.detach())
+            dxs.append(x.grad)
+        return [torch.cat(ys), torch.cat(dxs), weight.grad]
 
-    def grad_weight(self) -> Tensor:
-        dy = split_heads(self.slot.dy[:, self.rows].double(), self.heads)
-        x = split_heads(self.slot.x.double(), self.heads)
-        taps = [
-            torch.einsum(
-                "hbrc,hbtc->hrt", dy, shift_channels(x, tap_shift(tap, self.taps))
-            ).masked_fill(self.above, 0)
-            for tap in range(self.taps)
-        ]
-        return torch.stack(taps, 1)
-
-    def grad_bias(self) -> Tensor:
-        return split_heads(self.slot.dy, self.heads).sum((1, 3), dtype=torch.float64)
-
-    def select(self, operation: str, results: tuple[Tensor, ...]) -> list[Tensor]:
-        """The parts of a variant's results that stand beside the expected ones."""
-        if operation in ("forward", "fused", "grad_input"):
-            return [results[0][self.samples]]
-        if operation == "pack":
-            return list(results)
-        first = results[0][:, :, self.rows].masked_fill(self.above, 0)
-        if operation == "autograd":
-            return [first, results[1][self.samples], results[2], results[3][self.samples]]
-        return [first, *results[1:]]
-
-    def leaks(self, operation: str, results: tuple[Tensor, ...]) -> bool:
-        """Whether a weight gradient is anything but zero above the diagonal."""
-        if operation not in ("grad_weight", "grad_weight_bias", "autograd"):
-            return False
-        return bool((results[0][:, :, self.rows] != 0).logical_and(self.above).any())
+    def with_bias(self, y: Tensor, bias: Tensor) -> Tensor:
+        return plain.merge_heads(split_heads(y, self.heads) + bias[:, None])
 
 
-def check(variant: Variant, operation: str, expected: Expected, wanted: tuple[Tensor, ...]) -> dict:
+def check(variant: Variant, operation: str, wanted: tuple[Tensor, ...], data: Data) -> dict:
     """{"error": largest relative RMSE, "failure": why it must not be timed, or None}."""
     try:
-        with contextlib.nullcontext() if variant.compiled else poisoned(expected.slot):
+        with contextlib.nullcontext() if variant.compiled else poisoned(data.slots[0]):
             results = variant.standard(variant.call(0))
         results = results if isinstance(results, tuple) else (results,)
-        errors = [
-            rmse(*pair) for pair in zip(expected.select(operation, results), wanted, strict=True)
-        ]
-        # Ours promises exact zeros there; of the alternatives nobody asks it.
-        leaks = variant.family in ("ours", "auto") and expected.leaks(operation, results)
+        errors = [rmse(*pair) for pair in zip(results, wanted, strict=True)]
     except Exception as error:  # whatever it is, the other variants go on without this one
         return {"error": None, "failure": first_line(error)}
     error = max(errors, key=lambda value: math.inf if math.isnan(value) else value)
     if not error < MAX_ERROR:
         return {"error": str(error), "failure": f"wrong: relative RMSE {error:.2g} against fp64"}
+    leaks = operation in GRADIENTS and variant.family != "by lag" and results[0].triu(1).any()
     return {"error": error, "failure": "wrong: not zero above the diagonal" if leaks else None}
 
 
