@@ -94,8 +94,7 @@ def measured(lines: list[dict], config: RunConfig, typical: Callable[[list[float
     each = seconds_a_step(windows, typical)
     tokens_a_step = last["tokens"] // last["step"]
     text = Manifest.load(config.data.directory).splits["train"]
-    norms = [line["grad_norm"] for line in windows if line["grad_norm"]]
-    found = {
+    return {
         "steps": last["step"],
         "tokens": last["tokens"],
         "tokens_a_step": tokens_a_step,
@@ -106,14 +105,11 @@ def measured(lines: list[dict], config: RunConfig, typical: Callable[[list[float
         "peak_memory_gb": last["peak_memory_gb"],
         "validation_loss": validation["validation_loss"],
         "bits_per_byte": validation["validation_bits_per_byte"],
-        "largest_grad_norm": max(norms, default=None),
         "largest_rise": largest_rise(
             [line["loss"] for line in windows if line["step"] > config.optim.warmup_steps]
         ),
+        "loss": thinned([[line["step"], line["loss"]] for line in windows]),
     }
-    for name in ("loss", "grad_norm"):
-        found[name] = thinned([[line["step"], line[name]] for line in windows if line[name]])
-    return found
 
 
 def seconds_a_step(windows: list[dict], typical: Callable[[list[float]], float]) -> float:
