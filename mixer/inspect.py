@@ -1,10 +1,10 @@
-"""Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since
-earlier ones.
+"""Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since an
+earlier one.
 
     python -m mixer.inspect --checkpoint runs/demo/step-600
     python -m mixer.inspect --checkpoint runs/demo/step-400 runs/demo/step-600
 
-The last checkpoint is pictured.
+The last checkpoint is pictured, and its change is since the first.
 """
 
 import argparse
@@ -18,32 +18,34 @@ from mixer.reporting.matrices import Layers, write_pages
 
 
 def inspect(checkpoints: list[str], output: Path) -> Path:
-    """Writes the pages about the last checkpoint into `output`, and returns their index.
+    """Writes the pages about the last checkpoint, and its change since the first, into `output`,
+    and returns their index.
 
     Raises UserError for a directory that is not a checkpoint of a masked mixer, and for checkpoints
     of different models.
     """
-    read = [
-        mixing_matrices(load_masked_mixer(Path(checkpoint), "which has no mixing matrices"))
-        for checkpoint in checkpoints
-    ]
-    check_same_shape(checkpoints, read)
-    return write_pages(checkpoints, read, output)
+    read = {
+        checkpoint: mixing_matrices(
+            load_masked_mixer(Path(checkpoint), "which has no mixing matrices")
+        )
+        for checkpoint in (checkpoints[0], checkpoints[-1])
+    }
+    check_same_shape(read)
+    return write_pages(read, output)
 
 
-def check_same_shape(checkpoints: list[str], read: list[Layers]) -> None:
+def check_same_shape(read: dict[str, Layers]) -> None:
     """Raises UserError unless all checkpoints have the same matrices."""
     shapes = [
         [{name: matrix.shape for name, matrix in layer.items()} for layer in layers]
-        for layers in read
+        for layers in read.values()
     ]
-    for checkpoint, shape in zip(checkpoints[1:], shapes[1:], strict=True):
-        if shape != shapes[0]:
-            raise UserError(
-                f"{checkpoint} has other layers, heads, taps or context than {checkpoints[0]}, so "
-                "there is no change to show: give checkpoints of one model, or inspect them one by "
-                "one"
-            )
+    if shapes[0] != shapes[-1]:
+        first, last = read
+        raise UserError(
+            f"{last} has other layers, heads, taps or context than {first}, so there is no change "
+            "to show: give checkpoints of one model, or inspect them one by one"
+        )
 
 
 def main(arguments=None) -> None:
@@ -58,7 +60,7 @@ def main(arguments=None) -> None:
         type=settled,
         required=True,
         metavar="DIR",
-        help="checkpoints, the last one is pictured",
+        help="one to picture, or an earlier one and that",
     )
     parser.add_argument(
         "--output",
@@ -67,6 +69,11 @@ def main(arguments=None) -> None:
         "(default: CHECKPOINT/../inspect-<checkpoint>)",
     )
     options = parser.parse_args(arguments)
+    if len(options.checkpoint) > 2:
+        raise UserError(
+            f"--checkpoint has {len(options.checkpoint)} directories; give the one to picture, or "
+            "an earlier one and that"
+        )
     output = Path(options.output or directory_for(options.checkpoint[-1], "inspect"))
     if (output / "index.md").is_file():  # of an inspection before, which this one replaces
         check_writable(output)
