@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import timing
 import torch
-from saving import add_options, measured_by, origin, save
+from saving import markdown, measured_by, numbers, origin, parser_of, save
 from torch import Tensor
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
@@ -42,10 +42,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = parser_of(__doc__)
     add, number = parser.add_argument, {"type": int}
     add("--hidden", default=1024, **number)
     add("--layers", default=16, **number)
@@ -53,7 +50,7 @@ def arguments() -> argparse.Namespace:
     add("--context", default=2048, **number)
     add("--prompt", default=1468, help="tokens of the prompt", **number)
     add("--new", default=64, help="tokens; the uncached loop writes a quarter of them", **number)
-    add("--batches", type=lambda text: [*map(int, text.split(","))], default=[1, 64])
+    add("--batches", type=numbers, default=[1, 64])
     add("--repeats", default=3, help="calls of generate, of which the median counts", **number)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=device, choices=("cuda", "cpu"))
@@ -211,8 +208,6 @@ def time_step(
                 f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to "
                 "their size"
             )
-        if cache.captured is not None:
-            row[f"{name}_replay_ms"] = replay_ms(cache)
     row["captured"] = cache.captured is not None
     return row | {"floor_ms": result["weight_bytes"] / result["copy_bytes_per_ms"]}
 
@@ -224,12 +219,6 @@ def warm_up_rounds(device: str) -> Iterator[None]:
     until = time.perf_counter() + (WARM_UP_SECONDS if device == "cuda" else 0)
     while time.perf_counter() < until:
         yield
-
-
-def replay_ms(cache: MixingCache) -> float:
-    return timing.interleaved({"": lambda _: cache.captured.graph.replay()}, "cuda", 1, 9, 10.0)[
-        ""
-    ]["ms"]
 
 
 # ------------------------------------------------------------------------- tables
@@ -290,10 +279,7 @@ def introduction(result: dict) -> str:
 
 def lines(heading: str, rows: list[dict], form: str) -> str:
     """A Markdown table: a row for each of `rows`, its cells as `form` has them."""
-    rule = "|".join("---:" for _ in heading.split("|"))
-    return "\n".join(
-        [f"| {heading} |", f"|{rule}|", *(f"| {form.format(**row)} |" for row in rows)]
-    )
+    return markdown(heading.split(" | "), [form.format(**row).split(" | ") for row in rows])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 import timing
 import torch
 from plain_kernels import replacing_the_kernels
-from saving import add_options, measured_by, save
+from saving import measured_by, names, numbers, parser_of, save
 from token_mixing_check import Expected, check
 from token_mixing_report import OPERATIONS, plot_speedups, table
 from token_mixing_variants import VARIANTS, Data, Shape, Variant
@@ -52,15 +52,12 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, required=False)
+    parser = parser_of(__doc__, required=False)
     add = parser.add_argument
     add("--plot", metavar="PATH.json", help="draw these results again and measure nothing")
     add("--suite", choices=("main", "sweep", "both"), default="main")
     add("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")
-    add("--operations", type=lambda text: text.split(","), default=[*OPERATIONS], help="only these")
+    add("--operations", type=names, default=[*OPERATIONS], help="only these")
     add("--channels", type=int, default=1024, help="channels of the base case")
     types = ("bfloat16", "float16")
     add("--dtype", choices=types, default="bfloat16", help="type of the base case")
@@ -74,18 +71,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 # ------------------------------------------------------------------------- suites
 
 
 def shapes(options: argparse.Namespace) -> list[tuple[str, Shape]]:
     """(suite, shape) of everything that was asked for."""
     if unknown := set(options.operations) - set(OPERATIONS):
-        names = ", ".join(sorted(unknown))
-        raise UserError(f"--operations has {names}; allowed: {', '.join(OPERATIONS)}")
+        said = ", ".join(sorted(unknown))
+        raise UserError(f"--operations has {said}; allowed: {', '.join(OPERATIONS)}")
     base = Shape(512, options.channels, options.batch_tokens, dtype=options.dtype)
     found = []
     if options.suite in ("main", "both"):

@@ -6,7 +6,7 @@ Earlier results have kernels of several taps, and variants that are gone.
 from collections.abc import Callable
 from pathlib import Path
 
-from saving import origin
+from saving import markdown, origin
 
 # In the order of the tables.
 OPERATIONS = {
@@ -106,11 +106,6 @@ def introduction(result: dict) -> str:
         "ceiling). Results were first checked against fp64; what failed has no time and no "
         "speed-up."
     )
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---:" * len(head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def number(value: float | None, form: str = ".3f") -> str:
