@@ -57,14 +57,8 @@ struct Forward : ActivationTile<kRows, kColumns> {
                           });
   }
 
-  static CUtensorMap left_map(const Arguments& a) {
-    return tensor_map(a.weight, 1, a.tokens, a.columns);
-  }
   static CUtensorMap right_map(const Arguments& a) {
     return tensor_map(a.x, a.batch, a.tokens, a.channels);
-  }
-  static CUtensorMap output_map(const Arguments& a) {
-    return tensor_map(a.output, a.batch, a.tokens, a.channels);
   }
 };
 

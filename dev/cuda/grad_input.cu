@@ -1,8 +1,8 @@
 // The gradient with respect to the input: dx = W^T dy. No transposed copy of W is made.
 #include "versions.cuh"
 
-// The walk of a tile starts at the diagonal and ends at the last token, so the first row tile is the
-// heaviest. W's tile lies with k as its row.
+// The walk of a tile starts at the diagonal and ends at the last token, so the first row tile is
+// the heaviest. W's tile lies with k as its row.
 template <int kRows, int kColumns, int kDepth>
 struct GradInput : ActivationTile<kRows, kColumns> {
   using Base = ActivationTile<kRows, kColumns>;
@@ -38,14 +38,8 @@ struct GradInput : ActivationTile<kRows, kColumns> {
         [](int, int, float first, float second) { return pack_pair(first, second); });
   }
 
-  static CUtensorMap left_map(const Arguments& a) {
-    return tensor_map(a.weight, 1, a.tokens, a.columns);
-  }
   static CUtensorMap right_map(const Arguments& a) {
     return tensor_map(a.dy, a.batch, a.tokens, a.channels);
-  }
-  static CUtensorMap output_map(const Arguments& a) {
-    return tensor_map(a.output, a.batch, a.tokens, a.channels);
   }
 };
 

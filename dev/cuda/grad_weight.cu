@@ -22,6 +22,10 @@ static float* scratch(size_t bytes) {
   return static_cast<float*>(memory);
 }
 
+// Adds up the partial tiles.
+template <int kRows, int kColumns>
+__global__ void finish_kernel(const Arguments a, int splits);
+
 // Both factors lie with the channels as their row: nothing is transposed. Only tiles that touch the
 // lower triangle have a block; they are counted row tile by row tile.
 template <int kRows, int kColumns, int kDepth>
@@ -82,8 +86,26 @@ struct GradWeight {
     }
   }
 
+  // Splits the sum so often that tiles x splits come close to the blocks that run at once but do
+  // not exceed them (one block more would mean a second round for its sake), with at least 4 slices
+  // a block.
   template <typename Kernel, typename Start>
-  static cudaError_t run(Arguments a, Kernel kernel, int threads, int shared_bytes, Start start);
+  static cudaError_t run(Arguments a, Kernel kernel, int threads, int shared_bytes, Start start) {
+    if (shared_bytes > 48 * 1024)
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    int processors = 0, each = 0;
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared_bytes);
+    const int tiles = count(a.tokens);
+    const int64_t slices = static_cast<int64_t>(a.batch) * ceil_div(a.channels, kDepth);
+    const int64_t at_once = static_cast<int64_t>(each) * processors;
+    const int splits = std::max<int64_t>(1, std::min({slices / 4, int64_t{1024}, at_once / tiles}));
+    a.workspace = scratch(sizeof(float) * tiles * splits * kRows * kColumns);
+    const cudaError_t status = start(a, dim3(tiles, splits));
+    if (status != cudaSuccess) return status;
+    return launch(finish_kernel<kRows, kColumns>, dim3(ceil_div(a.tokens, 256), a.tokens),
+                  dim3(256), 0, a, splits);
+  }
 
   static CUtensorMap left_map(const Arguments& a) {
     return tensor_map(a.dy, a.batch, a.tokens, a.channels);
@@ -112,29 +134,6 @@ __global__ void finish_kernel(const Arguments a, int splits) {
     for (int split = 0; split < splits; ++split) sum += partial[split * stride];
   }
   static_cast<float*>(a.output)[static_cast<size_t>(row) * a.tokens + column] = sum;
-}
-
-// Splits the sum so often that tiles x splits come close to the blocks that run at once but do not
-// exceed them (one block more would mean a second round for its sake), with at least 4 slices a
-// block.
-template <int kRows, int kColumns, int kDepth>
-template <typename Kernel, typename Start>
-cudaError_t GradWeight<kRows, kColumns, kDepth>::run(Arguments a, Kernel kernel, int threads,
-                                                     int shared_bytes, Start start) {
-  if (shared_bytes > 48 * 1024)
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  int processors = 0, each = 0;
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0);
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared_bytes);
-  const int tiles = count(a.tokens);
-  const int64_t slices = static_cast<int64_t>(a.batch) * ceil_div(a.channels, kDepth);
-  const int splits = std::max<int64_t>(
-      1, std::min<int64_t>({slices / 4, 1024, static_cast<int64_t>(each) * processors / tiles}));
-  a.workspace = scratch(sizeof(float) * tiles * splits * kRows * kColumns);
-  const cudaError_t status = start(a, dim3(tiles, splits));
-  if (status != cudaSuccess) return status;
-  return launch(finish_kernel<kRows, kColumns>, dim3(ceil_div(a.tokens, 256), a.tokens), dim3(256),
-                0, a, splits);
 }
 
 // ======================================================================================= version 1

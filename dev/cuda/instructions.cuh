@@ -71,11 +71,11 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---------------------------------------------------------------------------------- tensor maps (host)
+// ---------------------------------------------------------------------------- tensor maps (host)
 
-// Hopper's copies move boxes of 64 x 64 bf16: 64 rows of 128 bytes, 8 KB, with the 128-byte swizzle:
-// the hardware stores the 16-byte piece p of row r at place p ^ (r % 8). A box must start at a
-// multiple of 1024 bytes.
+// Hopper's copies move boxes of 64 x 64 bf16: 64 rows of 128 bytes, 8 KB, with the 128-byte
+// swizzle: the hardware stores the 16-byte piece p of row r at place p ^ (r % 8). A box must start
+// at a multiple of 1024 bytes.
 constexpr int kBox = 64;  // rows, and columns, of a box
 constexpr int kBoxBytes = 64 * 64 * 2;
 

@@ -1,25 +1,26 @@
 // Versions 2 to 6 of the ladder, one after the other: each begins with what it changes and why that
 // should help. They hold for all three operations, because each is a product of two matrices:
 //
-//   forward       y[b, i, c]  = sum over j <= i of W[i, j] x[b, j, c]  + bias[i] + residual[b, i, c]
+//   forward       y[b, i, c]  = sum over j <= i of W[i, j] x[b, j, c] + bias[i] + residual[b, i, c]
 //   grad_input    dx[b, j, c] = sum over i >= j of W[i, j] dy[b, i, c]
 //   grad_weight   dW[i, j]    = sum over b, c of dy[b, i, c] x[b, j, c] for j <= i
 //
-// W is (tokens, columns), lower triangular; x, y, dy, dx and residual (batch, tokens, channels); all
-// of them bf16. bias (tokens) and dW (tokens, tokens) are fp32, as all sums are.
+// W is (tokens, columns), lower triangular; x, y, dy, dx and residual (batch, tokens, channels);
+// all of them bf16. bias (tokens) and dW (tokens, tokens) are fp32, as all sums are.
 //
 // A block computes a tile of the output, kRows x kColumns, in steps of kDepth of the sum: a tile of
-// the left factor times one of the right. Which tile, how many steps, where the factors lie and
-// where the result goes is what sets the operations apart. Forward, GradInput and GradWeight, in
-// files of their own beside a version 1 each, say it with these members:
+// the left factor times one of the right. The operations differ in which tiles there are, how many
+// steps each has, where the factors lie and where the result goes. Forward, GradInput and
+// GradWeight say so in forward.cu, grad_input.cu and grad_weight.cu, by these members:
 //
-//   kLeftByK, kRightByK    a factor's tile lies with k as its row, else as its column
-//   steps()                of the tile
-//   left(step), right(step)  where the factors' tiles lie
-//   skips(step, row, rows)   whether W is zero in these rows of the tile
-//   store, store_pair, store_warpgroup   one element, two neighbours, or wgmma's result, of the tile
-//   run(a, ..., start)     calls start(a, blocks) and whatever else the operation needs (host)
-//   left_map, right_map, output_map      tensor maps, for version 6 (host)
+//   kLeftByK, kRightByK                 whether a factor's tile lies with k as its row, or column
+//   steps()                             of this block's tile
+//   left(step), right(step)             where the factors' tiles lie
+//   skips(step, row, rows)              whether W is zero in these rows of the tile (version 5)
+//   span(consumer)                      the steps in which it is not, of 64 rows (version 6)
+//   store, store_pair, store_warpgroup  take one element, two neighbours, or a warpgroup's 64 rows
+//   run(a, ..., start)                  calls start(a, blocks), and what else is to do (host)
+//   left_map, right_map, output_map     tensor maps (host, version 6)
 #pragma once
 
 #include <algorithm>
@@ -37,7 +38,7 @@ struct Arguments {
   const bf16* residual;  // or null
   void* output;          // y, dx or dW
   int batch, tokens, channels;
-  int columns;  // tokens rounded up to 8: rows of the weight start at multiples of 16 bytes
+  int columns;       // tokens rounded up to 8: rows of W start at multiples of 16 bytes
   int group;         // forward, grad_input: see ActivationTile
   float* workspace;  // grad_weight: partial sums
 };
@@ -126,7 +127,8 @@ __device__ __forceinline__ Matrix sample_of(const bf16* values, const Arguments&
   return {values + static_cast<size_t>(sample) * a.tokens * a.channels, a.tokens, a.channels};
 }
 
-// A factor's tile: what lies from (row, column) on in a matrix, which is a sample's, or W (sample 0).
+// A factor's tile: what lies from (row, column) on in a matrix, which is a sample's, or W (sample
+// 0).
 struct Factor {
   Matrix matrix;
   int row, column, sample;
@@ -143,11 +145,11 @@ struct Factor {
   }
 };
 
-// The output tile of forward and grad_input: kRows tokens by kColumns channels of one sample. Blocks
-// start roughly in the order of their index, so index 0 has the heaviest row tile: the light ones
-// then fill the gaps at the end. Columns of tiles come in groups whose activations fill half of a
-// Hopper GPU's L2, 25 MB. Within a group all row tiles run before the next group starts, so that its
-// activations stay in L2 while every row tile reads them.
+// The output tile of forward and grad_input: kRows tokens by kColumns channels of one sample.
+// Blocks start roughly in the order of their index, so index 0 has the heaviest row tile: the light
+// ones then fill the gaps at the end. Columns of tiles come in groups whose activations fill half
+// of a Hopper GPU's L2, 25 MB. Within a group all row tiles run before the next group starts, so
+// that its activations stay in L2 while every row tile reads them.
 template <int kRows, int kColumns>
 struct ActivationTile {
   const Arguments& a;
@@ -171,6 +173,12 @@ struct ActivationTile {
     const int columns = a.batch * ceil_div(a.channels, kColumns);
     a.group = std::clamp(static_cast<int>(25e6 / (2.0 * a.tokens * kColumns)), 1, columns);
     return start(a, dim3(ceil_div(a.tokens, kRows) * columns));
+  }
+  static CUtensorMap left_map(const Arguments& a) {
+    return tensor_map(a.weight, 1, a.tokens, a.columns);
+  }
+  static CUtensorMap output_map(const Arguments& a) {
+    return tensor_map(a.output, a.batch, a.tokens, a.channels);
   }
 
   __device__ size_t index(int token, int channel) const {
@@ -272,8 +280,8 @@ __device__ __forceinline__ void load_transposed(float (&tile)[kDepth][kPitch],
   }
 }
 
-// The 8 rows and columns of a thread's elements in a tile of kRows x kColumns: 4 next to each other,
-// and 4 half a tile further on.
+// The 8 rows and columns of a thread's elements in a tile of kRows x kColumns: 4 next to each
+// other, and 4 half a tile further on.
 template <int kRows, int kColumns>
 __device__ __forceinline__ int own_row(int r) {
   return r / 4 * (kRows / 2) + threadIdx.x / (kColumns / 8) * 4 + r % 4;
@@ -338,11 +346,11 @@ Configuration register_tiles() {
 }
 
 // ======================================================================================= version 4
-// Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048 multiply-adds, from
-// bf16 in registers with sums in fp32. ldmatrix brings its operands from shared memory in the layout
-// it wants, transposing where that is needed. So tiles stay as they lie, and bf16: half the bytes of
-// before. Rows are padded by 16 bytes, so that the 8 rows that ldmatrix reads at once lie in
-// different banks. Loading and multiplying still take turns.
+// Tensor cores: one mma instruction of a warp multiplies 16 x 16 by 16 x 8, 2048 multiply-adds,
+// from bf16 in registers with sums in fp32. ldmatrix brings its operands from shared memory in the
+// layout it wants, transposing where that is needed. So tiles stay as they lie, and bf16: half the
+// bytes of before. Rows are padded by 16 bytes, so that the 8 rows that ldmatrix reads at once lie
+// in different banks. Loading and multiplying still take turns.
 
 // Warps share a tile in parts of kWarpRows x kWarpColumns.
 template <int kRows, int kColumns, int kWarpRows, int kWarpColumns>
@@ -440,8 +448,8 @@ Configuration tensor_cores() {
 }
 
 // ======================================================================================= version 5
-// cp.async copies from global to shared memory in the background. With kStages buffers the copies of
-// the next kStages - 1 steps are under way while the tensor cores work on this one, and one
+// cp.async copies from global to shared memory in the background. With kStages buffers the copies
+// of the next kStages - 1 steps are under way while the tensor cores work on this one, and one
 // __syncthreads a step is enough. An XOR swizzle takes the place of the padding. Warps whose rows
 // lie above the diagonal of a step skip it.
 
@@ -534,8 +542,8 @@ struct Span {
   int first, last;
 };
 
-// The ring of stages. A stage holds the left factor's tile as kConsumers boxes, then the right one's
-// as kBoxesAcross boxes; all boxes as the factors lie.
+// The ring of stages. A stage holds the left factor's tile as kConsumers boxes, then the right
+// one's as kBoxesAcross boxes; all boxes as the factors lie.
 template <int kConsumers, int kBoxesAcross, int kStages>
 struct Stages {
   static constexpr int kStageBytes = (kConsumers + kBoxesAcross) * kBoxBytes;
@@ -662,8 +670,8 @@ Configuration hopper() {
 }
 
 // A warpgroup's sums of activations, as boxes of 64 x 64 in shared memory, swizzled as TMA expects,
-// and from there to the output; TMA drops what lies outside. finished(row, column, first, second) is
-// a pair of elements, ready.
+// and from there to the output; TMA drops what lies outside. finished(row, column, first, second)
+// is a pair of elements, ready.
 template <int kColumns, typename Finished>
 __device__ __forceinline__ void store_boxes(const float (&sum)[kColumns / 2], unsigned char* boxes,
                                             const CUtensorMap& map, int consumer, int token0,
@@ -690,7 +698,7 @@ __device__ __forceinline__ void store_boxes(const float (&sum)[kColumns / 2], un
   }
 }
 
-// --------------------------------------------------------------------------------- the whole ladder
+// -------------------------------------------------------------------------- the whole ladder
 
 template <template <int, int, int> class Operation>
 std::vector<Configuration> ladder(std::vector<Configuration> first) {
@@ -719,8 +727,8 @@ std::vector<Configuration> ladder(std::vector<Configuration> first) {
 // An operation's own: version 1, then ladder<Operation>(...).
 std::vector<Configuration> make_configurations();
 
-// What kernel_ladder.py calls. A configuration is known by its place in the list. (Static, or the libraries
-// of a process would share one list.)
+// What kernel_ladder.py calls. A configuration is known by its place in the list. (Static, or the
+// libraries of a process would share one list.)
 static const std::vector<Configuration>& configurations() {
   static const std::vector<Configuration> all = make_configurations();
   return all;
