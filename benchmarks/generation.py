@@ -5,18 +5,15 @@ Llama with its KV cache.
     python benchmarks/generation.py --output PATH --device cpu --hidden 32 --layers 2 \\
         --context 64 --prompt 40 --new 4
 
-Writes PATH.json (hardware, commit, every time) and PATH.md (tables). Weights are random, all three
-go through generate(), greedily, without an end token. A new token's time is what all but the first
-add to a call: the prompt is not in it, the capture of a static cache's step is. Beside these: the
-captured step itself against the time of reading the weights (alone) once.
+Writes PATH.json (hardware, commit, every time) and PATH.md (a table). Weights are random, all go
+through generate(), greedily, without an end token. A new token's time is what all but the first add
+to a call: the prompt is not in it, the capture of a static cache's step is.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
 
-import timing
 import torch
 from saving import markdown, measured_by, numbers, origin, parser_of, save
 from torch import Tensor
@@ -24,14 +21,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
-from mixer.models.masked_mixer.cache import MixingCache
 from mixer.ops import choice
-
-STATIC = ("static", "compiled")  # steps of a static cache
-CAPTURED = 3  # so many steps of a static cache, and it is captured
-ROUNDS, WARM_UP_SECONDS = 9, 0.5  # of a step's timing
-# of a captured step's logits against the whole forward's, relative to their size: bf16 gives 0.01
-ALLOWED_ERROR = 0.05
 
 
 def main() -> None:
@@ -95,12 +85,9 @@ def measure(options: argparse.Namespace) -> dict:
     if options.device == "cuda" and (reason := choice.device_reason(0)):
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, options.device) | {"settings": settings(options)}
-    result["copy_bytes_per_ms"] = timing.copy_bytes_per_ms(options.device)
     mixer, llama = models(options)
     sizes = [sum(one.numel() for one in model.parameters()) for model in (mixer, llama)]
     result |= {"parameters": sizes[0], "llama_parameters": sizes[1]}
-    result["weight_bytes"] = weight_bytes(mixer)
-    result["step"] = [time_step(mixer, batch, result, options) for batch in options.batches]
     fewer, static = max(options.new // 4, 2), {"cache_implementation": "static"}
     faster = static | {"compile_config": CompileConfig()}
     calls = [  # model, cache, options of generate, new tokens
@@ -154,117 +141,26 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def weight_bytes(model: MaskedMixerForCausalLM) -> int:
-    """Bytes of the weights that one token needs: all, but of each mixing weight and of the
-    embedding one row.
-    """
-    rows_alone = {
-        model.model.embed_tokens.weight,
-        *(block.mixing.conv.weight for block in model.model.layers),
-    }
-    values = (
-        weight.shape[-1] if weight in rows_alone else weight.numel()
-        for weight in model.parameters()
-    )
-    return 2 * sum(values)
-
-
-@torch.no_grad()
-def time_step(
-    model: MaskedMixerForCausalLM, batch: int, result: dict, options: argparse.Namespace
-) -> dict:
-    """Milliseconds of a call of the model for one new token, queued one after another: as it is,
-    captured, compiled too.
-    """
-    ids, row = prompts(batch, options), {"batch": batch}
-    last = torch.randint(1, options.vocabulary, (batch, options.new), device=options.device)
-    expected = model(torch.cat([ids, last], 1), logits_to_keep=1).logits.float()
-    for name in ("eager", *STATIC):
-        cache = MixingCache(model.config, static=name in STATIC, compiled=name == "compiled")
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-        def steps(first: int, end: int, cache=cache) -> tuple[float, Tensor]:
-            """Seconds of these new tokens' steps, and the last logits."""
-            cache.set_length(ids.shape[1] + first)
-            synchronize(options.device)
-            start = time.perf_counter()
-            for place in range(first, end):
-                logits = model(
-                    last[:, place : place + 1], past_key_values=cache, use_cache=True
-                ).logits
-            synchronize(options.device)
-            return time.perf_counter() - start, logits.float()
-
-        row[f"{name}_first_s"], _ = steps(0, CAPTURED)
-        for _ in warm_up_rounds(options.device):
-            steps(CAPTURED, options.new)
-        rounds = [steps(CAPTURED, options.new) for _ in range(ROUNDS)]
-        row[f"{name}_ms"] = (
-            1e3 * statistics.median(seconds for seconds, _ in rounds) / (options.new - CAPTURED)
-        )
-        row[f"{name}_error"] = ((rounds[-1][1] - expected).norm() / expected.norm()).item()
-        if not row[f"{name}_error"] < ALLOWED_ERROR:
-            raise RuntimeError(
-                f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to "
-                "their size"
-            )
-    row["captured"] = cache.captured is not None
-    return row | {"floor_ms": result["weight_bytes"] / result["copy_bytes_per_ms"]}
-
-
-def warm_up_rounds(device: str) -> Iterator[None]:
-    """So many untimed rounds as a GPU needs to raise its clocks, which fall while a step is
-    compiled.
-    """
-    until = time.perf_counter() + (WARM_UP_SECONDS if device == "cuda" else 0)
-    while time.perf_counter() < until:
-        yield
-
-
 # ------------------------------------------------------------------------- tables
 
 
 def table(result: dict) -> str:
     """Everything as Markdown."""
-    weights = f"{result['weight_bytes'] / 1e6:.0f} MB"
-    copy_rate = f"{result['copy_bytes_per_ms'] / 1e9:.2f} TB/s"
-    kept = f"{kept_megabytes(result['settings']):.3g} MB"
-    steps = (
-        "One call of the model for one new token of each sample, beside the floor: the time to "
-        f"read the weights that a token needs ({weights}) once, at the rate of a copy "
-        f"({copy_rate}). The floor leaves out the cache: {kept} of kept inputs per sample."
-    )
+    head = ["model", "cache", "batch", "new tokens", "ms a token", "tokens/s"]
+    keys, forms = ("model", "cache", "batch", "new"), {"ms_per_token": ".3f"}
+    forms["tokens_per_second"] = ",.0f"
+    rows = [
+        [str(row[key]) for key in keys] + [format(row[key], form) for key, form in forms.items()]
+        for row in result["generate"]
+    ]
     parts = [
         f"# Generation on {result['hardware'].get('device')}",
         introduction(result),
-        "## Through generate()",
         "A token after the first, greedy; the median of the calls.",
-        lines(
-            "model | cache | batch | new tokens | ms a token | tokens/s",
-            result["generate"],
-            "{model} | {cache} | {batch} | {new} | {ms_per_token:.3f} | {tokens_per_second:,.0f}",
-        ),
-        "## A decoding step",
-        steps,
-        lines(
-            "batch | eager, ms | static, ms | compiled, ms | compiling, s | captured | floor, ms "
-            "| static to it | compiled to it",
-            [
-                row | {f"{name}_ratio": row[f"{name}_ms"] / row["floor_ms"] for name in STATIC}
-                for row in result["step"]
-            ],
-            "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {compiled_ms:.3f} | "
-            "{compiled_first_s:.1f} | {captured} | "
-            "{floor_ms:.3f} | {static_ratio:.2f} | {compiled_ratio:.2f}",
-        ),
+        markdown(head, rows),
         f"Measured on {origin(result)}; {result['seconds']} s.",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def kept_megabytes(sizes: dict) -> float:
-    """What a step reads of one sample's cache, half way through the new tokens, in bf16."""
-    return sizes["layers"] * (sizes["prompt"] + sizes["new"] // 2) * sizes["hidden"] * 2 / 1e6
+    return "\n\n".join(parts) + "\n"
 
 
 def introduction(result: dict) -> str:
@@ -275,11 +171,6 @@ def introduction(result: dict) -> str:
         f"{sizes['prompt']} tokens. Mixer: {result['parameters'] / 1e6:.1f}M parameters; Llama: "
         f"{result['llama_parameters'] / 1e6:.1f}M."
     )
-
-
-def lines(heading: str, rows: list[dict], form: str) -> str:
-    """A Markdown table: a row for each of `rows`, its cells as `form` has them."""
-    return markdown(heading.split(" | "), [form.format(**row).split(" | ") for row in rows])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from plain_kernels import replacing_the_kernels
 from saving import measured_by, names, numbers, parser_of, save
 from token_mixing_check import Expected, check
-from token_mixing_report import OPERATIONS, plot_speedups, table
+from token_mixing_report import plot_speedups, table
 from token_mixing_variants import VARIANTS, Data, Shape, Variant
 
 from mixer.common.errors import UserError, run_command
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     add("--plot", metavar="PATH.json", help="draw these results again and measure nothing")
     add("--suite", choices=("main", "sweep", "both"), default="main")
     add("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")
-    add("--operations", type=names, default=[*OPERATIONS], help="only these")
+    add("--operations", type=names, default=[*VARIANTS], help="only these")
     add("--channels", type=int, default=1024, help="channels of the base case")
     types = ("bfloat16", "float16")
     add("--dtype", choices=types, default="bfloat16", help="type of the base case")
@@ -76,9 +76,9 @@ def arguments() -> argparse.Namespace:
 
 def shapes(options: argparse.Namespace) -> list[tuple[str, Shape]]:
     """(suite, shape) of everything that was asked for."""
-    if unknown := set(options.operations) - set(OPERATIONS):
+    if unknown := set(options.operations) - set(VARIANTS):
         said = ", ".join(sorted(unknown))
-        raise UserError(f"--operations has {said}; allowed: {', '.join(OPERATIONS)}")
+        raise UserError(f"--operations has {said}; allowed: {', '.join(VARIANTS)}")
     base = Shape(512, options.channels, options.batch_tokens, dtype=options.dtype)
     found = []
     if options.suite in ("main", "both"):
@@ -148,7 +148,7 @@ def measure_shape(suite: str, shape: Shape, options: argparse.Namespace, result:
         size = options.device, result["ceiling_size"]
         ceilings[kind] = timing.product_tflops(shape.torch_dtype, *size)
     data = Data(shape, options.device)
-    for operation in OPERATIONS if suite == "main" else SWEEP_OPERATIONS:
+    for operation in VARIANTS if suite == "main" else SWEEP_OPERATIONS:
         if operation not in options.operations:
             continue
         case = {"suite": suite, "operation": operation, **dataclasses.asdict(shape)}
@@ -220,7 +220,6 @@ def least_bytes(shape: Shape, operation: str) -> int:
         "forward": product,
         "grad_input": product,
         "grad_weight": gradient,
-        "grad_weight_bias": gradient,
         "fused": product + shape.activation_bytes,
         "pack": pack,
         "autograd": pack + 2 * product + gradient,

@@ -259,21 +259,6 @@ def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
     return found
 
 
-def grad_weight_bias(data: Data, _compiled: bool) -> list[Variant]:
-    heads = data.shape.heads
-
-    def ours(s):
-        return data.kernels.grad_weight(s.dy, s.x, s.x.shape[1], heads, torch.float32, True)
-
-    def in_panels(s, panels):
-        return panels_grad_weight(s, panels), s.dy.sum((0, 2))[None]
-
-    def masked(results):
-        return results[0].tril(), results[1]
-
-    return [data.ours(ours), *data.in_panels(in_panels, ", sum", masked)]
-
-
 def fused(data: Data, compiled: bool) -> list[Variant]:
     def separate(weight, x, bias, residual):
         return torch.matmul(weight, x) + bias + residual
@@ -391,5 +376,5 @@ def step(data: Data, layer: Callable, parameters: Callable) -> Callable:
     return call
 
 
-OF_OPERATION = (forward, grad_input, grad_weight, grad_weight_bias, fused, pack, autograd)
+OF_OPERATION = (forward, grad_input, grad_weight, fused, pack, autograd)
 VARIANTS = {function.__name__: function for function in OF_OPERATION}

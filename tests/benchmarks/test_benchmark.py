@@ -12,7 +12,6 @@ import pytest
 import torch
 from launching import run_python
 
-from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.ops import cuda
 
@@ -67,7 +66,7 @@ def test_measures_and_draws_without_matplotlib_but_for_the_picture(tmp_path):
     result, text = results(output)
     assert result["hardware"]["device"] == "cpu"
     cases = {(case["suite"], case["operation"], case["tokens"]): case for case in result["cases"]}
-    operations = "forward grad_input grad_weight grad_weight_bias fused pack autograd".split()
+    operations = "forward grad_input grad_weight fused pack autograd".split()
     main = {("main", name, tokens) for name in operations for tokens in (48, 128)}
     assert main == {key for key in cases if key[0] == "main"}
     assert ("sweep", "autograd", 128) in cases
@@ -212,14 +211,7 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
     kinds = {("Llama", "cached"), *(("mixer", cache) for cache in caches)}
     measured = {(row["model"], row["cache"], row["batch"]) for row in result["generate"]}
     assert measured == {(*kind, batch) for kind in kinds for batch in (1, 2)}
-    for row in result["step"]:
-        assert row["eager_error"] < 0.05 > row["static_error"] and row["floor_ms"] > 0
     assert "commit abc123" in text
-    shape = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
-    model = MaskedMixerForCausalLM(MaskedMixerConfig(**shape, max_position_embeddings=64))
-    cache = model(torch.zeros(1, 42, dtype=torch.int64), use_cache=True).past_key_values
-    kept = 2 * sum(layer.keys[:, :, :42].numel() for layer in cache.layers) / 1e6
-    assert f"The floor leaves out the cache: {kept:.3g} MB of kept inputs per sample." in text
     done = run_python(*command, "--new", "30", output=tmp_path / "refused")
     assert done.returncode == 2
     assert "--prompt 40 and --new 30 do not fit --context 64" in done.stdout
