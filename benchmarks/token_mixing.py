@@ -23,7 +23,7 @@ import timing
 import torch
 from plain_kernels import replacing_the_kernels
 from saving import measured_by, names, numbers, parser_of, save
-from token_mixing_check import Expected, check
+from token_mixing_check import check, exact
 from token_mixing_report import plot_speedups, table
 from token_mixing_variants import VARIANTS, Data, Shape, Variant
 
@@ -188,10 +188,9 @@ def measure_operation(
 
 def checked(operation: str, data: Data, compiled: bool) -> tuple[list[Variant], list[dict]]:
     """The variants of an operation, and a row for each: how it did in its check."""
-    variants, rows, expected = VARIANTS[operation](data, compiled), [], Expected(data)
-    full = expected(operation)
+    variants, rows, full = VARIANTS[operation](data, compiled), [], exact(operation, data)
     for one in variants:
-        wanted = expected(operation, by_lag=True) if one.family == "by lag" else full
+        wanted = exact(operation, data, by_lag=True) if one.family == "by lag" else full
         found = check(one, operation, wanted, data)
         rows.append({"name": one.name, "family": one.family, **found})
     return variants, rows

@@ -12,54 +12,36 @@ from torch import Tensor
 
 from mixer.common.errors import first_line
 from mixer.models.masked_mixer import plain
-from mixer.models.masked_mixer.plain import split_heads
 
 MAX_ERROR = 5e-3  # relative RMSE; rounding a result to bf16 alone gives 1.7e-3
 GRADIENTS = ("grad_weight", "autograd")  # their first result is the weight's
 
 
-class Expected:
-    """fp64 results for slot 0, from the dense product and its autograd: another formula than any
-    variant's.
+def exact(operation: str, data: Data, by_lag: bool = False) -> tuple[Tensor, ...]:
+    """The results for slot 0, computed in fp64 by the dense product and its autograd: another
+    formula than any variant's.
+
+    Sample by sample: a batch would hold a gradient of the weight for each of its samples.
     """
-
-    def __init__(self, data: Data):
-        self.slot, self.heads = data.slots[0], data.shape.heads
-
-    def __call__(self, operation: str, by_lag: bool = False) -> tuple[Tensor, ...]:
-        if operation == "pack":
-            return (self.slot.masked,)
-        y, dx, dweight = self.results(by_lag)
-        bias = self.slot.bias.double()[..., None]  # (heads, tokens, 1)
-        if operation == "fused":
-            bias = self.slot.narrow_bias.double()[..., None]
-            return (self.with_bias(y, bias) + self.slot.residual.double(),)
-        dbias = split_heads(self.slot.dy, self.heads).sum((1, 3), dtype=torch.float64)
-        return {
-            "forward": (y,),
-            "grad_input": (dx,),
-            "grad_weight": (dweight,),
-            "autograd": (dweight, dx, dbias, self.with_bias(y, bias)),
-        }[operation]
-
-    def results(self, by_lag: bool) -> list[Tensor]:
-        """y without bias, and the gradients of x and of the weight, or of the lags.
-
-        Sample by sample: a batch would hold a gradient of the weight for each of its samples.
-        """
-        slot, ys, dxs = self.slot, [], []
-        given = slot.lags.to(slot.x.dtype) if by_lag else slot.masked
-        weight = given.double().requires_grad_()
-        full, lags = (None, weight[:, None]) if by_lag else (weight[:, None], None)
-        for x, dy in zip(slot.x.double().split(1), slot.dy.double().split(1), strict=True):
-            y = plain.dense(x.requires_grad_(), full, None, None, lags)
-            y.backward(dy)  # adds to the weight's gradient
-            ys.append(y.detach())
-            dxs.append(x.grad)
-        return [torch.cat(ys), torch.cat(dxs), weight.grad]
-
-    def with_bias(self, y: Tensor, bias: Tensor) -> Tensor:
-        return plain.merge_heads(split_heads(y, self.heads) + bias[:, None])
+    slot, ys, dxs = data.slots[0], [], []
+    if operation == "pack":
+        return (slot.masked,)
+    weight = slot.lags.to(slot.x.dtype) if by_lag else slot.masked
+    weight = weight.double().requires_grad_()
+    full, lags = (None, weight[:, None]) if by_lag else (weight[:, None], None)
+    bias = {"fused": slot.narrow_bias, "autograd": slot.bias}.get(operation)
+    bias = None if bias is None else bias.double().requires_grad_()
+    for x, dy, residual in zip(slot.x, slot.dy, slot.residual, strict=True):
+        x = x[None].double().requires_grad_()
+        residual = residual[None].double() if operation == "fused" else None
+        y = plain.dense(x, full, bias, residual, lags)
+        y.backward(dy[None].double())  # adds to the gradients of weight and bias
+        ys.append(y.detach().float())
+        dxs.append(x.grad.float())
+    y, dx, dweight = torch.cat(ys), torch.cat(dxs), weight.grad
+    if operation == "autograd":
+        return dweight, dx, bias.grad, y
+    return ({"grad_input": dx, "grad_weight": dweight}.get(operation, y),)
 
 
 def check(variant: Variant, operation: str, wanted: tuple[Tensor, ...], data: Data) -> dict:
@@ -81,7 +63,8 @@ def check(variant: Variant, operation: str, wanted: tuple[Tensor, ...], data: Da
 def rmse(found: Tensor, wanted: Tensor) -> float:
     if found.shape != wanted.shape:
         raise ValueError(f"shape {tuple(found.shape)} where {tuple(wanted.shape)} was expected")
-    return ((found.double() - wanted).norm() / wanted.double().norm()).item()
+    found, wanted = found.float(), wanted.float()
+    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 @contextlib.contextmanager
