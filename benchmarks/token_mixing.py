@@ -29,8 +29,8 @@ from token_mixing_variants import VARIANTS, Data, Shape, Variant
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
-from mixer.models.masked_mixer.plain import products_per_triangle
 from mixer.ops import choice
+from mixer.ops.plain import products_per_triangle
 
 MAIN_TOKENS = (512, 1024, 2048, 4096, 8192)
 SWEEP_OPERATIONS = ("forward", "grad_input", "grad_weight", "autograd")

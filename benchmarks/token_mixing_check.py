@@ -11,7 +11,7 @@ from token_mixing_variants import Data, Variant
 from torch import Tensor
 
 from mixer.common.errors import first_line
-from mixer.models.masked_mixer import plain
+from mixer.ops import plain
 
 MAX_ERROR = 5e-3  # relative RMSE; rounding a result to bf16 alone gives 1.7e-3
 GRADIENTS = ("grad_weight", "autograd")  # their first result is the weight's
@@ -34,7 +34,7 @@ def exact(operation: str, data: Data, by_lag: bool = False) -> tuple[Tensor, ...
     for x, dy, residual in zip(slot.x, slot.dy, slot.residual, strict=True):
         x = x[None].double().requires_grad_()
         residual = residual[None].double() if operation == "fused" else None
-        y = plain.dense(x, full, bias, residual, lags)
+        y = plain.triangular_conv(x, full, bias, residual, lags=lags)
         y.backward(dy[None].double())  # adds to the gradients of weight and bias
         ys.append(y.detach().float())
         dxs.append(x.grad.float())
