@@ -10,7 +10,6 @@ are medians of its windows of logged steps after the first, which holds the star
 hardware, commit) and PATH.md are written anew after each run.
 """
 
-import argparse
 import itertools
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from saving import add_options, measured_by, origin, save
+from saving import markdown, measured_by, names, numbers, origin, parser_of, save
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.provenance import ROOT
@@ -44,29 +43,26 @@ MEASURED = ("tokens_per_second", "data_wait_share")  # of a window, as the metri
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     devices = torch.cuda.device_count()
     counts = [1, *(count for count in (2, 4, 8) if count <= devices)]
     add("--processes", type=numbers, default=counts, help="numbers of GPUs, 1 among them")
-    add("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
+    add("--models", type=names, default=[*MODELS], help=f"some of {', '.join(MODELS)}")
     add("--samples", type=numbers, default=[32, 128], help="samples of a GPU's step")
     add("--precision", default="bf16")
     add("--window", type=int, default=20, help="steps between two logged ones")
     add("--repeats", type=int, default=3)
     options, overrides = parser.parse_known_args()
-    names = options.models.split(",")
-    if unknown := set(names) - MODELS.keys():
+    options.processes.sort()
+    if unknown := set(options.models) - MODELS.keys():
         raise UserError(f"--models has {', '.join(unknown)}; allowed: {', '.join(MODELS)}")
     if options.processes[0] != 1 or (devices and options.processes[-1] > devices):
         raise UserError(
             f"--processes {options.processes}; allowed: 1 and other numbers, up to the {devices} "
             "GPUs that are here"
         )
-    cases = list(itertools.product(names, options.samples, options.processes))
+    cases = list(itertools.product(options.models, options.samples, options.processes))
     rounds: dict[tuple, list[dict]] = {case: [] for case in cases}
     result = measured_by(options)
     for _, case in itertools.product(range(options.repeats), cases):
@@ -75,10 +71,6 @@ def main() -> None:
         result["rows"] = [row(case, rounds) for case in cases if rounds[case]]
         save(result, table(result), options.output)
     print(table(result))
-
-
-def numbers(text: str) -> list[int]:
-    return sorted(map(int, text.split(",")))
 
 
 def measure(model: str, samples: int, count: int, options, overrides: list[str]) -> dict:
@@ -113,17 +105,17 @@ def row(case: tuple, rounds: dict[tuple, list[dict]]) -> dict:
 
 
 def table(result: dict) -> str:
-    head = "model | tokens a GPU | GPUs | tokens/s | share of perfect scaling | over the rounds"
-    lines = [f"| {head} | waiting for data |", "|---|---:|---:|---:|---:|---|---:|"]
+    head = ["model", "tokens a GPU", "GPUs", "tokens/s", "share of perfect scaling"]
+    rows = []
     for one in result["rows"]:
         speed, share, waiting = (
             statistics.median(one[key]) for key in ("tokens_per_second", "shares", MEASURED[1])
         )
-        lines.append(
-            f"| {one['model']} | {one['samples']} x 512 | {one['gpus']} | {speed:,.0f} | "
-            f"{share:.3f} | {min(one['shares']):.3f} to {max(one['shares']):.3f} | {waiting:.2%} |"
-        )
-    return "\n".join(lines) + f"\n\nMeasured on {origin(result)}.\n"
+        cells = [one["model"], f"{one['samples']} x 512", str(one["gpus"]), f"{speed:,.0f}"]
+        apart = f"{min(one['shares']):.3f} to {max(one['shares']):.3f}"
+        rows.append([*cells, f"{share:.3f}", apart, f"{waiting:.2%}"])
+    lines = markdown([*head, "over the rounds", "waiting for data"], rows)
+    return f"{lines}\n\nMeasured on {origin(result)}.\n"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since
-earlier ones.
+"""Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since an
+earlier one.
 
     python -m mixer.inspect --checkpoint runs/demo/step-600
     python -m mixer.inspect --checkpoint runs/demo/step-400 runs/demo/step-600
 
-The last checkpoint is pictured.
+The last checkpoint is pictured, and its change is since the first.
 """
 
 import argparse
 from pathlib import Path
 
-from mixer.analysis.matrices import mixing_matrices
+from mixer.analysis.matrices import Layers, mixing_matrices
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable, directory_for
@@ -18,20 +18,32 @@ from mixer.reporting.matrices import write_pages
 
 
 def inspect(checkpoints: list[str], output: Path) -> Path:
-    """Writes the pages about the last checkpoint into `output`, and returns their index.
+    """Writes the pages about the last checkpoint, and its change since the first, into `output`,
+    and returns their index.
 
     Raises UserError for a directory that is not a checkpoint of a masked mixer, and for checkpoints
     of different models.
     """
-    read = [mixing_matrices(load_masked_mixer(Path(checkpoint))) for checkpoint in checkpoints]
-    shapes = [[{name: x.shape for name, x in layer.items()} for layer in layers] for layers in read]
-    for checkpoint, shape in zip(checkpoints, shapes, strict=True):
-        if shape != shapes[0]:
-            raise UserError(
-                f"{checkpoint} has other layers, heads, taps or context than {checkpoints[0]}, so "
-                "there is no change to show: give checkpoints of one model, or one alone"
-            )
-    return write_pages(checkpoints, read, output)
+    read = {
+        checkpoint: mixing_matrices(load_masked_mixer(Path(checkpoint)))
+        for checkpoint in (checkpoints[0], checkpoints[-1])
+    }
+    check_same_shape(read)
+    return write_pages(read, output)
+
+
+def check_same_shape(read: dict[str, Layers]) -> None:
+    """Raises UserError unless all checkpoints have the same matrices."""
+    shapes = [
+        [{name: matrix.shape for name, matrix in layer.items()} for layer in layers]
+        for layers in read.values()
+    ]
+    if shapes[0] != shapes[-1]:
+        first, last = read
+        raise UserError(
+            f"{last} has other layers, heads, taps or context than {first}, so there is no change "
+            "to show: give checkpoints of one model, or inspect them one by one"
+        )
 
 
 def main(arguments=None) -> None:
@@ -41,10 +53,16 @@ def main(arguments=None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     how = {"nargs": "+", "type": settled, "required": True, "metavar": "DIR"}
-    parser.add_argument("--checkpoint", **how, help="checkpoints, the last one is pictured")
+    what = "one to picture, or an earlier one and that"
+    parser.add_argument("--checkpoint", **how, help=what)
     where = "where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)"
     parser.add_argument("--output", metavar="DIR", help=where)
     options = parser.parse_args(arguments)
+    if len(options.checkpoint) > 2:
+        raise UserError(
+            f"--checkpoint has {len(options.checkpoint)} directories; give the one to picture, or "
+            "an earlier one and that"
+        )
     output = Path(options.output or directory_for(options.checkpoint[-1], "inspect"))
     check_writable(output)
     print(inspect(list(map(str, options.checkpoint)), output))

@@ -28,25 +28,19 @@ def draw(result: dict, output: Path) -> Path | None:
 
 
 def figure_of_runs(runs: dict):
-    """Training loss against training time, and gradient norms against steps."""
-    figure = new_figure(figsize=(11, 4.2))
-    left, right = figure.subplots(1, 2)
-    losses, gradients = {}, {}
+    """Training loss against training time."""
+    figure = new_figure(figsize=(8, 4.8))
+    axes, ends = figure.add_subplot(), {}
     for colour, (name, one) in zip(COLOURS, runs.items(), strict=False):
-        style = {"color": colour, "linewidth": 1}
         end = (one["training_seconds"], one["validation_loss"], colour)
         steps, values = zip(*one["loss"], strict=True)
-        left.plot([step * end[0] / one["steps"] for step in steps], values, **style)
-        left.plot(*end[:2], "o", color=colour)
-        losses[f"{end[1]:.3f} {name}"] = end
-        right.plot(*zip(*one["grad_norm"], strict=True), **style)
-        gradients[name] = (*one["grad_norm"][-1], colour)
-    left.set(xlabel="training time (s)", title="Training loss; dots: validation")
-    left.set_ylabel("loss (nats per token)")
-    right.set(xlabel="optimizer step", ylabel="norm", yscale="log")
-    right.set_title("Gradient norm before clipping")
-    name_ends(left, losses)
-    name_ends(right, gradients)
+        times = [step * end[0] / one["steps"] for step in steps]
+        axes.plot(times, values, color=colour, linewidth=1)
+        axes.plot(*end[:2], "o", color=colour)
+        ends[f"{end[1]:.3f} {name}"] = end
+    axes.set(xlabel="training time (s)", title="Training loss; dots: validation")
+    axes.set_ylabel("loss (nats per token)")
+    name_ends(axes, ends)
     return figure
 
 

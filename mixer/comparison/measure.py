@@ -105,7 +105,6 @@ def measured(
     each = seconds_a_step(windows, typical)
     tokens_a_step = last["tokens"] // last["step"]
     text = data.splits["train"]
-    norms = [line["grad_norm"] for line in windows if line["grad_norm"]]
     found = {
         "steps": last["step"],
         "tokens": last["tokens"],
@@ -118,15 +117,12 @@ def measured(
         "validation_loss": validation["validation_loss"],
         "accuracy": validation.get("validation_accuracy"),
         "bits_per_byte": validation.get("validation_bits_per_byte"),
-        "largest_grad_norm": max(norms, default=None),
         "largest_rise": largest_rise(
             [line["loss"] for line in windows if line["step"] > config.optim.warmup_steps]
         ),
+        "loss": thinned([[line["step"], line["loss"]] for line in windows]),
     }
-    found |= {name: validation[name] for name in validation if name.startswith("top1_of_")}
-    for name in ("loss", "grad_norm"):
-        found[name] = thinned([[line["step"], line[name]] for line in windows if line[name]])
-    return found
+    return found | {name: validation[name] for name in validation if name.startswith("top1_of_")}
 
 
 def seconds_a_step(windows: list[dict], typical: Callable[[list[float]], float]) -> float:

@@ -99,7 +99,7 @@ def row_of_run(name: str, result: dict) -> dict[str, str]:
     row, reference = runs[name], runs.get(result["plan"].get("reference"), {})
     if "failure" in row:
         return {"run": name, "validation loss": f"failed: {row['failure'].splitlines()[0]}"}
-    seconds, norm = row.get("training_seconds"), row["largest_grad_norm"]
+    seconds = row.get("training_seconds")
     found = {
         "run": name,
         "steps": f"{row['steps']:,}",
@@ -107,7 +107,6 @@ def row_of_run(name: str, result: dict) -> dict[str, str]:
         "training, s": f"{seconds:.1f}" if seconds else "",
         "validation loss": f"{row['validation_loss']:.4f}",
         "largest rise of the loss": f"{row['largest_rise']:.1%}",
-        "largest gradient norm": "" if norm is None else f"{norm:.1f}",
         "memory, GB": f"{row['peak_memory_gb']:.1f}",
         "useful TFLOP/s": f"{row['useful_tflops']:.3g}" if "useful_tflops" in row else "",
         "token mixing": mixing_share(row, runs),

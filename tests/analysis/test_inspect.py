@@ -20,7 +20,7 @@ from mixer.analysis.matrices import (
 )
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
-from mixer.inspect import inspect
+from mixer.inspect import inspect, main
 
 TRIANGLE = np.tri(20)
 
@@ -90,18 +90,13 @@ def test_the_command_writes_an_index_and_a_page_for_each_layer_and_quantity(tmp_
     (first, *_) = tables(text)
     assert [row[:2] for row in first].count(["0", "second W tap 1"]) == 1
     assert {row[0] for row in first[1:]} == {"0", "1"}  # two layers
-    pages = [
-        "layer-00.png",
-        "layer-01.png",
-        "by_lag.png",
-        "effective_context.png",
-        "toeplitz.png",
-        "change.png",
-    ]
+    pages = ["layer-00.png", "layer-01.png", "by_lag.png", "effective_context.png"]
     assert sorted(pages) == sorted(path.name for path in index.parent.glob("*.png"))
     for page in pages:
         assert f"]({page})" in text
         assert_png(index.parent / page)
+    with pytest.raises(UserError, match="--checkpoint has 3 directories; give the one to picture"):
+        main(["--checkpoint", *steps, steps[0]])
 
 
 def test_what_has_no_matrices_or_no_change_is_refused(tmp_path):

@@ -5,11 +5,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import train_plan
 import yaml
 from launching import run_python, start_python
 from markdown import rows as rows_of
@@ -69,8 +69,8 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
 
     done = run_python(*command, "--commit", "other", output=printed)  # nothing is repeated
     assert done.returncode == 0 and runs_in(output / "report.json") == runs
-    done = run_python(*command, "train.batch_size=4", output=printed)
-    assert done.returncode == 2 and "'dense' with other options: train.batch_size" in done.stdout
+    with pytest.raises(UserError, match="'dense' with other options: train.batch_size"):
+        main([*map(str, command[2:]), "train.batch_size=4"])
 
 
 def test_models_of_a_file_train_for_a_time_at_the_best_of_the_same_rates(write_config, tmp_path):
@@ -121,7 +121,7 @@ def test_mistakes_show_before_anything_runs(write_config, tmp_path, given, messa
     assert not output.exists()
 
 
-def test_a_plan_of_runs_trains_each_once_and_compares_them(train, tmp_path):
+def test_a_plan_of_runs_trains_each_once_and_compares_them(train, tmp_path, monkeypatch):
     recipe = {"recipe": str(ROOT / "configs/recipe.yaml"), "optim.warmup_steps": 3}
     runs = {"paper": {}, "recipe": recipe, "diverged": {"optim.lr": 1e18}}
     command, printed = train({"reference": "paper", "runs": runs}), tmp_path / "printed"
@@ -148,8 +148,9 @@ def test_a_plan_of_runs_trains_each_once_and_compares_them(train, tmp_path):
         (["train.stpes=3"], "train.stpes"),
         (["train.eval_samples=3"], "'paper' with other options: train.eval_samples"),
     ):
-        done = run_python(*command, *mistake, output=tmp_path / "refused")
-        assert done.returncode == 2 and said in done.stdout and "Traceback" not in done.stdout
+        monkeypatch.setattr("sys.argv", [*map(str, command), *mistake])
+        with pytest.raises(UserError, match=said):
+            train_plan.main()
         assert runs_in(file) == rows
 
 
@@ -168,11 +169,12 @@ def test_runs_on_another_text_under_the_same_name_are_refused(train, tmp_path):
     assert list(runs_in(tmp_path / "results.json")) == ["first"]
 
 
-def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(train, tmp_path):
-    llama = {"model.architecture": "llama", "model.num_attention_heads": 2}
+def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
+    train, tmp_path, monkeypatch
+):
     plan = {"seconds": 0.4, "seconds_of_best": [1.5], "sweep_share": 0.5}
     plan |= {"rates": [1e18, 3e-3, 6e-3], "seeds": [7]}
-    plan |= {"kinds": {"flat mixer": {16: {"model.hidden_size": 16}}, "Llama": {16: llama}}}
+    plan |= {"kinds": {"flat mixer": {16: {"model.hidden_size": 16}}}}
     command, printed = train(plan), tmp_path / "printed"
     folder, file = tmp_path / "results-runs", tmp_path / "results.json"
     first = start_python(*command, output=printed)
@@ -183,7 +185,7 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(train, 
     first.join(60)
     assert first.exitcode == 3, printed.read_text()
     before = runs_in(file)
-    assert max(Counter(row["kind"] for row in before.values()).values()) in (6, 7)
+    assert len(before) in (6, 7)
     assert not any(row["budget"] == 1.5 for row in before.values())
 
     done = run_python(*command, output=tmp_path / "printed-2")
@@ -193,34 +195,34 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(train, 
     logs = [log.read_text() for log in folder.glob("*-16-1.5-s-*.txt")]
     assert any("a fresh start" in log and "; resuming " in log for log in logs)
     assert not list(folder.glob("*/")), "a finished run's directory is left behind"
-    for kind in ("flat mixer", "Llama"):
-        swept, final, long = (
-            [row for row in runs.values() if (row["kind"], row["budget"]) == (kind, budget)]
-            for budget in (0.2, 0.4, 1.5)
-        )
-        for rows, shorter, seconds in ((final, swept, 0.4), (long, final, 1.5)):
-            *rows, seeded = rows
-            assert seeded["seed"] == 7 and seeded["settings"]["seed"] == 7
-            assert seeded["lr"] == min(rows, key=lambda row: row["validation_loss"])["lr"]
-            good = [row for row in shorter if not {"failure", "seed"} & row.keys()]
-            best = min(good, key=lambda row: row["validation_loss"])
-            # the best rate of shorter runs, and the next lower one
-            assert [row["lr"] for row in rows] == [lr for lr in (6e-3, 3e-3) if lr <= best["lr"]]
-            by = max(good, key=lambda row: row["tokens_per_second"]) if rows[0] in final else best
-            tokens = min(seconds * by["tokens_per_second"], 4 * by["training_tokens"])
-            for row in [*rows, seeded]:
-                assert row["tokens"] == pytest.approx(tokens, abs=256)
-                means = row["loss_by_position"]
-                sizes = [means[0][0], *(b - a for (a, _), (b, _) in pairwise(means))]
-                mean = sum(size * of for size, (_, of) in zip(sizes, means, strict=True)) / 32
-                assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
-        assert "not finite" in runs[f"{kind} 16, 0.2 s, lr 1e+18"]["failure"]
+    swept, final, long = (
+        [row for row in runs.values() if row["budget"] == budget] for budget in (0.2, 0.4, 1.5)
+    )
+    for rows, shorter, seconds in ((final, swept, 0.4), (long, final, 1.5)):
+        *rows, seeded = rows
+        assert seeded["seed"] == 7 and seeded["settings"]["seed"] == 7
+        assert seeded["lr"] == min(rows, key=lambda row: row["validation_loss"])["lr"]
+        good = [row for row in shorter if not {"failure", "seed"} & row.keys()]
+        best = min(good, key=lambda row: row["validation_loss"])
+        # the best rate of shorter runs, and the next lower one
+        assert [row["lr"] for row in rows] == [lr for lr in (6e-3, 3e-3) if lr <= best["lr"]]
+        by = max(good, key=lambda row: row["tokens_per_second"]) if rows[0] in final else best
+        tokens = min(seconds * by["tokens_per_second"], 4 * by["training_tokens"])
+        for row in [*rows, seeded]:
+            assert row["tokens"] == pytest.approx(tokens, abs=256)
+            means = row["loss_by_position"]
+            sizes = [means[0][0], *(b - a for (a, _), (b, _) in pairwise(means))]
+            mean = sum(size * of for size, (_, of) in zip(sizes, means, strict=True)) / 32
+            assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
+    assert "not finite" in runs["flat mixer 16, 0.2 s, lr 1e+18"]["failure"]
     text = (tmp_path / "results.md").read_text()
     assert ["flat mixer 16", "0.4"] in [row[:2] for row in rows_of(text)]
     assert "diverged" in text and (tmp_path / "results.png").stat().st_size > 0
 
-    done = run_python(*command, "--only", "Llama 16", "train.batch_size=2", output=printed)
-    assert done.returncode == 2 and "with other options: train.batch_size" in done.stdout
+    other = ["--only", "flat mixer 16", "train.batch_size=2"]
+    monkeypatch.setattr("sys.argv", [*map(str, command), *other])
+    with pytest.raises(UserError, match="with other options: train.batch_size"):
+        train_plan.main()
     assert runs_in(file) == runs
 
 

@@ -1,43 +1,107 @@
-// Hopper's own instructions (compute capability 9.0, built for sm_90a), one small function each:
-// bulk tensor copies (TMA), barriers in shared memory that count bytes (mbarrier), and matrix
-// products that read shared memory (wgmma).
-//
-// All data moves in boxes of 64 x 64 bf16: 64 rows of 128 bytes, 8 KB, with the 128-byte swizzle:
-// the hardware stores the 16-byte piece p of row r at place p ^ (r % 8). A box must start at a
-// multiple of 1024 bytes.
+// The instructions of the ladder that CUDA C++ does not offer, one small function each. Those of
+// versions 4 and 5 run on compute capability 8.0 and newer, those of version 6 on 9.0 (sm_90a).
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
 
-#include "common.cuh"
+using bf16 = __nv_bfloat16;
 
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  return memory;
+}
+
+// A pointer into shared memory as the 32-bit number that the instructions below take.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// -------------------------------------------------------------------------------- ldmatrix and mma
+
+// Loads four 8 x 8 matrices of bf16. Lane l addresses row l % 8 of matrix l / 8 (16 bytes). From
+// each matrix it receives the element [l / 4][2 * (l % 4)] and the one to its right: the layout of
+// mma's operands.
+__device__ __forceinline__ void load_matrices(uint32_t (&values)[4], const bf16* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// The same, each matrix transposed: lane l receives [2 * (l % 4)][l / 4] and the element below it.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&values)[4], const bf16* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// sum (16 x 8) += left (16 x 16) right (16 x 8). Lane l holds sum[l / 4][2 * (l % 4)], its right
+// neighbour, and the same two 8 rows further down.
+__device__ __forceinline__ void multiply_16x8x16(float (&sum)[4], const uint32_t (&left)[4],
+                                                 uint32_t right0, uint32_t right1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
+}
+
+// ---------------------------------------------------------------------------------------- cp.async
+
+// Starts an asynchronous copy of 16 bytes from global to shared memory. If not `inside`, it writes
+// zeros and reads nothing, but the address must still be valid.
+__device__ __forceinline__ void copy_async(bf16* shared, const bf16* global, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(inside ? 16 : 0)
+               : "memory");
+}
+
+// Commits the copies started since the last call as one group.
+__device__ __forceinline__ void close_copy_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most this thread's newest kPending groups are still running.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---------------------------------------------------------------------------- tensor maps (host)
+
+// Hopper's copies move boxes of 64 x 64 bf16: 64 rows of 128 bytes, 8 KB, with the 128-byte
+// swizzle: the hardware stores the 16-byte piece p of row r at place p ^ (r % 8). A box must start
+// at a multiple of 1024 bytes.
 constexpr int kBox = 64;  // rows, and columns, of a box
 constexpr int kBoxBytes = 64 * 64 * 2;
-
-// ------------------------------------------------------------------------------ tensor maps (host)
 
 // The tensor map of a (batch, rows, width) array of bf16 in boxes of 64 x 64. Elements beyond an
 // edge read as zero and are not written. The batch is its own dimension, so that a box at the end
 // of a sample does not reach into the next one. The function that makes a map is in the driver. It
-// is found through the runtime, so that we need not link with libcuda.
-inline CUtensorMap tensor_map(const bf16* data, int batch, int rows, int width) {
-  static decltype(&cuTensorMapEncodeTiled) encode = [] {
+// is found through the runtime, so that we need not link with libcuda. Throws cudaError_t.
+inline CUtensorMap tensor_map(const void* data, int batch, int rows, int width) {
+  static void* const encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
-    CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                           cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess) stop("the driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                     &found);
+    return function;
   }();
+  if (encode == nullptr) throw cudaErrorNotSupported;
   const cuuint64_t sizes[3] = {cuuint64_t(width), cuuint64_t(rows), cuuint64_t(batch)};
   // bytes, of rows and samples
   const cuuint64_t strides[2] = {cuuint64_t(width) * 2, cuuint64_t(width) * rows * 2};
   const cuuint32_t box[3] = {kBox, kBox, 1}, steps[3] = {1, 1, 1};
   CUtensorMap map;
-  if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<bf16*>(data), sizes, strides,
-             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-    stop("cuTensorMapEncodeTiled refuses the array");
+  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box,
+      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) throw cudaErrorInvalidValue;
   return map;
 }
 
@@ -214,75 +278,3 @@ __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t left, uint64_t r
         "n"(kRightTransposed)
       : "memory");
 }
-
-// ------------------------------------------------------------------------------------------ stages
-
-// The ring of stages between a producer and kConsumers warpgroups of 64 rows each. A stage holds
-// the left operand as kConsumers boxes, then the right one as kBoxesAcross boxes.
-template <int kConsumers, int kBoxesAcross, int kStages>
-struct Stages {
-  static constexpr int kStageBytes = (kConsumers + kBoxesAcross) * kBoxBytes;
-  static constexpr int kBytes =
-      1024 + kStages * (kStageBytes + 2 * static_cast<int>(sizeof(Barrier)));
-  unsigned char* memory;  // boxes must start at multiples of 1024 bytes
-  Barrier *full, *empty;
-
-  // By all threads of the block.
-  __device__ __forceinline__ Stages() {
-    memory = dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
-    full = reinterpret_cast<Barrier*>(memory + kStages * kStageBytes);
-    empty = full + kStages;
-    if (threadIdx.x == 0) {
-      for (int stage = 0; stage < kStages; ++stage) {
-        barrier_init(&full[stage], 1);            // the producer
-        barrier_init(&empty[stage], kConsumers);  // one thread of each consumer
-      }
-      barrier_init_fence();
-    }
-    __syncthreads();
-  }
-
-  // load(step, memory, barrier) starts the copies of one step.
-  template <typename Load>
-  __device__ __forceinline__ void produce(int steps, Load load) const {
-    for (int step = 0; step < steps; ++step) {
-      const int stage = step % kStages;
-      barrier_wait(&empty[stage], (step / kStages + 1) % 2);
-      barrier_arrive_expecting(&full[stage], kStageBytes);
-      load(step, memory + stage * kStageBytes, &full[stage]);
-    }
-  }
-
-  __device__ __forceinline__ void release(int step) const {
-    if (threadIdx.x % 128 == 0) barrier_arrive(&empty[step % kStages]);
-  }
-  // Gives a step of the ring's first round back unread.
-  __device__ __forceinline__ void skip(int step) const {
-    barrier_wait(&full[step], 0);
-    release(step);
-  }
-
-  // sum = left right over the steps [first, last). The last one is not released.
-  template <bool kLeftTransposed, bool kRightTransposed, int kSums>
-  __device__ __forceinline__ void consume(float (&sum)[kSums], int consumer, int first,
-                                          int last) const {
-    for (int step = first; step < last; ++step) {
-      const int stage = step % kStages;
-      const unsigned char* boxes = memory + stage * kStageBytes;
-      barrier_wait(&full[stage], step / kStages % 2);
-      const uint64_t left = operand(boxes + consumer * kBoxBytes, kBoxBytes);
-      const uint64_t right = operand(boxes + kConsumers * kBoxBytes, kBoxBytes);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kBox / 16; ++k) {
-        wgmma<kLeftTransposed, kRightTransposed>(
-            sum, left + k * (kLeftTransposed ? kNextKTransposed : kNextK),
-            right + k * (kRightTransposed ? kNextKTransposed : kNextK), step > first || k > 0);
-      }
-      wgmma_commit();
-      wgmma_wait<1>();  // the previous step has been read: its stage is free
-      if (step > first) release(step - 1);
-    }
-    wgmma_wait<0>();
-  }
-};

@@ -1,14 +1,28 @@
-"""The functions of `mixer.ops.cuda` in plain PyTorch, on any device and type: tests put this module
-in its place.
+"""The functions of `mixer.ops.cuda` in plain PyTorch, on any device and type. Tests and benchmarks
+put this module in the kernels' place where there is no GPU.
 """
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mixer.ops import choice, operator
 from mixer.ops.cuda import lag_zero, packed_shape
 from mixer.ops.lags import diagonal_sums, lags_at
 from mixer.ops.plain import by_each_head, merge_heads, split_heads
+
+
+@contextlib.contextmanager
+def replacing_the_kernels() -> Iterator[None]:
+    """Backend "cuda" runs these functions, whatever the device."""
+    take = mock.patch.object(choice, "_kernels_take", lambda backend, *_: backend == "cuda")
+    with mock.patch.object(operator, "cuda", sys.modules[__name__]), take:
+        yield
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -32,7 +46,11 @@ def square(packed: Tensor, tokens: int, by_lag: bool) -> Tensor:
 
 
 def forward(
-    x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None, by_lag: bool
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    by_lag: bool = False,
 ) -> Tensor:
     tokens = x.shape[1]
     y = by_each_head(square(packed, tokens, by_lag), split_heads(x, packed.shape[0]))
@@ -42,7 +60,7 @@ def forward(
     return (y if residual is None else y + residual).clone(memory_format=torch.contiguous_format)
 
 
-def grad_input(dy: Tensor, packed: Tensor, by_lag: bool) -> Tensor:
+def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     weight = square(packed, dy.shape[1], by_lag)
     dx = by_each_head(weight.mT, split_heads(dy, packed.shape[0]))
     return merge_heads(dx).clone(memory_format=torch.contiguous_format)
@@ -55,7 +73,7 @@ def grad_weight(
     heads: int,
     dtype: torch.dtype,
     with_bias: bool,
-    by_lag: bool,
+    by_lag: bool = False,
 ) -> tuple[Tensor, Tensor]:
     missing = context - x.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
