@@ -10,11 +10,11 @@ The last checkpoint is pictured, and its change is since the first.
 import argparse
 from pathlib import Path
 
-from mixer.analysis.matrices import Layers, mixing_matrices
+from mixer.analysis.matrices import mixing_matrices
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable, directory_for
-from mixer.reporting.matrices import write_pages
+from mixer.reporting.matrices import Layers, write_pages
 
 
 def inspect(checkpoints: list[str], output: Path) -> Path:
