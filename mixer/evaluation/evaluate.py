@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -130,7 +129,7 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     if rank() == 0:
         write_evaluation(results, directory)
         print(evaluation_report(results))
-        print(f"\n{', '.join(sorted(os.listdir(directory)))} are in {directory}")
+        print(f"\nthe report is in {directory}")
     end_processes()
 
 
