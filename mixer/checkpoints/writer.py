@@ -102,12 +102,6 @@ class CheckpointWriter:
         self.wait()
         return self.world.of_main(self._newest())
 
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is still being written; the same answer on all processes, which must
-        ask together.
-        """
-        return self.world.of_main(any(not job.done() for job in self.jobs))
-
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
         if self.world.is_main:  # a copy: training adds losses while the thread reads them

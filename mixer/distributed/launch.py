@@ -31,9 +31,8 @@ def follow_launcher() -> None:
     if by_accelerate and several and not launched:
         raise UserError(
             "accelerate launch was asked for several processes, and has started one; allowed: "
-            "--multi_gpu; on a CPU start torchrun on each machine: torchrun --nnodes=MACHINES "
-            "--nproc_per_node=PROCESSES --node_rank=RANK --master_addr=HOST --master_port=PORT "
-            "train.py ..."
+            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ... (on several "
+            "machines also --nnodes, --node_rank, --master_addr and --master_port)"
         )
     if by_accelerate or (launched and TORCHRUN in os.environ):
         _end_with(os.getppid())

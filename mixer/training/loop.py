@@ -183,9 +183,7 @@ class Trainer:
         run, counters, writer = self.run, self.counters, self.writer
         done = counters.step == run.train.steps
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
-        # A stop during a slow save waits for that one alone, as time may be short.
-        busy = stopping and not done and writer.is_busy()
-        saving = (stopping or self.save_due(counters.step)) and not busy
+        saving = stopping or self.save_due(counters.step)
         if counters.step % run.logging.log_every == 0 or done:
             self.log(step)
         if stopping or saving or evaluating:

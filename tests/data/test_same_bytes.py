@@ -29,7 +29,7 @@ from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.data.workers import results
 
-KILLS = max(2, int(os.environ.get("MIXER_SOAK_KILLS", "0")))
+KILLS = max(1, int(os.environ.get("MIXER_SOAK_KILLS", "0")))
 FILES = ("train.bin", "train.docs.bin", "validation.bin", "validation.docs.bin", "manifest.json")
 
 

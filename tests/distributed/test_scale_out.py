@@ -14,7 +14,7 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from launching import free_port
-from runs import FSDP, ROOT, assert_same, read_lines, read_losses, read_timeless
+from runs import FSDP, ROOT, assert_same, killed_after, read_lines, read_losses, read_timeless
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -48,21 +48,21 @@ def test_a_sharded_run_has_the_losses_of_one_process_resumes_exactly_and_leaves_
 ):
     changes = {"mixed_precision": precision, "eval_every": 5, "eval_samples": 9}
     model = small_run["model"] | {"architecture": architecture, "tie_word_embeddings": tied}
-    config = write_config(train=small_run["train"] | changes, model=model)
+    saved = {"save_every": 5, "keep": 3}
+    config = write_config(train=small_run["train"] | changes, model=model, checkpoint=saved)
     launch("--config", config, "name=one").succeed()
     options = ["train.batch_size=2", "train.gradient_accumulation_steps=2"]
     command, sharded = ("--config", config, *options), {"processes": 2, "environment": FSDP}
     output = launch(*command, "name=whole", **sharded).succeed()
     assert "2 processes, FSDP" in output
-    one, whole, parts = (tmp_path / "runs" / name for name in ("one", "whole", "parts"))
+    one, whole = tmp_path / "runs/one", tmp_path / "runs/whole"
     tolerance = 1e-5 if precision == "no" else 2e-2
     for key in ("loss", "validation_loss"):
         found, wanted = ([line[key] for line in read_lines(x) if key in line] for x in (whole, one))
         assert len(wanted) >= 4 and found == pytest.approx(wanted, rel=tolerance)
 
-    first = launch(*command, "name=parts", "checkpoint.save_every=5", **sharded)
-    first.until((parts / "step-5").exists).kill()
-    launch(*command, "name=parts", **sharded).succeed()
+    parts = killed_after(whole, 5, "parts")
+    assert "resuming" in launch(*command, "name=parts", **sharded).succeed()
     assert_same(parts, whole, 12)
     shards = whole.glob("step-12/trainer_state/optimizer-*-of-2.safetensors")
     shapes = [load_file(file)["model.embed_tokens.weight/exp_avg"].shape for file in shards]

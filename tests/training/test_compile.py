@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from models import small_model, tokens
-from runs import assert_same, read_lines, read_losses
+from runs import assert_same, killed_after, read_lines, read_losses
 from safetensors.torch import load_file
 from toolchain import needs_gxx
 from torch.nn.functional import cross_entropy
@@ -51,20 +51,14 @@ def compile_quickly(set_option=setattr) -> None:
 def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resumes_exactly(
     write_config, launch, tmp_path
 ):
-    config = write_config(train=TRAIN | {"compile": "blocks"})
-    output = launch("--config", config, "name=whole", processes=2, before=compile_quickly).succeed()
+    saved = {"save_every": 5, "keep": 3}
+    config = write_config(train=TRAIN | {"compile": "blocks"}, checkpoint=saved)
+    on_two = {"processes": 2, "before": compile_quickly}
+    output = launch("--config", config, "name=whole", **on_two).succeed()
     assert "train.compile=blocks: compiled in" in output
-    parts = launch(
-        "--config",
-        config,
-        "name=parts",
-        "checkpoint.save_every=5",
-        processes=2,
-        before=compile_quickly,
-    )
-    parts.until((tmp_path / "runs/parts/step-5").exists).kill()
-    launch("--config", config, "name=parts", processes=2, before=compile_quickly).succeed()
-    whole, parts, eager = (tmp_path / "runs" / name for name in ("whole", "parts", "eager"))
+    whole, eager = tmp_path / "runs/whole", tmp_path / "runs/eager"
+    parts = killed_after(whole, 5, "parts")
+    assert "resuming" in launch("--config", config, "name=parts", **on_two).succeed()
     assert_same(parts, whole, 12)
 
     launch("--config", config, "name=eager", "train.compile=no", "train.batch_size=4").succeed()
