@@ -1,0 +1,66 @@
+"""The author's runs: his models and ours, on the same rows, have the same losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from author import LanguageMixer, losses_of
+from runs import read_losses
+from texts import made_texts
+
+from mixer.checkpoints.reference_format import to_reference
+from mixer.data.order import SampleOrder
+from mixer.data.tokenizer import load_tokenizer, train_tokenizer
+from mixer.models.architecture import model_class, model_config
+from mixer.training.config import load_config
+from mixer.training.loop import train
+
+ROOT = Path(__file__).parents[2]
+WIDTH, BLOCKS, CONTEXT, BATCH, STEPS, WARMUP, HELD_OUT = 32, 2, 48, 8, 150, 20, 30
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> tuple[list[str], list[str]]:
+    """Documents, and the options of a run on them."""
+    folder, texts = tmp_path_factory.mktemp("author"), made_texts(200)
+    texts += [text[:40] for text in texts]  # shorter than a row
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "texts.jsonl").write_text("".join(lines))
+    train_tokenizer(texts, 300).save_pretrained(str(folder / "tokenizer"))
+    options = ["data.source=jsonl", f"data.path={folder / 'texts.jsonl'}", "data.subset="]
+    options += [f"data.tokenizer={folder / 'tokenizer'}", f"data.directory={folder / 'tokens'}"]
+    return texts, [*options, f"data.validation_documents={HELD_OUT}"]
+
+
+def rows_of(texts: list[str], directory: str) -> torch.Tensor:
+    """As the author prepares them: (documents, CONTEXT)."""
+    tokenizer = load_tokenizer(directory)
+    tokenizer.pad_token = tokenizer.eos_token
+    options = {"truncation": True, "max_length": CONTEXT, "padding": "max_length"}
+    return tokenizer(texts, return_tensors="pt", add_special_tokens=False, **options).input_ids
+
+
+@pytest.mark.parametrize("name", ["mixer"])
+def test_his_model_and_ours_end_at_the_same_loss(name, data, tmp_path):
+    texts, options = data
+    options = [*options, f"model.hidden_size={WIDTH}", f"model.num_hidden_layers={BLOCKS}"]
+    options += [f"model.max_position_embeddings={CONTEXT}", f"train.batch_size={BATCH}"]
+    options += [f"train.steps={STEPS}", f"optim.warmup_steps={WARMUP}", "optim.lr=1e-2"]
+    options += ["train.mixed_precision=no", "logging.log_every=1", f"output_dir={tmp_path}"]
+    run = load_config(str(ROOT / f"configs/author/{name}.yaml"), options)
+    train(run)
+    ours = list(read_losses(run.directory).values())
+
+    config = model_config(run.model, 300, 0)
+    torch.manual_seed(run.seed)
+    start = model_class(config)(config)
+    theirs = LanguageMixer(300, WIDTH, BLOCKS, CONTEXT)
+    theirs.load_state_dict(to_reference(start))
+    rows = rows_of(texts[HELD_OUT:], run.data.directory)
+    order = SampleOrder(len(rows), run.seed)
+    batches = (rows[order.indices(step * BATCH, BATCH)] for step in range(STEPS))
+    expected = losses_of(theirs, batches, 0, STEPS, WARMUP, run.optim.lr)
+    assert ours[0] == pytest.approx(expected[0], rel=1e-5)
+    assert ours[-10:] == pytest.approx(expected[-10:], rel=5e-3)
+    assert sum(ours[-5:]) < 0.8 * sum(ours[:5])
