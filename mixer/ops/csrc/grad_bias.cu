@@ -1,20 +1,19 @@
 // dbias[h, i] = sum over the batch and the head's channels of dy[b, i, c]; zero for rows beyond
-// `tokens`. One warp computes one row and adds in a fixed order, so results are reproducible bit
-// for bit.
+// `tokens`. A block computes one row and adds in a fixed order, so results are reproducible bit for
+// bit.
 #include "kernels.h"
 #include "numeric.cuh"
 
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kRows = 8;  // of a block
+constexpr int kWarps = 8;  // of a block
 
 template <typename Element, typename Gradient>
-__global__ void __launch_bounds__(kRows * kWarp)
+__global__ void __launch_bounds__(kWarps * kWarp)
     grad_bias_kernel(const TriangularConvParams params) {
   constexpr int kVector = 16 / sizeof(Element);
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kWarp;
-  if (index >= static_cast<int64_t>(params.heads) * params.context) return;
+  const int64_t index = blockIdx.x;
   const int row = static_cast<int>(index % params.context);
   const int head = static_cast<int>(index / params.context);
   const int vectors = params.channels / params.heads / kVector;  // of a head in one sample
@@ -24,7 +23,7 @@ __global__ void __launch_bounds__(kRows * kWarp)
   if (row < params.tokens) {
     const int count = params.batch * vectors;
 #pragma unroll 4
-    for (int item = threadIdx.x % kWarp; item < count; item += kWarp) {
+    for (int item = threadIdx.x; item < count; item += kWarps * kWarp) {
       const Element* from = dy + item / vectors * params.dy_batch_stride + item % vectors * kVector;
       const uint4 bits = *reinterpret_cast<const uint4*>(from);
       const Element* values = reinterpret_cast<const Element*>(&bits);
@@ -36,21 +35,25 @@ __global__ void __launch_bounds__(kRows * kWarp)
   }
   for (int apart = kWarp / 2; apart > 0; apart /= 2)
     sum += __shfl_xor_sync(0xffffffffu, sum, apart);
-  if (threadIdx.x % kWarp == 0)
-    static_cast<Gradient*>(params.dbias)[index] = from_float<Gradient>(sum);
+  __shared__ float sums[kWarps];
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int warp = 1; warp < kWarps; ++warp) sum += sums[warp];
+  static_cast<Gradient*>(params.dbias)[index] = from_float<Gradient>(sum);
 }
 
 }  // namespace
 
 cudaError_t grad_bias(const TriangularConvParams& params) {
-  const int64_t blocks = ceil_div(static_cast<int64_t>(params.heads) * params.context, kRows);
+  const int64_t blocks = static_cast<int64_t>(params.heads) * params.context;
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
   return dispatch_dtype(params.dtype, [&](auto element) {
     return dispatch_dtype(params.gradient_dtype, [&](auto gradient) {
       grad_bias_kernel<decltype(element), decltype(gradient)>
-          <<<static_cast<unsigned>(blocks), kRows * kWarp, 0, stream>>>(params);
+          <<<static_cast<unsigned>(blocks), kWarps * kWarp, 0, stream>>>(params);
       return cudaGetLastError();
     });
   });

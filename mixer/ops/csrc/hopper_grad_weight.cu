@@ -112,8 +112,10 @@ struct Items<Plan> {
     index += cluster_count();
     locate();
   }
-  // The tiles whose products are added up: this one alone.
+  // The tiles whose products are added up: this one alone, and in one go.
   __device__ __forceinline__ int along() const { return 1; }
+  __device__ __forceinline__ int rounds() const { return 1; }
+  __device__ __forceinline__ int first_step(int) const { return begin; }
 
  private:
   __device__ __forceinline__ void locate() {
@@ -145,9 +147,14 @@ struct Items<LagPlan> : LagPieces {
     tile = {head, diagonal, 0};
   }
   __device__ __forceinline__ int along() const { return plan.diagonals - diagonal; }
+  __device__ __forceinline__ int rounds() const { return plan.rounds; }
+  __device__ __forceinline__ int first_step(int round) const {
+    return begin + round * plan.steps(diagonal);
+  }
 };
 
-// A step of an item's depth: `down` tiles along the diagonal, a chunk of a sample.
+// A step of an item's depth: `down` tiles along the diagonal, a chunk of a sample. Those of the last
+// round may lie beyond the last sample, where TMA reads zeros.
 struct Step {
   int down, chunk, sample;
 
@@ -248,22 +255,24 @@ __device__ __forceinline__ void load_operands(const WeightArguments<Plan>& argum
   for (Items<Plan> item(arguments.plan); item.valid(); item.next()) {
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
-    Step step(item.begin, item.along(), arguments.chunks);
-    for (int depth = item.end - item.begin; depth > 0; --depth, at.advance()) {
-      char* stage = stages + at.slot * kStageBytes;
-      uint64_t* full = &ring.full[at.slot];
-      const int channel = step.chunk * kBox, down = step.down * kTileRows;
-      barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
-      barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
-      for (int box = 0; box < column_boxes; ++box) {
-        load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
-                 item.tile.head, tile.first_column + box * kBox + down, step.sample);
+    for (int round = 0; round < item.rounds(); ++round) {
+      Step step(item.first_step(round), item.along(), arguments.chunks);
+      for (int depth = item.end - item.begin; depth > 0; --depth, at.advance()) {
+        char* stage = stages + at.slot * kStageBytes;
+        uint64_t* full = &ring.full[at.slot];
+        const int channel = step.chunk * kBox, down = step.down * kTileRows;
+        barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
+        barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
+        for (int box = 0; box < column_boxes; ++box) {
+          load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
+                   item.tile.head, tile.first_column + box * kBox + down, step.sample);
+        }
+        for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
+          load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
+                           item.tile.head, tile.first_row + row_block * kBox + down, step.sample);
+        }
+        step.advance(item.along(), arguments.chunks);
       }
-      for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
-        load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
-                         item.tile.head, tile.first_row + row_block * kBox + down, step.sample);
-      }
-      step.advance(item.along(), arguments.chunks);
     }
   }
 }
@@ -380,7 +389,7 @@ __device__ __forceinline__ void multiply(const WeightArguments<Plan>& arguments,
   for (Items<Plan> item(arguments.plan); item.valid(); item.next()) {
     const BlockTile tile(item.tile, arguments.tokens, rank);
     const bool multiplies = tile.needs(multiplier);
-    const int depths = item.end - item.begin;
+    const int depths = (item.end - item.begin) * item.rounds();
     float sum[64], bias[4];
     bool with_bias = false;
     if constexpr (!kByLag)
@@ -558,8 +567,18 @@ Plan make_plan(const TriangularConvParams& params) {
   return plan;
 }
 
+// Rounds in which x and dy fit in the L2 cache; of up to twice as many, those that cut the depth
+// most evenly.
 LagPlan make_lag_plan(const TriangularConvParams& params) {
-  return LagPlan(params, clusters(params), kTileRows, params.batch * chunks_of_sample(params));
+  constexpr int64_t kRoundBytes = 24 << 20;
+  const int depth = params.batch * chunks_of_sample(params);
+  const int64_t bytes = int64_t(params.batch) * params.tokens * params.channels * 2 * 2;
+  const int least = static_cast<int>(ceil_div(bytes, kRoundBytes));
+  int rounds = std::max(1, std::min(least, depth));
+  const auto steps = [&](int rounds) { return ceil_div(depth, rounds) * rounds; };
+  for (int more = rounds; more <= std::min(2 * least, depth); ++more)
+    if (steps(more) < steps(rounds)) rounds = more;
+  return LagPlan(params, clusters(params), kTileRows, depth, rounds);
 }
 
 // Floats of the workspace: WeightArguments::partials and sums.

@@ -113,39 +113,45 @@ struct ProductBarriers {
 
 // The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()).
 //
-// Tiles are numbered row tile by row tile, the longest first, and dealt out to the clusters in
-// rounds, every second one backwards. All clusters then have about the same work.
+// While there are column tiles enough for all clusters, each cluster takes one, row tile by row
+// tile, the longest first: what it reads of x or dy stays in the L2 cache. The column tiles that
+// are left, and one for each cluster besides, are numbered row tile by row tile, the longest first,
+// and dealt out in rounds, every second one backwards. All clusters then have about the same work.
 struct Tiles {
   const ProductArguments& arguments;
-  int number, round = 0;
+  int round = 0;
+  int row_tile, column;  // the column tile is counted through all heads
 
   __device__ __forceinline__ explicit Tiles(const ProductArguments& arguments)
-      : arguments(arguments), number(cluster()) {}
-  __device__ __forceinline__ bool valid() const { return number < count(); }
+      : arguments(arguments) {
+    locate();
+  }
+  __device__ __forceinline__ bool valid() const { return row_tile >= 0; }
   __device__ __forceinline__ void next() {
-    number = next_number();
     ++round;
+    locate();
   }
-  __device__ __forceinline__ int row_tile() const {
-    return arguments.row_tiles - 1 - number / all_columns();
-  }
-  // The column tile, counted through all heads.
-  __device__ __forceinline__ int column() const { return number % all_columns(); }
   // With one row tile: whether the next tile is of another head.
   __device__ __forceinline__ bool head_changes() const {
-    const int next = next_number();
-    return next < count() && next / arguments.columns != number / arguments.columns;
+    Tiles following = *this;
+    following.next();
+    return following.valid() && following.column / arguments.columns != column / arguments.columns;
   }
 
  private:
-  __device__ __forceinline__ static int cluster() { return blockIdx.x / kClusterSize; }
-  __device__ __forceinline__ static int clusters() { return gridDim.x / kClusterSize; }
-  __device__ __forceinline__ int all_columns() const { return arguments.columns * arguments.heads; }
-  __device__ __forceinline__ int count() const { return arguments.row_tiles * all_columns(); }
-  // In the next round the places are taken backwards.
-  __device__ __forceinline__ int next_number() const {
-    const int place = number - round * clusters();
-    return (round + 1) * clusters() + clusters() - 1 - place;
+  __device__ __forceinline__ void locate() {
+    const int cluster = blockIdx.x / kClusterSize, clusters = gridDim.x / kClusterSize;
+    const int rows = arguments.row_tiles, columns = arguments.columns * arguments.heads;
+    const int turns = rows > 1 ? max(columns / clusters - 1, 0) : 0;
+    if (round < turns * rows) {
+      row_tile = rows - 1 - round % rows;
+      column = round / rows * clusters + cluster;
+      return;
+    }
+    const int left = columns - turns * clusters, dealt = round - turns * rows;
+    const int number = dealt * clusters + (dealt % 2 == 0 ? cluster : clusters - 1 - cluster);
+    row_tile = rows - 1 - number / left;  // negative beyond the last tile
+    column = turns * clusters + number % left;
   }
 };
 
@@ -171,11 +177,11 @@ struct Tile {
   int row_blocks;   // row blocks that hold tokens: the last tile may have fewer
 
   __device__ __forceinline__ Tile(const ProductArguments& arguments, const Tiles& tiles) {
-    const int column = tiles.column();
+    const int column = tiles.column;
     blocks = (arguments.tokens + kBox - 1) / kBox;
     head = column / arguments.columns;
     chunk = column % arguments.columns * Shape::kColumnBoxes;
-    first_block = tiles.row_tile() * arguments.height;
+    first_block = tiles.row_tile * arguments.height;
     row_blocks = min(arguments.height, blocks - first_block);
   }
   // Steps of a thread block: all steps of the tile, or, if it works alone, up to its own last one.

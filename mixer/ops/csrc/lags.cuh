@@ -7,6 +7,10 @@
 // cluster) has an equal share of that line: a *piece* of each diagonal that its share touches. It
 // writes the sums along the diagonals inside a piece's tile, and a second kernel adds those of the
 // pieces. Every order is fixed, so results are reproducible bit for bit.
+//
+// The line may be walked in *rounds*, each over the same number of samples: a worker does its share
+// of it in every round, with the sums of a piece left in its registers. All workers then read the
+// same samples at the same time, from the L2 cache.
 #pragma once
 
 #include "numeric.cuh"
@@ -14,17 +18,19 @@
 struct LagPlan {
   int32_t heads, workers;
   int32_t diagonals;  // as many as there are row tiles; diagonal d has diagonals - d tiles
-  int32_t depth;      // steps of one tile: its parts of channels, over all samples
-  int32_t share;      // steps of each worker
+  int32_t rounds;
+  int32_t depth;      // steps of one tile in a round: its parts of channels, over the samples
+  int32_t share;      // steps of each worker in a round
 
-  LagPlan(const TriangularConvParams& params, int workers, int tile, int64_t depth)
+  LagPlan(const TriangularConvParams& params, int workers, int tile, int64_t depth, int rounds)
       : heads(params.heads),
         workers(workers),
         diagonals(static_cast<int32_t>(ceil_div(params.tokens, tile))),
-        depth(static_cast<int32_t>(depth)),
+        rounds(rounds),
+        depth(static_cast<int32_t>(ceil_div(depth, rounds))),
         share(static_cast<int32_t>(ceil_div(heads * steps_before(diagonals), workers))) {}
 
-  // Steps of a diagonal, and of those of the same head before it.
+  // Steps of a diagonal in a round, and of those of the same head before it.
   __host__ __device__ int steps(int diagonal) const { return (diagonals - diagonal) * depth; }
   __host__ __device__ int64_t steps_before(int diagonal) const {
     return (static_cast<int64_t>(diagonal) * (2 * diagonals - diagonal + 1) / 2) * depth;
@@ -41,7 +47,7 @@ struct LagPlan {
 struct LagPieces {
   const LagPlan& plan;
   int worker, head, diagonal;
-  int begin, end;  // steps of the diagonal
+  int begin, end;  // steps of the diagonal, in each round
   int left;        // steps of the share from `begin` on
 
   __device__ __forceinline__ LagPieces(const LagPlan& plan, int worker)
@@ -105,18 +111,19 @@ __global__ void __launch_bounds__(kLagThreads)
       const int64_t begin = head * plan.steps_before(plan.diagonals) + plan.steps_before(diagonal);
       const int64_t first = begin / plan.share;
       const int64_t last = (begin + plan.steps(diagonal) - 1) / plan.share;
-      for (int part = 0; part < Parts::kParts; ++part) {
-        const int row0 = diagonal * Parts::kTile + part / Parts::kAcross * Parts::kRows;
-        const int column0 = part % Parts::kAcross * Parts::kColumns;
-        const int number = lag - row0 + column0 + Parts::kColumns - 1;
-        if (number < 0 || number >= Parts::kSums - 1) continue;
-        const int64_t piece = plan.piece(static_cast<int>(first), head, diagonal);
-        const float* from = sums + (piece * Parts::kParts + part) * Parts::kSums + number;
-#pragma unroll 8
-        for (int64_t worker = first; worker <= last; ++worker) {
-          sum += *from;
-          from += Parts::kParts * Parts::kSums;
+      const int64_t piece = plan.piece(static_cast<int>(first), head, diagonal);
+      const float* of_worker = sums + piece * Parts::kParts * Parts::kSums;
+#pragma unroll 4
+      for (int64_t worker = first; worker <= last; ++worker) {
+#pragma unroll
+        for (int part = 0; part < Parts::kParts; ++part) {
+          const int row0 = diagonal * Parts::kTile + part / Parts::kAcross * Parts::kRows;
+          const int column0 = part % Parts::kAcross * Parts::kColumns;
+          const int number = lag - row0 + column0 + Parts::kColumns - 1;
+          if (number >= 0 && number < Parts::kSums - 1)
+            sum += of_worker[part * Parts::kSums + number];
         }
+        of_worker += Parts::kParts * Parts::kSums;
       }
     }
   }

@@ -165,8 +165,8 @@ inline int64_t partial_blocks(const TriangularConvParams& params, int splits) {
 using Parts = LagParts<kTile, kTile, kTile>;
 
 inline LagPlan make_lag_plan(const TriangularConvParams& params) {
-  return LagPlan(params, max(1, params.processors) * kBlocksResident, kTile,
-                 slice_count(params));
+  return LagPlan(params, max(1, params.processors) * kBlocksResident, kTile, slice_count(params),
+                 1);
 }
 
 // Floats of the workspace: the tiles, then the sums along the diagonals of pieces.

@@ -79,6 +79,7 @@ def make(sources: Path, directory: Path) -> list[Path]:
             text = replace_ptx(text)
         text, count = replace_launches(text)
         launches += count
+        text = text.replace("kRoundBytes = 24 << 20", "kRoundBytes = 16 << 10")  # several rounds
         text = re.sub(
             r"extern __shared__ char (\w+)\[\];", r"char* \1 = emulator::dynamic_shared();", text
         )
