@@ -1,16 +1,19 @@
 """Checkpoints converted: from and to the reference implementation of masked mixers, and between the
 two forms of a mixing weight.
 
-    python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing plain]
+    python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
     python -m mixer.convert DIR --output DIR --mixing-weight lags
 
-The first line takes the weights of a LanguageMixer, and the second writes such weights. The third
-gives each mixing weight one number for each distance of tokens, the mean of its diagonal, and says
-how far the weights were from having one; `full` is the way back, which changes nothing. The logits
-of the first two are the reference's. A file of weights does not say whether a softmax belongs to
-the mixing, which has no counterpart here: without --mixing plain the command says that it assumes
-none. See mixer/checkpoints/reference_format.py.
+The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
+second writes such weights. The third gives each mixing weight one number for each distance of
+tokens, the mean of its diagonal, and says how far the weights were from having one; `full` is the
+way back, which changes nothing. The logits of the first two are the reference's.
+
+A LanguageMixer's file does not say whether a softmax belongs to the mixing, which has no
+counterpart here: without --mixing plain the command says that it assumes none. A recurrent mixer's
+file does not say which heads mix by row: it needs --mixing rows, columns or mixed. See
+mixer/checkpoints/reference_format.py and recurrent_format.py.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer, settled
+from mixer.checkpoints.recurrent_format import from_recurrent, is_recurrent_format, to_recurrent
 from mixer.checkpoints.reference_format import (
     ASSUMED,
     HEADS_UNDER,
@@ -33,7 +37,7 @@ from mixer.checkpoints.reference_format import (
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_new, check_writable, whole_directory, whole_file
 from mixer.data.tokenizer import existing_tokenizer
-from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
@@ -43,7 +47,8 @@ def convert(
 ) -> None:
     """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name).
 
-    mixing: "plain"; None assumes it, and says so.
+    mixing: "plain" for a LanguageMixer, which None assumes, and says so; for a recurrent mixer its
+    mixing_weight.
     """
     check_new(output)
     if source.suffix != ".safetensors":
@@ -57,7 +62,12 @@ def convert(
             f"{source} has {wrong[0]} of type {weights[wrong[0]].dtype}; allowed: floating-point "
             "numbers: give the weights of a LanguageMixer"
         )
-    model = from_reference(weights)
+    recurrent = is_recurrent_format(weights)
+    if not recurrent and mixing in RECURRENT:
+        raise UserError(
+            f"--mixing {mixing} is for recurrent mixers, and {source} is none; leave it out"
+        )
+    model = from_recurrent(weights, mixing) if recurrent else from_reference(weights)
     check_finite(source, model)
     tokenizer = None
     if tokenizer_name:
@@ -73,7 +83,7 @@ def convert(
             tokenizer.save_pretrained(stage)
     note = "" if tokenizer_name else ", without a tokenizer (--tokenizer adds one)"
     print(f"wrote {output}:\n{_describe(model)}{note}")
-    if mixing is None:
+    if mixing is None and not recurrent:
         print(
             f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong. Give "
             "--mixing plain where you know that it is not.",
@@ -89,7 +99,8 @@ def convert_back(source: Path, output: Path, heads_under: str) -> None:
         )
     check_writable(output.parent)
     model = load_masked_mixer(source, "which the reference implementation does not have")
-    weights = to_reference(model, heads_under)
+    recurrent = model.config.mixing_weight in RECURRENT
+    weights = to_recurrent(model) if recurrent else to_reference(model, heads_under)
     with whole_file(output) as stage:
         save_file(weights, stage, metadata={"format": "pt"})
     print(f"wrote {output}:\n{_describe(model)}")
@@ -101,7 +112,7 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     """
     check_new(output)
     model = load_masked_mixer(source, "which has no mixing weights")
-    about = model.config.to_dict() | {"mixing_weight": form}
+    about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
     if model.config.mixer_key_size:
         about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
     other = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
@@ -181,8 +192,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--mixing",
-        choices=["plain"],
-        help="that the reference model has no softmax in its mixing (default: assumed, and said)",
+        choices=["plain", *RECURRENT],
+        help="of a LanguageMixer: plain, it has no softmax in its mixing (default: assumed, and "
+        "said); of a recurrent mixer: how its heads mix",
     )
     parser.add_argument(
         "--mixing-weight",

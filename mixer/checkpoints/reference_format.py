@@ -25,6 +25,7 @@ from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
+NAME = "a LanguageMixer"
 LAYERS = {  # the reference's names of what every block has, and ours
     "seq_layernorm": "mixing_norm",
     "patch_layernorm": "mlp_norm",
@@ -48,7 +49,7 @@ def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
     Raises UserError naming every key that is unknown or missing, and every tensor whose shape does
     not fit the others.
     """
-    source = _with_convolutions(_without_prefix(source))
+    source = _with_convolutions(without_prefix(source))
     heads_under = "mixerhead" if any(".mixerhead." in key for key in source) else "conv"
     config = _config(source, heads_under)
     model = MaskedMixerForCausalLM(config).eval()
@@ -57,7 +58,7 @@ def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
         key: _as_reference(tensors[ours], ours, part)
         for key, ours, part in _names(config, heads_under)
     }
-    _compare(source, pieces)
+    compare(source, pieces)
     for key, piece in pieces.items():
         piece.copy_(source[key])
     for name, conv in _convolutions(model):
@@ -81,6 +82,7 @@ def to_reference(
         f"expansion with heads (mixer_expansion: true, num_mixer_heads: {heads})": (
             config.mixer_expansion and heads > 1
         ),
+        "an MLP before the mixing (mlp_first: true)": config.mlp_first,
         "gated mixing (mixer_gate: true)": config.mixer_gate,
         f"keyed mixing (mixer_key_size: {config.mixer_key_size})": config.mixer_key_size,
         "heads without projections (mixer_projections: false)": (
@@ -161,12 +163,17 @@ def _as_reference(tensor: Tensor, name: str, part: int | slice) -> Tensor:
     return tensor[part].permute(1, 2, 0) if name.endswith("conv.weight") else tensor[part]
 
 
-def _without_prefix(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    pattern = re.compile(rf"({PREFIXES})wte\.weight")
+def without_prefix(
+    source: Mapping[str, Tensor], embedding: str = "wte", model: str = NAME
+) -> dict[str, Tensor]:
+    """The state dict without what wrappers put before every key, known by that of the embedding.
+    model: names it in an error.
+    """
+    pattern = re.compile(rf"({PREFIXES}){embedding}\.weight")
     prefixes = {match.group(1) for key in source if (match := pattern.fullmatch(key))}
     if len(prefixes) != 1:
         raise UserError(
-            f"these are not the weights of a LanguageMixer: {len(prefixes)} keys are wte.weight, "
+            f"these are not the weights of {model}: {len(prefixes)} keys are {embedding}.weight, "
             "with nothing or model. or module. before it; the first keys are "
             f"{', '.join(sorted(source)[:4])}"
         )
@@ -201,7 +208,7 @@ def _with_convolutions(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _config(source: Mapping[str, Tensor], heads_under: str) -> MaskedMixerConfig:
-    """The sizes of the model, from the tensors of the first block. `_compare` checks later whether
+    """The sizes of the model, from the tensors of the first block. `compare` checks later whether
     the other blocks agree.
     """
     first, under = "mixerblocks.0.", f"mixerblocks.0.{heads_under}."
@@ -249,8 +256,10 @@ def _config(source: Mapping[str, Tensor], heads_under: str) -> MaskedMixerConfig
         raise UserError(f"the weights are not those of a masked mixer: {error}") from None
 
 
-def _compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor]) -> None:
-    """Raises UserError unless `source` has just the keys and shapes of `pieces`."""
+def compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor], model: str = NAME) -> None:
+    """Raises UserError, naming the model, unless `source` has just the keys and shapes of
+    `pieces`.
+    """
     problems = [
         f"unknown: {key} {tuple(source[key].shape)}" for key in sorted(set(source) - set(pieces))
     ]
@@ -265,6 +274,6 @@ def _compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor]) -> None
     if problems:
         listing = "\n  ".join(problems)
         raise UserError(
-            "the weights are not those of a LanguageMixer that can be converted; nothing is "
+            f"the weights are not those of {model} that can be converted; nothing is "
             f"guessed:\n  {listing}"
         )

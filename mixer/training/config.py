@@ -256,7 +256,7 @@ def _value_problems(run: RunConfig) -> list[str]:
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     train, optim, architecture = run.train, run.optim, run.model.architecture
-    is_mixer, by_lag = architecture == "masked_mixer", run.model.mixing_weight == "lags"
+    is_mixer, form = architecture == "masked_mixer", run.model.mixing_weight
     clashes = [
         (
             train.recompute == "activation" and not is_mixer,
@@ -269,9 +269,8 @@ def _value_problems(run: RunConfig) -> list[str]:
             f"for architecture {architecture}: false",
         ),
         (
-            optim.shared_lags and by_lag,
-            "optim.shared_lags = true with model.mixing_weight = 'lags', where lags are the weight "
-            "itself; allowed with it: false",
+            optim.shared_lags and form != "full",
+            f"optim.shared_lags = true with model.mixing_weight = {form!r}; allowed with it: false",
         ),
         (
             optim.warmup_steps > train.steps,

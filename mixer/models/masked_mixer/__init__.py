@@ -7,10 +7,11 @@ convolution    the convolutions in them, with their mixing weights
 attention      queries and keys, and attention
 plain          the triangular convolution in plain PyTorch
 lags           mixing weights with one number for each distance of tokens
+recurrent      mixing weights that are a running sum
 linear, gelu   two layers in forms that compile better
 flops          counts operations
 generation     what generate() needs
 trainer        what transformers' Trainer needs
-cache, memory  the inputs of earlier tokens, kept while a text is generated
+cache, memory  the inputs of earlier tokens or their sum, kept while a text is generated
 captured_step  a decoding step as a CUDA graph
 """

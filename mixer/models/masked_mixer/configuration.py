@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig
 
 from .plain import BACKENDS
 
+# Mixing weights that are a recurrence, with a memory of constant size; see recurrent.py.
+RECURRENT = ("rows", "columns", "mixed")
 # Which code beside a saved model each of transformers' Auto classes loads with trust_remote_code.
 AUTO_MAP = {
     "AutoConfig": "configuration.MaskedMixerConfig",
@@ -105,12 +107,18 @@ class MixerOptions:
     mixing_weight: str = option(
         "full",
         "what a mixing weight is: full, a number for each pair of positions, or lags, one for each "
-        "distance of two tokens, so that nothing grows with the square of the context",
-        choices=("full", "lags"),
+        "distance of two tokens, so that nothing grows with the square of the context, or a "
+        "recurrence, whose memory does not grow while a text is generated: rows and columns have "
+        "one for each token, by which it takes or gives, mixed has rows in half of the heads",
+        choices=("full", "lags", *RECURRENT),
     )
+    mixing_decay: bool = option(
+        False, "with mixing_weight rows, columns or mixed: each head learns how fast it forgets"
+    )
+    mlp_first: bool = option(False, "a block's MLP stands before its mixing")
     mixing_init: str = option(
         "reference",
-        "initial mixing weights: reference (random, as nn.Conv1d's), zero (a block starts as its "
+        "initial mixing weights: reference (random, as the author's), zero (a block starts as its "
         "MLP alone), or shift (each head starts by passing on the token some places back, and in "
         "keyed mixing as a mean of earlier tokens; for several heads)",
         choices=("reference", "zero", "shift"),
@@ -125,7 +133,9 @@ class MixerOptions:
     final_norm: bool = option(False, "a LayerNorm before lm_head")
     linear_bias: bool = option(True, "whether linear layers have biases; lm_head never has")
     hidden_act: str = option(
-        "gelu", "the MLP's nonlinearity; relu2 is the square of ReLU", choices=("gelu", "relu2")
+        "gelu",
+        "the MLP's nonlinearity; relu2 is the square of ReLU",
+        choices=("gelu", "relu2", "silu"),
     )
     mixing_backend: str = option(
         "auto",
@@ -171,6 +181,12 @@ class MaskedMixerConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         super().__init__(tie_word_embeddings=chosen.tie_word_embeddings, **options)
+
+    @property
+    def longest_text(self) -> float:
+        """How many tokens the model reads at most: the context, or without end."""
+        recurrent = self.mixing_weight in RECURRENT
+        return math.inf if recurrent else self.max_position_embeddings
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
         """As in transformers, but with all of AUTO_MAP: transformers itself would name only the
@@ -245,10 +261,36 @@ def shape_problems(options: MixerOptions) -> list[str]:
             f"mixer_key_size is {size} and mixer_kernel_size {options.mixer_kernel_size}; allowed "
             "with keyed mixing: a mixer_kernel_size of 1"
         )
+    problems += recurrence_problems(options)
     if every > (blocks if size else 1):
         problems.append(
             f"mixer_keyed_every is {every} with mixer_key_size {size} and {blocks} blocks; "
             f"allowed: 1 to {blocks} with mixer_key_size of 1 or more"
+        )
+    return problems
+
+
+def recurrence_problems(options: MixerOptions) -> list[str]:
+    """As `shape_problems`, of recurrent mixing weights."""
+    form, problems = options.mixing_weight, []
+    if form not in RECURRENT:
+        if options.mixing_decay:
+            forms = ", ".join(RECURRENT)
+            problems.append(f"mixing_decay with mixing_weight {form}; allowed with it: {forms}")
+        return problems
+    if options.mixer_key_size:
+        problems.append(
+            f"mixing_weight is {form} with mixer_key_size {options.mixer_key_size}; allowed with "
+            "keyed mixing: full, lags"
+        )
+    if options.mixing_init == "shift":
+        problems.append(
+            f"mixing_init is shift with mixing_weight {form}, which cannot pass on a single token; "
+            "allowed with it: reference, zero"
+        )
+    if form == "mixed" and options.num_mixer_heads < 2:
+        problems.append(
+            "mixing_weight is mixed with one head; allowed: num_mixer_heads of 2 or more"
         )
     return problems
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
-from .configuration import MaskedMixerConfig
+from .configuration import RECURRENT, MaskedMixerConfig
 from .flops import Flops
 from .lags import diagonal_sums, falling, lags_at, toeplitz, weight_by_lag
 from .memory import MixingMemory
@@ -81,7 +81,8 @@ class TriangularConv(nn.Module):
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.backend, self.initial = config.mixing_backend, config.mixing_init
-        self.by_lag = config.mixing_weight == "lags"
+        self.form, self.has_decay = config.mixing_weight, config.mixing_decay
+        self.by_lag = self.form == "lags"
         self.block = 0  # the number of the block that it stands in, which the model sets
         self.make_weight()
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
@@ -89,6 +90,8 @@ class TriangularConv(nn.Module):
 
     def make_weight(self) -> None:
         """Creates the parameters that `mixing_weight` is computed from, with any values."""
+        if self.form in RECURRENT:
+            raise ValueError(f"mixing_weight is {self.form}; use mixing.convolution(config) for it")
         if self.by_lag:
             self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
         else:

@@ -15,11 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention, QueryKey, previous_rows
-from .configuration import MaskedMixerConfig
+from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import KeyedConv, Memory, TriangularConv, remember
 from .gelu import gelu
 from .linear import Linear
 from .plain import by_head
+from .recurrent import RecurrentConv
+
+
+def convolution(config: MaskedMixerConfig, heads: int | None = None) -> TriangularConv:
+    """The convolution with the configuration's mixing weight; `heads` in place of its heads."""
+    kind = RecurrentConv if config.mixing_weight in RECURRENT else TriangularConv
+    return kind(config, heads)
 
 
 class TokenMixing(nn.Module):
@@ -64,7 +71,7 @@ class Flat(TokenMixing):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.conv = TriangularConv(config, heads=1 if config.mixer_key_size else None)
+        self.conv = convolution(config, heads=1 if config.mixer_key_size else None)
 
     def mix(self, x, residual, memories, positions):
         return self.conv(x, residual, memories[0], positions)
@@ -77,7 +84,7 @@ class Expanded(Flat):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
-        self.second_conv = TriangularConv(config)
+        self.second_conv = convolution(config)
 
     def mix(self, x, residual, memories, positions):
         x = gelu(self.conv(x, None, memories[0], positions))
@@ -93,9 +100,9 @@ class Projected(TokenMixing):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.in_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
-        self.conv = TriangularConv(config)
+        self.conv = convolution(config)
         if self.convolutions == 2:
-            self.second_conv = TriangularConv(config)
+            self.second_conv = convolution(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
@@ -124,7 +131,7 @@ class Gated(TokenMixing):
         super().__init__()
         parts = [config.hidden_size] * 3
         self.in_proj = Linear(config.hidden_size, *parts, bias=config.linear_bias)
-        self.conv = TriangularConv(config)
+        self.conv = convolution(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):

@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple, logging
 from .attention import rotations
 from .cache import MixingCache, Places
 from .captured_step import CapturedStep  # noqa: F401
-from .configuration import MaskedMixerConfig
+from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import Memory, TriangularConv
 from .flops import count_flops
 from .gelu import gelu
@@ -37,6 +37,7 @@ from .linear import Linear
 from .memory import MixingMemory  # noqa: F401
 from .mixing import Keyed, mixing_class
 from .plain import BACKENDS  # noqa: F401
+from .recurrent import RecurrentConv  # noqa: F401
 from .trainer import Training
 
 logger = logging.get_logger(__name__)
@@ -60,7 +61,7 @@ def in_autocast_type(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU or a squared ReLU between, on each token by itself."""
+    """Two linear layers with a nonlinearity between, on each token by itself."""
 
     # Set by training to save memory: backward computes the nonlinearity again, and its output is
     # not kept.
@@ -71,7 +72,7 @@ class MLP(nn.Module):
         hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
         self.up_proj = Linear(hidden, wide, bias=bias)
         self.down_proj = Linear(wide, hidden, bias=bias)
-        self.activation = {"gelu": gelu, "relu2": relu2}[config.hidden_act]
+        self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up_proj(x)
@@ -91,7 +92,7 @@ class Block(GradientCheckpointingLayer):
         self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixing = mixing_class(config, number)(config)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp, self.mlp_first = MLP(config), config.mlp_first
 
     def forward(
         self,
@@ -100,8 +101,10 @@ class Block(GradientCheckpointingLayer):
         positions: Tensor | None = None,
         **more,  # what keyed mixing takes
     ) -> Tensor:
+        if self.mlp_first:
+            x = x + self.mlp(self.mlp_norm(x))
         x = self.mixing(self.mixing_norm(x), x, memories, positions, **more)
-        return x + self.mlp(self.mlp_norm(x))
+        return x if self.mlp_first else x + self.mlp(self.mlp_norm(x))
 
 
 class MaskedMixerPreTrainedModel(PreTrainedModel):
@@ -211,10 +214,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
     ) -> Tensor:
         """`_blocks` on tokens that follow those in the cache."""
         past, new = cache.get_seq_length(), input_ids.shape[1]
-        if places is None or past == 0:
+        recurrent = self.config.mixing_weight in RECURRENT
+        if places is None or (past == 0 and not recurrent):
             positions = torch.arange(past, past + new, device=input_ids.device)[None]  # (1, new)
-        else:  # (batch, new)
-            positions = places.starts + torch.arange(new, device=input_ids.device)
+        else:
+            positions = places.positions(mark_padding=recurrent)  # (batch, new)
         if past > 0 and new == 1 and states is None:
             return cache.step(self._blocks, input_ids, positions)
         return self._blocks(input_ids, cache.layers, positions, states)
@@ -296,7 +300,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: "
                 "leave it out, or give the one that an earlier call with use_cache=True returned"
             )
-        (batch, new), context = input_ids.shape, self.config.max_position_embeddings
+        (batch, new), context = input_ids.shape, self.config.longest_text
         memories = cache.layers if cache is not None else ()
         needed = sum(layer.mixing.convolutions for layer in self.layers)
         if memories and (len(memories) != needed or memories[0].context != context):
@@ -356,7 +360,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
 
         Args:
             input_ids: (batch, tokens) int64. Together with the tokens in the cache there may be at
-                most max_position_embeddings.
+                most max_position_embeddings; any number with recurrent mixing weights.
             attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
                 on either side. Each text is computed as if it stood alone; a padded place repeats
                 the logits of the token before it, and has zeros where there is none.
