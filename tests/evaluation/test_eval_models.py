@@ -251,7 +251,7 @@ def test_an_unknown_architecture_and_weights_of_another_shape_are_refused(root, 
 @pytest.mark.parametrize(
     "kind, field, value, message",
     [
-        ("masked_mixer", "hidden_size", "wide", "hidden_size is 'wide'; allowed: an integer, 1 or"),
+        ("masked_mixer", "hidden_size", "wide", "hidden_size = 'wide'; allowed: int, 1 or more"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),
         ("gpt2", "n_layer", -1, "num_hidden_layers -1; allowed: 1 or more"),
         ("gpt2", "activation_function", "magic", "magic"),

@@ -281,7 +281,7 @@ def test_a_profile_shows_the_time_in_token_mixing():
     [
         ({"num_mixer_heads": 3}, "does not divide hidden_size 16; allowed: 1, 2, 4, 8, 16"),
         ({"mixing_backend": "fast"}, "allowed: auto, cuda, dense"),
-        ({"hidden_size": 0}, "hidden_size is 0; allowed: an integer, 1 or more"),
+        ({"hidden_size": 0}, "hidden_size = 0; allowed: 1 or more and at most 65536"),
         ({"mixer_gate": True, "mixer_expansion": True}, "mixer_gate and mixer_expansion are both"),
         ({"mixer_gate": True, "mixer_projections": False}, "leave out mixer_projections"),
         ({"mixer_key_size": 2, "mixer_gate": True}, "or mixer_keyed_every of 2 or more"),

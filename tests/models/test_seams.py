@@ -97,12 +97,16 @@ def test_the_pages_variant_trains(write_config, monkeypatch, tmp_path):
     assert type(model.model.layers[0].mixing).__name__ == "Mine"
 
 
-@pytest.mark.parametrize(("optimizer", "initial"), [("adamw", "reference"), ("muon", "zero")])
+@pytest.mark.parametrize(
+    ("optimizer", "initial", "form"), [("adamw", "reference", "full"), ("muon", "zero", "lags")]
+)
 def test_the_pages_convolution_trains_and_its_weight_stays_narrow(
-    optimizer, initial, write_config, monkeypatch, tmp_path
+    optimizer, initial, form, write_config, monkeypatch, tmp_path
 ):
-    code = LOW_RANK + VARIANT.replace("= TriangularConv(config)", "= LowRank(config)")
+    """Whatever mixing_weight says, which it replaces."""
+    code = LOW_RANK + VARIANT.replace("= convolution(config)", "= LowRank(config)")
     how = [f"optim.name={optimizer}", f"model.mixing_init={initial}", "optim.lr=1e-2"]
+    how += [f"model.mixing_weight={form}"]
     run_page(code, write_config, monkeypatch, "train.compile=no", *how)
     losses = read_losses(tmp_path / "runs/mine")
     assert losses[12] < losses[1] - 0.2

@@ -3,7 +3,7 @@
 A step consists of many small kernels, and the host may need longer to launch them than the GPU to
 run them. A replay launches all of them at once.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import threading

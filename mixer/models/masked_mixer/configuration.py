@@ -3,17 +3,21 @@
 An option is written once, as a field of `MixerOptions`. The configuration of a run (`model.*`), its
 checks and `python train.py --help` all come from there.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import dataclasses
+import inspect
 import math
+import shutil
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from .plain import BACKENDS
+from .lags import toeplitz
+from .options import option, option_problems
+from .plain import BACKENDS, triangular_conv
 
 # Mixing weights that are a recurrence, with a memory of constant size; see recurrent.py.
 RECURRENT = ("rows", "columns", "mixed")
@@ -23,24 +27,6 @@ AUTO_MAP = {
     "AutoModel": "modeling.MaskedMixerModel",
     "AutoModelForCausalLM": "modeling.MaskedMixerForCausalLM",
 }
-
-
-def option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] = (),
-    at_least: int | None = None,
-    above: int | None = None,
-    at_most: int | None = None,
-) -> Any:
-    """A dataclass field with a default, a help text and the values that are allowed.
-
-    The metadata is that of `mixer.common.options.option`, which this file cannot import.
-    """
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
-    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
-    metadata = {"help": help, "choices": choices, "bounds": bounds}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -194,20 +180,25 @@ class MaskedMixerConfig(PreTrainedConfig):
         return math.inf if recurrent else self.max_position_embeddings
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
-        """As in transformers, but with all of AUTO_MAP: transformers itself would name only the
-        class that is saved.
+        """As in transformers, and the model's code, for trust_remote_code where this package is not
+        installed.
         """
         self.auto_map = AUTO_MAP | (getattr(self, "auto_map", None) or {})
+        copy_code(Path(save_directory))
         super().save_pretrained(save_directory, **kwargs)
 
 
-def option_problems(options: ModelOptions) -> list[str]:
-    """One line for each option whose value is not allowed."""
-    return [
-        f"{item.name} is {getattr(options, item.name)!r}; allowed: {_allowed(item)}"
-        for item in dataclasses.fields(options)
-        if not _is_allowed(getattr(options, item.name), item)
-    ]
+def copy_code(directory: Path) -> None:
+    """Copies the files of the model into a directory, with those that this package has elsewhere
+    and that a file here only passes on.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    elsewhere = {"lags": toeplitz, "options": option, "plain": triangular_conv}
+    for file in Path(__file__).parent.glob("*.py"):
+        if file.stem in elsewhere:
+            file = Path(inspect.getfile(elsewhere[file.stem]))
+        if file.stem != "__init__":
+            shutil.copyfile(file, directory / file.name)
 
 
 def shape_problems(options: MixerOptions) -> list[str]:
@@ -298,30 +289,3 @@ def recurrence_problems(options: MixerOptions) -> list[str]:
             "mixing_weight is mixed with one head; allowed: num_mixer_heads of 2 or more"
         )
     return problems
-
-
-def _is_allowed(value: Any, item: dataclasses.Field) -> bool:
-    choices, bounds = item.metadata["choices"], item.metadata["bounds"]
-    if choices:
-        return value in choices
-    if item.type is bool:
-        return isinstance(value, bool)
-    if value is None:
-        return item.default is None
-    types = (int, float) if item.type is float else (int,)
-    if type(value) not in types or not math.isfinite(value):
-        return False
-    lowest, highest = bounds.get("at_least", -math.inf), bounds.get("at_most", math.inf)
-    return lowest <= value <= highest and value > bounds.get("above", -math.inf)
-
-
-def _allowed(item: dataclasses.Field) -> str:
-    if item.metadata["choices"]:
-        return ", ".join(item.metadata["choices"])
-    if item.type is bool:
-        return "true or false"
-    bounds = item.metadata["bounds"]
-    if "at_least" in bounds:
-        most = f" and at most {bounds['at_most']}" if "at_most" in bounds else ""
-        return f"an integer, {bounds['at_least']} or more{most}"
-    return f"a number above {bounds['above']}"

@@ -3,7 +3,7 @@
 A new token is mixed with all tokens before it, so generation keeps what the convolution was given
 for each of them. A new token then costs one row of the mixing weight instead of the whole triangle.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import math
@@ -155,3 +155,23 @@ class MixingState(MixingMemory):
         return -1  # transformers' word for none
 
     get_max_cache_shape = get_max_length
+
+
+# What a convolution keeps of earlier tokens: nothing, a MixingMemory that counts its tokens, or the
+# bare tensor of one whose tokens are counted elsewhere (in a captured decoding step).
+Memory = MixingMemory | Tensor | None
+
+
+def is_first(memory: Memory) -> bool:
+    """Whether no tokens stand before the new ones."""
+    return memory is None or not isinstance(memory, Tensor) and memory.get_seq_length() == 0
+
+
+def remember(memory: MixingMemory | Tensor, new: Tensor, positions: Tensor | None) -> Tensor:
+    """Writes the inputs of new tokens, (batch, heads, new, channels of a head), into a memory;
+    returns those of all tokens so far, (batch, heads, length, channels of a head).
+    """
+    if isinstance(memory, MixingMemory):
+        return memory.update(new, positions=positions)[0]
+    write_rows(memory, new, positions)
+    return memory

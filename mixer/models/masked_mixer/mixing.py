@@ -4,7 +4,7 @@ A `TokenMixing` is what a block calls. The variants below are built around one o
 and `VARIANTS` chooses between them. A new variant is one class here, a line in VARIANTS and a field
 of MixerOptions in configuration.py.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention, QueryKey, previous_rows
+from .by_lag import KeyedLagConv, LagConv
 from .configuration import RECURRENT, MaskedMixerConfig
-from .convolution import KeyedConv, Memory, TriangularConv, remember
+from .convolution import KeyedConv, TriangularConv
 from .gelu import gelu
 from .linear import Linear
+from .memory import Memory, remember
 from .plain import by_head
 from .recurrent import RecurrentConv
 
 
 def convolution(config: MaskedMixerConfig, heads: int | None = None) -> TriangularConv:
     """The convolution with the configuration's mixing weight; `heads` in place of its heads."""
-    kind = RecurrentConv if config.mixing_weight in RECURRENT else TriangularConv
-    return kind(config, heads)
+    form = config.mixing_weight
+    if form in RECURRENT:
+        return RecurrentConv(config, heads)
+    return LagConv(config, heads) if form == "lags" else TriangularConv(config, heads)
 
 
 class TokenMixing(nn.Module):
@@ -155,7 +159,9 @@ class Keyed(TokenMixing):
         self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
         self.query_key = QueryKey(config)
         # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
-        self.keyed_conv = (Attention if config.mixer_attention else KeyedConv)(config)
+        by_lag = config.mixing_weight == "lags"
+        kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
+        self.keyed_conv = kind(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions, rotation=None, values=None):

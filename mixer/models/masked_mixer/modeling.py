@@ -25,17 +25,20 @@ from transformers.utils import can_return_tuple, logging
 # Imports are relative because these files are copied beside every saved model, and transformers
 # loads them from there. Up to 5.9 it finds only what this file itself imports.
 from .attention import rotations
+from .by_lag import LagConv
 from .cache import MixingCache, Places
 from .captured_step import CapturedStep  # noqa: F401
 from .configuration import RECURRENT, MaskedMixerConfig
-from .convolution import Memory, TriangularConv
+from .convolution import TriangularConv
 from .flops import count_flops
 from .gelu import gelu
 from .generation import Generation
 from .lags import toeplitz  # noqa: F401
 from .linear import Linear
-from .memory import MixingMemory  # noqa: F401
+from .memory import Memory
 from .mixing import Keyed, mixing_class
+from .operators import turn  # noqa: F401
+from .options import option  # noqa: F401
 from .plain import BACKENDS  # noqa: F401
 from .recurrent import RecurrentConv  # noqa: F401
 from .trainer import Training
@@ -421,19 +424,20 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
         `context`. Distances beyond the trained ones get no weight of their own: in keyed mixing the
         initial decay goes on, elsewhere the weight is zero.
 
-        Raises ValueError for full mixing weights, which have no rows for more tokens, and for a
+        Raises ValueError for other mixing weights, which have no numbers for more tokens, and for a
         context below the present one.
         """
         present = self.config.max_position_embeddings
-        if self.config.mixing_weight != "lags" or context < present:
+        convolutions = [part for part in self.modules() if isinstance(part, TriangularConv)]
+        kinds = {type(part) for part in convolutions}
+        if context < present or not all(issubclass(kind, LagConv) for kind in kinds):
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(
-                f"extend_context({context}) of a model with mixing_weight "
-                f"{self.config.mixing_weight!r} and a context of {present}; allowed: a longer "
-                "context, for mixing_weight 'lags'"
+                f"extend_context({context}) of a model with a context of {present} and mixing "
+                f"weights of {names}; allowed: a longer context, for mixing_weight 'lags'"
             )
-        for module in self.modules():
-            if isinstance(module, TriangularConv):
-                module.extend(context)
+        for part in convolutions:
+            part.extend(context)
         self.config.max_position_embeddings = context
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:

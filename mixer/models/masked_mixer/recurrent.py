@@ -2,7 +2,7 @@
 scale[j] d^(i - j) by column. Later tokens need no more of earlier ones than a running sum, so
 generation keeps one number for each channel, however long the text.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import math
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization
 
-from .convolution import TriangularConv, triangular_conv
+from .convolution import TriangularConv
 from .flops import Flops
 from .lags import toeplitz
-from .memory import MixingState
+from .memory import Memory, is_first
+from .operators import triangular_conv
 from .plain import shift_channels, tap_shift
 
 FASTEST = 0.1  # the largest decay
@@ -68,7 +69,7 @@ class RecurrentConv(TriangularConv):
         self,
         x: Tensor,
         residual: Tensor | None = None,
-        memory: MixingState | Tensor | None = None,
+        memory: Memory = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """As TriangularConv.forward, of texts of any length. A negative position is padding, which
@@ -137,11 +138,10 @@ class RecurrentConv(TriangularConv):
             found.append(sums)
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def _remembered(self, x: Tensor, memory: MixingState | Tensor, positions: Tensor) -> Tensor:
+    def _remembered(self, x: Tensor, memory: Memory, positions: Tensor) -> Tensor:
         """The sums of new tokens, from those in a memory on, which takes each text's last one."""
-        captured = isinstance(memory, Tensor)  # one new token of each text, in a graph
-        first = not captured and memory.get_seq_length() == 0
-        state = memory if captured else memory.extend(x)
+        first = is_first(memory)
+        state = memory if isinstance(memory, Tensor) else memory.extend(x)
         sums = self._sums(x, None if first else state)
         if x.shape[1] == 1:
             last, none = sums[:, 0], positions < 0
