@@ -13,7 +13,9 @@ MOST_CURVES = 4  # of named runs that one picture shows
 
 
 def draw(result: dict, output: Path) -> Path | None:
-    """None of results that have no picture."""
+    """None of results that have no picture, as those of retrieval."""
+    if any("top1_of_32" in row for row in result["runs"].values()):
+        return None
     if "kinds" in result["plan"]:
         return save(figure_of_kinds(result), output) if finished(result["runs"]) else None
     left_out = {"seed", "without_mixing"}

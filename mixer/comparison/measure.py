@@ -29,6 +29,7 @@ from mixer.evaluation.scoring import evaluate_batches, sample_batches
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train
+from mixer.training.objective import useful_flops
 
 POINTS = 60  # of a curve of the results
 
@@ -57,7 +58,8 @@ def stop_with_parent() -> None:
 def train_run(run: Run, name: str, folder: Path) -> dict | None:
     """What a run measures; None if a signal has stopped it, and it was saved."""
     given = [f"name={name}", f"output_dir={folder}", "train.eval_every=0"]
-    config = run.config(*given, "checkpoint.save_every=0", "checkpoint.save_last=false")
+    given += ["checkpoint.save_every=0", f"checkpoint.save_last={str(run.keeps).lower()}"]
+    config = run.config(*given)
     saved = config.directory / "config.yaml"
     if saved.exists() and load_config(str(saved), []) != config:  # of other options
         shutil.rmtree(config.directory)
@@ -78,10 +80,13 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         is_speed = run.about.get("budget") == 0 and not run.about.get("without_mixing")
         row |= measured(lines, config, data.manifest, min if is_speed else median)
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        useful = model.flops_per_token()["useful"]
-        row["useful_tflops"] = useful * row["tokens_per_second"] / 1e12
-        row |= where(model, config, data.validation) if run.by_position else {}
-    shutil.rmtree(config.directory)
+        row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
+        by_position = run.by_position and not config.is_contrastive
+        row |= where(model, config, data.validation) if by_position else {}
+    if run.keeps:
+        row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
+    else:
+        shutil.rmtree(config.directory)
     splits = data.manifest.splits.values()
     return row | {"text_sha256": [split.tokens_sha256 for split in splits]}
 
@@ -111,13 +116,14 @@ def measured(
         "passes": last["tokens"] / text.tokens,
         "peak_memory_gb": last["peak_memory_gb"],
         "validation_loss": validation["validation_loss"],
-        "accuracy": validation["validation_accuracy"],
-        "bits_per_byte": validation["validation_bits_per_byte"],
+        "accuracy": validation.get("validation_accuracy"),
+        "bits_per_byte": validation.get("validation_bits_per_byte"),
         "largest_grad_norm": max(norms, default=None),
         "largest_rise": largest_rise(
             [line["loss"] for line in windows if line["step"] > config.optim.warmup_steps]
         ),
     }
+    found |= {name: validation[name] for name in validation if name.startswith("top1_of_")}
     for name in ("loss", "grad_norm"):
         found[name] = thinned([[line["step"], line[name]] for line in windows if line[name]])
     return found

@@ -61,7 +61,8 @@ def table_of_runs(result: dict) -> str:
         "the warm-up above its lowest value before. Losses are in nats per token."
         + (" Runs without a time shared their GPU with other work." if shared else "")
     )
-    parts = ["# Runs compared", "\n".join(lines), *seeds_section(runs), *agreement(result), said]
+    parts = ["# Runs compared", "\n".join(lines), *retrieval_section(result), *seeds_section(runs)]
+    parts += [*agreement(result), said]
     origin = f"Measured on {origins(result)}. The options of each run are in the JSON file."
     return "\n\n".join([*parts, origin]) + "\n"
 
@@ -150,6 +151,17 @@ def seeds_section(runs: dict) -> list[str]:
     return ["## Seeds", tables.table(rows)] if rows else []
 
 
+def retrieval_section(result: dict) -> list[str]:
+    """How often texts find their partners among so many, after each run but those of a sweep."""
+    rows = [
+        {"run": name, "validation loss": f"{row['validation_loss']:.4f}"}
+        | {key.replace("_", " "): f"{row[key]:.1%}" for key in row if key.startswith("top1_of_")}
+        for name, row in result["runs"].items()
+        if "top1_of_32" in row and row.get("budget", math.inf) > sweep_budget(result)
+    ]
+    return ["## Retrieval", tables.table(rows)] if rows else []
+
+
 # ------------------------------------------------------------------------- kinds and sizes
 
 
@@ -162,7 +174,7 @@ def table_of_kinds(result: dict) -> str:
         parts += ["## Accuracy", tables.table(rows), "The share of the answers that are likeliest."]
     if rows := where_rows(runs):
         parts += ["## Where each is better", tables.table(rows, keys=2), how_split()]
-    parts += seeds_section(runs)
+    parts += retrieval_section(result) + seeds_section(runs)
     if rates := rate_rows(result):
         parts += ["## Speeds and learning rates", tables.table(rates)]
     if finished(runs):

@@ -17,6 +17,7 @@ OF_SOURCES = {
     "subset": ("builtin", "hub"),
     "split": ("hub",),
     "text_field": ("jsonl", "parquet", "hub"),
+    "pair_field": ("jsonl", "parquet", "hub"),
 }
 
 
@@ -42,6 +43,9 @@ class DataConfig:
         "train", "hub: the split to read; train and validation are both cut from it"
     )
     text_field: str = option("text", "jsonl, parquet, hub: the field that holds a document's text")
+    pair_field: str = option(
+        "", "jsonl, parquet, hub: the field of the text that belongs to the one in text_field"
+    )
     tokenizer: str = option(
         "train", "train (a byte-level BPE on the source), a local directory, or a hub name"
     )

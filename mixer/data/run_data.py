@@ -8,12 +8,13 @@ from transformers import PreTrainedTokenizerBase
 from mixer.common.say import Say
 from mixer.data.config import TASKS, DataConfig
 from mixer.data.manifest import SPLITS, Manifest
+from mixer.data.pairs import PairFile
 from mixer.data.prepare import prepare
 from mixer.data.tasks import TaskSamples, open_task
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
 
-Samples = TokenFile | TaskSamples
+Samples = TokenFile | TaskSamples | PairFile
 
 
 @dataclass
@@ -27,12 +28,17 @@ class Data:
     token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
 
 
-def open_data(config: DataConfig, context: int, say: Say = print) -> Data:
-    """The data as samples of `context` tokens. A text is prepared unless that was done already."""
+def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say = print) -> Data:
+    """The data as samples of `context` tokens, or pairs of texts of at most so many. A text is
+    prepared unless that was done already.
+    """
     if config.source in TASKS:
         manifest, splits, tokenizer = open_task(config, context)
     else:
         manifest, tokenizer = prepare(config, say), load_tokenizer(config.directory)
-        splits = [TokenFile(config.directory, split, context, say) for split in SPLITS]
-    tokenizer.model_max_length = context  # saved with the model, for tools that cut texts by it
+        kind = PairFile if as_pairs else TokenFile
+        splits = [kind(config.directory, split, context, say) for split in SPLITS]
+    # Both are saved with the model, for tools that cut texts and make batches of them.
+    tokenizer.model_max_length = context
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return Data(manifest, *splits, tokenizer, token_bytes(tokenizer))

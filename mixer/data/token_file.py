@@ -10,7 +10,7 @@ import torch
 
 from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
-from mixer.data.manifest import SPLITS, Manifest
+from mixer.data.manifest import Manifest
 
 DOCUMENTS_AT_ONCE = 4096  # of unpacked data, where rows are found
 
@@ -41,15 +41,10 @@ class TokenFile:
         context: int,
         say: Say = say_on_stderr,
     ):
-        if split not in SPLITS:
-            raise UserError(f"there is no split {split!r}; allowed: {', '.join(SPLITS)}")
-        if context < 1:
-            raise UserError(f"the context is {context} tokens; allowed: 1 or more")
         self.directory, self.split, self.context = Path(directory), split, context
         self.manifest = Manifest.load(directory)
-        self.manifest.verify(directory)
+        self.manifest.verify(directory, [split], say)
         counts = self.manifest.splits[split]
-        self.manifest.verify_content(directory, split, say)
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
@@ -102,7 +97,7 @@ class TokenFile:
         ignored = np.zeros((len(indices), self.context), dtype=bool)
         for row, index in enumerate(indices):
             start, end = self.span(int(index))
-            rows[row, : end - start] = self._read(start, end)
+            rows[row, : end - start] = self.read(start, end)
             ignored[row, end - start - 1 :] = True
         rows = torch.from_numpy(rows)  # (batch, context + 1)
         targets = rows[:, 1:].masked_fill(torch.from_numpy(ignored), -100)
@@ -121,7 +116,7 @@ class TokenFile:
         start, end = begin + row * self.context, int(self.document_ends[document])
         return start, min(start + self.context + (not self.cut), end - self.cut)
 
-    def _read(self, start: int, end: int) -> np.ndarray:
+    def read(self, start: int, end: int) -> np.ndarray:
         """Tokens [start, end). Not through a memory map, whose pages would count as this process's
         memory.
         """

@@ -1,4 +1,4 @@
-"""The mean loss and the accuracy on a sample of the validation split."""
+"""What is measured on a sample of the validation split."""
 
 import math
 
@@ -7,12 +7,38 @@ import torch
 from torch import nn
 
 from mixer.data.batches import to_device
-from mixer.data.run_data import Samples
+from mixer.data.config import TASKS
+from mixer.data.run_data import Data, Samples
 from mixer.distributed.world import World
+from mixer.models.retrieval import MOST_PAIRS, info_nce, pair_vectors, top1
+from mixer.training.config import RunConfig
+
+
+def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> tuple[dict, str]:
+    """The entries of metrics.jsonl, and in words what they say beside the loss."""
+    samples, batch_size = run.train.eval_samples, run.train.batch_size
+    if run.is_contrastive:
+        count = min(len(data.validation), samples or MOST_PAIRS, MOST_PAIRS)
+        model = world.accelerator.unwrap_model(parallel).eval()  # it gives vectors
+        place = world.device, world.rank, world.size
+        vectors = world.sum(pair_vectors(model, data.validation, count, batch_size, place))
+        model.train()
+        loss = info_nce(*vectors, 0, run.train.temperature).mean().item()
+        shares = top1(*vectors)
+        said = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items()]
+        said += [f"{count:,} of {len(data.validation):,} pairs"]
+        return {"validation_loss": loss, "validation_pairs": count} | shares, ", ".join(said)
+    scored = data.validation, data.token_bytes, samples, batch_size
+    found = token_scores(parallel, *scored, world)
+    said = f"{found['validation_bits_per_byte']:.4f} bits per byte"
+    if run.data.source in TASKS:
+        said = f"{found['validation_accuracy']:.2%} right"
+    of = data.manifest.splits["validation"].tokens
+    return found, f"{said} ({found['validation_tokens']:,} of {of:,} tokens)"
 
 
 @torch.no_grad()
-def validate(
+def token_scores(
     parallel: nn.Module,
     validation: Samples,
     token_bytes: np.ndarray,

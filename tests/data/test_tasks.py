@@ -132,4 +132,4 @@ def test_several_processes_train_on_the_samples_of_one(write_task, launch, tmp_p
     one, two = (read_losses(tmp_path / "runs" / name) for name in ("one", "two"))
     assert len(one) == 5 and two == pytest.approx(one, rel=1e-5)
     refused = launch("--config", path, "name=one", *steps, "data.pairs=3")
-    assert 0 not in refused.wait() and "data.pairs: 2 in the checkpoint, now 3" in refused.output
+    assert 0 not in refused.wait() and "data.pairs is 2 in the checkpoint, now 3" in refused.output

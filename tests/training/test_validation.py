@@ -13,7 +13,7 @@ from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
 from mixer.distributed.world import World
-from mixer.training.validation import validate
+from mixer.training.validation import token_scores
 
 CONTEXT = 16
 
@@ -39,7 +39,7 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
     sizes, model = token_bytes(tokenizer), OneNat()
     for samples in (7, 50, 0):
         model.inputs = []
-        found = validate(model, validation, sizes, samples, 8, World(Accelerator()))
+        found = token_scores(model, validation, sizes, samples, 8, World(Accelerator()))
         chosen = samples or len(validation)
         first = [row[0] for row in model.inputs]
         picked = np.arange(chosen) * len(validation) // chosen
