@@ -164,7 +164,6 @@ def where(model: PreTrainedModel, config: RunConfig, validation: Samples) -> dic
         next(model.parameters()).device,
         AUTOCAST_TYPES.get(config.train.mixed_precision),
     )
-    losses = scores.loss_by_position
-    is_whole = None not in losses  # a task has answers at some positions alone
-    by_position = mean_by_position(losses) if is_whole else []
+    losses = scores.loss_by_position  # None where a task has no answers
+    by_position = [] if None in losses else mean_by_position(losses)
     return loss_by_kind(scores) | {"loss_by_position": by_position}

@@ -170,7 +170,7 @@ def table_of_kinds(result: dict) -> str:
     if longer(runs):
         parts += ["## Losses", tables.table(loss_rows(runs), keys=3)]
     if rows := accuracy_rows(result):
-        parts += ["## Accuracy", tables.table(rows), how_right()]
+        parts += ["## Accuracy", tables.table(rows), "The share of the answers that are likeliest."]
     if rows := where_rows(runs):
         parts += ["## Where each is better", tables.table(rows, keys=2), how_split()]
     parts += retrieval_section(result) + seeds_section(runs)
@@ -247,20 +247,12 @@ def is_task(row: dict) -> bool:
 
 def accuracy_rows(result: dict) -> list[dict]:
     """The kinds of a plan whose sizes are tasks, with the best accuracy of each in each."""
-    cells: dict[str, dict] = {}
-    for row in sorted(filter(is_task, longer(result["runs"])), key=lambda row: row["accuracy"]):
+    rows, cells = filter(is_task, longer(result["runs"])), {}
+    for row in sorted(rows, key=lambda row: row["accuracy"]):
         cells.setdefault(row["kind"], {})[row["size"]] = f"{row['accuracy']:.2%}"  # the best last
-    kinds = result["plan"]["kinds"]
-    tasks = dict.fromkeys(str(size) for sizes in kinds.values() for size in sizes)
-    return [
-        {"model": kind} | {task: cells[kind].get(task, "") for task in tasks}
-        for kind in kinds
-        if kind in cells
-    ]
-
-
-def how_right() -> str:
-    return "The share of the held-out answers to which a model gives the highest probability."
+    tasks = dict.fromkeys(size for sizes in result["plan"]["kinds"].values() for size in sizes)
+    found = {kind: cells[kind] for kind in result["plan"]["kinds"] if kind in cells}
+    return [{"model": kind} | {t: found[kind].get(t, "") for t in tasks} for kind in found]
 
 
 def mean_by_position(losses: list[float]) -> list[list[float]]:
@@ -374,10 +366,7 @@ def longest_run(runs: dict, model: str) -> dict | None:
 def notes(result: dict) -> str:
     runs, plan = result["runs"], result["plan"]
     rows = finished(runs)
-    settings, text = (
-        rows[0]["settings"],
-        f"a text of {rows[0]['training_tokens'] / 1e6:.1f}M tokens",
-    )
+    settings, text = rows[0]["settings"], f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens"
     lines = named_note(
         "Diverged",
         [row for row in runs.values() if row["budget"] > sweep_budget(result) and "failure" in row],
@@ -400,7 +389,7 @@ def notes(result: dict) -> str:
     lines += [
         f"{rows[0]['tokens_a_step']:,} tokens a step in samples of "
         f"{settings.get('model.max_position_embeddings', 'the usual length')}, "
-        f"{'answers counted as tokens' if is_task(rows[0]) else text}, optimizer "
+        f"{'of which answers count' if is_task(rows[0]) else 'a text of ' + text}, optimizer "
         f"{settings.get('optim.name', 'adamw')}, one GPU for each run.",
         (
             f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. "

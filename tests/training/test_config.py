@@ -15,7 +15,7 @@ from mixer.training.config import RunConfig, describe_options, flatten, load_con
 from mixer.training.record import save_config
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/author").glob("*.yaml")])
 KEYS = dict(flatten(asdict(RunConfig())))
 FLOATS = [key for key, value in KEYS.items() if isinstance(value, float)]
 
@@ -26,7 +26,7 @@ def test_each_shipped_configuration_builds_its_model(path):
     with torch.device("meta"):
         model = MaskedMixerForCausalLM(model_config(run.model, run.data.vocab_size, 0))
     assert model.config.max_position_embeddings == run.model.max_position_embeddings
-    assert run.name == path.stem
+    assert run.name in (path.stem, f"author-{path.stem}")
 
 
 def test_every_problem_is_reported_at_once(tmp_path):

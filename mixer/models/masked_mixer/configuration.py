@@ -114,6 +114,11 @@ class MixerOptions:
         "blocks start as the identity: their output projections are zero, and the embedding is "
         "smaller",
     )
+    kaiming_init: bool = option(
+        False,
+        "linear layers and random mixing weights start with a variance of 2 / inputs, and without "
+        "biases, as in the author's Toeplitz and recurrent mixers; else as PyTorch's layers do",
+    )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
     final_norm: bool = option(False, "a LayerNorm before lm_head")

@@ -52,6 +52,7 @@ class TriangularConv(nn.Module):
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.backend, self.initial = config.mixing_backend, config.mixing_init
         self.form, self.has_decay = config.mixing_weight, config.mixing_decay
+        self.kaiming = config.kaiming_init
         self.block = 0  # the number of the block that it stands in, which the model sets
         self.make_weight()
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
@@ -109,7 +110,12 @@ class TriangularConv(nn.Module):
     def _draw(self) -> None:
         bound = 1 / math.sqrt(self.context * self.taps)
         for parameter in self.parameters(recurse=False):
-            initialization.uniform_(parameter, -bound, bound)
+            if self.kaiming:
+                initialization.normal_(parameter, std=math.sqrt(2) * bound)
+            else:
+                initialization.uniform_(parameter, -bound, bound)
+        if self.kaiming:
+            initialization.zeros_(self.bias)
 
     def _start(self) -> None:
         """Turns drawn weights into those that `initial` asks for."""
