@@ -69,9 +69,7 @@ class EvalOptions:
         ".jsonl or .parquet file",
     )
     data: str = option("", "prepared data directory; default: the one of the run")
-    pairs: str = option(
-        "", "prepared data directory: score how often texts find their partners there"
-    )
+    pairs: str = option("", "prepared data directory: how often texts find their partners there")
     hub: str = option("", "dataset of the hub to score, each row a document")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")

@@ -25,9 +25,9 @@ def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> t
         model.train()
         loss = info_nce(*vectors, 0, run.train.temperature).mean().item()
         shares = top1(*vectors)
-        said = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items()]
-        said += [f"{count:,} of {len(data.validation):,} pairs"]
-        return {"validation_loss": loss, "validation_pairs": count} | shares, ", ".join(said)
+        said = "".join(f"{name.replace('_', ' ')} {share:.1%}, " for name, share in shares.items())
+        said += f"{count:,} of {len(data.validation):,} pairs"
+        return {"validation_loss": loss, "validation_pairs": count} | shares, said
     scored = data.validation, data.token_bytes, samples, batch_size
     loss, bits, count = validation_loss(parallel, *scored, world)
     found = {"validation_loss": loss, "validation_bits_per_byte": bits, "validation_tokens": count}
