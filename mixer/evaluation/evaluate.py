@@ -7,6 +7,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
@@ -29,7 +31,6 @@ from mixer.evaluation.measure import (
     Process,
     choose_device,
     end_processes,
-    find_partners,
     join_processes,
     leave_if_joined,
     measure,
@@ -49,6 +50,7 @@ from mixer.evaluation.texts import (
     validation_text,
 )
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 from mixer.ops import BACKENDS
 
 FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
@@ -126,8 +128,7 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     if rank() == 0:
         write_evaluation(results, directory)
         print(evaluation_report(results))
-        picture = "" if evaluations[0].pairs else " and a picture"
-        print(f"\nreport.json, .md{picture} are in {directory}")
+        print(f"\nreport.json, .md{' and a picture' * ('loss' in results[0])} are in {directory}")
     end_processes()
 
 
@@ -258,9 +259,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     window, stride = choose_window(options, model)
     if options.pairs:
         validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
-        pairs, about = PairFile(options.pairs, "validation", window), {"data": options.pairs}
-        found = find_partners(model, pairs, options.batch_size, options.dtype, process)
-        return described | about | found
+        return described | find_partners(model, options, window, process)
     text = choose_text(options, window, tokenizer)
     largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
     check_token(largest, model, text.name)
@@ -294,6 +293,24 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "loss_by_position": scores.loss_by_position,
         "count_by_position": scores.count_by_position.tolist(),
     }
+
+
+def find_partners(model: nn.Module, options: EvalOptions, window: int, process: Process) -> dict:
+    """`top1` of at most MOST_PAIRS pairs of the validation split, shared by the processes."""
+    pairs, dtype = PairFile(options.pairs, "validation", window), AUTOCAST_TYPES[options.dtype]
+
+    def embed(*sides: Tensor) -> Tensor:
+        with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
+            return torch.stack([text_vectors(model, texts) for texts in sides])
+
+    count, place = min(len(pairs), MOST_PAIRS), (process.device, process.index, process.count)
+    vectors = pair_vectors(embed, pairs, count, options.batch_size, place)
+    if process.count > 1:
+        torch.distributed.all_reduce(vectors)
+    if not vectors.isfinite().all():
+        raise UserError(f"the vectors are not finite in {options.dtype}: use --dtype fp32")
+    about = {"data": options.pairs, "window": window, "dtype": options.dtype, "pairs": count}
+    return about | {"device": str(process)} | top1(*vectors)
 
 
 def loss_by_kind(scores: TokenScores) -> dict:

@@ -15,10 +15,8 @@ from transformers import PreTrainedModel
 from mixer.common.errors import UserError
 from mixer.common.hardware import lacks_bf16, peak_memory_gb
 from mixer.common.ranks import is_launched
-from mixer.data.pairs import PairFile
 from mixer.distributed.world import leave_with_error
 from mixer.evaluation.scoring import TokenScores, evaluate_streams
-from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
 DEVICES = ("auto", "cpu", "cuda")
 # The names of --dtype; None is fp32, without autocast.
@@ -114,23 +112,3 @@ def measure(
         "peak_memory_gb": memory,
         "memory": "allocated on the GPU" if on_gpu else "resident, of the whole process",
     }
-
-
-def find_partners(
-    model: PreTrainedModel, pairs: PairFile, batch_size: int, dtype: str, process: Process
-) -> dict:
-    """`top1` of pairs, shared by the processes."""
-    kind = AUTOCAST_TYPES[dtype]
-
-    def embed(*sides: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(process.device.type, dtype=kind, enabled=kind is not None):
-            return torch.stack([text_vectors(model, texts) for texts in sides])
-
-    count, place = min(len(pairs), MOST_PAIRS), (process.device, process.index, process.count)
-    vectors = pair_vectors(embed, pairs, count, batch_size, place)
-    if process.count > 1:
-        torch.distributed.all_reduce(vectors)
-    if not vectors.isfinite().all():
-        raise UserError(f"the vectors are not finite in {dtype}: use --dtype fp32")
-    how = {"window": pairs.context, "dtype": dtype, "device": str(process)}
-    return {"pairs": count} | how | top1(*vectors)
