@@ -118,7 +118,7 @@ def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) ->
     names = {}
     for kind, colour in colours.items():
         best = best_size(runs, kind, seconds)
-        if not best or "loss_by_position" not in best:
+        if not best or not best.get("loss_by_position"):
             continue
         losses = best["loss_by_position"]
         ends = [end for end, _ in losses if (end + 1) & end == 0 or end == losses[-1][0]]

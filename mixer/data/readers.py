@@ -177,7 +177,7 @@ def _parquet_texts(part: Part) -> Iterator[str | None]:
 def _hub_texts(part: Part) -> Iterator[str | None]:
     config = part.config
     try:
-        rows = open_dataset(config.path, config.subset, config.split, part.revision)
+        rows = open_dataset(config.path, config.subset, config.split)
         if part.count > 1:
             rows = rows.shard(num_shards=part.count, index=part.number)
         yield from _field_texts(part, rows)

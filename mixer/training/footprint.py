@@ -14,10 +14,10 @@ from mixer.common.memory import out_of_memory
 from mixer.data.manifest import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
+from mixer.training.compile import set_recompute
 from mixer.training.config import RunConfig
 from mixer.training.objective import Objective, build_objective
 from mixer.training.optim import kinds_of
-from mixer.training.parallelize import set_recompute
 
 
 def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:

@@ -48,7 +48,8 @@ def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 class Objective(nn.Module):
     """Inputs and targets, each (batch, tokens) int64, -> the nats of each target, (batch, tokens)
-    fp32; 0 where the target is -100.
+    fp32; 0 where the target is -100. In eval mode also whether the target is the likeliest token,
+    (batch, tokens) bool; False where the target is -100.
 
     The logits stay inside the module. When it is compiled, they are kept in the autocast type, and
     converted to fp32 where the loss sums over them.
@@ -60,11 +61,12 @@ class Objective(nn.Module):
         # accelerate reads this: the class of the blocks, which FSDP shards one by one.
         self._no_split_modules = model._no_split_modules
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.score(self.model(inputs, use_cache=False).logits, targets)
 
-    def score(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_nats(logits, targets)
+    def score(self, logits: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        nats = token_nats(logits, targets)
+        return nats if self.training else (nats, logits.argmax(-1) == targets)
 
     # accelerate calls these two: FSDP shards the embeddings apart from the blocks.
 

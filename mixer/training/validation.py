@@ -1,4 +1,4 @@
-"""The mean loss over a sample of the validation split, and what else is measured there."""
+"""What is measured on a sample of the validation split."""
 
 import math
 
@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from mixer.data.batches import to_device
-from mixer.data.token_file import TokenFile
+from mixer.data.config import TASKS
+from mixer.data.run_data import Data, Samples
 from mixer.distributed.world import World
 from mixer.models.retrieval import MOST_PAIRS, info_nce, pair_vectors, top1
 from mixer.training.config import RunConfig
-from mixer.training.start import Data
 
 
 def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> tuple[dict, str]:
@@ -29,29 +29,32 @@ def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> t
         said += f"{count:,} of {len(data.validation):,} pairs"
         return {"validation_loss": loss, "validation_pairs": count} | shares, said
     scored = data.validation, data.token_bytes, samples, batch_size
-    loss, bits, count = validation_loss(parallel, *scored, world)
-    found = {"validation_loss": loss, "validation_bits_per_byte": bits, "validation_tokens": count}
+    found = token_scores(parallel, *scored, world)
+    said = f"{found['validation_bits_per_byte']:.4f} bits per byte"
+    if run.data.source in TASKS:
+        said = f"{found['validation_accuracy']:.2%} right"
     of = data.manifest.splits["validation"].tokens
-    return found, f"{bits:.4f} bits per byte ({count:,} of {of:,} tokens)"
+    return found, f"{said} ({found['validation_tokens']:,} of {of:,} tokens)"
 
 
 @torch.no_grad()
-def validation_loss(
+def token_scores(
     parallel: nn.Module,
-    validation: TokenFile,
+    validation: Samples,
     token_bytes: np.ndarray,
     samples: int,
     batch_size: int,
     world: World,
-) -> tuple[float, float, int]:
-    """(mean nats per target token, bits per byte of their text, target tokens) of `samples` samples
-    spread evenly over the split, 0 for all. The processes share the samples.
+) -> dict[str, float]:
+    """What a line of metrics has of `samples` samples spread evenly over the split, 0 for all: mean
+    nats per target token, bits per byte of their text, the share of targets that are the likeliest
+    token, and the number of targets. The processes share the samples.
 
     token_bytes: (vocabulary,), how many bytes of text each token stands for.
     """
     samples = min(len(validation), samples or len(validation))
-    # nats, targets, bytes
-    totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+    # nats, right ones, targets, bytes
+    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     model = world.accelerator.unwrap_model(parallel)  # DDP has nothing to synchronise here
     model.eval()
     step = batch_size * world.size
@@ -63,10 +66,16 @@ def validation_loss(
         batch = validation.batch(np.array(filled) * len(validation) // samples)
         scored = batch[1][: len(own)]
         scored = scored[scored != -100]
-        nats = model(*to_device(batch, world.device))[: len(own)].sum(dtype=torch.float64)
-        totals[0] += nats
-        totals[1] += len(scored)
-        totals[2] += int(token_bytes[scored.numpy()].sum())
+        nats, right = model(*to_device(batch, world.device))
+        totals[0] += nats[: len(own)].sum(dtype=torch.float64)
+        totals[1] += right[: len(own)].sum()
+        totals[2] += len(scored)
+        totals[3] += int(token_bytes[scored.numpy()].sum())
     model.train()
-    nats, count, size = world.sum(totals).tolist()
-    return nats / count, nats / math.log(2) / max(size, 1), int(count)
+    nats, right, count, size = world.sum(totals).tolist()
+    return {
+        "validation_loss": nats / count,
+        "validation_bits_per_byte": nats / math.log(2) / max(size, 1),
+        "validation_accuracy": right / count,
+        "validation_tokens": int(count),
+    }

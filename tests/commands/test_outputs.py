@@ -168,7 +168,7 @@ def test_evaluations_at_the_same_time_have_a_report_each(inputs, tmp_path):
     ended = at_the_same_time([(mixer.eval.main, [*tested, book]) for book in books], tmp_path)
     for book, (status, printed) in zip(books, ended, strict=True):
         assert status == 0, printed
-        (place,) = re.findall(r"and a picture are in (.*)", printed)
+        (place,) = re.findall(r"report.md are in (.*)", printed)
         assert text_in(Path(place) / "report.json") == (book.name, book.stat().st_size)
         assert Path(place).name.startswith(f"eval-step-1-{book.name}")
     assert len(list(runs.glob("eval-*"))) == 4

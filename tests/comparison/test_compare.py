@@ -298,11 +298,22 @@ def test_each_gpu_trains_its_own_runs_and_one_that_dies_stops_no_other(monkeypat
     assert {row["gpu"] for row in rows.values()} <= {"3", "GPU-5"} and rows["a"]["gpu"] == "3"
 
 
+def test_a_plan_of_tasks_ends_with_a_table_of_their_accuracies(train, tmp_path):
+    tasks = {name: {"data.source": name} for name in ("copy", "recall")}
+    command = train({"seconds": 0.2, "kinds": {"flat": tasks}})
+    done = run_python(*command, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    runs, text = runs_in(tmp_path / "results.json"), (tmp_path / "results.md").read_text()
+    titles, row = rows_of(text.partition("## Accuracy")[2].partition("##")[0])
+    right = [runs[f"flat {name}, 0.2 s, lr 0.002"]["accuracy"] for name in tasks]
+    assert titles == ["model", *tasks] and row == ["flat", *(f"{share:.2%}" for share in right)]
+
+
 @pytest.mark.parametrize("plan", sorted(PLANS.glob("*.yaml")), ids=lambda plan: plan.stem)
 def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     plan = read_yaml(plan)
-    given = {"data.path": "texts"} if plan["common"]["data.source"] == "text" else {}
+    given = {"data.path": "texts"} if plan["common"].get("data.source") == "text" else {}
     assert len(jobs_of(plan, given, [], {})) == len(plan.get("runs", plan.get("kinds")))
 
 
