@@ -16,5 +16,5 @@ def write_modules(directory: Path, hidden_size: int) -> None:
     ]
     (directory / LISTING).write_text(json.dumps(listing, indent=1))
     (directory / "1_Pooling").mkdir()
-    pooling = POOLING | {"word_embedding_dimension": hidden_size}
-    (directory / "1_Pooling/config.json").write_text(json.dumps(pooling, indent=1))
+    pooling = json.dumps(POOLING | {"word_embedding_dimension": hidden_size}, indent=1)
+    (directory / "1_Pooling/config.json").write_text(pooling)

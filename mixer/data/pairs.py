@@ -17,9 +17,8 @@ class PairFile:
 
     Prepared with data.pair_field, a document is a pair: query, EOS, target, EOS. Others are cut
     into passages of `context` tokens, of which the first and second are a pair, the third and
-    fourth, and so on; the rest at the end of a document is in none.
-
-    Raises UserError as TokenFile does, and where there is no pair.
+    fourth, and so on; the rest at the end of a document is in none. Raises UserError as TokenFile
+    does, and where there is no pair.
     """
 
     def __init__(self, directory: str | Path, split: str, context: int, say: Say = say_on_stderr):

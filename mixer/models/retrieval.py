@@ -26,11 +26,10 @@ def text_vectors(model: PreTrainedModel, texts: Tensor) -> Tensor:
 
 
 def info_nce(queries: Tensor, targets: Tensor, first: int, temperature: float) -> Tensor:
-    """-log p in nats of each query's own target, with p a softmax over all targets' cosines /
-    temperature (arXiv 1807.03748).
+    """-log p in nats of each query's own target, (queries,), with p a softmax over all targets'
+    cosines / temperature (arXiv 1807.03748).
 
-    queries: (queries, hidden) and targets: (targets, hidden), of norm 1; query i belongs to target
-    first + i. Returns (queries,).
+    queries, targets: (number, hidden), of norm 1; query i belongs to target first + i.
     """
     with torch.autocast(queries.device.type, enabled=False):  # bf16 has 8 bits for a cosine
         scores = queries @ targets.T / temperature

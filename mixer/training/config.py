@@ -136,7 +136,6 @@ class RunConfig:
 
     @property
     def is_contrastive(self) -> bool:
-        """Whether a sample is a pair of texts, each as long as the context."""
         return self.train.objective == "contrastive"
 
 

@@ -96,8 +96,8 @@ class Trainer:
             train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
         )
         # Of all processes; as many are targets, where rows are not padded, or part of a pair.
-        sample_tokens = run.model.max_position_embeddings * (1 + run.is_contrastive)
-        self.step_tokens = self.share.step_samples * sample_tokens
+        texts = self.share.step_samples * (1 + run.is_contrastive)
+        self.step_tokens = texts * run.model.max_position_embeddings
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every

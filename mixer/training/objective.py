@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from mixer.models.retrieval import info_nce, text_vectors
 from mixer.training.config import RunConfig
 
+Group = dist.ProcessGroup | None  # None for one process
+
 
 def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each target in nats, fp32; 0 where the target is -100.
@@ -81,9 +83,7 @@ class Contrastive(Objective):
     of a pair, because the loop divides by tokens. In eval mode -> their vectors (2, batch, hidden).
     """
 
-    def __init__(
-        self, model: PreTrainedModel, temperature: float, processes: dist.ProcessGroup | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, temperature: float, processes: Group = None):
         super().__init__(model)
         self.temperature, self.processes = temperature, processes
         if not model.config.tie_word_embeddings:  # without a gradient, for which DDP would wait
@@ -100,10 +100,8 @@ class Contrastive(Objective):
         return tokens * info_nce(queries, targets, first, self.temperature)
 
 
-def build_objective(
-    model: PreTrainedModel, run: RunConfig, processes: dist.ProcessGroup | None = None
-) -> Objective:
-    """What a run trains; `processes` train it together, None for one."""
+def build_objective(model: PreTrainedModel, run: RunConfig, processes: Group = None) -> Objective:
+    """What a run trains; `processes` train it together."""
     if run.is_contrastive:
         return Contrastive(model, run.train.temperature, processes)
     return Objective(model)

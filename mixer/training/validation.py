@@ -25,9 +25,9 @@ def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> t
         model.train()
         loss = info_nce(*vectors, 0, run.train.temperature).mean().item()
         shares = top1(*vectors)
-        said = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items()]
-        said += [f"{count:,} of {len(data.validation):,} pairs"]
-        return {"validation_loss": loss, "validation_pairs": count} | shares, ", ".join(said)
+        said = "".join(f"{name.replace('_', ' ')} {share:.1%}, " for name, share in shares.items())
+        said += f"{count:,} of {len(data.validation):,} pairs"
+        return {"validation_loss": loss, "validation_pairs": count} | shares, said
     scored = data.validation, data.token_bytes, samples, batch_size
     found = token_scores(parallel, *scored, world)
     said = f"{found['validation_bits_per_byte']:.4f} bits per byte"
