@@ -144,7 +144,7 @@ def pickle_weights(checkpoint: Path) -> None:
 OPTIMIZER = "trainer_state/optimizer-1-of-1.safetensors"
 EDITS = {
     "no lm_head": (without_head, "lacks the weights lm_head"),
-    "layers": (lambda c: change_config(c, num_hidden_layers=[]), r"num_hidden_layers is \[\]"),
+    "layers": (lambda c: change_config(c, num_hidden_layers=[]), r"num_hidden_layers = \[\]"),
     "type": (lambda c: change_config(c, model_type="64"), "no architecture that .*model_type"),
     "auto_map": (
         lambda c: change_config(c, auto_map="x"),

@@ -67,6 +67,8 @@ def test_a_model_reads_and_writes_beyond_its_context(kind):
     before = model(ids[:, :12]).logits
     with pytest.raises(ValueError, match="the input has 30 tokens, the model's context is 12"):
         model(ids)
+    with pytest.raises(ValueError, match=r"or call model.extend_context\(38\) first"):
+        generate(model, ids)
     model.extend_context(40)
     assert torch.allclose(model(ids).logits[:, :12], before, atol=1e-6)
     written = generate(model, ids)
