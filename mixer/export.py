@@ -13,7 +13,12 @@ from pathlib import Path
 
 import torch
 
-from mixer.checkpoints.pretrained import check_finite, check_masked_mixer, load_checkpoint, settled
+from mixer.checkpoints.pretrained import (
+    check_finite,
+    load_checkpoint,
+    require_masked_mixer,
+    settled,
+)
 from mixer.common.errors import run_command
 from mixer.common.files import check_new, whole_directory
 from mixer.evaluation.model_card import model_card
@@ -30,9 +35,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     """
     check_new(output)
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
-    check_masked_mixer(
-        checkpoint, model.config, "and the model card written here is a masked mixer's"
-    )
+    require_masked_mixer(checkpoint, model)
     evaluations = evaluations_of(checkpoint)
     model.config.mixing_backend = "auto"
     model.to(WEIGHT_TYPES[dtype])

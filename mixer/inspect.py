@@ -13,8 +13,8 @@ from pathlib import Path
 from mixer.analysis.matrices import mixing_matrices
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import check_new, check_writable, directory_for
-from mixer.reporting.matrices import Layers, write_pages
+from mixer.common.files import check_writable, directory_for
+from mixer.reporting.matrices import write_pages
 
 
 def inspect(checkpoints: list[str], output: Path) -> Path:
@@ -23,27 +23,15 @@ def inspect(checkpoints: list[str], output: Path) -> Path:
     Raises UserError for a directory that is not a checkpoint of a masked mixer, and for checkpoints
     of different models.
     """
-    read = [
-        mixing_matrices(load_masked_mixer(Path(checkpoint), "which has no mixing matrices"))
-        for checkpoint in checkpoints
-    ]
-    check_same_shape(checkpoints, read)
-    return write_pages(checkpoints, read, output)
-
-
-def check_same_shape(checkpoints: list[str], read: list[Layers]) -> None:
-    """Raises UserError unless all checkpoints have the same matrices."""
-    shapes = [
-        [{name: matrix.shape for name, matrix in layer.items()} for layer in layers]
-        for layers in read
-    ]
-    for checkpoint, shape in zip(checkpoints[1:], shapes[1:], strict=True):
+    read = [mixing_matrices(load_masked_mixer(Path(checkpoint))) for checkpoint in checkpoints]
+    shapes = [[{name: x.shape for name, x in layer.items()} for layer in layers] for layers in read]
+    for checkpoint, shape in zip(checkpoints, shapes, strict=True):
         if shape != shapes[0]:
             raise UserError(
                 f"{checkpoint} has other layers, heads, taps or context than {checkpoints[0]}, so "
-                "there is no change to show: give checkpoints of one model, or inspect them one by "
-                "one"
+                "there is no change to show: give checkpoints of one model, or one alone"
             )
+    return write_pages(checkpoints, read, output)
 
 
 def main(arguments=None) -> None:
@@ -52,26 +40,13 @@ def main(arguments=None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--checkpoint",
-        nargs="+",
-        type=settled,
-        required=True,
-        metavar="DIR",
-        help="checkpoints, the last one is pictured",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        help="where the pages go: a new directory, or one of earlier pages, which are replaced "
-        "(default: CHECKPOINT/../inspect-<checkpoint>)",
-    )
+    how = {"nargs": "+", "type": settled, "required": True, "metavar": "DIR"}
+    parser.add_argument("--checkpoint", **how, help="checkpoints, the last one is pictured")
+    where = "where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)"
+    parser.add_argument("--output", metavar="DIR", help=where)
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(options.checkpoint[-1], "inspect"))
-    if (output / "index.md").is_file():  # of an inspection before, which this one replaces
-        check_writable(output)
-    else:
-        check_new(output)
+    check_writable(output)
     print(inspect(list(map(str, options.checkpoint)), output))
 
 

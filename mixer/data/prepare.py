@@ -78,7 +78,7 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     lock, missing = directory.with_name(f"{directory.name}.lock"), missing_directories(directory)
     wait = f"waiting for another process, which prepares {config.directory} ({lock} is its lock)"
     try:
-        with locked(lock, lambda: say(wait), remove=True):
+        with locked(lock, lambda: say(wait)):
             return _existing(config) or _make(config, directory, say)
     except Exception as error:
         remove_empty(missing)

@@ -3,8 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +17,14 @@ from mixer.checkpoints.pretrained import (
     weights_sha256,
 )
 from mixer.common.errors import UserError
-from mixer.common.files import check_writable, directory_for, place_for
+from mixer.common.files import check_writable, directory_for
 from mixer.common.memory import memory_for
 from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
-from mixer.data.tokenizer import loss_of_text
 from mixer.evaluation.checks import check_causality
 from mixer.evaluation.measure import (
     AUTOCAST_TYPES,
     DEVICES,
-    Plan,
     Process,
     choose_device,
     end_processes,
@@ -36,14 +33,17 @@ from mixer.evaluation.measure import (
     measure,
     reads,
 )
-from mixer.evaluation.report import asked, evaluation_report, tell_apart, write_evaluation
+from mixer.evaluation.report import evaluation_report, tell_apart, write_evaluation
 from mixer.evaluation.scoring import TokenScores, check_stride
 from mixer.evaluation.texts import (
     Text,
+    file_documents,
+    file_names,
+    hub_documents,
+    hub_name,
     limit,
     put_eos_first,
-    text_from_files,
-    text_from_hub,
+    text_of,
     validation_text,
 )
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -71,9 +71,6 @@ class EvalOptions:
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
     text_field: str = option("text", "field of a row that holds its text")
-    max_documents: int = option(
-        0, "score at most that many rows of a file or dataset; 0: all", at_least=0
-    )
     window: int | None = option(
         None,
         "longest window in tokens; default: the model's context, which "
@@ -109,14 +106,13 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     """Evaluates each checkpoint, prints the table and writes the report into `output`.
 
     By default the report goes beside the first checkpoint, into a directory that names the text and
-    that no other evaluation's report is in. Under `accelerate launch`, called by every process, the
-    first one prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known
-    before is raised before the first model is loaded.
+    stands for these options alone. Under `accelerate launch`, called by every process, the first
+    one prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known before
+    is raised before the first model is loaded.
     """
     for options in evaluations:
         check_options(options)
-    first = evaluations[0]
-    directory = Path(output or directory_for(Path(first.checkpoint), "eval", short_name(first)))
+    directory = Path(output or default_directory(evaluations))
     if rank() == 0:
         check_writable(directory)
     try:
@@ -125,14 +121,25 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
         leave_if_joined(error)
         raise
     if rank() == 0:
-        chosen = nullcontext(directory)
-        if not output:
-            chosen = place_for(results, directory, "report.json", asked)
-        with chosen as directory:
-            write_evaluation(results, directory)
+        write_evaluation(results, directory)
         print(evaluation_report(results))
-        print(f"\nreport.json, report.md and loss_by_position.png are in {directory}")
+        print(f"\nreport.json, .md and a picture are in {directory}")
     end_processes()
+
+
+def default_directory(evaluations: list[EvalOptions]) -> Path:
+    """Beside the first checkpoint, with a name of its own for all options that change numbers."""
+    first, *others = evaluations
+    unchanged = ("checkpoint", "batch_size", "device")
+    given = [
+        (item.name, value)
+        for item in fields(first)
+        if item.name not in unchanged and (value := getattr(first, item.name)) != item.default
+    ]
+    paths = [Path(path).resolve() for path in [*first.text, *filter(None, [first.data])]]
+    asked = [*given, *map(str, paths), *(other.checkpoint for other in others)]
+    about = " ".join([path.name for path in paths]) or first.hub
+    return directory_for(Path(first.checkpoint), "eval", about, repr(asked) if asked else "")
 
 
 def exp_or_none(value: float) -> float | None:
@@ -177,13 +184,6 @@ def check_options(options: EvalOptions) -> None:
             )
 
 
-def short_name(options: EvalOptions) -> str:
-    """What names the text in a file's name; empty for the one that the checkpoint has itself."""
-    paths = [*options.text, *filter(None, [options.data])]
-    hub = options.hub and f"{options.hub} {options.subset} {options.split}"
-    return " ".join([Path(path).resolve().name for path in paths] or [hub])
-
-
 def data_directory(options: EvalOptions) -> str | None:
     return options.data or read_trainer(Path(options.checkpoint)).get("data_directory")
 
@@ -207,18 +207,22 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The text that the options name, cut to max_tokens; see mixer.evaluation.texts."""
     every_token = options.first_token == "eos"
-    rows = (options.text_field, options.max_documents)
-    if options.text:
-        text = text_from_files(options.text, tokenizer, *rows, every_token)
-    elif options.hub:
-        text = text_from_hub(
-            options.hub, options.subset, options.split, *rows, tokenizer, every_token
-        )
+    if options.text or options.hub:
+        name, found = file_names(options.text), file_documents
+        where = [options.text]
+        if options.hub:
+            where, found = [options.hub, options.subset, options.split], hub_documents
+            name = " ".join(filter(None, [hub_name(options.hub), *where[1:]]))
+        found = found(*where, options.text_field, blank=every_token)
+        text = text_of(name, found, tokenizer, options.max_tokens)
     else:
         text = validation_text(Path(data_directory(options)), window, tokenizer)
-    text.loses = text.loses or loss_of_text(tokenizer, text.sample)
     if every_token:
-        text = put_eos_first(text, tokenizer)
+        put_eos_first(text, tokenizer)
+    if all(len(tokens) < 2 for tokens in text.streams):
+        raise UserError(
+            f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
+        )
     return limit(text, options.max_tokens, tokenizer)
 
 
@@ -247,12 +251,13 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
-    plan = Plan(window, stride, options.last_window, options.batch_size, options.dtype)
     text = choose_text(options, window, tokenizer)
     largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
     check_token(largest, model, text.name)
-    causality = check_causality(model, max(text.streams, key=len), plan, process)
-    scores, cost = measure(model, text.streams, plan, process)
+    causality = check_causality(model, max(text.streams, key=len), window, options.dtype)
+    windows = {"context": window, "stride": stride, "last_window": options.last_window}
+    how = {"batch_size": options.batch_size, "dtype": AUTOCAST_TYPES[options.dtype]}
+    scores, cost = measure(model, text.streams, process, **windows, **how)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
@@ -323,7 +328,6 @@ def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
         eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
     return {
         "text": text.name,
-        "public_text": text.public_name,
         "tokens_sha256": tokens_sha256.hexdigest(),
         "bytes": text.bytes,
         "words": text.words,

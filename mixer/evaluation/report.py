@@ -23,11 +23,6 @@ COLUMNS = {
     "tokens/s": "tokens_per_second",
     "peak memory, GB": "peak_memory_gb",
 }
-# What an evaluation was asked for. A report with the same answers here may be replaced.
-ASKED = (
-    *("weights_sha256", "text", "tokens_sha256", "tokens_scored", "window", "stride"),
-    *("first_token", "last_window", "backend", "dtype", "device"),
-)
 
 
 def select(result: dict, columns: dict[str, str]) -> dict:
@@ -88,7 +83,6 @@ def conventions(r: dict) -> dict[str, str]:
         "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
     )
     causality = r["causality"]
-    places = ", ".join(map(str, causality["changed_from"]))
     return {
         "text": f"{r['text']}; {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at "
         f"white space, counted from {r['sizes_counted_from']}, unscored first tokens included)",
@@ -101,10 +95,9 @@ def conventions(r: dict) -> dict[str, str]:
         "computed": f"backend {r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}",
         "repeats": f"{r['repeats_share']:.1%} of the scored tokens complete three tokens that "
         f"occurred in the window already; their loss is {repeats}, that of all others {others}",
-        "causality": f"in a window of {causality['window']:,}, with all tokens changed from "
-        f"position {places} on, logits before that position moved by "
-        f"{causality['largest_move_before']:.2g} at most, those after by "
-        f"{causality['smallest_move_after']:.2g} at least",
+        "causality": f"in a window of {causality['window']:,}, with all tokens changed from some "
+        f"place on, logits before it moved by {causality['largest_move_before']:.2g} at most, "
+        f"those after it by {causality['smallest_move_after']:.2g} at least",
     }
 
 
@@ -119,25 +112,17 @@ def well_counted(losses: list, counts: list[int]) -> list:
 
 
 def tell_apart(results: list[dict]) -> list[dict]:
-    """The results, with more of the checkpoints' paths in their labels where two checkpoints have
-    the same label, as those of two runs of one name.
+    """The results, numbered in their order where two checkpoints have the same label, as those of
+    two runs of one name.
     """
-    paths = [Path(result["checkpoint"]).resolve() for result in results]
-    depth = 2  # of a label
-    while len({path.parts[-depth:] for path in paths}) < len(set(paths)):
-        depth += 1
-    labels = ["/".join(path.parts[-depth:]) for path in paths]
-    return [r | {"label": label} for r, label in zip(results, labels, strict=True)]
-
-
-def asked(results: list[dict]) -> list[list]:
-    """What an evaluation was asked for, from its results."""
-    return [[result[name] for name in ASKED] for result in results]
+    paths = {Path(result["checkpoint"]).resolve() for result in results}
+    if len({result["label"] for result in results}) == len(paths):
+        return results
+    return [r | {"label": f"{number}: {r['label']}"} for number, r in enumerate(results, 1)]
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:
-    """The results for exactly these weights in all reports beside the checkpoint (eval-*), with
-    the public names of their texts.
+    """The results for exactly these weights in all reports beside the checkpoint (eval-*).
 
     Raises UserError for a report that cannot be read, or lacks what reports say of a result.
     """
@@ -147,7 +132,8 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
             results = json.loads(file.read_text(encoding="utf-8"))
             for result in results:
                 if result.get("weights_sha256") == weights:
-                    found.append(result | {"text": result["public_text"]})
+                    # Earlier versions have the local paths of the text under "text".
+                    found.append(result | {"text": result.get("public_text", result["text"])})
                     evaluation_report(found[-1:])  # reads all that a card needs
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
@@ -157,9 +143,8 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
     return found
 
 
-def write_evaluation(results: list[dict], directory) -> Path:
+def write_evaluation(results: list[dict], directory: Path) -> None:
     """report.json, report.md and loss_by_position.png in `directory`."""
-    directory = Path(directory)
     curves = {
         r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results
     }
@@ -170,4 +155,3 @@ def write_evaluation(results: list[dict], directory) -> Path:
         (stage / "report.md").write_text(text, encoding="utf-8")
         picture = stage / "loss_by_position.png"
         plot_loss_by_position(curves, picture, longer_contexts(results))
-    return directory

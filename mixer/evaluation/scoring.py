@@ -11,12 +11,13 @@ it counts the same targets either way.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mixer.common.errors import UserError
 
@@ -36,6 +37,11 @@ class TokenScores:
     windows: int = 0
     repeats: int = 0
     repeats_nats: float = 0.0
+
+    @classmethod
+    def total(cls, parts: Sequence["TokenScores"]) -> "TokenScores":
+        """The sum of scores of parts of a text."""
+        return cls(*(sum(getattr(part, name.name) for part in parts) for name in fields(cls)))
 
     @property
     def nats(self) -> float:
@@ -99,14 +105,14 @@ def window_batches(
 
 
 def collate(batch: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of n + 1 tokens -> inputs and targets (batch, longest n)."""
-    longest = max(len(window) for window, _ in batch) - 1
-    inputs = np.zeros((len(batch), longest), dtype=np.int64)
-    targets = np.full((len(batch), longest), -100, dtype=np.int64)
-    for row, (window, first) in enumerate(batch):
-        inputs[row, : len(window) - 1] = window[:-1]
-        targets[row, first : len(window) - 1] = window[1 + first :]
-    return torch.from_numpy(inputs), torch.from_numpy(targets)
+    """Windows of n + 1 tokens, each with its first counted position -> inputs and targets (batch,
+    longest n).
+    """
+    windows = [torch.from_numpy(tokens.astype(np.int64)) for tokens, _ in batch]
+    inputs = pad_sequence([tokens[:-1] for tokens in windows], batch_first=True)
+    targets = pad_sequence([x[1:] for x in windows], batch_first=True, padding_value=-100)
+    first = torch.tensor([first for _, first in batch])[:, None]
+    return inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
 
 
 def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -128,19 +134,13 @@ def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(again).scatter(1, places, again) & (targets != -100)
 
 
-def score_batch(
-    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """-log p of each target in nats, (batch, tokens) fp64; zero where the target is -100."""
+def logits_of(model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """(batch, tokens) -> (batch, tokens, vocab), computed under autocast to `dtype` if there is
+    one; fp32 or fp64, as the softmax over the vocabulary is never taken in half precision.
+    """
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
-        logits = model(input_ids=inputs).logits  # (batch, tokens, vocab)
-    if logits.dtype != torch.float64:
-        logits = logits.float()  # the softmax over the vocabulary is never taken in half precision
-    return (
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        .view_as(targets)
-        .double()
-    )
+        logits = model(input_ids=inputs).logits
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @torch.no_grad()
@@ -162,48 +162,28 @@ def evaluate_streams(
     context, i.e. disjoint windows. With stride < context the first window counts all its targets,
     each later one its last `stride` targets (the last window may be shorter, or with
     last_window="full" begin earlier). dtype: autocast's, or None. Sums are fp64. Raises UserError
-    for a stride outside 1..context and where no stream has 2 tokens.
+    for a stride outside 1..context.
 
     share: (index, count): score every count-th batch of windows from the index-th on, so that the
-    scores of all indices add up to the whole; see `add_processes`.
+    scores of all indices add up to the whole; see `TokenScores.total`.
     """
     stride = check_stride(context if stride is None else stride, context)
-    if not any(len(tokens) > 1 for tokens in streams):
-        raise UserError(
-            "the text is shorter than 2 tokens, so nothing can be predicted: give a longer text"
-        )
     scores = TokenScores(np.zeros(context), np.zeros(context, dtype=np.int64))
     batches = window_batches(streams, context, stride, batch_size, last_window)
-    was_training = model.training
     model.eval()
-    try:
-        for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
-            inputs, targets = inputs.to(device), targets.to(device)
-            each = score_batch(model, inputs, targets, dtype)  # (batch, tokens)
-            nats, repeats = each.sum(0).cpu().numpy(), find_repeats(inputs, targets)
-            scores.repeats += int(repeats.sum())
-            scores.repeats_nats += float(each[repeats].sum())
-            scores.nats_by_position[: len(nats)] += nats
-            scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
-            scores.windows += len(inputs)
-    finally:
-        model.train(was_training)
+    for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
+        inputs, targets = inputs.to(device), targets.to(device)
+        logits = logits_of(model, inputs, dtype).flatten(0, 1)
+        # -log p of each target in nats, (batch, tokens); zero where it is not counted
+        each = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        each = each.view_as(targets).double()
+        nats, repeats = each.sum(0).cpu().numpy(), find_repeats(inputs, targets)
+        scores.repeats += int(repeats.sum())
+        scores.repeats_nats += float(each[repeats].sum())
+        scores.nats_by_position[: len(nats)] += nats
+        scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
+        scores.windows += len(inputs)
     return scores
-
-
-def add_processes(scores: TokenScores, device: torch.device) -> TokenScores:
-    """The sum of the scores of all processes of a launch, in each of them; `device` is where they
-    exchange tensors.
-    """
-    # Counts are exact in fp64 up to 2^53.
-    others = [scores.windows, scores.repeats, scores.repeats_nats]
-    parts = [scores.nats_by_position, scores.count_by_position, others]
-    totals = torch.from_numpy(np.concatenate(parts)).to(device)
-    torch.distributed.all_reduce(totals)
-    context = len(scores.nats_by_position)
-    nats, counts, others = np.split(totals.cpu().numpy(), [context, 2 * context])
-    windows, repeats, repeats_nats = others.tolist()
-    return TokenScores(nats, counts.astype(np.int64), int(windows), int(repeats), repeats_nats)
 
 
 def check_stride(stride: int, context: int) -> int:

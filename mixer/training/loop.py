@@ -184,8 +184,6 @@ class Trainer:
         # A stop during a slow save waits for that one alone, as time may be short.
         busy = stopping and not done and writer.is_busy()
         saving = (stopping or self.save_due(counters.step)) and not busy
-        if saving:
-            writer.prepare(self.optimizer)  # before anything that waits for the step
         if counters.step % run.logging.log_every == 0 or done:
             self.log(step)
         if stopping or saving or evaluating:
@@ -252,7 +250,6 @@ class Trainer:
         """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
         self.counters.nats = in_json(self.nats_of_all())
         trainer = asdict(self.counters) | self.state.recorded
-        trainer["threads"] = torch.get_num_threads()
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
         self.writer.save(self.optimizer, trainer)

@@ -106,7 +106,6 @@ def start_state(run: RunConfig, data: Data, compilation: Compilation, world: Wor
         trainer = restore.load_trainer(
             resumed, **identity, allow_other_data=other_data, say=world.say
         )
-        restore.warn_of_threads(trainer, world.device, world.say)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)

@@ -189,7 +189,7 @@ def interrupt(*_):
 def test_a_preparation_says_that_it_waits_for_another_one(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "one"}, {"text": "two"}]))
     config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "d")), []
-    other = locked(tmp_path / "d.lock", remove=True)
+    other = locked(tmp_path / "d.lock")
     other.__enter__()
 
     def say(line: str) -> None:

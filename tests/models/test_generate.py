@@ -339,15 +339,15 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
     assert write("def read(self", "def") == "\n\n".join(alone) and alone[0].startswith(
         "def read(self"
     )
-    with pytest.raises(UserError, match="prompt 2 of 2 is empty"):
+    with pytest.raises(UserError, match="prompt 2 of 2 is ''; allowed"):
         write("def", "")
     with pytest.raises(UserError, match="--temperature is -1; allowed: 0 "):
         continuations(str(tmp_path), ["def"], 4, -1.0, 0)
     with pytest.raises(UserError, match="--temperature is 1e-300; allowed: 0 "):
         continuations(str(tmp_path), ["def"], 4, 1e-300, 0)  # which logits cannot be divided by
-    with pytest.raises(UserError, match=r"prompt 1 of 1 is not UTF-8: 'a\\udcff' holds a lone"):
+    with pytest.raises(UserError, match=r"prompt 1 of 1 is 'a\\udcff'; allowed: at least"):
         continuations(str(tmp_path), ["a\udcff"], 4, 0.0, 0)
-    with pytest.raises(UserError, match="--seed is -1; allowed: 0 to 4294967295"):
+    with pytest.raises(UserError, match="nothing can be generated: .*[Ss]eed"):
         continuations(str(tmp_path), ["def"], 4, 0.0, -1)
     with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):
         write("def read(self, size): " * 20)

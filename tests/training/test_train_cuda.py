@@ -14,7 +14,8 @@ import pytest
 import torch
 from runs import FSDP, RECIPE, assert_same, read_lines, read_losses
 
-from mixer.checkpoints.state import Look
+from mixer.checkpoints.snapshot import Snapshot
+from mixer.checkpoints.state import not_finite
 
 GPUS = torch.cuda.device_count()
 ON_GPU = {"ACCELERATE_USE_CPU": "false"}
@@ -130,13 +131,28 @@ def test_checkpoints_are_the_same_with_and_without_room_on_the_device(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_number_that_is_not_finite_is_found_wherever_it_is_on_the_device(dtype):
     held = {str(size): torch.ones(size, dtype=dtype, device="cuda") for size in (1, 7, 1_000_003)}
-    assert Look(held).not_finite() == []
+    assert not_finite(held) == []
     for name, tensor in held.items():
         for place in (0, len(tensor) // 2, -1):
             for bad in (math.nan, -math.inf):
                 tensor[place] = bad
-                assert Look(held).not_finite() == [name]
+                assert not_finite(held) == [name]
                 tensor[place] = 1
+
+
+def test_a_snapshot_has_the_state_of_its_step_whichever_stream_is_ahead():
+    held = {str(size): torch.zeros(size, device="cuda") for size in (1, 7, 1_000_003)}
+    snapshot = Snapshot(torch.device("cuda"), 1 << 23)
+    assert snapshot.on_device
+    for number in (1, 2, 3):
+        torch.cuda._sleep(200_000_000)  # cycles, so that the copies are late
+        for tensor in held.values():
+            tensor.fill_(number)
+        snapshot.take(held.items())
+        for tensor in held.values():
+            tensor.fill_(-1)
+        for name, copy in snapshot.fetch().items():
+            assert torch.equal(copy, torch.full(held[name].shape, float(number)))
 
 
 def with_little_memory() -> None:
