@@ -2,8 +2,6 @@
 
 A step consists of many small kernels, and the host may need longer to launch them than the GPU to
 run them. A replay launches all of them at once.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import threading

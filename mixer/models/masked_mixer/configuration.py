@@ -2,8 +2,6 @@
 
 An option is written once, as a field of `MixerOptions`. The configuration of a run (`model.*`), its
 checks and `python train.py --help` all come from there.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import dataclasses

@@ -1,7 +1,5 @@
 """The convolutions that mix tokens: `TriangularConv`, by a learned lower-triangular weight (arXiv
 2409.01482, section 2), and `KeyedConv`, whose weights are scaled by how well tokens fit.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import math

@@ -1,7 +1,5 @@
 """What `generate()` of transformers needs from the model: its kind of cache, and clear errors for
 prompts that cannot be continued.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import torch
