@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
 from mixer.ops import cuda, plain
-from mixer.ops.strips import strips_of
+from mixer.ops.strips import weights_of
 
 logger = logging.getLogger("mixer.ops")
 
@@ -224,10 +224,8 @@ def keyed_failure(
 
 def by_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor) -> Tensor:
     """Keyed mixing with a full weight (heads, 1, tokens, tokens), or lags (heads, 1, tokens)."""
-    if mixing.ndim == 4:
-        return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias)[0]
-    strips = strips_of(mixing, decay_for(mixing), query.shape[1], query.dtype)
-    return torch.ops.mixer.keyed_conv_by_lag(query, key, value, mixing, bias, *strips)[0]
+    weights = weights_of(mixing, decay_for(mixing), query.shape[1], query.dtype)
+    return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
 
 
 def in_plain_pytorch(

@@ -225,21 +225,6 @@ def test_under_autocast_the_cache_gives_nearly_the_same(variant):
             torch.testing.assert_close(step, expected[:, place : place + 1], rtol=5e-2, atol=5e-2)
 
 
-def test_the_loss_of_a_padded_batch_is_that_of_its_texts():
-    model = lively_model()
-    for side in ("left", "right"):
-        ids, mask = padded(side)
-        labels = ids.masked_fill(mask == 0, -100)
-        loss = model(ids, attention_mask=mask, labels=labels).loss
-        scored = sum(len(prompt) - 1 for prompt in prompts())
-        summed = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=scored).loss
-        torch.testing.assert_close(summed, loss)
-        single = [
-            (model(p[None], labels=p[None]).loss, len(p) - 1) for p in prompts() if len(p) > 1
-        ]
-        torch.testing.assert_close(loss, sum(x * n for x, n in single) / sum(n for _, n in single))
-
-
 def test_a_loss_of_ones_own_learns_nothing_from_the_padding_on_the_left():
     """transformers' label smoothing and many a loss score all columns but those labelled -100, and
     so the first token of a text by what stands in the padding before it.

@@ -28,24 +28,6 @@ def test_a_lags_gradient_is_the_sum_over_its_diagonal(length):
     assert torch.allclose(found, known, rtol=1e-12)
 
 
-@pytest.mark.parametrize("keyed", (False, True), ids=("flat", "keyed"))
-def test_a_full_weight_that_is_one_by_lag_computes_the_same(keyed):
-    kind = MIXINGS["keyed-lags" if keyed else "lags"]
-    by_lag, full = small_model(**kind), small_model(**(kind | {"mixing_weight": "full"}))
-    shared = {key: x for key, x in by_lag.state_dict().items() if key in full.state_dict()}
-    full.load_state_dict(shared, strict=False)
-    for ours, theirs in zip(by_lag.modules(), full.modules(), strict=True):
-        if hasattr(ours, "lags"):
-            theirs.set_mixing_weight(ours.mixing_weight())
-    ids = tokens()
-    assert torch.allclose(by_lag(ids).logits, full(ids).logits, atol=1e-6)
-    for ours, theirs in zip(by_lag.modules(), full.modules(), strict=True):
-        if hasattr(ours, "lags"):  # and back
-            lags = ours.lags.clone()
-            ours.set_mixing_weight(theirs.mixing_weight().tril())
-            assert torch.allclose(ours.lags, lags, atol=1e-6)
-
-
 @pytest.mark.parametrize("start", ("zero", "shift", "keyed"))
 def test_initial_lags_are_those_that_full_weights_start_from(start):
     """But for the random numbers beside a shift, which are small."""
@@ -67,6 +49,8 @@ def test_a_model_reads_and_writes_beyond_its_context(kind):
     before = model(ids[:, :12]).logits
     with pytest.raises(ValueError, match="the input has 30 tokens, the model's context is 12"):
         model(ids)
+    with pytest.raises(ValueError, match=r"or call model.extend_context\(38\) first"):
+        generate(model, ids)
     model.extend_context(40)
     assert torch.allclose(model(ids).logits[:, :12], before, atol=1e-6)
     written = generate(model, ids)
@@ -96,5 +80,5 @@ def test_training_keeps_nothing_that_grows_with_the_square_of_the_context(
 def test_what_lags_do_not_have_is_refused():
     with pytest.raises(UserError, match="optim.shared_lags = true with .*; allowed with it: false"):
         load_config(None, [*BY_LAG, "optim.shared_lags=true"])
-    with pytest.raises(UserError, match="mixing_init is zero with mixer_key_size 4 .*: shift"):
+    with pytest.raises(UserError, match="mixing_init = 'zero' and .*: mixing_init shift"):
         load_config(None, [*BY_LAG[:2], "model.mixer_key_size=4", "model.mixing_init=zero"])

@@ -252,18 +252,27 @@ def test_a_profile_shows_the_time_in_token_mixing():
 
 def test_bad_shapes_are_refused():
     for change, words in (
-        ({"num_mixer_heads": 3}, "does not divide hidden_size 16; allowed: 1, 2, 4, 8, 16"),
+        ({"num_mixer_heads": 3}, "hidden_size = 16; allowed: heads that divide it: 1, 2, 4, 8, 16"),
         ({"mixing_backend": "fast"}, "allowed: auto, cuda, dense"),
         ({"hidden_size": 0}, "hidden_size = 0; allowed: 1 or more and at most 65536"),
         ({"hidden_size": 16.5}, "hidden_size = 16.5; allowed: int, 1 or more"),
         ({"mixer_gate": 1}, "mixer_gate = 1; allowed: bool"),
-        ({"mixer_gate": True, "mixer_expansion": True}, "are both true"),
-        ({"mixer_gate": True, "mixer_projections": False}, "leave out mixer_projections"),
+        (
+            {"mixer_gate": True, "mixer_expansion": True},
+            "expansion = True; allowed: one of them",
+        ),
+        ({"mixer_gate": True, "mixer_projections": False}, "allowed: mixer_projections true"),
         ({"mixer_key_size": 2, "mixer_gate": True}, "or mixer_keyed_every of 2 or more"),
-        ({"mixer_key_size": 2, "mixer_expansion": True}, "is 2 and mixer_expansion true"),
-        ({"mixer_key_size": 2, "mixer_projections": False}, "leave out mixer_projections"),
-        ({"mixer_key_size": 2, "mixer_kernel_size": 3}, "keyed mixing: a mixer_kernel_size of 1"),
-        ({"mixer_keyed_every": 2}, "allowed: 1 to 2 with mixer_key_size of 1 or more"),
+        (
+            {"mixer_key_size": 2, "mixer_expansion": True},
+            "= 2 and mixer_expansion = True; allowed: one",
+        ),
+        ({"mixer_key_size": 2, "mixer_projections": False}, "allowed: mixer_projections true"),
+        (
+            {"mixer_key_size": 2, "mixer_kernel_size": 3},
+            "with keyed mixing, a mixer_kernel_size",
+        ),
+        ({"mixer_keyed_every": 2}, "allowed: with mixer_key_size of 1 or more, 1 to 2"),
     ):
         with pytest.raises(ValueError, match=words):
             MaskedMixerConfig(**(SMALL | change))

@@ -325,17 +325,11 @@ def test_lora_on_the_linear_layers(tmp_path):
     }
     assert places == {"in_proj", "out_proj", "up_proj", "down_proj"}
     torch.testing.assert_close(adapted(ids, attention_mask=mask).logits, base)
-    optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
-    losses = []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = adapted(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    adapted.eval()
+    for name, part in adapted.named_parameters():
+        if "lora_B" in name:  # zero at the start, where an adapter changes nothing
+            torch.nn.init.normal_(part, std=0.1)
     expected = adapted(ids, attention_mask=mask).logits
+    assert not torch.allclose(expected, base)
     how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     written = adapted.generate(input_ids=ids, **how)
     merged = adapted.merge_and_unload()

@@ -1,7 +1,5 @@
 """The convolutions that mix tokens: `TriangularConv`, by a learned lower-triangular weight (arXiv
 2409.01482, section 2), and `KeyedConv`, whose weights are scaled by how well tokens fit.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import math
@@ -29,7 +27,7 @@ from .plain import (
 # another place in this list on. Every fourth of them looks at the token before.
 LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
 SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
-# And over how many tokens the weights of keyed mixing fall to 1/e, block after block likewise.
+# Over so many tokens the initial weights of keyed mixing fall to 1/e, by block and head as above.
 SPANS = (64, 256, math.inf, 256)
 
 
