@@ -101,7 +101,7 @@ class Trainer:
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
         saved = self.model, self.data.tokenizer
-        self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
+        self.writer = CheckpointWriter(run.directory, *kept, world, *saved, self.state.resumed)
         stop_at_first = train.non_finite == "stop"
         self.guard = Guard(self.optimizer, self.scaler is not None, stop_at_first, self.device)
         self.profiler, self.stop = Profiler(run, world), Stop(world)
