@@ -9,9 +9,16 @@ Writes PATH.json (hardware, commit, every time) and PATH.md (tables). Weights ar
 go through generate(), greedily, without an end token. A new token's time is what all but the first
 add to a call: the prompt is not in it, the capture of a static cache's step is. Beside these: the
 captured step itself against the time of reading the weights (alone) once.
+
+With --recurrent, mixers with mixing weights by rows and by columns in place of the steps, and the
+memory of all:
+
+    python benchmarks/generation.py --output PATH --recurrent --hidden 512 --batches 1,64,1024
 """
 
 import argparse
+import gc
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,13 +27,21 @@ import timing
 import torch
 from saving import add_options, measured_by, origin, save
 from torch import Tensor
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.ops import choice
 
+STATIC_CACHE = {"cache_implementation": "static"}
+CACHES = {  # and the options of generate that make them
+    "cached": {},
+    "cached, static": STATIC_CACHE,
+    "cached, static, compiled": STATIC_CACHE | {"compile_config": CompileConfig()},
+    "uncached": {"use_cache": False},
+}
+SHORTER = 8  # With --recurrent, memory is measured of a shorter prompt, too.
 STATIC = ("static", "compiled")  # steps of a static cache
 CAPTURED = 3  # so many steps of a static cache, and it is captured
 ROUNDS, WARM_UP_SECONDS = 9, 0.5  # of a step's timing
@@ -54,6 +69,7 @@ def arguments() -> argparse.Namespace:
     add("--prompt", default=1468, help="tokens of the prompt", **number)
     add("--new", default=64, help="tokens; the uncached loop writes a quarter of them", **number)
     add("--batches", type=lambda text: [*map(int, text.split(","))], default=[1, 64])
+    add("--recurrent", action="store_true", help="compare with rows and columns, and the memory")
     add("--repeats", default=3, help="calls of generate, of which the median counts", **number)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=device, choices=("cuda", "cpu"))
@@ -69,9 +85,10 @@ def arguments() -> argparse.Namespace:
 # ------------------------------------------------------------------------- models
 
 
-def models(options: argparse.Namespace) -> tuple[MaskedMixerForCausalLM, LlamaForCausalLM]:
-    """A mixer, and a Llama of the same width, depth and vocabulary with heads of 64 channels and an
-    MLP with as many parameters as the mixer's.
+def models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
+    """A mixer, with --recurrent two more by rows and by columns, and a Llama of the same width,
+    depth and vocabulary with heads of 64 channels and an MLP with as many parameters as the
+    mixer's.
     """
     shape = {"vocab_size": options.vocabulary, "hidden_size": options.hidden}
     shape |= {"num_hidden_layers": options.layers, "max_position_embeddings": options.context}
@@ -80,8 +97,12 @@ def models(options: argparse.Namespace) -> tuple[MaskedMixerForCausalLM, LlamaFo
         intermediate_size=options.hidden * 8 // 3 // 64 * 64 or 64,
         num_attention_heads=max(options.hidden // 64, 1),
     )
-    found = MaskedMixerForCausalLM(MaskedMixerConfig(**shape)), LlamaForCausalLM(llama)
-    for model in found:
+    found = {"mixer": MaskedMixerForCausalLM(MaskedMixerConfig(**shape))}
+    for form in ("rows", "columns") if options.recurrent else ():
+        config = MaskedMixerConfig(**shape, mixing_weight=form, mixing_decay=True)
+        found[form] = MaskedMixerForCausalLM(config)
+    found["Llama"] = LlamaForCausalLM(llama)
+    for model in found.values():
         # Every call writes as many tokens as it is asked for.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
@@ -99,28 +120,35 @@ def measure(options: argparse.Namespace) -> dict:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, options.device) | {"settings": settings(options)}
     result["copy_bytes_per_ms"] = timing.copy_bytes_per_ms(options.device)
-    mixer, llama = models(options)
-    sizes = [sum(one.numel() for one in model.parameters()) for model in (mixer, llama)]
-    result |= {"parameters": sizes[0], "llama_parameters": sizes[1]}
-    result["weight_bytes"] = weight_bytes(mixer)
-    result["step"] = [time_step(mixer, batch, result, options) for batch in options.batches]
-    fewer, static = max(options.new // 4, 2), {"cache_implementation": "static"}
-    faster = static | {"compile_config": CompileConfig()}
-    calls = [  # model, cache, options of generate, new tokens
-        ("mixer", "cached", {}, options.new),
-        ("mixer", "cached, static", static, options.new),
-        ("mixer", "cached, static, compiled", faster, options.new),
-        ("mixer", "uncached", {"use_cache": False}, fewer),
-        ("Llama", "cached", {}, options.new),
-    ]
+    found = models(options)
+    sizes = {name: model.num_parameters() for name, model in found.items()}
+    result |= {"parameters": sizes["mixer"], "llama_parameters": sizes["Llama"]}
+    if options.recurrent:
+        result["rows_parameters"] = sizes["rows"]
+    else:
+        mixer = found["mixer"]
+        result["weight_bytes"] = weight_bytes(mixer)
+        result["step"] = [time_step(mixer, batch, result, options) for batch in options.batches]
     result["generate"] = []
     for batch in options.batches:
-        for name, cache, how, new in calls:
-            model = {"mixer": mixer, "Llama": llama}[name]
+        for name, cache, new in calls(options):
             print(f"{time.perf_counter() - started:7.1f} s  {name} {cache}, {batch}", flush=True)
             row = {"model": name, "cache": cache, "batch": batch, "new": new}
-            result["generate"].append(row | time_generate(model, batch, new, how, options))
+            measured = time_generate(found[name], batch, new, CACHES[cache], options)
+            result["generate"].append(row | measured)
     return result | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def calls(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """(model, cache, new tokens) of what is timed."""
+    if not options.recurrent:
+        mixer = [("mixer", cache, options.new) for cache in CACHES if cache != "uncached"]
+        fewer = max(options.new // 4, 2)
+        return [*mixer, ("mixer", "uncached", fewer), ("Llama", "cached", options.new)]
+    fastest = "cached, static, compiled"
+    mixers = [(name, fastest, options.new) for name in ("mixer", "rows", "columns")]
+    llamas = [("Llama", cache, options.new) for cache in ("cached", "cached, static")]
+    return mixers + llamas
 
 
 def settings(options: argparse.Namespace) -> dict:
@@ -133,7 +161,9 @@ def prompts(batch: int, options: argparse.Namespace) -> Tensor:
 
 
 def time_generate(model, batch: int, new: int, how: dict, options: argparse.Namespace) -> dict:
-    """Seconds of whole calls, and milliseconds of a token after the first."""
+    """Seconds of whole calls, and milliseconds of a token after the first; with --recurrent the
+    memory, too, and nothing where it is too little.
+    """
     ids = prompts(batch, options)
 
     def seconds(tokens: int) -> float:
@@ -144,12 +174,39 @@ def time_generate(model, batch: int, new: int, how: dict, options: argparse.Name
         assert written.shape == (batch, options.prompt + tokens), "generate stopped early"
         return time.perf_counter() - start
 
-    seconds(min(new, 4))  # kernels, libraries and the allocator's memory
-    first = statistics.median(seconds(1) for _ in range(options.repeats))
-    whole = statistics.median(seconds(new) for _ in range(options.repeats))
+    try:
+        seconds(min(new, 4))  # kernels, libraries and the allocator's memory
+        first = statistics.median(seconds(1) for _ in range(options.repeats))
+        whole = statistics.median(seconds(new) for _ in range(options.repeats))
+        short = ids[:, : max(options.prompt // SHORTER, 1)]
+        memory = [decoding_mb(model, x, how) for x in (short, ids) if options.recurrent]
+    except torch.OutOfMemoryError:
+        if not options.recurrent:
+            raise
+        return dict.fromkeys(("ms_per_token", "tokens_per_second", "short_mb", "long_mb"), math.nan)
     ms = 1e3 * (whole - first) / (new - 1)
     found = {"first_token_s": first, "whole_s": whole, "ms_per_token": ms}
+    found |= dict(zip(("short_mb", "long_mb"), memory, strict=False))
     return found | {"tokens_per_second": 1e3 * batch / ms}
+
+
+def decoding_mb(model, ids: Tensor, how: dict) -> float:
+    """The most memory in MB that a call takes after its first token, beside the weights; zero on a
+    CPU, which does not count it.
+    """
+    if not ids.is_cuda:
+        return 0.0
+    gc.collect()  # caches of earlier calls
+    before, places = torch.cuda.memory_allocated(), []
+
+    def count(written: Tensor, logits: Tensor) -> Tensor:
+        if not places:  # the prompt is done
+            torch.cuda.reset_peak_memory_stats()
+        places.append(written.shape[1])
+        return logits
+
+    model.generate(ids, max_new_tokens=4, do_sample=False, logits_processor=[count], **how)
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
 def synchronize(device: str) -> None:
@@ -237,6 +294,8 @@ def replay_ms(cache: MixingCache) -> float:
 
 def table(result: dict) -> str:
     """Everything as Markdown."""
+    if "step" not in result:
+        return recurrent_table(result)
     weights = f"{result['weight_bytes'] / 1e6:.0f} MB"
     copy_rate = f"{result['copy_bytes_per_ms'] / 1e9:.2f} TB/s"
     kept = f"{kept_megabytes(result['settings']):.3g} MB"
@@ -271,6 +330,30 @@ def table(result: dict) -> str:
         f"Measured on {origin(result)}; {result['seconds']} s.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def recurrent_table(result: dict) -> str:
+    """What --recurrent has measured, as Markdown."""
+    long = result["settings"]["prompt"]
+    memory = (
+        "A token after the first, greedy; the median of the calls. Memory is the most that a call "
+        f"takes after its first token, beside the weights, for prompts of {long // SHORTER} and of "
+        f"{long} tokens. `nan`: out of memory."
+    )
+    parts = [
+        f"# Generation with recurrent mixing weights on {result['hardware'].get('device')}",
+        f"{introduction(result)} By rows or columns: {result['rows_parameters'] / 1e6:.1f}M.",
+        memory,
+        lines(
+            f"model | cache | batch | ms a token | tokens/s | MB after {long // SHORTER} | "
+            f"MB after {long}",
+            result["generate"],
+            "{model} | {cache} | {batch} | {ms_per_token:.3f} | {tokens_per_second:,.0f} | "
+            "{short_mb:,.0f} | {long_mb:,.0f}",
+        ),
+        f"Measured on {origin(result)}; {result['seconds']} s.",
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def kept_megabytes(sizes: dict) -> float:

@@ -16,8 +16,7 @@ from timing import interleaved
 from torch import Tensor
 
 from mixer.common.errors import UserError, run_command
-from mixer.models.masked_mixer import plain
-from mixer.ops import choice, keyed_conv, triangular_conv
+from mixer.ops import choice, keyed_conv, plain, triangular_conv
 from mixer.ops.choice import KEYED_RESULTS, difference
 
 DEVICE = "cuda"
@@ -97,8 +96,8 @@ def mixings(heads: int) -> dict[str, Callable]:
     return {
         "kernels": lambda *tensors: keyed_conv(*tensors, backend="cuda"),
         "lags": lags,
-        "plain": plain.keyed,
-        "compiled": torch.compile(plain.keyed, dynamic=False),
+        "plain": plain.keyed_conv,
+        "compiled": torch.compile(plain.keyed_conv, dynamic=False),
         "attention": attention,
         "convolution": lambda _, __, value, weight, bias: triangular_conv(value, weight, bias),
     }

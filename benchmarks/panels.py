@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixer.models.masked_mixer.plain import panel_bounds, shift_channels, tap_shift
 from mixer.ops.cuda import packed_columns
+from mixer.ops.plain import panel_bounds, shift_channels, tap_shift
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

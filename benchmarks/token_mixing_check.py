@@ -11,8 +11,8 @@ from token_mixing_variants import Data, Variant
 from torch import Tensor
 
 from mixer.common.errors import first_line
-from mixer.models.masked_mixer import plain
-from mixer.models.masked_mixer.plain import shift_channels, split_heads, tap_shift
+from mixer.ops import plain
+from mixer.ops.plain import shift_channels, split_heads, tap_shift
 
 MAX_ERROR = 5e-3  # relative RMSE; rounding a result to bf16 alone gives 1.7e-3
 MAX_ROWS = 64
@@ -57,12 +57,14 @@ class Expected:
         )
 
     def forward(self, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        return plain.dense(self.slot.x[self.samples].double(), self.weight, bias, residual)
+        return plain.triangular_conv(
+            self.slot.x[self.samples].double(), self.weight, bias, residual
+        )
 
     def grad_input(self) -> Tensor:
         """Through autograd of the dense product: another formula than any backend's."""
         x = torch.zeros_like(self.slot.x[self.samples], dtype=torch.float64).requires_grad_()
-        y = plain.dense(x, self.weight, None, None)
+        y = plain.triangular_conv(x, self.weight, None, None)
         return torch.autograd.grad(y, x, self.slot.dy[self.samples].double())[0]
 
     def grad_weight(self) -> Tensor:

@@ -18,8 +18,8 @@ from panels import head_slices, multiply_into
 from token_mixing_work import Shape
 from torch import Tensor, nn
 
-from mixer.models.masked_mixer.plain import shift_channels, tap_shift
 from mixer.ops import cuda, triangular_conv
+from mixer.ops.plain import shift_channels, tap_shift
 
 PANELS = (2, 4, 8, 16)
 MIN_PANEL_ROWS = 16

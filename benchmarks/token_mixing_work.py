@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mixer.models.masked_mixer.plain import products_per_triangle
+from mixer.ops.plain import products_per_triangle
 
 # In the order of the tables.
 OPERATIONS = {

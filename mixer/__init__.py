@@ -38,9 +38,3 @@ __all__ = [
 AutoConfig.register(MaskedMixerConfig.model_type, MaskedMixerConfig)
 AutoModel.register(MaskedMixerConfig, MaskedMixerModel)
 AutoModelForCausalLM.register(MaskedMixerConfig, MaskedMixerForCausalLM)
-
-# With these, save_pretrained copies the model's code beside the weights, for trust_remote_code
-# where this package is not installed.
-MaskedMixerConfig.register_for_auto_class()
-MaskedMixerModel.register_for_auto_class("AutoModel")
-MaskedMixerForCausalLM.register_for_auto_class("AutoModelForCausalLM")

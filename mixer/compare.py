@@ -34,7 +34,7 @@ from mixer.comparison.entrants import entrant, entrants_of
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import Study
 from mixer.models.architecture import TRANSFORMERS
-from mixer.models.masked_mixer.plain import BACKENDS
+from mixer.ops.plain import BACKENDS
 from mixer.training.config import load_config
 
 

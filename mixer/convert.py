@@ -1,15 +1,19 @@
 """Checkpoints converted: from and to the reference implementation of masked mixers, and between the
 two forms of a mixing weight.
 
-    python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME]
+    python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
     python -m mixer.convert DIR --output DIR --mixing-weight lags
 
-The first line takes the weights of a LanguageMixer, and the second writes such weights. The third
-gives each mixing weight one number for each distance of tokens, the mean of its diagonal, and says
-how far the weights were from having one; `full` is the way back, which changes nothing. The logits
-of the first two are the reference's. A file of weights does not say whether a softmax belongs to
-the mixing, which has no counterpart here: the command assumes none, and says so.
+The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
+second writes such weights. The third gives each mixing weight one number for each distance of
+tokens, the mean of its diagonal, and says how far the weights were from having one; `full` is the
+way back, which changes nothing. The logits of the first two are the reference's.
+
+A LanguageMixer's file does not say whether a softmax belongs to the mixing, which has no
+counterpart here: the command assumes none, and says so. A recurrent mixer's file does not say which
+heads mix by row: it needs --mixing. See mixer/checkpoints/reference_format.py and
+recurrent_format.py.
 """
 
 import argparse
@@ -21,19 +25,31 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer, settled
+from mixer.checkpoints.recurrent_format import from_recurrent, is_recurrent_format, to_recurrent
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_new, check_writable, whole_directory, whole_file
 from mixer.data.tokenizer import existing_tokenizer
-from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 
-def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
-    """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name)."""
+def convert(
+    source: Path, output: Path, tokenizer_name: str | None, mixing: str | None = None
+) -> None:
+    """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name).
+
+    mixing: the mixing_weight of a recurrent mixer.
+    """
     check_new(output)
-    model = from_reference(read_weights(source))
+    weights = read_weights(source)
+    recurrent = is_recurrent_format(weights)
+    if mixing and not recurrent:
+        raise UserError(
+            f"--mixing {mixing} is for recurrent mixers, and {source} is none; leave it out"
+        )
+    model = from_recurrent(weights, mixing) if recurrent else from_reference(weights)
     check_finite(source, model)
     tokenizer = None
     if tokenizer_name:
@@ -42,10 +58,11 @@ def convert(source: Path, output: Path, tokenizer_name: str | None) -> None:
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
     write(model, tokenizer, output)
-    print(
-        f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong.",
-        file=sys.stderr,
-    )
+    if not recurrent:
+        print(
+            f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong.",
+            file=sys.stderr,
+        )
 
 
 def convert_back(source: Path, output: Path) -> None:
@@ -55,7 +72,9 @@ def convert_back(source: Path, output: Path) -> None:
             f"--output is {output}; with --back give a .safetensors file that does not exist yet"
         )
     check_writable(output.parent)
-    weights = to_reference(load_masked_mixer(source))
+    model = load_masked_mixer(source)
+    recurrent = model.config.mixing_weight in RECURRENT
+    weights = to_recurrent(model) if recurrent else to_reference(model)
     with whole_file(output) as stage:
         save_file(weights, stage, metadata={"format": "pt"})
     print(f"wrote {output}")
@@ -67,7 +86,7 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     """
     check_new(output)
     model = load_masked_mixer(source)
-    about = model.config.to_dict() | {"mixing_weight": form}
+    about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
     if model.config.mixer_key_size:
         about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
     other = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
@@ -109,7 +128,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
-    add("source", type=settled, help="a .safetensors file of a LanguageMixer, or a checkpoint")
+    add("source", type=settled, help="a .safetensors file of the author's, or a checkpoint")
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
     how = "a directory or hub name, to be saved with the reference's model"
     one.add_argument("--tokenizer", metavar="NAME", help=how)
@@ -117,13 +136,14 @@ def main() -> None:
     one.add_argument("--back", action="store_true", help=how)
     how = "from a checkpoint here to one with mixing weights of this form"
     one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
+    add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
     options = parser.parse_args()
     if options.mixing_weight:
         convert_mixing(options.source, options.output, options.mixing_weight)
     elif options.back:
         convert_back(options.source, options.output)
     else:
-        convert(options.source, options.output, options.tokenizer)
+        convert(options.source, options.output, options.tokenizer, options.mixing)
 
 
 if __name__ == "__main__":

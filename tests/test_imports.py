@@ -14,15 +14,14 @@ PACKAGE = Path(mixer.__file__).parent
 # and mixer/__init__.py may import from all of them.
 ORDER = [
     {"common"},
+    {"ops"},
     {"models"},
     {"analysis"},
-    {"ops", "reporting", "data", "distributed", "optimizers"},
+    {"reporting", "data", "distributed", "optimizers"},
     {"checkpoints"},
     {"training", "evaluation"},
     {"comparison"},
 ]
-# A model's code travels with its checkpoints. Where this package is installed, it uses the kernels.
-EXCEPTIONS = {("models", "ops")}
 MODULES = {
     ".".join(("mixer", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
@@ -60,7 +59,7 @@ def test_no_folder_imports_from_a_higher_one():
         for other in imported(module, whole=True):
             target = (other.split(".") + [""])[1]
             allowed = target == folder or rank.get(target, len(ORDER)) < rank[folder]
-            assert allowed or (folder, target) in EXCEPTIONS, f"{module} imports {other}"
+            assert allowed, f"{module} imports {other}"
 
 
 def test_the_readmes_table_is_in_this_order():

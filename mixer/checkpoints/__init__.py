@@ -7,4 +7,5 @@ state             the tensors of a run's state: their names, and that they are f
 restore           a run goes on from a checkpoint
 pretrained        any causal language model's directory, checked and loaded
 reference_format  weights of the reference implementation, both ways
+recurrent_format  weights of the author's structured recurrent mixers, both ways
 """

@@ -28,6 +28,7 @@ from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
+NAME = "a LanguageMixer"
 NAMES = {  # ours, and the reference's
     "model.embed_tokens": "wte",
     "model.layers": "mixerblocks",
@@ -37,7 +38,7 @@ NAMES = {  # ours, and the reference's
     "mlp.down_proj": "patch_ff.2",
 }
 HEADS = "mixerhead"  # the name of a block's heads; that of some versions is conv
-WTE = re.compile(r"((?:(?:model|module|_orig_mod)\.)*)wte\.weight")  # behind a wrapper's prefix
+PREFIXES = r"(?:(?:model|module|_orig_mod)\.)*"  # what wrappers put before every key
 CONVOLUTION = re.compile(  # the weight of one, in a block with heads, an expanded or a flat one
     r"(mixerblocks\.\d+\.(?:(?:mixerhead|conv)\.convs\.\d+|conv\.[02]|conv))\.weight"
 )
@@ -77,12 +78,12 @@ def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
     Raises UserError naming every key that is unknown or missing, and every tensor whose shape does
     not fit the others.
     """
-    source = _with_convolutions(_without_prefix(source))
+    source = _with_convolutions(without_prefix(source))
     heads = HEADS if any(f".{HEADS}." in key for key in source) else "conv"
     model = MaskedMixerForCausalLM(_config(source, heads)).eval()
     tensors = _tensors(model)
     pieces = dict(_pieces(tensors, model.config, heads))
-    _compare(source, pieces)
+    compare(source, pieces)
     for key, piece in pieces.items():
         piece.copy_(source[key])
     for name, conv in _convolutions(model):
@@ -157,11 +158,17 @@ def _pieces(
                 yield f"{block}{heads}.{names[layer]}.{head}.{kind}", piece
 
 
-def _without_prefix(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefixes = {match.group(1) for key in source if (match := WTE.fullmatch(key))}
+def without_prefix(
+    source: Mapping[str, Tensor], embedding: str = "wte", model: str = NAME
+) -> dict[str, Tensor]:
+    """The state dict without what wrappers put before every key, known by that of the embedding.
+    model: names it in an error.
+    """
+    pattern = re.compile(rf"({PREFIXES}){embedding}\.weight")
+    prefixes = {match.group(1) for key in source if (match := pattern.fullmatch(key))}
     if len(prefixes) != 1:
         raise UserError(
-            f"these are not the weights of a LanguageMixer: {len(prefixes)} keys are wte.weight, "
+            f"these are not the weights of {model}: {len(prefixes)} keys are {embedding}.weight, "
             "with nothing or model. or module. before it; the first keys are "
             f"{', '.join(sorted(source)[:4])}"
         )
@@ -185,7 +192,7 @@ def _with_convolutions(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _config(source: Mapping[str, Tensor], heads: str) -> MaskedMixerConfig:
-    """The sizes of the model, from the tensors of the first block. `_compare` checks later whether
+    """The sizes of the model, from the tensors of the first block. `compare` checks later whether
     the other blocks agree.
     """
     first = "mixerblocks.0."
@@ -218,8 +225,10 @@ def _config(source: Mapping[str, Tensor], heads: str) -> MaskedMixerConfig:
         ) from None
 
 
-def _compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor]) -> None:
-    """Raises UserError unless `source` has just the keys and shapes of `pieces`."""
+def compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor], model: str = NAME) -> None:
+    """Raises UserError, naming the model, unless `source` has just the keys and shapes of
+    `pieces`.
+    """
     shapes, wanted = ({key: tuple(of[key].shape) for key in of} for of in (source, pieces))
     problems = [f"unknown: {key} {shapes[key]}" for key in sorted(shapes.keys() - wanted)]
     problems += [f"missing: {key} {wanted[key]}" for key in sorted(wanted.keys() - shapes)]
@@ -231,6 +240,6 @@ def _compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor]) -> None
     if problems:
         listing = "\n  ".join(problems)
         raise UserError(
-            "the weights are not those of a LanguageMixer that can be converted; nothing is "
+            f"the weights are not those of {model} that can be converted; nothing is "
             f"guessed:\n  {listing}"
         )

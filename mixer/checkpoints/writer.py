@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import custom_object_save
 
 from mixer.checkpoints import format
 from mixer.checkpoints.snapshot import Snapshot
@@ -236,7 +235,6 @@ def _write_model(
     config.dtype = torch.float32
     if isinstance(config, MaskedMixerConfig):
         config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
-        custom_object_save(kind, directory)  # the model's code, for use without this package
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

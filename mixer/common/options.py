@@ -1,4 +1,7 @@
-"""Options of a configuration: dataclass fields with a meaning, a type and allowed values."""
+"""Options of a configuration: dataclass fields with a meaning, a type and allowed values.
+
+This file is copied beside every saved model, so it imports nothing from the rest of the package.
+"""
 
 import dataclasses
 import difflib
@@ -49,8 +52,9 @@ def as_type(value: Any, kind: Any) -> Any:
 def option_problems(section: Any, prefix: str = "") -> list[str]:
     """One line for each option of a dataclass instance whose value is not allowed.
 
-    A number must be finite and within its bounds, a string one of the choices. `prefix` is put
-    before the names, such as "optim.". Fields without an `option` are not checked for those.
+    A number must have the option's type, be finite and within its bounds, a string one of the
+    choices. `prefix` is put before the names, such as "optim.". Of fields without an `option`
+    only text is checked.
     """
     problems = []
     for field in dataclasses.fields(section):
@@ -58,6 +62,8 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
         allowed = allowed_values(field)
         if isinstance(value, str) and not is_plain_text(value):
             value, allowed = value[:50], "text without null characters and lone surrogates"
+        elif field.metadata and not _has_type(value, field.type):
+            allowed = ", ".join(filter(None, (type_name(field.type), allowed)))
         elif _is_allowed(value, choices, field.metadata.get("bounds")):
             continue
         near = difflib.get_close_matches(str(value), choices, n=1)
@@ -76,12 +82,23 @@ def allowed_values(field: dataclasses.Field) -> str:
     return " and ".join(parts) or unbounded
 
 
+def type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)  # int | None has no name
+
+
 def is_plain_text(text: str) -> bool:
     """Whether files and their names can hold a text: no null characters, no lone surrogates."""
     try:
         return b"\0" not in text.encode("utf-8")
     except UnicodeEncodeError:
         return False
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Whether a number or a truth value has an option's type; any other type will do."""
+    kinds = typing.get_args(kind) or (kind,)  # int | None
+    given = float if type(value) is int and float in kinds else type(value)
+    return given in kinds or not {bool, int, float}.intersection(kinds)
 
 
 def _is_allowed(value: Any, choices: Collection[str], bounds: dict[str, float] | None) -> bool:

@@ -9,7 +9,7 @@ from mixer.common.yaml_file import read_yaml
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
 from mixer.models.masked_mixer.mixing import VARIANTS, TokenMixing
 from mixer.models.masked_mixer.modeling import in_autocast_type
-from mixer.models.masked_mixer.plain import BACKENDS
+from mixer.ops.plain import BACKENDS
 
 
 def entrant(name: str) -> dict:

@@ -310,6 +310,7 @@ def describe_model(
         "architecture": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": model.config.get_text_config().vocab_size,
+        "context": getattr(model.config.get_text_config(), "max_position_embeddings", None),
         "tokenizer_ids": len(tokenizer),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
         "weights_sha256": weights_sha256(directory),

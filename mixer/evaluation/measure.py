@@ -42,7 +42,7 @@ def reads(model: PreTrainedModel, tokens: int) -> bool:
     by_lag = getattr(model.config, "mixing_weight", None) == "lags"
     if tokens > context and by_lag:
         model.extend_context(tokens)
-    return tokens <= context or by_lag
+    return by_lag or tokens <= getattr(model.config, "longest_text", context)
 
 
 def choose_device(name: str, dtype: str) -> torch.device:

@@ -3,6 +3,7 @@ numbers of mixer.evaluation.evaluate.
 """
 
 import json
+import math
 from pathlib import Path
 
 from mixer.checkpoints.pretrained import weights_sha256
@@ -35,7 +36,27 @@ def evaluation_report(results: list[dict]) -> str:
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
         notes.append(bullets([note + "not those per token."]))
-    return table([select(result, COLUMNS) for result in results]) + "\n\n" + "\n".join(notes)
+    rows = [select(result, COLUMNS) for result in results]
+    if longer_contexts(results):
+        rows = [row | by_context(r) for row, r in zip(rows, results, strict=True)]
+    return table(rows) + "\n\n" + "\n".join(notes)
+
+
+def longer_contexts(results: list[dict]) -> set[int]:
+    """The contexts that models were trained with, where the windows are longer."""
+    return {r["context"] for r in results if (r.get("context") or math.inf) < r["window"]}
+
+
+def by_context(r: dict) -> dict[str, float | str]:
+    """The loss up to the context that a model was trained with, and past it."""
+    context = r.get("context") or r["window"]
+    scored = list(zip(r["loss_by_position"], r["count_by_position"], strict=True))
+    parts, found = {"to the context": scored[:context], "past it": scored[context:]}, {}
+    for title, part in parts.items():
+        count = sum(count for _, count in part)
+        nats = sum(loss * count for loss, count in part if count)
+        found[f"loss {title}"] = nats / count if count else "-"
+    return found
 
 
 def evaluation_notes(*results: dict) -> str:
@@ -132,4 +153,5 @@ def write_evaluation(results: list[dict], directory: Path) -> None:
     with whole_directory(directory) as stage:
         (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         (stage / "report.md").write_text(text, encoding="utf-8")
-        plot_loss_by_position(curves, stage / "loss_by_position.png")
+        picture = stage / "loss_by_position.png"
+        plot_loss_by_position(curves, picture, longer_contexts(results))

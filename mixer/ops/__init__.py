@@ -5,10 +5,9 @@
 import torch
 from torch import Tensor
 
-from mixer.models.masked_mixer import plain
-from mixer.models.masked_mixer.plain import BACKENDS
-from mixer.ops import choice, operator
+from mixer.ops import choice, operator, plain
 from mixer.ops.keyed import keyed_conv
+from mixer.ops.plain import BACKENDS
 from mixer.ops.row_operator import mix_row
 from mixer.ops.turning import turn
 
@@ -73,7 +72,7 @@ def triangular_conv(
     given = weight if lags is None else lags
     if choice.kernels_take(backend, x, given.shape[0]):
         return operator.triangular_conv(x, given, bias, residual)
-    return plain.dense(x, weight, bias, residual, lags)
+    return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
 
 def _autocast(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:

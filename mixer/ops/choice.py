@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
-from mixer.models.masked_mixer import plain
-from mixer.models.masked_mixer.lags import weight_by_lag
-from mixer.ops import cuda
+from mixer.ops import cuda, plain
 from mixer.ops.strips import strips_of
 
 logger = logging.getLogger("mixer.ops")
@@ -244,9 +242,10 @@ def by_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: 
 def in_plain_pytorch(
     query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor
 ) -> Tensor:
-    if mixing.ndim == 3:
-        mixing = weight_by_lag(mixing, decay_for(mixing), query.shape[1])
-    return plain.keyed(query, key, value, mixing, bias)
+    if mixing.ndim == 4:
+        return plain.keyed_conv(query, key, value, mixing, bias)
+    by_lag = {"lags": mixing, "decay": decay_for(mixing)}
+    return plain.keyed_conv(query, key, value, None, bias, **by_lag)
 
 
 def decay_for(lags: Tensor) -> Tensor:

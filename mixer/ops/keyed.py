@@ -8,10 +8,8 @@ same is done in plain PyTorch, which autograd and torch.compile see through.
 import torch
 from torch import Tensor
 
-from mixer.models.masked_mixer import plain
-from mixer.models.masked_mixer.lags import weight_by_lag
-from mixer.models.masked_mixer.plain import BACKENDS
-from mixer.ops import choice
+from mixer.ops import choice, plain
+from mixer.ops.plain import BACKENDS
 from mixer.ops.strips import strips_of
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
@@ -77,9 +75,7 @@ def keyed_conv(
             return torch.ops.mixer.keyed_conv(query, key, value, weight, bias)[0]
         strips = strips_of(lags, decay, tokens, query.dtype)
         return torch.ops.mixer.keyed_conv_by_lag(query, key, value, lags, bias, *strips)[0]
-    if lags is not None:
-        weight = weight_by_lag(lags, decay, tokens)
-    return plain.keyed(query, key, value, weight, bias)
+    return plain.keyed_conv(query, key, value, weight, bias, lags=lags, decay=decay)
 
 
 def _check(query, key, value, weight, bias, lags, decay, backend) -> None:

@@ -580,7 +580,7 @@ def tiles_for(query: Tensor, keys: int, values: int) -> dict[str, tuple]:
         return FLOAT32_TILES
     if keys + values > 128:
         return WIDE_TILES
-    return TILES if keys < 64 else TILES | {"grad_key_value": (64, 64, 4, 3, None)}
+    return TILES if keys < 64 else TILES | {"grad_key_value": (32, 64, 4, 2, None)}
 
 
 def pointers(weights: Weights, turned: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,8 @@ context), those by lag (heads, taps, context); the operators take one tap, witho
 import torch
 from torch import Tensor
 
-from mixer.models.masked_mixer.plain import shift_channels, tap_shift
 from mixer.ops import cuda
+from mixer.ops.plain import shift_channels, tap_shift
 
 
 def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):

@@ -11,8 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from mixer.models.masked_mixer import plain
-from mixer.ops import choice, cuda
+from mixer.ops import choice, cuda, plain
 
 
 def mix_row(

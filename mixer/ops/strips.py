@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixer.models.masked_mixer.lags import falling
+from mixer.ops.lags import falling
 
 SHIFTS = 64
 LARGEST_TILE = 128  # rows and columns

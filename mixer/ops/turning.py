@@ -5,8 +5,7 @@ each way. The kernels are in turning_kernels.py; elsewhere the same is done in p
 import torch
 from torch import Tensor
 
-from mixer.models.masked_mixer import plain
-from mixer.ops import choice
+from mixer.ops import choice, plain
 
 # turning_kernels is imported inside functions: it needs Triton, which a machine may not have.
 
@@ -38,7 +37,7 @@ def turn(
         x.device, x.dtype, heads, size, size, x.shape[1]
     )
     if not serves:
-        return plain.turned(x, heads, norm, rotation, gain)
+        return plain.turn(x, heads, norm=norm, rotation=rotation, gain=gain)
     cos, sin = rotation or (None, None)
     return torch.ops.mixer.turn(x, heads, norm, cos, sin, gain)
 

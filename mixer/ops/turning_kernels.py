@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mixer.models.masked_mixer.plain import EPSILON
 from mixer.ops.keyed_kernels import dense_channels
+from mixer.ops.plain import EPSILON
 
 ROWS, WARPS = 64, 4  # tokens of one head in a program
 SMALL: tl.constexpr = tl.constexpr(EPSILON)

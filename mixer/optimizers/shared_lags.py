@@ -13,7 +13,7 @@ The functions here work on all mixing weights of a model at once, in a fixed ord
 import torch
 from torch import Tensor
 
-from mixer.models.masked_mixer.lags import diagonal_sums
+from mixer.ops.lags import diagonal_sums
 
 
 def gradient_sums(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mixer.models.masked_mixer.lags import row_parts, toeplitz_rows
+from mixer.ops.lags import row_parts, toeplitz_rows
 from mixer.optimizers.shared_lags import gradient_sums, lag_changes
 
 # Parts of matrices that the compiled functions are made for: it bounds the time to compile them.

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from mixer.common.errors import UserError
-from mixer.common.options import allowed_values, as_type, option, option_problems
+from mixer.common.options import allowed_values, as_type, option, option_problems, type_name
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
@@ -184,7 +184,7 @@ def describe_options() -> str:
     lines = ["keys (give them in the YAML file, or as section.key=value):"]
     for key, item in _options(RunConfig):
         allowed = allowed_values(item)
-        lines.append(f"  {key}: {_type_name(item.type)} = {item.default!r}")
+        lines.append(f"  {key}: {type_name(item.type)} = {item.default!r}")
         lines[-1] += f"; allowed: {allowed}" if allowed else ""
         lines.append(wrapped(item.metadata["help"], "      ", "      "))
     return "\n".join(lines)
@@ -225,7 +225,7 @@ def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: An
         setattr(getattr(run, section) if section else run, name, as_type(value, kind))
     except TypeError:
         quotes = ", written in quotes" if kind is str else ""
-        return f"{key} = {value!r} is a {type(value).__name__}; allowed: {_type_name(kind)}{quotes}"
+        return f"{key} = {value!r} is a {type(value).__name__}; allowed: {type_name(kind)}{quotes}"
     except OverflowError:
         return f"{key} = {value} is out of range; allowed: integers of 64 bits"
     return None
@@ -244,10 +244,6 @@ def _nearest(key: str, keys: dict) -> str:
     return f"; did you mean {near[0]}?" if near else "; allowed keys: python train.py --help"
 
 
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind)  # int | None has no name
-
-
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
     problems = option_problems(run) or _name_problems(run.name)
@@ -256,7 +252,7 @@ def _value_problems(run: RunConfig) -> list[str]:
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     train, optim, architecture = run.train, run.optim, run.model.architecture
-    is_mixer, by_lag = architecture == "masked_mixer", run.model.mixing_weight == "lags"
+    is_mixer, form = architecture == "masked_mixer", run.model.mixing_weight
     clashes = [
         (
             train.recompute == "activation" and not is_mixer,
@@ -269,9 +265,8 @@ def _value_problems(run: RunConfig) -> list[str]:
             f"for architecture {architecture}: false",
         ),
         (
-            optim.shared_lags and by_lag,
-            "optim.shared_lags = true with model.mixing_weight = 'lags', where lags are the weight "
-            "itself; allowed with it: false",
+            optim.shared_lags and form != "full",
+            f"optim.shared_lags = true with model.mixing_weight = {form!r}; allowed with it: false",
         ),
         (
             optim.warmup_steps > train.steps,

@@ -14,7 +14,7 @@ from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.common.options import option
-from mixer.models.masked_mixer.lags import row_parts
+from mixer.ops.lags import row_parts
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
 from mixer.optimizers.triangular_adamw import TriangularAdamW

@@ -3,6 +3,7 @@ wrong backend.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -203,6 +204,20 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
     done = run_python(*command, "--new", "30", output=tmp_path / "refused")
     assert done.returncode == 2
     assert "--prompt 40 and --new 30 do not fit --context 64" in done.stdout
+
+
+def test_generation_by_rows_and_columns_is_measured(tmp_path):
+    sizes = "--device cpu --hidden 32 --layers 2 --vocabulary 100 --context 64 --prompt 40 --new 4"
+    command = [ROOT / "benchmarks" / "generation.py", *sizes.split(), "--output", tmp_path / "toy"]
+    command += ["--recurrent", "--batches", "1,2", "--repeats", 1, "--commit", "abc123"]
+    done = run_python(*command, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    result, text = results(tmp_path / "toy")
+    measured = [(row["model"], row["batch"]) for row in result["generate"]]
+    names = ("mixer", "rows", "columns", "Llama", "Llama")
+    assert measured == [(name, batch) for batch in (1, 2) for name in names]
+    assert all(math.isfinite(row["tokens_per_second"]) for row in result["generate"])
+    assert "MB after 5 | MB after 40" in text
 
 
 def test_a_training_step_is_timed(tmp_path):

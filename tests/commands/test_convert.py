@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from models import MIXINGS, lively_model, small_model, tokens
+from recurrent_reference import RecurrentReference
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -224,6 +225,56 @@ def test_what_does_not_fit_is_named(change, words):
     change(state)
     with pytest.raises(UserError, match=words):
         from_reference(state)
+
+
+@pytest.mark.parametrize(
+    ("form", "heads", "decay"),
+    [("rows", 1, False), ("columns", 1, True), ("rows", 4, False), ("columns", 4, False)]
+    + [("mixed", 2, False), ("mixed", 4, True)],
+)
+def test_recurrent_mixers_convert_both_ways_with_equal_logits(form, heads, decay, tmp_path, capsys):
+    rows = {"rows": heads, "columns": 0, "mixed": heads // 2}[form]
+    kinds, context = ["col"] * rows + ["row"] * (heads - rows), 1024
+    about = (kinds, context, decay, decay or heads == 1)  # one of them without projections
+    reference, ids = RecurrentReference(*about), tokens(2, 700)
+    expected = reference(ids)
+    old, new, back = (tmp_path / name for name in ("old.safetensors", "new", "b.safetensors"))
+    save_file({f"_orig_mod.{key}": x for key, x in reference.state_dict().items()}, old)
+    with pytest.raises(UserError, match="do not say whether a head goes by row or by column; give"):
+        convert(old, new, None)
+    convert(old, new, None, form)
+    assert "ASSUMED" not in capsys.readouterr().err
+    model = AutoModelForCausalLM.from_pretrained(new)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-4)
+    convert_back(new, back)
+    again = RecurrentReference(*about)
+    nn.init.zeros_(again.input_layer.weight)
+    again.load_state_dict(load_file(back))  # strict: all keys and shapes
+    torch.testing.assert_close(again(ids), expected, rtol=0, atol=1e-5)
+
+
+def test_recurrent_mixers_that_do_not_convert_are_refused(tmp_path):
+    weights = RecurrentReference(["col", "row"], 512, True).state_dict()
+    weights["mixer_blocks.1.extra"] = weights.pop("mixer_blocks.1.token_norm.bias")
+    save_file(weights, tmp_path / "strange.safetensors")
+    with pytest.raises(UserError, match=r"(?s)not those of a structured recurrent .*extra.*m.bias"):
+        convert(tmp_path / "strange.safetensors", tmp_path / "new", None, "mixed")
+    save_file(Reference().state_dict(), tmp_path / "plain.safetensors")
+    with pytest.raises(UserError, match="--mixing rows is for recurrent mixers, and .* is none"):
+        convert(tmp_path / "plain.safetensors", tmp_path / "new", None, "rows")
+    small_model(mixing_weight="rows").save_pretrained(tmp_path / "gelu")
+    with pytest.raises(UserError, match="format does not have mlp_first: False, hidden_act: gelu;"):
+        convert_back(tmp_path / "gelu", tmp_path / "back.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "rows-and-columns"])
+def test_a_recurrent_weight_becomes_a_full_one_without_a_change(kind, tmp_path, capsys):
+    model, ids = lively_model(**MIXINGS[kind]), tokens()
+    model.save_pretrained(tmp_path / "recurrent")
+    convert_mixing(tmp_path / "recurrent", tmp_path / "full", "full")
+    assert "in the mean, at most 0.00%" in capsys.readouterr().out
+    full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    torch.testing.assert_close(full(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_transformer_does_not_go_back(tmp_path):

@@ -177,7 +177,7 @@ def test_models_that_are_not_causal_are_refused(root, tmp_path):
 @pytest.mark.parametrize(
     "kind, field, value, message",
     [
-        ("masked_mixer", "hidden_size", "wide", "hidden_size is 'wide'; allowed: an integer, 1 or"),
+        ("masked_mixer", "hidden_size", "wide", "hidden_size = 'wide'; allowed: int, 1 or more"),
         ("masked_mixer", "hidden_size", 24, "cannot be read"),  # of another shape than the weights
         ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: of"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),

@@ -23,15 +23,18 @@ from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.eval import main as evaluate_main
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
+from mixer.evaluation.report import write_evaluation
 from mixer.evaluation.scoring import evaluate_streams, plan_windows
+from mixer.evaluation.texts import validation_text
 from mixer.export import export
+from mixer.generate import continuations
 from mixer.models.masked_mixer import convolution
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 12
 
 
-def tiny_model(vocab_size=23, context=CONTEXT):
+def tiny_model(vocab_size=23, context=CONTEXT, **options):
     torch.manual_seed(0)
     config = MaskedMixerConfig(
         vocab_size=vocab_size,
@@ -39,6 +42,7 @@ def tiny_model(vocab_size=23, context=CONTEXT):
         num_hidden_layers=2,
         max_position_embeddings=context,
         mixing_backend="dense",
+        **options,
     )
     return MaskedMixerForCausalLM(config).eval()
 
@@ -234,6 +238,34 @@ def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
         assert text.count("EOS among the scored tokens") == 1  # said once, as it holds for both
         assert f"{results[0]['bits_per_byte']:.4f}" in text
     assert_png(output / "loss_by_position.png")
+
+
+def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_path):
+    """The table has the loss up to the context and past it, and the picture marks the context."""
+    checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "lags" / "step-7")
+    tokenizer = load_tokenizer(run / "data")
+    model = tiny_model(len(tokenizer), 32, mixing_weight="lags")
+    model.save_pretrained(checkpoint)
+    list_files(checkpoint)
+    checkpoints = [checkpoint, run / "demo" / "step-7"]
+    found = []
+    for place, window in zip(checkpoints, (96, 32), strict=True):
+        options = EvalOptions(checkpoint=str(place), device="cpu", window=window)
+        found.append(evaluate_checkpoint(options))
+    write_evaluation(found, tmp_path / "report")
+    assert_png(tmp_path / "report" / "loss_by_position.png")
+    model.extend_context(96)
+    tokens = validation_text(run / "data", 96, tokenizer).streams
+    scores = evaluate_streams(model, tokens, 96)
+    nats, counts = scores.nats_by_position, scores.count_by_position
+    means = [nats[part].sum() / counts[part].sum() for part in (slice(32), slice(32, None))]
+    last = [row[-2:] for row in rows((tmp_path / "report" / "report.md").read_text())]
+    assert ["loss to the context", "loss past it"] in last
+    assert [f"{mean:.4f}" for mean in means] in last and [f"{found[1]['loss']:.4f}", "-"] in last
+    (written,) = continuations(str(checkpoint), ["tok"], 80, 0.0, 0)
+    assert len(tokenizer(written).input_ids) > 32
+    with pytest.raises(UserError, match="the model's context is 32: shorten the prompt"):
+        continuations(str(checkpoints[1]), ["tok"], 80, 0.0, 0)
 
 
 def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):

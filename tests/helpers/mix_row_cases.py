@@ -2,7 +2,7 @@
 
 import torch
 
-from mixer.models.masked_mixer import plain
+from mixer.ops import plain
 
 TYPES = [
     (torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float16, torch.float16),

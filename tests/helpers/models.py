@@ -55,6 +55,15 @@ MIXINGS = {
         "value_embeddings": 2,
         "zero_init": True,
     },
+    "rows": {"mixing_weight": "rows", "mixing_decay": True},
+    "columns": {"mixing_weight": "columns", "mixer_gate": True, "mixer_kernel_size": 3},
+    "rows-and-columns": {
+        "mixing_weight": "mixed",
+        "mixing_decay": True,
+        "num_mixer_heads": 4,
+        "mlp_first": True,
+        "hidden_act": "silu",
+    },
     "no-biases-relu2": {"linear_bias": False, "hidden_act": "relu2", "num_mixer_heads": 2},
 }
 LENGTHS = (4, 1, 6, 3)

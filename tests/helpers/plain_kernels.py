@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixer.models.masked_mixer.lags import diagonal_sums, lags_at
-from mixer.models.masked_mixer.plain import by_each_head, merge_heads, split_heads
 from mixer.ops.cuda import lag_zero, packed_shape
+from mixer.ops.lags import diagonal_sums, lags_at
+from mixer.ops.plain import by_each_head, merge_heads, split_heads
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from mixer.models.masked_mixer import plain
+from mixer.ops import plain
 
 APART = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative, of norms
 
@@ -41,7 +41,8 @@ def check(dtype, norm, angles, has_gain, device, batch, tokens, size, heads=3) -
         lambda x, gain=None: torch.ops.mixer.turn(x, heads, norm, *cosines, gain), leaves
     )
     exact = results(
-        lambda x, gain=None: plain.turned(x, heads, norm, exact_rotation, gain), exact_leaves
+        lambda x, gain=None: plain.turn(x, heads, norm=norm, rotation=exact_rotation, gain=gain),
+        exact_leaves,
     )
     for one, other in zip(ours, exact, strict=True):
         apart = (one.double() - other).norm() / other.norm()

@@ -80,14 +80,6 @@ def test_its_mlp_has_as_many_parameters_as_the_masked_mixers():
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
 
 
-def test_qwen3_is_llama_with_normed_queries_and_keys():
-    llama, qwen3 = (dict(build(architecture).named_parameters()) for architecture in (LLAMA, QWEN3))
-    norms = {name for name in qwen3 if name.endswith(("q_norm.weight", "k_norm.weight"))}
-    assert norms and {name: p.shape for name, p in qwen3.items() if name not in norms} == {
-        name: p.shape for name, p in llama.items()
-    }
-
-
 def test_keys_of_the_other_architecture_are_refused():
     with pytest.raises(UserError) as caught:
         load_config(None, [LLAMA, "model.mixing_backend=dense", "model.num_mixer_heads=4"])

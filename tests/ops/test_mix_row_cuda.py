@@ -100,7 +100,11 @@ COMPILED = {
 COMPILED |= {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
 
 
-@pytest.mark.parametrize("mixing", ["flat", "projected", "projected-expansion", "gate-heads"])
+@pytest.mark.parametrize(
+    "mixing",
+    ["flat", "projected", "projected-expansion", "gate-heads", "rows", "columns"]
+    + ["rows-and-columns"],
+)
 @pytest.mark.parametrize("texts", [1, 4])  # of one, the compiler makes the products itself
 def test_a_compiled_step_writes_the_same(texts, mixing):
     model, (ids, mask) = lively_model(**MIXINGS[mixing]).cuda(), padded("left")

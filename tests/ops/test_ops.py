@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mixer.models.masked_mixer.plain import panel_bounds, products_per_triangle, staircase
 from mixer.ops import choice, operator, triangular_conv
+from mixer.ops.plain import panel_bounds, products_per_triangle, staircase
 
 # Every value of every dimension of interest occurs: tokens, channels, batch, heads, taps, context
 # beyond the tokens.

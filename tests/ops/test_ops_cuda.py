@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.models.masked_mixer import plain
-from mixer.ops import choice, cuda, operator, triangular_conv
+from mixer.ops import choice, cuda, operator, plain, triangular_conv
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -172,7 +171,7 @@ def factors(tensor, dtype):
 
 def dense_conv(x, weight, bias, residual):
     kinds = (weight, None) if weight.dim() == 4 else (None, weight)
-    return plain.dense(x, kinds[0], bias, residual, kinds[1])
+    return plain.triangular_conv(x, kinds[0], bias, residual, lags=kinds[1])
 
 
 def kernel_conv(x, weight, bias, residual):

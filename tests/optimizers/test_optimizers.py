@@ -5,9 +5,9 @@ import torch
 from models import small_model
 from torch import nn
 
-from mixer.models.masked_mixer import lags as lags_module
-from mixer.models.masked_mixer.lags import diagonal_sums, row_parts, toeplitz_rows
-from mixer.models.masked_mixer.plain import dense
+from mixer.ops import lags as lags_module
+from mixer.ops.lags import diagonal_sums, row_parts, toeplitz_rows
+from mixer.ops.plain import triangular_conv
 from mixer.optimizers import muon
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
@@ -163,7 +163,7 @@ class Mixing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight if self.lags is None else self.weight + toeplitz(self.lags)
-        return dense(x, weight, None, None)
+        return triangular_conv(x, weight)
 
 
 def test_shared_lags_are_training_of_a_weight_and_its_lags():

@@ -14,8 +14,9 @@ from toolchain import needs_gxx
 from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.models.masked_mixer import lags, modeling
+from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
+from mixer.ops import lags
 from mixer.training import parallelize
 from mixer.training.compile import compiled, compiled_parts
 from mixer.training.config import load_config

@@ -1,7 +1,6 @@
 """Queries and keys, their norm and rotation, and attention: keyed mixing without a mixing weight.
 
-This file is copied beside every saved model. It uses the kernels of this package where they are
-installed, and plain PyTorch elsewhere.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import torch
@@ -9,20 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration import MaskedMixerConfig
-from .convolution import Memory, remember
 from .flops import Flops
-from .plain import by_head, turned
-
-try:  # with the kernels, where they can run
-    from mixer.ops import turn
-except ModuleNotFoundError as error:
-    if error.name not in ("mixer", "mixer.ops"):  # the package is there, but does not work
-        raise
-
-    def turn(x: Tensor, heads: int, *, norm, rotation, gain=None, backend: str) -> Tensor:
-        """In plain PyTorch, whichever backend is asked for."""
-        return turned(x, heads, norm, rotation, gain)
-
+from .memory import Memory, is_first, remember
+from .operators import turn
+from .plain import by_head
 
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
@@ -74,8 +63,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """As KeyedConv.forward."""
         query, key, value = (by_head(part, self.heads) for part in (query, key, value))
-        captured = isinstance(memory, Tensor)
-        first = memory is None or not captured and memory.get_seq_length() == 0
+        first = is_first(memory)
         if memory is not None:
             past = remember(memory, torch.cat([key, value], -1), positions)
         if first:

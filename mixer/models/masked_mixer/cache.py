@@ -4,7 +4,7 @@ A token keeps the position that it has in its own text, counted from 0, whatever
 it in the batch. The mixing weight has a row for every position, so a padded text must be mixed as
 if it stood alone. `Places` computes these positions from the attention mask.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .captured_step import CapturedStep, can_capture
-from .memory import MixingMemory
+from .configuration import RECURRENT
+from .memory import MixingMemory, MixingState
 from .mixing import mixing_class
 
 
@@ -37,8 +38,11 @@ class MixingCache(Cache):
         self.static, self.compiled, self.stepped, self.captured = static, compiled, False, None
         blocks = range(config.num_hidden_layers)
         count = sum(mixing_class(config, block).convolutions for block in blocks)
+        recurrent, context = config.mixing_weight in RECURRENT, config.max_position_embeddings
         super().__init__(
-            layers=[MixingMemory(config.max_position_embeddings, static) for _ in range(count)]
+            layers=[
+                MixingState() if recurrent else MixingMemory(context, static) for _ in range(count)
+            ]
         )
 
     def set_length(self, length: int) -> None:
@@ -75,6 +79,7 @@ class Places:
     def __init__(self, mask: Tensor, new: int):
         # (batch, 1): how many tokens of each text are in the cache
         self.starts = mask[:, :-new].bool().sum(1, keepdim=True)
+        self.mask = mask[:, -new:]
         if new == 1:  # nothing to reorder; every step of generation takes this shorter way
             self.order, self.index = None, torch.zeros_like(self.starts)
             return
@@ -88,6 +93,16 @@ class Places:
 
     def gather(self, input_ids: Tensor) -> Tensor:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
+
+    def positions(self, mark_padding: bool) -> Tensor:
+        """Where the gathered tokens stand, (batch, new) int64. Padding stands behind each text, or
+        at -1 if it is to be marked.
+        """
+        place = torch.arange(self.mask.shape[1], device=self.mask.device)
+        positions = self.starts + place
+        if not mark_padding:
+            return positions
+        return positions.masked_fill(place >= self.mask.bool().sum(1, keepdim=True), -1)
 
     def restore(self, x: Tensor) -> Tensor:
         """x (batch, new, channels), back in the order of the input's columns."""

@@ -3,7 +3,7 @@
 A step consists of many small kernels, and the host may need longer to launch them than the GPU to
 run them. A replay launches all of them at once.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import threading
@@ -43,11 +43,16 @@ class CapturedStep:
         self.input_ids, self.positions = input_ids.clone(), positions.clone()
         # A reference keeps these tensors alive: the graph writes to their memory.
         self.memories = [layer.keys for layer in cache.layers]
+        # A running sum, (batch, channels), would count this token once for each step below. Inputs
+        # of tokens, four dimensions, are written to their place again.
+        sums = [(memory, memory.clone()) for memory in self.memories if memory.dim() == 2]
         self.graph = torch.cuda.CUDAGraph()
         free = FREE_STREAMS[input_ids.device]
         with CAPTURING:
             stream = free.pop() if free else torch.cuda.Stream(input_ids.device)
             self._capture(stream, cache.compiled)
+        for memory, before in sums:
+            memory.copy_(before)
         weakref.finalize(self, free.append, stream)
 
     def _capture(self, stream: torch.cuda.Stream, compiled: bool) -> None:

@@ -3,42 +3,30 @@
 An option is written once, as a field of `MixerOptions`. The configuration of a run (`model.*`), its
 checks and `python train.py --help` all come from there.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import dataclasses
+import inspect
 import math
+import shutil
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from .plain import BACKENDS
+from .lags import toeplitz
+from .options import option, option_problems
+from .plain import BACKENDS, triangular_conv
 
+# Mixing weights that are a recurrence, with a memory of constant size; see recurrent.py.
+RECURRENT = ("rows", "columns", "mixed")
 # Which code beside a saved model each of transformers' Auto classes loads with trust_remote_code.
 AUTO_MAP = {
     "AutoConfig": "configuration.MaskedMixerConfig",
     "AutoModel": "modeling.MaskedMixerModel",
     "AutoModelForCausalLM": "modeling.MaskedMixerForCausalLM",
 }
-
-
-def option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] = (),
-    at_least: int | None = None,
-    above: int | None = None,
-    at_most: int | None = None,
-) -> Any:
-    """A dataclass field with a default, a help text and the values that are allowed.
-
-    The metadata is that of `mixer.common.options.option`, which this file cannot import.
-    """
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
-    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
-    metadata = {"help": help, "choices": choices, "bounds": bounds}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -105,12 +93,18 @@ class MixerOptions:
     mixing_weight: str = option(
         "full",
         "what a mixing weight is: full, a number for each pair of positions, or lags, one for each "
-        "distance of two tokens, so that nothing grows with the square of the context",
-        choices=("full", "lags"),
+        "distance of two tokens, so that nothing grows with the square of the context, or a "
+        "recurrence, whose memory does not grow while a text is generated: rows and columns have "
+        "one for each token, by which it takes or gives, mixed has rows in half of the heads",
+        choices=("full", "lags", *RECURRENT),
     )
+    mixing_decay: bool = option(
+        False, "with mixing_weight rows, columns or mixed: each head learns how fast it forgets"
+    )
+    mlp_first: bool = option(False, "a block's MLP stands before its mixing")
     mixing_init: str = option(
         "reference",
-        "initial mixing weights: reference (random, as nn.Conv1d's), zero (a block starts as its "
+        "initial mixing weights: reference (random, as the author's), zero (a block starts as its "
         "MLP alone), or shift (each head starts by passing on the token some places back, and in "
         "keyed mixing as a mean of earlier tokens; for several heads)",
         choices=("reference", "zero", "shift"),
@@ -125,7 +119,9 @@ class MixerOptions:
     final_norm: bool = option(False, "a LayerNorm before lm_head")
     linear_bias: bool = option(True, "whether linear layers have biases; lm_head never has")
     hidden_act: str = option(
-        "gelu", "the MLP's nonlinearity; relu2 is the square of ReLU", choices=("gelu", "relu2")
+        "gelu",
+        "the MLP's nonlinearity; relu2 is the square of ReLU",
+        choices=("gelu", "relu2", "silu"),
     )
     mixing_backend: str = option(
         "auto",
@@ -172,21 +168,32 @@ class MaskedMixerConfig(PreTrainedConfig):
             self.intermediate_size = 4 * self.hidden_size
         super().__init__(tie_word_embeddings=chosen.tie_word_embeddings, **options)
 
+    @property
+    def longest_text(self) -> float:
+        """How many tokens the model reads at most: the context, or without end."""
+        recurrent = self.mixing_weight in RECURRENT
+        return math.inf if recurrent else self.max_position_embeddings
+
     def save_pretrained(self, save_directory, **kwargs) -> None:
-        """As in transformers, but with all of AUTO_MAP: transformers itself would name only the
-        class that is saved.
+        """As in transformers, and the model's code, for trust_remote_code where this package is not
+        installed.
         """
         self.auto_map = AUTO_MAP | (getattr(self, "auto_map", None) or {})
+        copy_code(Path(save_directory))
         super().save_pretrained(save_directory, **kwargs)
 
 
-def option_problems(options: ModelOptions) -> list[str]:
-    """One line for each option whose value is not allowed."""
-    return [
-        f"{item.name} is {getattr(options, item.name)!r}; allowed: {_allowed(item)}"
-        for item in dataclasses.fields(options)
-        if not _is_allowed(getattr(options, item.name), item)
-    ]
+def copy_code(directory: Path) -> None:
+    """Copies the files of the model into a directory, with those that this package has elsewhere
+    and that a file here only passes on.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    elsewhere = {"lags": toeplitz, "options": option, "plain": triangular_conv}
+    for file in Path(__file__).parent.glob("*.py"):
+        if file.stem in elsewhere:
+            file = Path(inspect.getfile(elsewhere[file.stem]))
+        if file.stem != "__init__":
+            shutil.copyfile(file, directory / file.name)
 
 
 def shape_problems(options: MixerOptions) -> list[str]:
@@ -245,6 +252,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
             f"mixer_key_size is {size} and mixer_kernel_size {options.mixer_kernel_size}; allowed "
             "with keyed mixing: a mixer_kernel_size of 1"
         )
+    problems += recurrence_problems(options)
     if every > (blocks if size else 1):
         problems.append(
             f"mixer_keyed_every is {every} with mixer_key_size {size} and {blocks} blocks; "
@@ -253,28 +261,26 @@ def shape_problems(options: MixerOptions) -> list[str]:
     return problems
 
 
-def _is_allowed(value: Any, item: dataclasses.Field) -> bool:
-    choices, bounds = item.metadata["choices"], item.metadata["bounds"]
-    if choices:
-        return value in choices
-    if item.type is bool:
-        return isinstance(value, bool)
-    if value is None:
-        return item.default is None
-    types = (int, float) if item.type is float else (int,)
-    if type(value) not in types or not math.isfinite(value):
-        return False
-    lowest, highest = bounds.get("at_least", -math.inf), bounds.get("at_most", math.inf)
-    return lowest <= value <= highest and value > bounds.get("above", -math.inf)
-
-
-def _allowed(item: dataclasses.Field) -> str:
-    if item.metadata["choices"]:
-        return ", ".join(item.metadata["choices"])
-    if item.type is bool:
-        return "true or false"
-    bounds = item.metadata["bounds"]
-    if "at_least" in bounds:
-        most = f" and at most {bounds['at_most']}" if "at_most" in bounds else ""
-        return f"an integer, {bounds['at_least']} or more{most}"
-    return f"a number above {bounds['above']}"
+def recurrence_problems(options: MixerOptions) -> list[str]:
+    """As `shape_problems`, of recurrent mixing weights."""
+    form, problems = options.mixing_weight, []
+    if form not in RECURRENT:
+        if options.mixing_decay:
+            forms = ", ".join(RECURRENT)
+            problems.append(f"mixing_decay with mixing_weight {form}; allowed with it: {forms}")
+        return problems
+    if options.mixer_key_size:
+        problems.append(
+            f"mixing_weight is {form} with mixer_key_size {options.mixer_key_size}; allowed with "
+            "keyed mixing: full, lags"
+        )
+    if options.mixing_init == "shift":
+        problems.append(
+            f"mixing_init is shift with mixing_weight {form}, which cannot pass on a single token; "
+            "allowed with it: reference, zero"
+        )
+    if form == "mixed" and options.num_mixer_heads < 2:
+        problems.append(
+            "mixing_weight is mixed with one head; allowed: num_mixer_heads of 2 or more"
+        )
+    return problems

@@ -1,6 +1,6 @@
 """Counting the floating-point operations of a model, part by part.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ Functions, 7.1.26), and its exponential is the one that the derivative needs. Ph
 3e-7, while the result is rounded to 8 or 11 bits. Each operation counts: dev/LOG.md, "GELU in fewer
 operations".
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import math

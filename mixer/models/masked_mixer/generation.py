@@ -1,7 +1,7 @@
 """What `generate()` of transformers needs from the model: its kind of cache, and clear errors for
 prompts that cannot be continued.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from .cache import MixingCache
+from .configuration import RECURRENT
 
 GIVE_A_TOKEN = (
     "give at least one token, such as the tokenizer's end of text, which stands before every "
@@ -45,6 +46,11 @@ class Generation(GenerationMixin):
 
     def _get_candidate_generator(self, *args, **kwargs):
         """Limits guesses to the context: prompt lookup may guess beyond max_length."""
+        if self.config.mixing_weight in RECURRENT:
+            raise ValueError(
+                f"guesses ahead with mixing_weight {self.config.mixing_weight}, whose cache cannot "
+                "forget the wrong ones; leave out prompt lookup and assistants"
+            )
         generator = super()._get_candidate_generator(*args, **kwargs)
         if getattr(generator, "eos_token_id", self) is None:  # transformers 5.0 needs a tensor
             generator.eos_token_id = torch.empty(0, dtype=torch.long, device=self.device)
@@ -95,7 +101,7 @@ class Generation(GenerationMixin):
         super()._validate_generated_length(
             generation_config, input_ids_length, has_default_max_length
         )
-        context = self.config.max_position_embeddings
+        context = self.config.longest_text
         if input_ids_length == 0:
             raise ValueError(f"the prompt is empty; {GIVE_A_TOKEN}")
         if generation_config.max_length > context:

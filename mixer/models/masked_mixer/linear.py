@@ -1,6 +1,6 @@
 """nn.Linear, with a faster form for the one case of a compiled decoding step.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 import torch

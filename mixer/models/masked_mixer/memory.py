@@ -1,10 +1,12 @@
-"""The inputs of one triangular convolution, kept while a text is generated.
+"""What one triangular convolution keeps while a text is generated: its inputs, or a running sum.
 
 A new token is mixed with all tokens before it, so generation keeps what the convolution was given
 for each of them. A new token then costs one row of the mixing weight instead of the whole triangle.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -31,11 +33,15 @@ class MixingMemory(CacheLayerMixin):
         self.cumulative_length = 0  # the name that transformers' own reset() sets to 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        batch, heads, _, channels = key_states.shape
-        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, batch
-        self.keys = key_states.new_zeros(batch, heads, self.context, channels)
-        self.values = key_states.new_empty(batch, 0)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = len(key_states)
+        self.keys = self._allocated(key_states)
+        self.values = key_states.new_empty(self.batch_size, 0)
         self.is_initialized = True
+
+    def _allocated(self, x: Tensor) -> Tensor:
+        batch, heads, _, channels = x.shape
+        return x.new_zeros(batch, heads, self.context, channels)
 
     def update(
         self,
@@ -116,3 +122,56 @@ class MixingMemory(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cumulative_length + query_length, 0
+
+
+class MixingState(MixingMemory):
+    """The running sum of a recurrent convolution, in the form of a cache layer of transformers:
+    `keys` is (batch, channels), fp32 or wider. Tokens in a sum cannot be taken out again.
+    """
+
+    is_croppable = False
+
+    def __init__(self):
+        super().__init__(context=math.inf)
+
+    def _allocated(self, x: Tensor) -> Tensor:
+        batch, _, channels = x.shape
+        return x.new_zeros(batch, channels, dtype=torch.promote_types(x.dtype, torch.float32))
+
+    def extend(self, x: Tensor) -> Tensor:
+        """Counts the new tokens of x, (batch, new, channels), and returns the sum of those before,
+        (batch, channels), for the caller to add them to in place.
+        """
+        if not self.is_initialized or (self.cumulative_length == 0 and not self._fits(x)):
+            self.lazy_initialization(x)
+        self.cumulative_length += x.shape[1]
+        return self.keys
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.cumulative_length > 0:
+            self.keys.copy_(self.keys.index_select(0, beam_idx.to(self.keys.device)))
+
+    def get_max_length(self) -> int:
+        return -1  # transformers' word for none
+
+    get_max_cache_shape = get_max_length
+
+
+# What a convolution keeps of earlier tokens: nothing, a MixingMemory that counts its tokens, or the
+# bare tensor of one whose tokens are counted elsewhere (in a captured decoding step).
+Memory = MixingMemory | Tensor | None
+
+
+def is_first(memory: Memory) -> bool:
+    """Whether no tokens stand before the new ones."""
+    return memory is None or not isinstance(memory, Tensor) and memory.get_seq_length() == 0
+
+
+def remember(memory: MixingMemory | Tensor, new: Tensor, positions: Tensor | None) -> Tensor:
+    """Writes the inputs of new tokens, (batch, heads, new, channels of a head), into a memory;
+    returns those of all tokens so far, (batch, heads, length, channels of a head).
+    """
+    if isinstance(memory, MixingMemory):
+        return memory.update(new, positions=positions)[0]
+    write_rows(memory, new, positions)
+    return memory

@@ -4,7 +4,7 @@ A `TokenMixing` is what a block calls. The variants below are built around one o
 and `VARIANTS` chooses between them. A new variant is one class here, a line in VARIANTS and a field
 of MixerOptions in configuration.py.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention, QueryKey, previous_rows
-from .configuration import MaskedMixerConfig
-from .convolution import KeyedConv, Memory, TriangularConv, remember
+from .by_lag import KeyedLagConv, LagConv
+from .configuration import RECURRENT, MaskedMixerConfig
+from .convolution import KeyedConv, TriangularConv
 from .gelu import gelu
 from .linear import Linear
+from .memory import Memory, remember
 from .plain import by_head
+from .recurrent import RecurrentConv
+
+
+def convolution(config: MaskedMixerConfig, heads: int | None = None) -> TriangularConv:
+    """The convolution with the configuration's mixing weight; `heads` in place of its heads."""
+    form = config.mixing_weight
+    if form in RECURRENT:
+        return RecurrentConv(config, heads)
+    return LagConv(config, heads) if form == "lags" else TriangularConv(config, heads)
 
 
 class TokenMixing(nn.Module):
@@ -64,7 +75,7 @@ class Flat(TokenMixing):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.conv = TriangularConv(config, heads=1 if config.mixer_key_size else None)
+        self.conv = convolution(config, heads=1 if config.mixer_key_size else None)
 
     def mix(self, x, residual, memories, positions):
         return self.conv(x, residual, memories[0], positions)
@@ -77,7 +88,7 @@ class Expanded(Flat):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
-        self.second_conv = TriangularConv(config)
+        self.second_conv = convolution(config)
 
     def mix(self, x, residual, memories, positions):
         x = gelu(self.conv(x, None, memories[0], positions))
@@ -93,9 +104,9 @@ class Projected(TokenMixing):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.in_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
-        self.conv = TriangularConv(config)
+        self.conv = convolution(config)
         if self.convolutions == 2:
-            self.second_conv = TriangularConv(config)
+            self.second_conv = convolution(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
@@ -124,7 +135,7 @@ class Gated(TokenMixing):
         super().__init__()
         parts = [config.hidden_size] * 3
         self.in_proj = Linear(config.hidden_size, *parts, bias=config.linear_bias)
-        self.conv = TriangularConv(config)
+        self.conv = convolution(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions):
@@ -148,7 +159,9 @@ class Keyed(TokenMixing):
         self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
         self.query_key = QueryKey(config)
         # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
-        self.keyed_conv = (Attention if config.mixer_attention else KeyedConv)(config)
+        by_lag = config.mixing_weight == "lags"
+        kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
+        self.keyed_conv = kind(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def mix(self, x, residual, memories, positions, rotation=None, values=None):

@@ -25,18 +25,22 @@ from transformers.utils import can_return_tuple, logging
 # Imports are relative because these files are copied beside every saved model, and transformers
 # loads them from there. Up to 5.9 it finds only what this file itself imports.
 from .attention import rotations
+from .by_lag import LagConv
 from .cache import MixingCache, Places
 from .captured_step import CapturedStep  # noqa: F401
-from .configuration import MaskedMixerConfig
-from .convolution import Memory, TriangularConv
+from .configuration import RECURRENT, MaskedMixerConfig
+from .convolution import TriangularConv
 from .flops import count_flops
 from .gelu import gelu
 from .generation import Generation
 from .lags import toeplitz  # noqa: F401
 from .linear import Linear
-from .memory import MixingMemory  # noqa: F401
+from .memory import Memory
 from .mixing import Keyed, mixing_class
+from .operators import turn  # noqa: F401
+from .options import option  # noqa: F401
 from .plain import BACKENDS  # noqa: F401
+from .recurrent import RecurrentConv  # noqa: F401
 from .trainer import Training
 
 logger = logging.get_logger(__name__)
@@ -60,7 +64,7 @@ def in_autocast_type(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU or a squared ReLU between, on each token by itself."""
+    """Two linear layers with a nonlinearity between, on each token by itself."""
 
     # Set by training to save memory: backward computes the nonlinearity again, and its output is
     # not kept.
@@ -71,7 +75,7 @@ class MLP(nn.Module):
         hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
         self.up_proj = Linear(hidden, wide, bias=bias)
         self.down_proj = Linear(wide, hidden, bias=bias)
-        self.activation = {"gelu": gelu, "relu2": relu2}[config.hidden_act]
+        self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up_proj(x)
@@ -91,7 +95,7 @@ class Block(GradientCheckpointingLayer):
         self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixing = mixing_class(config, number)(config)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp, self.mlp_first = MLP(config), config.mlp_first
 
     def forward(
         self,
@@ -100,8 +104,10 @@ class Block(GradientCheckpointingLayer):
         positions: Tensor | None = None,
         **more,  # what keyed mixing takes
     ) -> Tensor:
+        if self.mlp_first:
+            x = x + self.mlp(self.mlp_norm(x))
         x = self.mixing(self.mixing_norm(x), x, memories, positions, **more)
-        return x + self.mlp(self.mlp_norm(x))
+        return x if self.mlp_first else x + self.mlp(self.mlp_norm(x))
 
 
 class MaskedMixerPreTrainedModel(PreTrainedModel):
@@ -211,10 +217,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
     ) -> Tensor:
         """`_blocks` on tokens that follow those in the cache."""
         past, new = cache.get_seq_length(), input_ids.shape[1]
-        if places is None or past == 0:
+        recurrent = self.config.mixing_weight in RECURRENT
+        if places is None or (past == 0 and not recurrent):
             positions = torch.arange(past, past + new, device=input_ids.device)[None]  # (1, new)
-        else:  # (batch, new)
-            positions = places.starts + torch.arange(new, device=input_ids.device)
+        else:
+            positions = places.positions(mark_padding=recurrent)  # (batch, new)
         if past > 0 and new == 1 and states is None:
             return cache.step(self._blocks, input_ids, positions)
         return self._blocks(input_ids, cache.layers, positions, states)
@@ -296,7 +303,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: "
                 "leave it out, or give the one that an earlier call with use_cache=True returned"
             )
-        (batch, new), context = input_ids.shape, self.config.max_position_embeddings
+        (batch, new), context = input_ids.shape, self.config.longest_text
         memories = cache.layers if cache is not None else ()
         needed = sum(layer.mixing.convolutions for layer in self.layers)
         if memories and (len(memories) != needed or memories[0].context != context):
@@ -356,7 +363,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
 
         Args:
             input_ids: (batch, tokens) int64. Together with the tokens in the cache there may be at
-                most max_position_embeddings.
+                most max_position_embeddings; any number with recurrent mixing weights.
             attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
                 on either side. Each text is computed as if it stood alone; a padded place repeats
                 the logits of the token before it, and has zeros where there is none.
@@ -413,19 +420,20 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
         `context`. Distances beyond the trained ones get no weight of their own: in keyed mixing the
         initial decay goes on, elsewhere the weight is zero.
 
-        Raises ValueError for full mixing weights, which have no rows for more tokens, and for a
+        Raises ValueError for other mixing weights, which have no numbers for more tokens, and for a
         context below the present one.
         """
         present = self.config.max_position_embeddings
-        if self.config.mixing_weight != "lags" or context < present:
+        convolutions = [part for part in self.modules() if isinstance(part, TriangularConv)]
+        kinds = {type(part) for part in convolutions}
+        if context < present or not all(issubclass(kind, LagConv) for kind in kinds):
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(
-                f"extend_context({context}) of a model with mixing_weight "
-                f"{self.config.mixing_weight!r} and a context of {present}; allowed: a longer "
-                "context, for mixing_weight 'lags'"
+                f"extend_context({context}) of a model with a context of {present} and mixing "
+                f"weights of {names}; allowed: a longer context, for mixing_weight 'lags'"
             )
-        for module in self.modules():
-            if isinstance(module, TriangularConv):
-                module.extend(context)
+        for part in convolutions:
+            part.extend(context)
         self.config.max_position_embeddings = context
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:

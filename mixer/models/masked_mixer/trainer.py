@@ -1,6 +1,6 @@
 """What transformers' Trainer needs from the model: its loss is shifted, and the labels that count.
 
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
+This file is copied beside every saved model, so its imports are relative.
 """
 
 from functools import wraps

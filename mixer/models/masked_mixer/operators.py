@@ -1,0 +1,12 @@
+"""The operations that mix tokens: with the kernels of this package where it is installed, and in
+plain PyTorch elsewhere.
+"""
+
+try:
+    from mixer.ops import keyed_conv, mix_row, triangular_conv, turn
+except ModuleNotFoundError as error:
+    if error.name not in ("mixer", "mixer.ops"):  # the package is there, but does not work
+        raise
+    from .plain import keyed_conv, mix_row, triangular_conv, turn
+
+__all__ = ["keyed_conv", "mix_row", "triangular_conv", "turn"]

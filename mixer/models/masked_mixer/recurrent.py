@@ -1,0 +1,161 @@
+"""Mixing weights that are a recurrence (arXiv 2605.08696): W[i, j] = scale[i] d^(i - j) by row, or
+scale[j] d^(i - j) by column. Later tokens need no more of earlier ones than a running sum, so
+generation keeps one number for each channel, however long the text.
+
+This file is copied beside every saved model, so its imports are relative.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization
+
+from .convolution import TriangularConv
+from .flops import Flops
+from .lags import toeplitz
+from .memory import Memory, is_first
+from .operators import triangular_conv
+from .plain import shift_channels, tap_shift
+
+FASTEST = 0.1  # the largest decay
+SPAN = 512  # In longer contexts, a decay is spread over context / 512 tokens.
+
+
+class RecurrentConv(TriangularConv):
+    """A triangular convolution by a running sum, s[i] = d s[i - 1] + x[i]. A head by row returns
+    scale[i] s[i]; a head by column sums up scale[j] x[j].
+
+    The parameters are `scale` (heads, taps, context), `bias` (heads, context) and, if the
+    configuration has mixing_decay, `decay` (heads,): 1 - d^span, because half precision has few
+    numbers just below 1. Tokens beyond the context have the scale and the bias of its last one.
+    """
+
+    def make_weight(self) -> None:
+        # So many heads go by row, the others by column.
+        self.by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}[self.form]
+        self.span = max(1, self.context // SPAN)
+        self.scale = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
+        self.decay = nn.Parameter(torch.empty(self.heads)) if self.has_decay else None
+
+    def mixing_weight(self) -> Tensor:
+        powers = toeplitz(self._powers(0, self.context), self.context)[:, None]
+        rows = self.scale[: self.by_row, ..., None] * powers[: self.by_row]
+        columns = self.scale[self.by_row :, :, None] * powers[self.by_row :]
+        return torch.cat([rows, columns])
+
+    @torch.no_grad()
+    def set_mixing_weight(self, weight: Tensor) -> None:
+        """Sets the scale to what comes nearest with the present decay."""
+        powers = toeplitz(self._powers(0, self.context), self.context)[:, None]
+        products, squares = weight * powers, powers.square()
+        for heads, dim in ((slice(self.by_row), -1), (slice(self.by_row, None), -2)):
+            self.scale[heads] = products[heads].sum(dim) / squares[heads].sum(dim)
+
+    def kind_of(self, name: str) -> str:
+        return "vectors"
+
+    def reset_parameters(self) -> None:
+        """The author's: a normal distribution of variance 2 / context, no decay, no bias."""
+        self._draw()
+
+    def _draw(self) -> None:
+        for parameter in self.parameters(recurse=False):
+            initialization.zeros_(parameter)
+        if self.initial == "reference":
+            initialization.normal_(self.scale, std=math.sqrt(2 / self.context))
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        memory: Memory = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """As TriangularConv.forward, of texts of any length. A negative position is padding, which
+        does not change the memory.
+        """
+        scale = self._at(positions, self.scale, x.shape[1])  # (batch or 1, tokens, heads, taps)
+        bias = self._at(positions, self.bias, x.shape[1])  # (batch or 1, tokens, heads)
+        x = self._scaled(x, scale, self.by_row, self.heads)
+        sums = self._sums(x) if memory is None else self._remembered(x, memory, positions)
+        y = self._scaled(sums, scale, 0, self.by_row).unflatten(-1, (self.heads, -1))
+        y = (y + bias[..., None].to(y.dtype)).flatten(2)
+        return y if residual is None else residual + y.to(residual.dtype)
+
+    def _at(self, positions: Tensor | None, numbers: Tensor, tokens: int) -> Tensor:
+        """Numbers (heads, ..., context) at positions (batch or 1, tokens), or at the first tokens:
+        (batch or 1, tokens, heads, ...). Beyond the context stands the last one.
+        """
+        numbers = numbers.movedim(-1, 0)
+        if positions is not None:
+            return numbers[positions.clamp(0, self.context - 1)]
+        if tokens > self.context:
+            more = numbers[-1:].expand(tokens - self.context, *numbers.shape[1:])
+            numbers = torch.cat([numbers, more])
+        return numbers[None, :tokens]
+
+    def _scaled(self, x: Tensor, scale: Tensor, first: int, end: int) -> Tensor:
+        """x (batch, tokens, channels), with heads first to end - 1 multiplied by their scale, which
+        is (batch or 1, tokens, heads, taps).
+        """
+        if first == end:
+            return x
+        parts, scale = x.unflatten(-1, (self.heads, -1)), scale.to(x.dtype)
+        chosen, y = parts[:, :, first:end], None
+        for tap in range(self.taps):
+            part = chosen * scale[:, :, first:end, tap, None]
+            part = shift_channels(part, tap_shift(tap, self.taps))
+            y = part if y is None else y + part
+        if end - first < self.heads:
+            y = torch.cat([parts[:, :, :first], y, parts[:, :, end:]], 2)
+        return y.flatten(2)
+
+    def _powers(self, first: int, end: int) -> Tensor:
+        """d^k for k from first to end - 1: (heads, end - first), fp32 or wider."""
+        decay = self.scale.new_zeros(self.heads) if self.decay is None else self.decay
+        decay = decay.to(torch.promote_types(decay.dtype, torch.float32)).clamp(0, FASTEST)
+        exponent = torch.arange(first, end, device=decay.device)
+        return (exponent * torch.log1p(-decay)[:, None] / self.span).exp()
+
+    def _sums(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        """s[i] = d s[i - 1] + x[i] of x (batch, tokens, channels), where s[-1] is a state (batch,
+        channels) or zero. Texts longer than the context are summed up one context after another.
+        """
+        found = []
+        for part in x.split(self.context, 1):
+            tokens = part.shape[1]
+            if state is None or tokens > 1:
+                lags = self._powers(0, tokens)[:, None]
+                sums = triangular_conv(part, None, None, None, backend=self.backend, lags=lags)
+            else:
+                sums = part
+            if state is not None:
+                fallen = self._powers(1, tokens + 1).T[..., None]  # (tokens, heads, 1)
+                earlier = state.unflatten(-1, (self.heads, -1))[:, None] * fallen
+                sums = sums + earlier.flatten(2)
+            state = sums[:, -1]
+            found.append(sums)
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def _remembered(self, x: Tensor, memory: Memory, positions: Tensor) -> Tensor:
+        """The sums of new tokens, from those in a memory on, which takes each text's last one."""
+        first = is_first(memory)
+        state = memory if isinstance(memory, Tensor) else memory.extend(x)
+        sums = self._sums(x, None if first else state)
+        if x.shape[1] == 1:
+            last, none = sums[:, 0], positions < 0
+        else:
+            count = (positions >= 0).sum(1)  # tokens stand in front of padding
+            last = sums[torch.arange(len(x), device=x.device), count - 1]
+            none = (count == 0)[:, None]
+        state.copy_(torch.where(none, state, last))
+        return sums.to(x.dtype)
+
+    def flops(self, tokens: int) -> Flops:
+        """Of one sequence: `useful` has two products for each channel and tap, by d and by scale;
+        `executed` has those of the triangle.
+        """
+        useful = 2 * self.channels * (1 + self.taps) * tokens
+        executed = super().flops(tokens).executed // self.taps
+        return Flops(useful, executed, token_mixing=useful)

@@ -1,0 +1,274 @@
+"""The operators of `mixer.ops` in plain PyTorch, and single rows of them for generation.
+
+`triangular_conv`, `keyed_conv`, `turn` and `mix_row` have the operators' arguments; `backend` has
+no effect. Arguments are not checked.
+
+This file is copied beside every saved model, so it imports from its own folder alone.
+
+Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
+context), out then in; bias (heads, context).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .lags import toeplitz, weight_by_lag
+
+BACKENDS = ("auto", "cuda", "dense")
+
+# Rows of a panel of keyed mixing. p panels compute (p + 1) / 2p of the square, but thin panels run
+# at a lower rate.
+MIN_PANEL_ROWS = 64
+MAX_PANEL_ROWS = 512
+EPSILON = 1e-6  # of the norm of queries and keys
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, channels) -> view (heads, batch, tokens, channels of a head)."""
+    return x.unflatten(-1, (heads, -1)).permute(2, 0, 1, 3)
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, channels) -> view (batch, heads, tokens, channels of a head)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(heads, batch, tokens, channels of a head) -> (batch, tokens, channels)."""
+    return x.permute(1, 2, 0, 3).flatten(2)
+
+
+def shift_channels(x: Tensor, distance: int) -> Tensor:
+    """out[..., c] = x[..., c + distance], zero where c + distance lies outside the head."""
+    width = x.shape[-1]
+    if distance == 0:
+        return x
+    if abs(distance) >= width:
+        return torch.zeros_like(x)
+    return F.pad(
+        x[..., max(distance, 0) : width + min(distance, 0)], (max(-distance, 0), max(distance, 0))
+    )
+
+
+def tap_shift(tap: int, taps: int) -> int:
+    """By how many channels tap `tap` looks to the right. As in nn.Conv1d(padding="same"),
+    (taps - 1) // 2 of the taps look to the left.
+    """
+    return tap - (taps - 1) // 2
+
+
+def triangular_conv(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    backend: str = "dense",
+    *,
+    lags: Tensor | None = None,
+) -> Tensor:
+    """The masked-weight matmul: the weight is masked with tril and multiplied in full, as one would
+    write it in PyTorch.
+    """
+    tokens = x.shape[1]
+    weight = toeplitz(lags, tokens) if weight is None else weight
+    heads, taps = weight.shape[:2]
+    mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
+    parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
+    y = by_each_head(mask[:, 0], shift_channels(parts, tap_shift(0, taps)))
+    for tap in range(1, taps):
+        y = y + by_each_head(mask[:, tap], shift_channels(parts, tap_shift(tap, taps)))
+    if bias is not None:
+        y = y + bias[:, None, :tokens, None].to(y.dtype)
+    y = merge_heads(y)
+    y = y if residual is None else y + residual
+    return y.contiguous()  # of one text or token, a transposed view may have come so far
+
+
+def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
+    """matrix (heads, tokens, tokens) @ parts (heads, batch, tokens, width)."""
+    heads, batch, tokens, width = parts.shape
+    if heads == 1 or parts.is_cuda:
+        return torch.matmul(matrix[:, None], parts)
+    # All samples in one product: torch.matmul would copy the matrix for each sample, and on a CPU
+    # those copies are what takes time.
+    side_by_side = parts.transpose(1, 2).reshape(heads, tokens, batch * width)
+    return (matrix @ side_by_side).view(heads, tokens, batch, width).transpose(1, 2)
+
+
+def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
+    """The triangular convolution of a few new tokens, given the inputs of all tokens so far.
+
+    Args:
+        memory: (batch, heads, length, channels of a head), the inputs of positions 0 to length - 1,
+            those of the new tokens included. A token does not read positions after its own.
+        rows: those of the weight that the new tokens have, (batch or 1, heads, taps, new, length),
+            as `rows_at` returns them.
+        bias: (heads, context).
+        positions: (batch or 1, new tokens) int64, where each new token stands; 1 if that is the
+            same in all texts.
+
+    Returns:
+        (batch, new tokens, channels), in memory's dtype.
+    """
+    taps, new = rows.shape[2:4]
+    # One product for all taps, so that the memory is read once.
+    products = (rows.flatten(2, 3) @ memory).unflatten(2, (taps, new))
+    # A shift over the channels may come before or after the mixing of tokens. Shifting the few
+    # results is cheaper than shifting all inputs.
+    y = bias[:, positions].transpose(0, 1)[..., None]  # (batch or 1, heads, new, 1)
+    y = y.to(products.dtype)
+    for tap in range(taps):
+        y = y + shift_channels(products[:, :, tap], tap_shift(tap, taps))
+    return y.transpose(1, 2).flatten(2)
+
+
+def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
+    """The weight's rows at positions (batch or 1, new), for all tokens of a memory (batch, heads,
+    length, ...) and in its dtype: (batch or 1, heads, taps, new, length), zero for later tokens.
+    """
+    length = memory.shape[2]
+    rows = weight[..., :length][:, :, positions]  # (heads, taps, batch or 1, new, length)
+    # (batch or 1, new, length)
+    later = torch.arange(length, device=memory.device) > positions[..., None]
+    return rows.masked_fill(later, 0).to(memory.dtype).permute(2, 0, 1, 3, 4)
+
+
+def turn(
+    x: Tensor,
+    heads: int,
+    *,
+    norm: bool = True,
+    rotation: tuple[Tensor, Tensor] | None = None,
+    gain: Tensor | None = None,
+    backend: str = "dense",
+) -> Tensor:
+    """Queries or keys normed and turned."""
+    y = x.unflatten(-1, (heads, -1))
+    y = y.to(torch.promote_types(x.dtype, torch.float32))
+    if norm:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON)
+    if rotation is not None:
+        cos, sin = (part[:, :, None] for part in rotation)  # the same for all heads
+        left, right = y.chunk(2, -1)
+        y = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    y = y.flatten(-2)
+    return (y if gain is None else y * gain).to(x.dtype)
+
+
+def keyed_conv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor,
+    *,
+    lags: Tensor | None = None,
+    decay: Tensor | None = None,
+    backend: str = "dense",
+) -> Tensor:
+    """Keyed mixing of whole texts, one panel of rows after another: in memory are the products of
+    a panel's queries with the keys up to its last row.
+    """
+    tokens, found = query.shape[1], []
+    weight = weight_by_lag(lags, decay, tokens) if weight is None else weight
+    query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
+    positions = torch.arange(tokens, device=query.device)[:, None]
+    for start, end in panel_bounds(tokens):
+        # (batch, heads, rows, end)
+        products = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
+        rows = weight[:, 0, start:end, :end].tril(start)
+        fits = relative_fits(products, positions[start:end], query.shape[-1])
+        found.append((fits * rows.to(fits.dtype)).to(value.dtype) @ value[:, :, :end])
+    y = torch.cat(found, 2)
+    y = y + bias[:, :tokens, None].to(y.dtype)
+    return y.transpose(1, 2).flatten(2)
+
+
+def relative_fits(products: Tensor, positions: Tensor, size: int) -> Tensor:
+    """How well keys fit a query, over the mean of those up to its position: 1 where all fit alike.
+
+    Args:
+        products: (..., new, length) of queries and keys, of `size` numbers each.
+        positions: (..., new, 1) of the queries, which see keys 0 to position.
+
+    Returns:
+        (..., new, length), zero for later keys; fp32 for 16-bit products.
+    """
+    later = torch.arange(products.shape[-1], device=products.device) > positions
+    wide = torch.promote_types(products.dtype, torch.float32)
+    scores = products.to(wide) * size**-0.5
+    return scores.masked_fill(later, -torch.inf).softmax(-1) * (positions + 1)
+
+
+def keyed_rows(
+    query: Tensor, memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor
+) -> Tensor:
+    """Keyed mixing of a few new tokens, given the keys and values of all tokens so far.
+
+    Args:
+        query: (batch, heads, new tokens, size of a key).
+        memory: (batch, heads, length, size of a key + channels of a head), keys and values of
+            positions 0 to length - 1, those of the new tokens included.
+        rows, bias, positions: as in `mix_rows`.
+
+    Returns:
+        (batch, new tokens, channels).
+    """
+    size = query.shape[-1]
+    key, value = memory[..., :size], memory[..., size:]
+    products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
+    fits = relative_fits(products, positions[:, None, :, None], size)
+    y = (fits * rows[:, :, 0].to(fits.dtype)).to(value.dtype) @ value
+    y = y + bias[:, positions].transpose(0, 1)[..., None].to(y.dtype)
+    return y.transpose(1, 2).flatten(2)
+
+
+def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
+    """Writes rows (batch, heads, new, channels of a head) into the memory at positions (batch or 1,
+    new).
+    """
+    if positions.shape[0] == 1:
+        memory.index_copy_(2, positions[0], rows)
+    else:
+        samples = torch.arange(len(positions), device=positions.device)[:, None]
+        memory[samples, :, positions] = rows.transpose(1, 2)
+
+
+def mix_row(
+    memory: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    backend: str = "auto",
+) -> Tensor:
+    """One new token of each text, x (batch, 1, channels): written into the memory and mixed."""
+    write_rows(memory, split_heads(x, weight.shape[0]).transpose(0, 1), positions)
+    y = mix_rows(memory, rows_at(positions, weight, memory), bias, positions)
+    # Under autocast the residual stream has the autocast type, as y has.
+    return y if residual is None else y + residual.to(y.dtype)
+
+
+def panel_bounds(tokens: int) -> list[tuple[int, int]]:
+    """The rows (start, end) of each panel. They start at multiples of 8, which aligns a 16-bit
+    weight to 16 bytes.
+    """
+    half = (tokens + 15) // 16 * 8
+    rows = min(max(half, MIN_PANEL_ROWS), MAX_PANEL_ROWS)
+    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+
+
+def products_per_triangle(tokens: int, backend: str) -> int:
+    """How many pairs (i, j) a backend multiplies for one triangle of `tokens` rows. The result
+    needs tokens * (tokens + 1) / 2 of them.
+    """
+    if backend == "dense":
+        return tokens * tokens
+    return staircase([(start, min(start + 64, tokens)) for start in range(0, tokens, 64)])
+
+
+def staircase(bounds: list[tuple[int, int]]) -> int:
+    """How many pairs (i, j) are multiplied in panels of rows (start, end), each up to its end."""
+    return sum((end - start) * end for start, end in bounds)

@@ -1,0 +1,90 @@
+"""The layers of the author's structured recurrent mixers (arXiv 2605.08696), under the names and
+with the shapes that their state dicts have. Layers that mix tokens take (batch, channels, tokens).
+"""
+
+import torch
+from torch import nn
+
+
+class Repeat(nn.Module):
+    """The author's ColRepeat (a number for each token that takes) or RowRepeat (one for each that
+    gives), with a decay over context // 512 tokens.
+    """
+
+    def __init__(self, context: int, kind: str, decay: bool):
+        super().__init__()
+        self.kind, self.span = kind, context // 512
+        self.weight = nn.Parameter(torch.randn(1, context) / context**0.5)
+        self.bias = nn.Parameter(torch.randn(context))
+        if decay:
+            self.decay_value = nn.Parameter(0.88 + 0.14 * torch.rand(1))  # some beyond 0.9 to 1
+
+    def forward(self, x):
+        tokens = x.shape[-1]
+        place = torch.arange(tokens)
+        lag = (place - place[:, None]).clamp(min=0)  # (from, to)
+        numbers = self.weight[0, :tokens]
+        weight = numbers if self.kind == "col" else numbers[:, None]
+        if hasattr(self, "decay_value"):
+            weight = weight * self.decay_value.clamp(0.9, 1) ** (lag / self.span)
+        return x @ weight.expand(tokens, tokens).triu() + self.bias[:tokens]
+
+
+class Heads(nn.Module):
+    def __init__(self, width: int, context: int, kinds: list[str], decay: bool, projections: bool):
+        super().__init__()
+        self.mixer_heads = nn.ModuleList(Repeat(context, kind, decay) for kind in kinds)
+        self.projections = projections
+        if projections:
+            heads = len(kinds)
+            self.proj_head = nn.ModuleList(nn.Linear(width, width // heads) for _ in kinds)
+            self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x):
+        parts = x.chunk(len(self.mixer_heads), 1)
+        if self.projections:
+            parts = [project(x.mT).mT for project in self.proj_head]
+        y = torch.cat([mix(part) for mix, part in zip(self.mixer_heads, parts, strict=True)], 1)
+        return self.out_proj(y.mT).mT if self.projections else y
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, mixing: nn.Module):
+        super().__init__()
+        self.channel_norm, self.token_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.channel_mixing_layer = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)
+        )
+        self.token_mixing_layer = mixing
+
+    def forward(self, x):
+        x = x + self.channel_mixing_layer(self.channel_norm(x))
+        return x + self.token_mixing_layer(self.token_norm(x).mT).mT
+
+
+class RecurrentReference(nn.Module):
+    """kinds: `col` or `row` for each head, one for a mixer without heads."""
+
+    def __init__(self, kinds: list[str], context: int, decay: bool, projections: bool = True):
+        super().__init__()
+        torch.manual_seed(3)
+        width, vocabulary = 8, 50
+        self.input_layer = nn.Embedding(vocabulary, width)
+        self.mixer_blocks = nn.ModuleList(
+            Block(
+                width,
+                Heads(width, context, kinds, decay, projections)
+                if len(kinds) > 1
+                else Repeat(context, kinds[0], decay),
+            )
+            for _ in range(2)
+        )
+        self.output_layer = nn.Linear(width, vocabulary, bias=False)
+        for norm in (part for part in self.modules() if isinstance(part, nn.LayerNorm)):
+            nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+
+    def forward(self, input_ids):
+        x = self.input_layer(input_ids)
+        for block in self.mixer_blocks:
+            x = block(x)
+        return self.output_layer(x)

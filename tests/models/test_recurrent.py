@@ -1,0 +1,164 @@
+"""Recurrent mixing weights: what they compute, and generation with a state of constant size."""
+
+import pytest
+import torch
+from models import generate, lively_model, padded, prompts, small_model, tokens
+from runs import read_losses
+from transformers import AutoModelForCausalLM
+
+from mixer.common.errors import UserError
+from mixer.generate import continuations
+from mixer.models.masked_mixer.cache import MixingCache
+from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
+from mixer.models.masked_mixer.convolution import TriangularConv
+from mixer.models.masked_mixer.recurrent import RecurrentConv
+from mixer.training.config import load_config
+from mixer.training.loop import train
+
+every_form = pytest.mark.parametrize("form", RECURRENT)
+HEADS = {"num_mixer_heads": 2, "mixing_decay": True}
+
+
+def some_conv(form: str, context: int, **changes) -> RecurrentConv:
+    """In fp64, with decays inside and outside of what is allowed."""
+    torch.manual_seed(0)
+    about = {"hidden_size": 8, "num_mixer_heads": 4, "mixing_decay": True, "mixing_weight": form}
+    conv = RecurrentConv(MaskedMixerConfig(max_position_embeddings=context, **about | changes))
+    for parameter in conv.double().parameters():
+        torch.nn.init.normal_(parameter)
+    if conv.decay is not None:
+        conv.decay.data.copy_(torch.tensor([0.03, -0.01, 0.2, 0.1], dtype=torch.float64))
+    return conv
+
+
+@every_form
+@pytest.mark.parametrize("decay", [True, False])
+def test_a_form_is_its_sum(form, decay):
+    """In a context of two decays' length, and behind its end, where the last numbers go on."""
+    context, tokens = 1024, 1030
+    conv = some_conv(form, context, mixing_decay=decay)
+    x, residual = torch.randn(2, 2, tokens, 8, dtype=torch.float64)
+    found = conv(x, residual)
+    base = [0.97, 1.0, 0.9, 0.9] if decay else [1.0] * 4
+    for place in (0, 1, 500, 1023, 1024, 1029):
+        for head in range(4):
+            by_row = form == "rows" or form == "mixed" and head < 2
+            scale = [conv.scale[head, 0, min(i, context - 1)] for i in range(place + 1)]
+            y = sum(
+                (scale[place] if by_row else scale[j])
+                * base[head] ** ((place - j) / 2)
+                * x[:, j, 2 * head : 2 * head + 2]
+                for j in range(place + 1)
+            )
+            y = y + conv.bias[head, min(place, context - 1)]
+            y = y + residual[:, place, 2 * head : 2 * head + 2]
+            assert torch.allclose(found[:, place, 2 * head : 2 * head + 2], y, rtol=1e-9)
+
+
+@every_form
+@pytest.mark.parametrize("taps", [1, 3])
+def test_a_form_is_the_convolution_with_its_weight(form, taps):
+    conv, context = some_conv(form, 10, mixer_kernel_size=taps), 10
+    about = {"num_mixer_heads": 4, "mixer_kernel_size": taps, "max_position_embeddings": context}
+    full = TriangularConv(MaskedMixerConfig(hidden_size=8, **about)).double()
+    full.set_mixing_weight(conv.mixing_weight())
+    full.bias.data.copy_(conv.bias)
+    x = torch.randn(2, context, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.allclose(conv(x), full(x), rtol=1e-9)
+    scale, decay = conv.scale.clone(), conv.decay.clone()
+    conv.set_mixing_weight(conv.mixing_weight())  # keeps what has this form
+    assert torch.allclose(conv.scale, scale) and torch.equal(conv.decay, decay)
+    conv.decay.data.clamp_(0.01, 0.09)  # no slope at the ends of what is allowed
+    parameters = tuple(conv.parameters())
+    assert torch.autograd.gradcheck(lambda x, *_: conv(x), (x, *parameters))
+
+
+@every_form
+@torch.no_grad()
+def test_steps_behind_the_context_are_those_of_the_forward_and_the_state_does_not_grow(form):
+    model, ids = lively_model(mixing_weight=form, **HEADS), tokens(batch=2, length=50)
+    expected, cache, sizes = model(ids).logits, MixingCache(model.config), set()
+    for start, end in ((0, 5), (5, 40), *((i, i + 1) for i in range(40, 50))):
+        logits = model(ids[:, start:end], past_key_values=cache).logits
+        torch.testing.assert_close(logits, expected[:, start:end], rtol=1e-4, atol=1e-4)
+        sizes.add(tuple(layer.keys.shape for layer in cache.layers))
+    assert sizes == {((2, 16), (2, 16))} and cache.get_seq_length() == 50
+
+
+@every_form
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+def test_padded_texts_go_on_behind_the_context_as_each_alone(form, how):
+    model, (ids, mask) = lively_model(mixing_weight=form, **HEADS), padded("left")
+    alone = [generate(model, p[None], new=20, use_cache=False, **how) for p in prompts()]
+    written = generate(model, ids, new=20, attention_mask=mask, **how)
+    assert torch.equal(written, torch.cat(alone))
+
+
+@torch.no_grad()
+def test_padding_does_not_enter_a_sum():
+    model = lively_model(mixing_weight="rows", **HEADS)
+    ids, mask = tokens(batch=2, length=6), torch.ones(2, 6, dtype=torch.int64)
+    mask[0, 3] = mask[0, 5] = 0
+    cache = MixingCache(model.config)
+    for end in range(1, 7):
+        model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache)
+    alone = MixingCache(model.config)
+    model(ids[:1, mask[0].bool()], past_key_values=alone)
+    for found, expected in zip(cache.layers, alone.layers, strict=True):
+        torch.testing.assert_close(found.keys[:1], expected.keys)
+
+
+def test_a_state_keeps_more_digits_than_half_precision():
+    model, ids = small_model(mixing_weight="mixed", **HEADS).bfloat16(), tokens()
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    step = model(ids[:, 8:9], past_key_values=cache).logits
+    assert step.dtype == torch.bfloat16 and cache.layers[0].keys.dtype == torch.float32
+    torch.testing.assert_close(step, model(ids).logits[:, 8:9], rtol=3e-2, atol=3e-2)
+
+
+def test_a_run_trains_scale_and_decay_and_its_checkpoint_writes_behind_the_context(
+    write_config, tmp_path
+):
+    how = ["model.mixing_weight=mixed", "model.mixing_decay=true", "model.num_mixer_heads=2"]
+    run = load_config(str(write_config(name="mixed")), [*how, "optim.lr=1e-2"])
+    start = small_model(mixing_weight="mixed", **HEADS).model.layers[0].mixing.conv
+    assert not start.decay.any() and not start.bias.any()
+    model, losses = train(run), read_losses(tmp_path / "runs/mixed")
+    assert losses[12] < losses[1] - 0.2
+    checkpoint = tmp_path / "runs/mixed/step-12"
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint)
+    context = saved.config.max_position_embeddings
+    ids = tokens(batch=1, length=2 * context)
+    assert torch.equal(saved(ids).logits, model.cpu().eval()(ids).logits)
+    assert all(layer.mixing.conv.decay.all() for layer in saved.model.layers)
+    assert len(continuations(str(checkpoint), ["def"], 2 * context, 0.0, 0)[0]) > context
+
+
+def test_what_recurrences_do_not_have_is_refused():
+    for settings, words in (
+        (
+            ["mixing_weight=rows", "mixing_init=shift"],
+            "cannot pass on a single token; .*: reference",
+        ),
+        (
+            ["mixing_weight=columns", "mixer_key_size=4"],
+            "columns with mixer_key_size 4; .*: full, lags",
+        ),
+        (["mixing_weight=mixed"], "mixed with one head; allowed: num_mixer_heads of 2 or more"),
+        (["mixing_decay=true"], "mixing_decay with mixing_weight full; .*: rows, columns, mixed"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_config(None, [f"model.{setting}" for setting in settings])
+    with pytest.raises(
+        UserError, match="shared_lags = true with .* 'rows'; allowed with it: false"
+    ):
+        load_config(None, ["model.mixing_weight=rows", "optim.shared_lags=true"])
+    model = small_model(mixing_weight="rows")
+    with pytest.raises(
+        ValueError, match="cache cannot forget the wrong ones; leave out prompt loo"
+    ):
+        model.generate(tokens(1), max_new_tokens=4, prompt_lookup_num_tokens=2)
+    with pytest.raises(ValueError, match="past_key_values .* so it is another model's"):
+        model(tokens(1), past_key_values=MixingCache(small_model().config))
+    with pytest.raises(ValueError, match=r"weight is rows, .*; use mixing.convolution\(config\)"):
+        TriangularConv(model.config)
