@@ -21,7 +21,7 @@ from dataclasses import fields
 
 from mixer.checkpoints.pretrained import settled
 from mixer.common.errors import run_command
-from mixer.distributed.launch import start_asked_for_processes
+from mixer.distributed.launch import follow_launcher
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 
 
@@ -53,7 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     given = vars(parse(arguments))
-    start_asked_for_processes()
+    follow_launcher()
     checkpoints, output = given.pop("checkpoint"), given.pop("output")
     evaluate([EvalOptions(checkpoint=str(path), **given) for path in checkpoints], output)
 

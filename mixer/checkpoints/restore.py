@@ -39,6 +39,7 @@ from mixer.models.architecture import model_class
 # The settings that decide which state the optimizer has, and their values for a checkpoint whose
 # trainer.json does not have them.
 OPTIMIZER_SETTINGS = {"optim.name": "adamw", "optim.shared_lags": False}
+OPTIMIZER_SETTINGS |= {"train.objective": "language"}
 
 # What a resume may change in the model's configuration, and what transformers records in it.
 FREE = ("mixing_backend", "mixing_init", "architectures", "dtype", "transformers_version")

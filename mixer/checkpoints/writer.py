@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
+from mixer.checkpoints.sentences import write_modules
 from mixer.checkpoints.snapshot import Snapshot
 from mixer.checkpoints.state import held_state, is_weight, not_finite
 from mixer.common.errors import NotFinite, UserError
@@ -46,10 +47,12 @@ class CheckpointWriter:
         world: World,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        makes_vectors: bool = False,
         resumed: Path | None = None,
     ):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.world, self.model, self.tokenizer = world, model, tokenizer
+        self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.files = world.size if self.sharded else 1  # of the optimizer's state
         self.snapshot: Snapshot | None = None  # made by the first save
@@ -173,6 +176,8 @@ class CheckpointWriter:
                 return
             weights = {name: copy for name, copy in held.items() if is_weight(name)}
             _write_model(partial, self.model, weights, self.tokenizer)
+            if self.makes_vectors:
+                write_modules(partial, self.model.config.hidden_size)
             states = {
                 f"{kind}-{rank}": state
                 for rank, states in enumerate(random)

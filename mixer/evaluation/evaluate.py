@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from mixer.common.files import check_writable, directory_for
 from mixer.common.memory import memory_for
 from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
+from mixer.data.config import TASKS, DataConfig
 from mixer.evaluation.checks import check_causality
 from mixer.evaluation.measure import (
     AUTOCAST_TYPES,
@@ -27,13 +29,14 @@ from mixer.evaluation.measure import (
     Process,
     choose_device,
     end_processes,
+    find_partners,
     join_processes,
     leave_if_joined,
     measure,
     reads,
 )
 from mixer.evaluation.report import evaluation_report, tell_apart, write_evaluation
-from mixer.evaluation.scoring import TokenScores, check_stride
+from mixer.evaluation.scoring import TokenScores, check_stride, sample_batches, window_batches
 from mixer.evaluation.texts import (
     Text,
     file_documents,
@@ -42,6 +45,7 @@ from mixer.evaluation.texts import (
     hub_name,
     limit,
     put_eos_first,
+    task_text,
     text_of,
     validation_text,
 )
@@ -66,6 +70,9 @@ class EvalOptions:
         ".jsonl or .parquet file",
     )
     data: str = option("", "prepared data directory; default: the one of the run")
+    pairs: str = option(
+        "", "prepared data directory: score how often texts find their partners there"
+    )
     hub: str = option("", "dataset of the hub to score, each row a document")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
@@ -122,7 +129,7 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     if rank() == 0:
         write_evaluation(results, directory)
         print(evaluation_report(results))
-        print(f"\nreport.json, .md and a picture are in {directory}")
+        print(f"\n{', '.join(sorted(os.listdir(directory)))} are in {directory}")
     end_processes()
 
 
@@ -135,10 +142,12 @@ def default_directory(evaluations: list[EvalOptions]) -> Path:
         for item in fields(first)
         if item.name not in unchanged and (value := getattr(first, item.name)) != item.default
     ]
-    paths = [Path(path).resolve() for path in [*first.text, *filter(None, [first.data])]]
+    given_paths = [*first.text, *filter(None, [first.data, first.pairs])]
+    paths = [Path(path).resolve() for path in given_paths]
     asked = [*given, *map(str, paths), *(other.checkpoint for other in others)]
     about = " ".join([path.name for path in paths]) or first.hub
-    return directory_for(Path(first.checkpoint), "eval", about, repr(asked) if asked else "")
+    what = "retrieval" if first.pairs else "eval"
+    return directory_for(Path(first.checkpoint), what, about, repr(asked) if asked else "")
 
 
 def exp_or_none(value: float) -> float | None:
@@ -148,14 +157,17 @@ def exp_or_none(value: float) -> float | None:
     return math.exp(value) if value < 709 else None
 
 
-def perplexities(scores: TokenScores, size: int, words: int) -> dict:
-    """Perplexity per token, word and byte, and bits per byte (nats / ln 2 / bytes)."""
-    return {
-        "loss": scores.loss,
-        "token_perplexity": exp_or_none(scores.loss),
-        "word_perplexity": exp_or_none(scores.nats / max(words, 1)),
-        "byte_perplexity": exp_or_none(scores.nats / size),
-        "bits_per_byte": scores.nats / math.log(2) / size,
+def perplexities(scores: TokenScores, text: Text) -> dict:
+    """Perplexity per token, and of a text also per word and byte, and bits per byte (nats / ln 2 /
+    bytes).
+    """
+    found = {"loss": scores.loss, "token_perplexity": exp_or_none(scores.loss)}
+    if text.task:
+        return found
+    return found | {
+        "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
+        "byte_perplexity": exp_or_none(scores.nats / text.bytes),
+        "bits_per_byte": scores.nats / math.log(2) / text.bytes,
     }
 
 
@@ -165,14 +177,20 @@ def check_options(options: EvalOptions) -> None:
     """
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
-    if sum(map(bool, (options.text, options.data, options.hub))) > 1:
+    if sum(map(bool, (options.text, options.data, options.hub, options.pairs))) > 1:
         raise UserError(
-            "more than one text was given: give --text FILE..., --data DIR or --hub NAME, "
-            "not both or all"
+            "more than one text was given: give --text FILE..., --data DIR, --hub NAME or --pairs "
+            "DIR, not both or all"
         )
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    if not (options.text or options.hub or options.data):
+    if task_of(options):
+        if options.first_token != "skip" or options.max_tokens:
+            raise UserError(
+                f"{directory} was trained on a task, of which all answers are scored: leave out "
+                "--first-token and --max-tokens, or give --text FILE..., --data DIR or --hub NAME"
+            )
+    elif not (options.text or options.hub or options.data or options.pairs):
         data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
         if not data:
             raise UserError(f"{directory} does not say which data it was trained on: {give}")
@@ -181,6 +199,15 @@ def check_options(options: EvalOptions) -> None:
                 f"{directory} was trained on the data in {data}, which is not here "
                 f"({Path.cwd()}): {give}"
             )
+
+
+def task_of(options: EvalOptions) -> DataConfig | None:
+    """The task that the checkpoint was trained on, unless the options name a text."""
+    settings = read_trainer(Path(options.checkpoint)).get("settings", {}).get("data", {})
+    given = options.text or options.data or options.hub or options.pairs
+    if given or settings.get("source") not in TASKS:
+        return None
+    return DataConfig(**settings)
 
 
 def data_directory(options: EvalOptions) -> str | None:
@@ -204,7 +231,11 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The text that the options name, cut to max_tokens; see mixer.evaluation.texts."""
+    """The text that the options name, cut to max_tokens, or the checkpoint's task; see
+    mixer.evaluation.texts.
+    """
+    if task := task_of(options):
+        return task_text(task, window)
     every_token = options.first_token == "eos"
     if options.text or options.hub:
         name, found = file_names(options.text), file_documents
@@ -250,13 +281,21 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
+    where = {"batch_size": options.batch_size, "dtype": AUTOCAST_TYPES[options.dtype]}
+    if options.pairs:
+        validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
+        about = {"window": window, "dtype": options.dtype}
+        return described | about | find_partners(model, options.pairs, window, process, **where)
     text = choose_text(options, window, tokenizer)
     largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
     check_token(largest, model, text.name)
     causality = check_causality(model, max(text.streams, key=len), window, options.dtype)
-    windows = {"context": window, "stride": stride, "last_window": options.last_window}
-    how = {"batch_size": options.batch_size, "dtype": AUTOCAST_TYPES[options.dtype]}
-    scores, cost = measure(model, text.streams, process, **windows, **how)
+    if text.task:
+        batches = sample_batches(text.task, 0, options.batch_size)
+    else:
+        cut = window, stride, options.batch_size, options.last_window
+        batches = window_batches(text.streams, *cut)
+    scores, cost = measure(model, batches, window, where["dtype"], process)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
@@ -273,7 +312,8 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "windows": scores.windows,
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
-        **perplexities(scores, text.bytes, text.words),
+        "accuracy": scores.accuracy,
+        **perplexities(scores, text),
         "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
         "dtype": options.dtype,
         "device": str(process),
@@ -281,6 +321,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "causality": causality,
         **loss_by_kind(scores),
         "loss_by_position": scores.loss_by_position,
+        "accuracy_by_position": scores.accuracy_by_position,
         "count_by_position": scores.count_by_position.tolist(),
     }
 
@@ -320,10 +361,11 @@ def describe_model(
 def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
     """The result's entries about the text."""
     eos, eos_scored = tokenizer.eos_token_id, 0
-    if eos is not None:
+    if eos is not None and not text.task:
         eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
     return {
         "text": text.name,
+        "is_task": text.task is not None,
         "bytes": text.bytes,
         "words": text.words,
         "sizes_counted_from": "; ".join(filter(None, (text.counted, text.loses))),

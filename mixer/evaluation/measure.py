@@ -2,10 +2,9 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -15,8 +14,11 @@ from transformers import PreTrainedModel
 from mixer.common.errors import UserError
 from mixer.common.hardware import lacks_bf16, peak_memory_gb
 from mixer.common.ranks import is_launched
+from mixer.data.batches import Batch
+from mixer.data.pairs import PairFile
 from mixer.distributed.world import leave_with_error
-from mixer.evaluation.scoring import TokenScores, evaluate_streams
+from mixer.evaluation.scoring import TokenScores, evaluate_batches
+from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
 DEVICES = ("auto", "cpu", "cuda")
 # The names of --dtype; None is fp32, without autocast.
@@ -89,20 +91,24 @@ def leave_if_joined(error: BaseException) -> None:
 
 
 def measure(
-    model: nn.Module, streams: Sequence[np.ndarray], process: Process, **how
+    model: nn.Module,
+    batches: Iterable[Batch],
+    context: int,
+    dtype: torch.dtype | None,
+    process: Process,
 ) -> tuple[TokenScores, dict]:
     """(scores of all processes together, {"tokens_per_second", "peak_memory_gb", "memory"}).
 
-    how: the options of `evaluate_streams`. Throughput counts the scored tokens of all processes.
-    Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU, or on a CPU
-    the peak of the whole process.
+    The arguments are those of `evaluate_batches`. Throughput counts the scored tokens of all
+    processes. Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU,
+    or on a CPU the peak of the whole process.
     """
     on_gpu = process.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(process.device)
     start = time.perf_counter()
     share = process.index, process.count
-    scores = evaluate_streams(model, streams, **how, device=process.device, share=share)
+    scores = evaluate_batches(model, batches, context, process.device, dtype, share)
     memory = peak_memory_gb(process.device)
     if process.count > 1:
         every_score, memories = zip(*gather_object([(scores, memory)]), strict=True)
@@ -112,3 +118,28 @@ def measure(
         "peak_memory_gb": memory,
         "memory": "allocated on the GPU" if on_gpu else "resident, of the whole process",
     }
+
+
+def find_partners(
+    model: PreTrainedModel,
+    data: str,
+    context: int,
+    process: Process,
+    *,
+    batch_size: int,
+    dtype: torch.dtype | None,
+) -> dict:
+    """`top1` of the pairs in the validation split of prepared data, shared by the processes."""
+    pairs = PairFile(data, "validation", context)
+
+    def embed(*sides: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
+            return torch.stack([text_vectors(model, texts) for texts in sides])
+
+    count, place = min(len(pairs), MOST_PAIRS), (process.device, process.index, process.count)
+    vectors = pair_vectors(embed, pairs, count, batch_size, place)
+    if process.count > 1:
+        torch.distributed.all_reduce(vectors)
+    if not vectors.isfinite().all():
+        raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
+    return {"data": data, "device": str(process), "pairs": count} | top1(*vectors)

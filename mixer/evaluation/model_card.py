@@ -131,4 +131,4 @@ def _evaluation(results: list[dict], title: str, dtype: torch.dtype) -> str:
         notes.append(
             f"- Evaluated before the weights were rounded to {str(dtype).removeprefix('torch.')}."
         )
-    return table([select(row, EVALUATION_COLUMNS) for row in rows]) + "\n\n" + "\n".join(notes)
+    return table(select(rows, EVALUATION_COLUMNS)) + "\n\n" + "\n".join(notes)

@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
+
 from mixer.checkpoints.pretrained import weights_sha256
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import whole_directory
@@ -16,6 +18,7 @@ COLUMNS = {
     "checkpoint": "label",
     "tokens scored": "tokens_scored",
     "loss (nats/token)": "loss",
+    "accuracy": "accuracy",
     "token ppl": "token_perplexity",
     "word ppl": "word_perplexity",
     "byte ppl": "byte_perplexity",
@@ -25,21 +28,34 @@ COLUMNS = {
 }
 
 
-def select(result: dict, columns: dict[str, str]) -> dict:
-    """A row of a table: the columns' titles mapped to what `result` has under their keys."""
-    return {title: result[key] for title, key in columns.items()}
+PARTS = 8  # of a window, for each of which a table has the accuracy
+
+
+def select(results: list[dict], columns: dict[str, str]) -> list[dict]:
+    """Rows of a table: the columns' titles mapped to what the results have under their keys,
+    without the columns that not all results have: tasks have no bytes, older reports no accuracy.
+    """
+    shared = {title: key for title, key in columns.items() if all(key in r for r in results)}
+    return [{title: result[key] for title, key in shared.items()} for result in results]
 
 
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
+    if "pairs" in results[0]:
+        columns = {"checkpoint": "label", "pairs": "pairs", "tokens": "window"}
+        columns |= {name.replace("_", " "): name for name in results[0] if name[:5] == "top1_"}
+        return table(select(results, columns))
     notes = [evaluation_notes(*results)]
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
         notes.append(bullets([note + "not those per token."]))
-    rows = [select(result, COLUMNS) for result in results]
+    tables: dict[tuple, list[dict]] = {}
+    for row in (by_part(result) for result in results if result.get("is_task")):
+        tables.setdefault(tuple(row), []).append(row)  # of one task and window
+    rows = select(results, COLUMNS)
     if longer_contexts(results):
         rows = [row | by_context(r) for row, r in zip(rows, results, strict=True)]
-    return table(rows) + "\n\n" + "\n".join(notes)
+    return "\n\n".join([*map(table, [rows, *tables.values()]), "\n".join(notes)])
 
 
 def longer_contexts(results: list[dict]) -> set[int]:
@@ -57,6 +73,18 @@ def by_context(r: dict) -> dict[str, float | str]:
         nats = sum(loss * count for loss, count in part if count)
         found[f"loss {title}"] = nats / count if count else "-"
     return found
+
+
+def by_part(result: dict) -> dict:
+    """A row of a table: the accuracy in each part of the window where there are answers."""
+    row = {"accuracy by position": result["label"]}
+    rights, counts = result["accuracy_by_position"], result["count_by_position"]
+    for places in np.array_split(np.arange(len(counts)), PARTS):
+        scored = [place for place in places if counts[place]]
+        if scored:
+            mean = np.average([rights[n] for n in scored], weights=[counts[n] for n in scored])
+            row[f"{places[0]} to {places[-1]}"] = float(mean)
+    return row
 
 
 def evaluation_notes(*results: dict) -> str:
@@ -83,9 +111,10 @@ def conventions(r: dict) -> dict[str, str]:
         "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
     )
     causality = r["causality"]
+    sizes = f"; {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
+    sizes += f"counted from {r['sizes_counted_from']}, unscored first tokens included)"
     return {
-        "text": f"{r['text']}; {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at "
-        f"white space, counted from {r['sizes_counted_from']}, unscored first tokens included)",
+        "text": r["text"] + sizes * (not r.get("is_task")),
         "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
         f"{r['vocabulary']:,}{padding}",
         "streams": f"{r['streams']:,}, first token of each {r['first_token']}; "
@@ -146,12 +175,15 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
 def write_evaluation(results: list[dict], directory: Path) -> None:
     """report.json, report.md and loss_by_position.png in `directory`."""
     curves = {
-        r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results
+        r["label"]: well_counted(r["loss_by_position"], r["count_by_position"])
+        for r in results
+        if "pairs" not in r
     }
-    picture = "![Loss by position](loss_by_position.png)"
-    text = f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n"
+    picture = "\n![Loss by position](loss_by_position.png)\n" if curves else ""
+    text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
     with whole_directory(directory) as stage:
         (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         (stage / "report.md").write_text(text, encoding="utf-8")
-        picture = stage / "loss_by_position.png"
-        plot_loss_by_position(curves, picture, longer_contexts(results))
+        if curves:
+            picture = stage / "loss_by_position.png"
+            plot_loss_by_position(curves, picture, longer_contexts(results))

@@ -10,7 +10,7 @@ it counts the same targets either way.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mixer.common.errors import UserError
+from mixer.data.run_data import Samples
 
 
 @dataclass
@@ -28,12 +29,14 @@ class TokenScores:
 
     `nats_by_position[p]` and `count_by_position[p]` belong to the target of position p in its
     window, i.e. the one that is predicted from p + 1 tokens. Both are (context,).
+    `right_by_position` counts the targets that are the likeliest token.
     `repeats` and `repeats_nats` are those of the targets that a copy from the window would predict,
     see `find_repeats`.
     """
 
     nats_by_position: np.ndarray  # (context,) float64
     count_by_position: np.ndarray  # (context,) int64
+    right_by_position: np.ndarray  # (context,) int64
     windows: int = 0
     repeats: int = 0
     repeats_nats: float = 0.0
@@ -57,10 +60,23 @@ class TokenScores:
         return self.nats / self.tokens
 
     @property
+    def accuracy(self) -> float:
+        """The share of the scored tokens that are the likeliest."""
+        return float(self.right_by_position.sum()) / self.tokens
+
+    @property
     def loss_by_position(self) -> list[float | None]:
         """Mean nats of each window position; None where no target was scored."""
-        sums, counts = self.nats_by_position.tolist(), self.count_by_position.tolist()
-        return [n / c if c else None for n, c in zip(sums, counts, strict=True)]
+        return self._means(self.nats_by_position)
+
+    @property
+    def accuracy_by_position(self) -> list[float | None]:
+        """As `loss_by_position`."""
+        return self._means(self.right_by_position)
+
+    def _means(self, sums: np.ndarray) -> list[float | None]:
+        pairs = zip(sums.tolist(), self.count_by_position.tolist(), strict=True)
+        return [n / c if c else None for n, c in pairs]
 
 
 def plan_windows(
@@ -115,6 +131,16 @@ def collate(batch: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Te
     return inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
 
 
+def sample_batches(
+    data: Samples, samples: int, batch_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of `samples` samples spread evenly over a split, 0 for all, as `window_batches`."""
+    samples = min(len(data), samples or len(data))
+    for start in range(0, samples, batch_size):
+        batch = np.arange(start, min(start + batch_size, samples))
+        yield data.batch(batch * len(data) // samples)
+
+
 def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Which targets the window itself would tell: the two tokens before them stood somewhere
     earlier in the window, followed by the same token (an induction head's copy, arXiv 2209.11895).
@@ -144,44 +170,37 @@ def logits_of(model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None)
 
 
 @torch.no_grad()
-def evaluate_streams(
+def evaluate_batches(
     model: nn.Module,
-    streams: Sequence[np.ndarray],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     context: int,
-    stride: int | None = None,
-    batch_size: int = 16,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    last_window: str = "short",
     share: tuple[int, int] = (0, 1),
 ) -> TokenScores:
-    """Score independent token streams: every token but the first of each exactly once.
+    """Score the targets of batches, each of inputs and targets (batch, tokens <= context) int64;
+    targets of -100 are not scored.
 
-    model: maps input_ids (batch, tokens <= context) int64 to `.logits` (batch, tokens, vocab), on
-    `device`. streams: each (tokens,) integers. stride: tokens between windows, 1..context; None:
-    context, i.e. disjoint windows. With stride < context the first window counts all its targets,
-    each later one its last `stride` targets (the last window may be shorter, or with
-    last_window="full" begin earlier). dtype: autocast's, or None. Sums are fp64. Raises UserError
-    for a stride outside 1..context.
+    model: maps input_ids to `.logits` (batch, tokens, vocab), on `device`. dtype: autocast's, or
+    None. Sums are fp64.
 
-    share: (index, count): score every count-th batch of windows from the index-th on, so that the
-    scores of all indices add up to the whole; see `TokenScores.total`.
+    share: (index, count): score every count-th batch from the index-th on, so that the scores of
+    all indices add up to the whole; see `TokenScores.total`.
     """
-    stride = check_stride(context if stride is None else stride, context)
-    scores = TokenScores(np.zeros(context), np.zeros(context, dtype=np.int64))
-    batches = window_batches(streams, context, stride, batch_size, last_window)
+    scores = TokenScores(np.zeros(context), *np.zeros((2, context), dtype=np.int64))
     model.eval()
     for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
         inputs, targets = inputs.to(device), targets.to(device)
-        logits = logits_of(model, inputs, dtype).flatten(0, 1)
+        logits = logits_of(model, inputs, dtype)
         # -log p of each target in nats, (batch, tokens); zero where it is not counted
-        each = F.cross_entropy(logits, targets.flatten(), reduction="none")
-        each = each.view_as(targets).double()
+        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        each, right = each.view_as(targets).double(), logits.argmax(-1) == targets
         nats, repeats = each.sum(0).cpu().numpy(), find_repeats(inputs, targets)
         scores.repeats += int(repeats.sum())
         scores.repeats_nats += float(each[repeats].sum())
         scores.nats_by_position[: len(nats)] += nats
         scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
+        scores.right_by_position[: len(nats)] += right.sum(0).cpu().numpy()
         scores.windows += len(inputs)
     return scores
 

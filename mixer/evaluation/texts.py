@@ -20,6 +20,7 @@ from mixer.common.say import say_on_stderr
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
 from mixer.data.sources import SUFFIXES, Part, local_files, source_parts
+from mixer.data.tasks import TaskSamples
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
 
@@ -37,10 +38,11 @@ class Text:
 
     name: str  # without directories of this machine, as it goes into model cards
     streams: list[np.ndarray]  # each (tokens,)
-    bytes: int  # of the UTF-8 encoding
-    words: int  # what str.split() counts
-    counted: str  # where bytes and words come from
+    bytes: int = 0  # of the UTF-8 encoding
+    words: int = 0  # what str.split() counts
+    counted: str = "the documents"  # where bytes and words come from
     loses: str = ""  # what the tokenizer loses of it, see tokenizer.loss_of_text
+    task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
 
 
 def text_of(
@@ -131,7 +133,19 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
         streams = np.split(split.tokens, split.document_ends[:-1].astype(np.int64))
     counts, name = split.manifest.splits["validation"], directory.resolve().name
     sizes = counts.bytes, counts.words, "the manifest", split.manifest.tokenizer_loses
-    return Text(f"validation split of {name}", streams, *sizes)
+    text = Text(f"validation split of {name}", streams, *sizes)
+    if split.cut:
+        kept = [split.tokens[slice(*split.span(row))] for row in range(len(split))]
+        text = shortened(text, kept, f"at most {context} tokens of each document", tokenizer)
+    return text
+
+
+def task_text(config: DataConfig, window: int) -> Text:
+    """The held-out samples of a task, each of `window` tokens."""
+    task = TaskSamples(config, "validation", window)
+    inputs, _ = task.batch(range(len(task)))
+    name = f"held-out samples of the task {config.source}"
+    return Text(name, list(inputs.numpy()), task=task)
 
 
 def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -146,9 +160,16 @@ def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Te
             break
         kept.append(tokens[: left + 1])
         left -= len(kept[-1]) - 1
+    return shortened(text, kept, f"first {max_tokens} tokens", tokenizer)
+
+
+def shortened(
+    text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
+) -> Text:
+    """The text with the streams that are kept of it; its size is that of their decoded tokens."""
     sizes, words = token_bytes(tokenizer), 0
     for tokens in kept:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
-    size, name = sum(int(sizes[x].sum()) for x in kept), f"{text.name} (first {max_tokens} tokens)"
+    size, name = sum(int(sizes[tokens].sum()) for tokens in kept), f"{text.name} ({how})"
     return Text(name, kept, size, words, "the decoded tokens", text.loses)

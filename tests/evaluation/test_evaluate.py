@@ -24,7 +24,7 @@ from mixer.data.tokenizer import load_tokenizer
 from mixer.eval import main as evaluate_main
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.evaluation.report import write_evaluation
-from mixer.evaluation.scoring import evaluate_streams, plan_windows
+from mixer.evaluation.scoring import evaluate_batches, plan_windows, window_batches
 from mixer.evaluation.texts import validation_text
 from mixer.export import export
 from mixer.generate import continuations
@@ -72,9 +72,8 @@ def by_hand(model, tokens, context, stride, last_window):
 def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     model = tiny_model().double()
     tokens = np.random.default_rng(length).integers(0, 23, length)
-    scores = evaluate_streams(
-        model, [tokens], CONTEXT, stride, batch_size=3, last_window=last_window
-    )
+    batches = window_batches([tokens], CONTEXT, stride or CONTEXT, 3, last_window)
+    scores = evaluate_batches(model, batches, CONTEXT)
     expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT, last_window)
     assert scores.tokens == length - 1
     assert math.exp(scores.loss) == pytest.approx(
@@ -89,8 +88,9 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
 def test_streams_together_are_their_sum():
     model = tiny_model().double()
     streams = [np.random.default_rng(n).integers(0, 23, n) for n in (1, 3, 30, 17)]
-    together = evaluate_streams(model, streams, CONTEXT, 4, batch_size=5)
-    apart = [evaluate_streams(model, [tokens], CONTEXT, 4) for tokens in streams if len(tokens) > 1]
+    together = evaluate_batches(model, window_batches(streams, CONTEXT, 4, 5), CONTEXT)
+    batches = [window_batches([tokens], CONTEXT, 4, 16) for tokens in streams]
+    apart = [evaluate_batches(model, each, CONTEXT) for each in batches]
     assert together.nats == pytest.approx(sum(scores.nats for scores in apart), rel=1e-12)
     assert together.tokens == 2 + 29 + 16
 
@@ -99,7 +99,7 @@ def test_streams_together_are_their_sum():
 def test_repeats_are_the_targets_that_follow_their_last_two_tokens_earlier_in_the_window(stride):
     model = tiny_model().double().eval()
     streams = [np.random.default_rng(n).integers(0, 2, n) for n in (2, 90, 61)]
-    found = evaluate_streams(model, streams, CONTEXT, stride, batch_size=4)
+    found = evaluate_batches(model, window_batches(streams, CONTEXT, stride, 4), CONTEXT)
     nats = []
     for tokens in streams:
         for begin, end, first in plan_windows(len(tokens), CONTEXT, stride):
@@ -256,7 +256,7 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     assert_png(tmp_path / "report" / "loss_by_position.png")
     model.extend_context(96)
     tokens = validation_text(run / "data", 96, tokenizer).streams
-    scores = evaluate_streams(model, tokens, 96)
+    scores = evaluate_batches(model, window_batches(tokens, 96, 96, 16), 96)
     nats, counts = scores.nats_by_position, scores.count_by_position
     means = [nats[part].sum() / counts[part].sum() for part in (slice(32), slice(32, None))]
     last = [row[-2:] for row in rows((tmp_path / "report" / "report.md").read_text())]
