@@ -162,12 +162,12 @@ def complete(partial: Path, final: Path, say: Say = print) -> None:
     publish(partial, final)
 
 
-def prune(directory: Path, keep: int, keep_every: int, say: Say = print) -> None:
-    """Deletes checkpoints, except the newest `keep`, those whose step `keep_every` divides, and the
-    best one.
+def prune(directory: Path, last: int, keep: int, keep_every: int, say: Say = print) -> None:
+    """Deletes checkpoints, except the newest `keep` up to step `last`, those whose step
+    `keep_every` divides, and the best one. What a resume passed over, with later steps, stays.
     """
     best = (directory / "best").resolve()
-    for path in all_checkpoints(directory)[:-keep]:
+    for path in [path for path in all_checkpoints(directory) if step_of(path) <= last][:-keep]:
         if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
             _remove(path, say)
 

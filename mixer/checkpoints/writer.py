@@ -48,6 +48,7 @@ class CheckpointWriter:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         makes_vectors: bool = False,
+        resumed: Path | None = None,
     ):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.world, self.model, self.tokenizer = world, model, tokenizer
@@ -55,6 +56,7 @@ class CheckpointWriter:
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.files = world.size if self.sharded else 1  # of the optimizer's state
         self.snapshot: Snapshot | None = None  # made by the first save
+        self.newest = resumed  # the last good checkpoint
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
         self.abandoned = threading.Event()
@@ -142,10 +144,9 @@ class CheckpointWriter:
             ) from error
 
     def _newest(self) -> str:
-        good = format.all_checkpoints(self.directory)
-        if not good:
+        if self.newest is None:
             return "No checkpoint of the run is complete"
-        return f"The run can go on from {good[-1]}, its last good checkpoint"
+        return f"The run can go on from {self.newest}, its last good checkpoint"
 
     def _written(self, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """What this process writes: its part of the optimizer's state, and all weights if it is the
@@ -186,8 +187,9 @@ class CheckpointWriter:
             if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
+        self.newest = final
         self.world.say(f"saved {final}")
-        format.prune(self.directory, self.keep, self.keep_every, self.world.say)
+        format.prune(self.directory, trainer["step"], self.keep, self.keep_every, self.world.say)
 
     def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
         """Writes this process's file. It gets its name once it is whole, because the main process

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
@@ -360,16 +359,12 @@ def describe_model(
 
 def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
     """The result's entries about the text."""
-    tokens_sha256 = hashlib.sha256()
-    for tokens in text.streams:
-        tokens_sha256.update(np.ascontiguousarray(tokens))
     eos, eos_scored = tokenizer.eos_token_id, 0
     if eos is not None and not text.task:
         eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
     return {
         "text": text.name,
         "is_task": text.task is not None,
-        "tokens_sha256": tokens_sha256.hexdigest(),
         "bytes": text.bytes,
         "words": text.words,
         "sizes_counted_from": "; ".join(filter(None, (text.counted, text.loses))),

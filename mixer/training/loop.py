@@ -102,7 +102,7 @@ class Trainer:
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
         saved = self.model, self.data.tokenizer, run.is_contrastive
-        self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
+        self.writer = CheckpointWriter(run.directory, *kept, world, *saved, self.state.resumed)
         ends = train.non_finite == "stop", train.max_skipped_steps
         self.guard = Guard(self.optimizer, self.scaler is not None, *ends, self.device)
         self.profile, self.stop = profiler(run, self.counters.step, world), Stop(world)

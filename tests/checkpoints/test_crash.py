@@ -152,7 +152,7 @@ def test_pruning_keeps_the_newest_the_best_and_every_nth(tmp_path):
         (tmp_path / f"step-{step}").mkdir()
     link_best(tmp_path, {20: 1.5, 30: 1.2, 35: 0.1, 40: float("nan"), 50: 1.3, 60: None})
     assert os.readlink(tmp_path / "best") == "step-30"  # 35 has no checkpoint, 40 no loss
-    prune(tmp_path, keep=2, keep_every=40)
+    prune(tmp_path, last=90, keep=2, keep_every=40)
     assert sorted(map(step_of, tmp_path.glob("step-*"))) == [30, 40, 80, 90, 100]
 
 

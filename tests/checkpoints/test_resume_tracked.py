@@ -18,18 +18,16 @@ def test_a_run_goes_on_without_wandbs_own_process_and_a_resume_gives_wandb_every
 ):
     """A signal to all processes of a job ends wandb's process too."""
     train = {"steps": 100_000, "batch_size": 8, "eval_every": 0, "eval_samples": 8}
-    config = write_config(train=train, checkpoint={"save_every": 20})
-    command = ("--config", config, "logging.tracker=wandb")
-    ranks = launch(*command, environment=OFFLINE)
+    command = ("--config", write_config(train=train), "checkpoint.save_every=0")
+    ranks = launch(*command, "logging.tracker=wandb", environment=OFFLINE)
     run = tmp_path / "runs/small"
-    ranks.until((run / "step-20").exists)
+    ranks.until(lambda: (run / "metrics.jsonl").exists() and len(read_lines(run)) > 5)
     for child in psutil.Process(ranks.ranks[0].pid).children(recursive=True):
         child.kill()
-    ranks.until(lambda: "wandb has failed, the run goes on without" in ranks.output)
-    ranks.kill()
-    assert "Traceback" not in ranks.output
-    step = read_timeless(run)[-1]["step"]
-    launch(*command, f"train.steps={step + 1}", environment=OFFLINE).succeed()
+    output = ranks.until(lambda: "wandb has failed, the run goes on without" in ranks.output).stop()
+    assert "stopped by a signal" in output and "Traceback" not in output
+    longer = ("logging.tracker=wandb", f"train.steps={read_timeless(run)[-1]['step'] + 1}")
+    launch(*command, *longer, environment=OFFLINE).succeed()
     assert_in_wandb(run)
 
 
