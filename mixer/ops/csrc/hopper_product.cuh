@@ -111,6 +111,18 @@ struct ProductBarriers {
   }
 };
 
+// A thread's position in the ring of stages, and in that of their full barriers.
+template <typename Shape>
+struct StagePosition : RingPosition<Shape::kStages> {
+  RingPosition<Shape::kFullBarriers> full = {};
+
+  template <typename... Stages>  // none: one
+  __device__ __forceinline__ void advance(Stages... stages) {
+    RingPosition<Shape::kStages>::advance(stages...);
+    full.advance(stages...);
+  }
+};
+
 // The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()).
 //
 // While there are column tiles enough for all clusters, each cluster takes one, row tile by row
@@ -234,19 +246,13 @@ struct Loader {
   char* shared;
   ProductBarriers<Shape>& barriers;
   int rank;
-  RingPosition<Shape::kStages> at = {};
-  RingPosition<Shape::kFullBarriers> at_full = {};
+  StagePosition<Shape> at = {};
 
   __device__ __forceinline__ void wait_for_stage() {
     barrier_wait(&barriers.ring.empty[at.slot], at.parity ^ 1);
   }
-  __device__ __forceinline__ uint64_t* full() { return &barriers.ring.full[at_full.slot]; }
+  __device__ __forceinline__ uint64_t* full() { return &barriers.ring.full[at.full.slot]; }
   __device__ __forceinline__ char* box(int index) const { return shared + index * kBoxBytes; }
-  __device__ __forceinline__ void advance() {
-    at.advance();
-    at_full.advance();
-  }
-
   // Loads the columns of x or dy.
   __device__ __forceinline__ void run_columns() {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
@@ -256,7 +262,7 @@ struct Loader {
       for (int box = 0; box < Shape::kColumnBoxes; ++box)
         chunks[box] = Chunk(tile.chunk + box, arguments.chunks);
 #pragma unroll 1
-      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+      for (int step = 0; step < tile.steps(rank); ++step, at.advance()) {
         const int own_readers = tile.own_readers(step, rank);
         wait_for_stage();
         if (Shape::kShared) {
@@ -336,7 +342,7 @@ struct Loader {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
       const Tile<Shape> tile(arguments, tiles);
 #pragma unroll 1
-      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+      for (int step = 0; step < tile.steps(rank); ++step, at.advance()) {
         wait_for_stage();
         load_rows(tile, step, full(), [&](int row_box) {
           return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box);
@@ -434,8 +440,7 @@ struct Multiplier {
   uint32_t left;    // operand: its row block of W, in stage 0 or, if resident, at step 0
   uint32_t right;   // operand: its columns in stage 0
   char* box;        // output box; if in_place, its first column box in stage 0
-  RingPosition<Shape::kStages> at = {};
-  RingPosition<Shape::kFullBarriers> at_full = {};
+  StagePosition<Shape> at = {};
   uint32_t weight_parity = 0, residual_parity = 0, turn_parity;
 
   __device__ __forceinline__ Multiplier(const ProductArguments& arguments, char* shared,
@@ -472,7 +477,7 @@ struct Multiplier {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
-      barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+      barrier_wait(&barriers.ring.full[at.full.slot], at.full.parity);
       const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
       const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
       wgmma_fence();
@@ -483,10 +488,8 @@ struct Multiplier {
       slot = at.slot;
       if (!in_place || step + 1 < steps) barriers.ring.release(slot);
       at.advance();
-      at_full.advance();
     }
     at.advance(left_out);
-    at_full.advance(left_out);
     pin(sum);
     return slot;
   }
@@ -499,11 +502,10 @@ struct Multiplier {
     __syncwarp();
 #pragma unroll 1
     for (int stage = 0; stage < steps; ++stage) {
-      barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+      barrier_wait(&barriers.ring.full[at.full.slot], at.full.parity);
       __syncwarp();
       barriers.ring.release(at.slot);
       at.advance();
-      at_full.advance();
     }
     if (takes_turns() && is_first) {
       wait_for_turn();
