@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.mixing import TokenMixing
 from mixer.models.masked_mixer.modeling import in_autocast_type
-from mixer.training.compile import begin_graphs, compiled, compiled_parts
+from mixer.training.compile import begin_graphs, compiled, compiled_parts, set_recompute
 from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
-from mixer.training.parallelize import set_recompute
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Step:
         faster = partial(compiled, graphs=False) if is_compiled else None
         config = OptimConfig(lr=1e-4)
         self.optimizer = build_optimizer(model, config, compile=faster)
-        self.guard = Guard(self.optimizer, False, True, torch.device(device))
+        self.guard = Guard(self.optimizer, False, True, 50, torch.device(device))
         memory.share(self.module, self.optimizer)
         if form.graphs and device != "cuda":
             raise ValueError(f"CUDA graphs on a {device}")
@@ -101,7 +100,7 @@ class Step:
         if self.ours:
             norm = gradient_norm(self.optimizer)
             clip(self.optimizer, norm, 1.0)
-            self.guard.before_step(norm, 1)
+            self.guard.before_step(norm)
         else:
             nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()

@@ -13,7 +13,9 @@ MOST_CURVES = 4  # of named runs that one picture shows
 
 
 def draw(result: dict, output: Path) -> Path | None:
-    """None of results that have no picture."""
+    """None of results that have no picture, as those of retrieval."""
+    if any("top1_of_32" in row for row in result["runs"].values()):
+        return None
     if "kinds" in result["plan"]:
         return save(figure_of_kinds(result), output) if finished(result["runs"]) else None
     timed = {
@@ -109,7 +111,7 @@ def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) ->
     names = {}
     for kind, colour in colours.items():
         best = best_size(runs, kind, seconds)
-        if not best or "loss_by_position" not in best:
+        if not best or not best.get("loss_by_position"):
             continue
         losses = best["loss_by_position"]
         ends = [end for end, _ in losses if (end + 1) & end == 0 or end == losses[-1][0]]

@@ -7,6 +7,7 @@ from statistics import mean
 import numpy as np
 
 from mixer.common.files import write_text
+from mixer.data.config import TASKS
 from mixer.reporting import tables
 
 JUMP = 1.02  # a longer run's loss at so many times a shorter one's counts as jumped
@@ -60,7 +61,8 @@ def table_of_runs(result: dict) -> str:
         "the warm-up above its lowest value before. Losses are in nats per token."
         + (" Runs without a time shared their GPU with other work." if shared else "")
     )
-    parts = ["# Runs compared", "\n".join(lines), *seeds_section(runs), *agreement(result), said]
+    parts = ["# Runs compared", "\n".join(lines), *retrieval_section(result), *seeds_section(runs)]
+    parts += [*agreement(result), said]
     origin = f"Measured on {origins(result)}. The options of each run are in the JSON file."
     return "\n\n".join([*parts, origin]) + "\n"
 
@@ -136,6 +138,17 @@ def seeds_section(runs: dict) -> list[str]:
     return ["## Seeds", tables.table(rows)] if rows else []
 
 
+def retrieval_section(result: dict) -> list[str]:
+    """How often texts find their partners among so many, after each run but those of a sweep."""
+    rows = [
+        {"run": name, "validation loss": f"{row['validation_loss']:.4f}"}
+        | {key.replace("_", " "): f"{row[key]:.1%}" for key in row if key.startswith("top1_of_")}
+        for name, row in result["runs"].items()
+        if "top1_of_32" in row and row.get("budget", math.inf) > sweep_budget(result)
+    ]
+    return ["## Retrieval", tables.table(rows)] if rows else []
+
+
 # ------------------------------------------------------------------------- kinds and sizes
 
 
@@ -144,8 +157,11 @@ def table_of_kinds(result: dict) -> str:
     parts = ["# Models of several sizes for equal times"]
     if longer(runs):
         parts += ["## Losses", tables.table(loss_rows(runs), keys=3)]
-        parts += ["## Where each is better", tables.table(where_rows(runs), keys=2), how_split()]
-    parts += seeds_section(runs)
+    if rows := accuracy_rows(result):
+        parts += ["## Accuracy", tables.table(rows), how_right()]
+    if rows := where_rows(runs):
+        parts += ["## Where each is better", tables.table(rows, keys=2), how_split()]
+    parts += retrieval_section(result) + seeds_section(runs)
     if rates := rate_rows(result):
         parts += ["## Speeds and learning rates", tables.table(rates)]
     if finished(runs):
@@ -207,10 +223,32 @@ def loss_rows(runs: dict) -> list[dict]:
             "memory, GB": f"{row['peak_memory_gb']:.1f}",
             "validation loss": f"{row['validation_loss']:.4f}",
             "of the lowest": f"{row['validation_loss'] / lowest[row['budget']]:.3f}",
-            "bits/byte": f"{row['bits_per_byte']:.4f}",
+            "bits/byte": "" if is_task(row) else f"{row['bits_per_byte']:.4f}",
         }
         for row in longer(runs)
     ]
+
+
+def is_task(row: dict) -> bool:
+    return row["settings"].get("data.source") in TASKS
+
+
+def accuracy_rows(result: dict) -> list[dict]:
+    """The kinds of a plan whose sizes are tasks, with the best accuracy of each in each."""
+    cells: dict[str, dict] = {}
+    for row in sorted(filter(is_task, longer(result["runs"])), key=lambda row: row["accuracy"]):
+        cells.setdefault(row["kind"], {})[row["size"]] = f"{row['accuracy']:.2%}"  # the best last
+    kinds = result["plan"]["kinds"]
+    tasks = dict.fromkeys(str(size) for sizes in kinds.values() for size in sizes)
+    return [
+        {"model": kind} | {task: cells[kind].get(task, "") for task in tasks}
+        for kind in kinds
+        if kind in cells
+    ]
+
+
+def how_right() -> str:
+    return "The share of the held-out answers to which a model gives the highest probability."
 
 
 def mean_by_position(losses: list[float]) -> list[list[float]]:
@@ -240,6 +278,7 @@ def where_rows(runs: dict) -> list[dict]:
             "share of repeats": f"{row['repeats_share']:.1%}",
         }
         for row in longer(runs)
+        if row["loss_by_position"]
     ]
 
 
@@ -321,7 +360,10 @@ def longest_run(runs: dict, model: str) -> dict | None:
 def notes(result: dict) -> str:
     runs, plan = result["runs"], result["plan"]
     rows = finished(runs)
-    settings = rows[0]["settings"]
+    settings, text = (
+        rows[0]["settings"],
+        f"a text of {rows[0]['training_tokens'] / 1e6:.1f}M tokens",
+    )
     lines = named_note(
         "Diverged",
         [row for row in runs.values() if row["budget"] > sweep_budget(result) and "failure" in row],
@@ -343,8 +385,8 @@ def notes(result: dict) -> str:
         lines.append(f"In the plan and not run: {', '.join(not_run)}.")
     lines += [
         f"{rows[0]['tokens_a_step']:,} tokens a step in samples of "
-        f"{settings.get('model.max_position_embeddings', 'the usual length')}, a text of "
-        f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens, optimizer "
+        f"{settings.get('model.max_position_embeddings', 'the usual length')}, "
+        f"{'answers counted as tokens' if is_task(rows[0]) else text}, optimizer "
         f"{settings.get('optim.name', 'adamw')}, one GPU for each run.",
         (
             f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. "

@@ -225,6 +225,34 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
     assert runs_in(file) == runs
 
 
+def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_path):
+    language = {"train.objective": "language", "train.batch_size": 16}
+    plan = {"seconds": 0.4, "sweep_share": 0.5, "rates": [1e-3, 3e-3], "seeds": [7]}
+    plan |= {"common": {"train.objective": "contrastive", "train.eval_samples": 64}}
+    plan |= {"pretraining": language, "kinds": {"mixer": {32: {}}}}
+    command, printed = train(plan), tmp_path / "printed"
+    done = run_python(*command, output=printed)
+    assert done.returncode == 0, done.stdout
+    runs, text = runs_in(tmp_path / "results.json"), (tmp_path / "results.md").read_text()
+    pretraining = "mixer, pretraining 32, 0.4 s, lr 0.002"
+    first, again = runs[pretraining], runs[f"{pretraining}, seed 7"]
+    assert "top1_of_32" not in first and Path(first["checkpoint"]).is_dir()
+    found = {name: row for name, row in runs.items() if row["kind"] == "mixer"}
+    starts = {row.get("seed", 0): row["settings"]["train.init_from"] for row in found.values()}
+    assert starts == {0: first["checkpoint"], 7: again["checkpoint"]}
+    for row in found.values():
+        assert 0 < row["top1_of_32"] <= 1 and row["tokens_a_step"] == 8 * 2 * 32
+    section = text.partition("## Retrieval")[2].partition("## ")[0]
+    for name, row in found.items():
+        measured = [name, f"{row['validation_loss']:.4f}", f"{row['top1_of_32']:.1%}"]
+        assert (measured in rows_of(section)) == (row["budget"] == 0.4)
+    assert not (tmp_path / "results.png").exists()
+    done = run_python(*command, output=printed)  # nothing is repeated
+    assert done.returncode == 0 and runs_in(tmp_path / "results.json") == runs, done.stdout
+    kept = list((tmp_path / "results-runs").glob("*/"))
+    assert len(kept) == 2 and all("pretraining" in path.name for path in kept)
+
+
 def test_what_trains_ends_with_the_command(train, tmp_path):
     command = train({"runs": {"long": {"train.steps": 100_000, "train.eval_every": 0}}})
     folder, process = tmp_path / "results-runs", start_python(*command, output=tmp_path / "printed")
@@ -271,11 +299,22 @@ def test_each_gpu_trains_its_own_runs_and_one_that_dies_stops_no_other(monkeypat
     assert {row["gpu"] for row in rows.values()} <= {"3", "GPU-5"} and rows["a"]["gpu"] == "3"
 
 
+def test_a_plan_of_tasks_ends_with_a_table_of_their_accuracies(train, tmp_path):
+    tasks = {name: {"data.source": name} for name in ("copy", "recall")}
+    command = train({"seconds": 0.2, "kinds": {"flat": tasks}})
+    done = run_python(*command, output=tmp_path / "printed")
+    assert done.returncode == 0, done.stdout
+    runs, text = runs_in(tmp_path / "results.json"), (tmp_path / "results.md").read_text()
+    titles, row = rows_of(text.partition("## Accuracy")[2].partition("##")[0])
+    right = [runs[f"flat {name}, 0.2 s, lr 0.002"]["accuracy"] for name in tasks]
+    assert titles == ["model", *tasks] and row == ["flat", *(f"{share:.2%}" for share in right)]
+
+
 @pytest.mark.parametrize("plan", sorted(PLANS.glob("*.yaml")), ids=lambda plan: plan.stem)
 def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     plan = read_yaml(plan)
-    given = {"data.path": "texts"} if plan["common"]["data.source"] == "text" else {}
+    given = {"data.path": "texts"} if plan["common"].get("data.source") == "text" else {}
     assert len(jobs_of(plan, given, [], {})) == len(plan.get("runs", plan.get("kinds")))
 
 
