@@ -16,7 +16,8 @@ from dense_mixing import MatmulMixing
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.comparison.entrants import NoMixing
+from mixer.models.masked_mixer.mixing import TokenMixing
+from mixer.models.masked_mixer.modeling import in_autocast_type
 from mixer.training.compile import begin_graphs, compiled, compiled_parts, set_recompute
 from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
@@ -151,7 +152,7 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
         model = MaskedMixerForCausalLM(config)
     if form.model == "without":
         for block in model.model.layers:
-            block.mixing = NoMixing(config)
+            block.mixing = NoMixing()
     set_recompute(model, form.recompute)
     return Ours(model)
 
@@ -168,6 +169,15 @@ class Ours(nn.Module):
 
     def parts(self, how: str) -> list[tuple[nn.Module, str]]:
         return compiled_parts(self.objective, how)
+
+
+class NoMixing(TokenMixing):
+    """x + LN(x): the norm and the residual remain, and nothing is mixed."""
+
+    convolutions = 0
+
+    def forward(self, x: Tensor, residual: Tensor, *_) -> Tensor:
+        return in_autocast_type(residual) + in_autocast_type(x)
 
 
 # ------------------------------------------------------------------------- the clean models

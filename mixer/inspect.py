@@ -14,36 +14,27 @@ from mixer.analysis.matrices import mixing_matrices
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable, directory_for
-from mixer.reporting.matrices import Layers, write_pages
+from mixer.reporting.matrices import write_pages
 
 
 def inspect(checkpoints: list[str], output: Path) -> Path:
-    """Writes the pages about the last checkpoint, and its change since the first, into `output`,
-    and returns their index.
+    """Writes the pages about the last checkpoint, and its change since another if there are two,
+    into `output`, and returns their index.
 
     Raises UserError for a directory that is not a checkpoint of a masked mixer, and for checkpoints
     of different models.
     """
-    read = {
-        checkpoint: mixing_matrices(load_masked_mixer(Path(checkpoint)))
-        for checkpoint in (checkpoints[0], checkpoints[-1])
-    }
-    check_same_shape(read)
-    return write_pages(read, output)
-
-
-def check_same_shape(read: dict[str, Layers]) -> None:
-    """Raises UserError unless all checkpoints have the same matrices."""
+    read = {name: mixing_matrices(load_masked_mixer(Path(name))) for name in checkpoints}
     shapes = [
-        [{name: matrix.shape for name, matrix in layer.items()} for layer in layers]
+        [{name: x.shape for name, x in layer.items()} for layer in layers]
         for layers in read.values()
     ]
     if shapes[0] != shapes[-1]:
-        first, last = read
         raise UserError(
-            f"{last} has other layers, heads, taps or context than {first}, so there is no change "
-            "to show: give checkpoints of one model, or inspect them one by one"
+            f"{checkpoints[-1]} has other layers, heads, taps or context than {checkpoints[0]}, so "
+            "there is no change to show: give checkpoints of one model, or one alone"
         )
+    return write_pages(read, output)
 
 
 def main(arguments=None) -> None:
@@ -53,8 +44,8 @@ def main(arguments=None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     how = {"nargs": "+", "type": settled, "required": True, "metavar": "DIR"}
-    what = "one to picture, or an earlier one and that"
-    parser.add_argument("--checkpoint", **how, help=what)
+    which = "one to picture, or an earlier one and that"
+    parser.add_argument("--checkpoint", **how, help=which)
     where = "where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)"
     parser.add_argument("--output", metavar="DIR", help=where)
     options = parser.parse_args(arguments)

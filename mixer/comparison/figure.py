@@ -18,11 +18,10 @@ def draw(result: dict, output: Path) -> Path | None:
         return None
     if "kinds" in result["plan"]:
         return save(figure_of_kinds(result), output) if finished(result["runs"]) else None
-    left_out = {"seed", "without_mixing"}
     timed = {
         name: one
         for name, one in result["runs"].items()
-        if "training_seconds" in one and not left_out & one.keys()
+        if "training_seconds" in one and "seed" not in one
     }
     return save(figure_of_runs(timed), output) if 0 < len(timed) <= MOST_CURVES else None
 

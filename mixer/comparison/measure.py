@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import NotFinite, UserError, first_line
 from mixer.common.provenance import hardware
-from mixer.comparison.entrants import remove_mixing
 from mixer.comparison.plan import Run
 from mixer.comparison.report import mean_by_position
 from mixer.data.manifest import Manifest
@@ -65,8 +64,6 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         shutil.rmtree(config.directory)
     row = run.about | {"settings": run.settings, "hardware": hardware()}
     data = open_data(config.data, config.model.max_position_embeddings)
-    if run.about.get("without_mixing"):
-        remove_mixing()
     try:
         model = train(config)
     except NotFinite as error:  # a run that diverges is a result, too
@@ -77,7 +74,7 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         lines = read_metrics(config.directory)
         if lines[-1]["step"] < config.train.steps:
             return None
-        is_speed = run.about.get("budget") == 0 and not run.about.get("without_mixing")
+        is_speed = run.about.get("budget") == 0
         row |= measured(lines, config, data.manifest, min if is_speed else median)
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12

@@ -13,9 +13,8 @@ A plan has `common`, the options of all runs by section.key, and either
   of as many seconds that comes first, at each model's own rate, all others start from its weights.
 
 Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other first
-weights and data. `without_mixing` has the options of a short run of a masked mixer without its
-token mixing: the speeds of the others are compared with it. Where a plan or a run names a
-configuration as its `recipe`, the optimizer and the initial mixing weights are from there.
+weights and data. Where a plan or a run names a configuration as its `recipe`, the optimizer and the
+initial mixing weights are from there.
 """
 
 import shlex
@@ -90,12 +89,7 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
 
     Raises UserError for options that are not allowed, or other than those of a known run.
     """
-    jobs = (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
-    if "without_mixing" in plan:
-        settings = plan["common"] | given | plan["without_mixing"]
-        about = {"kind": "no mixing", "size": "", "budget": 0, "lr": None, "without_mixing": True}
-        jobs.insert(0, iterate([Run("no mixing", settings, about)]))
-    return jobs
+    return (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
 
 
 def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:

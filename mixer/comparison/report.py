@@ -90,7 +90,7 @@ def agreement(result: dict) -> list[str]:
 
 def without_backend(row: dict) -> dict:
     settings = {key: value for key, value in row["settings"].items() if value is not None}
-    return settings | {"model.mixing_backend": None, "without": row.get("without_mixing")}
+    return settings | {"model.mixing_backend": None}
 
 
 def row_of_run(name: str, result: dict) -> dict[str, str]:
@@ -109,25 +109,13 @@ def row_of_run(name: str, result: dict) -> dict[str, str]:
         "largest rise of the loss": f"{row['largest_rise']:.1%}",
         "memory, GB": f"{row['peak_memory_gb']:.1f}",
         "useful TFLOP/s": f"{row['useful_tflops']:.3g}" if "useful_tflops" in row else "",
-        "token mixing": mixing_share(row, runs),
     }
-    if row.get("without_mixing"):  # a short run, of which the speed counts
-        return {key: found[key] for key in ("run", "steps", "thousand tokens/s")}
     if "validation_loss" in reference:
         less = row["validation_loss"] - reference["validation_loss"]
         found["loss to the reference's"] = f"{less:+.4f}"
         timed = seconds and "training_seconds" in reference
         found["of its time"] = f"{seconds / reference['training_seconds']:.3f}" if timed else ""
     return found
-
-
-def mixing_share(row: dict, runs: dict) -> str:
-    """The share of a step by which a masked mixer is slower than without its token mixing."""
-    limit = next((one for one in runs.values() if one.get("without_mixing")), row)
-    is_mixer = row["settings"].get("model.architecture", "masked_mixer") == "masked_mixer"
-    if limit is row or not is_mixer:
-        return ""
-    return f"{1 - row['tokens_per_second'] / limit['tokens_per_second']:.1%}"
 
 
 def seeds_section(runs: dict) -> list[str]:
@@ -330,8 +318,6 @@ def rate_rows(result: dict) -> list[dict]:
         }
         if "useful_tflops" in longest:
             row["useful TFLOP/s"] = f"{longest['useful_tflops']:.3g}"
-        if any(one.get("without_mixing") for one in runs.values()):
-            row["token mixing"] = mixing_share(longest, runs)
         own = {row["lr"]: row for row in swept if model_of(row) == name}
         losses = {rate: one.get("validation_loss", math.inf) for rate, one in own.items()}
         best = min(losses, key=losses.get, default=None)

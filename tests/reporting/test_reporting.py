@@ -160,7 +160,7 @@ def test_runs_are_compared_at_their_ends_and_at_equal_time(tmp_path, capsys):
 def test_what_commands_print_and_report_fits_into_100_columns(
     finished, tmp_path, capsys, monkeypatch
 ):
-    twin = shutil.copytree(finished, tmp_path / "of_another_machine/runs/small", symlinks=True)
+    twin = shutil.copytree(finished, tmp_path / "elsewhere/runs/small", symlinks=True)
     checkpoints = ["--checkpoint", str(twin / "step-12"), str(finished / "step-12")]
     eval.main([*checkpoints, "--stride", "9", "--device", "cpu"])
     inspect.main([*checkpoints[:2], str(twin / "step-8")])
