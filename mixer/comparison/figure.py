@@ -67,7 +67,9 @@ def ends_of(runs: dict, kind: str, size: str | None = None) -> list[tuple[float,
 
 
 def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
-    """The ends of all runs: thin lines for one size, thick ones for the lowest of a kind."""
+    """The ends of all runs: thin lines for one size, thick ones for the lowest of a kind, and a bar
+    from the lowest to the highest of several seeds.
+    """
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     rows = sorted(finished(runs), key=lambda row: row["parameters"])
@@ -86,6 +88,8 @@ def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
                 axes.plot(
                     *end, marker, markerfacecolor=colour if end in lowest else "white", **style
                 )
+        for seconds, losses in spreads(runs, kind):
+            axes.vlines(seconds, min(losses), max(losses), color=colour, linewidth=5, alpha=0.4)
     axes.set(xscale="log", yscale="log", xlabel="training time on one GPU", title="Loss by time")
     axes.set_ylabel("validation loss (nats per token)")
     axes.set_xticks([tick for tick in TICKS if min(times) * 0.8 <= tick <= 1.2 * max(times)])
@@ -94,14 +98,24 @@ def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(7))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    for size, marker in markers.items():
-        style = {"color": "#555555", "markerfacecolor": "white", "linestyle": ""}
-        axes.plot([], [], marker=marker, label=size, **style)
-    sizes = axes.get_legend_handles_labels()
-    axes.figure.legend(
-        *sizes, loc="outside lower left", ncols=5, title="size (filled: lowest of its kind)"
-    )
+    if len(markers) > 1:
+        for size, marker in markers.items():
+            style = {"color": "#555555", "markerfacecolor": "white", "linestyle": ""}
+            axes.plot([], [], marker=marker, label=size, **style)
+        sizes, title = axes.get_legend_handles_labels(), "size (filled: lowest of its kind)"
+        axes.figure.legend(*sizes, loc="outside lower left", ncols=5, title=title)
     name_ends(axes, names)
+
+
+def spreads(runs: dict, kind: str) -> list[tuple[float, list[float]]]:
+    """Of each run of a kind that was repeated: its seconds, and the losses of all its seeds."""
+    found: dict[str, list[float]] = {}
+    for name, row in runs.items():
+        if row.get("kind") == kind and "seed" in row and "validation_loss" in row:
+            first = name.removesuffix(f", seed {row['seed']}")
+            losses = found.setdefault(first, [runs[first]["validation_loss"]])
+            losses.append(row["validation_loss"])
+    return [(runs[first]["training_seconds"], losses) for first, losses in found.items()]
 
 
 def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) -> None:
