@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
 }
 
-cudaError_t finish(const TriangularConvParams& params, int splits) {
+inline cudaError_t finish(const TriangularConvParams& params, int splits) {
   const int64_t blocks = static_cast<int64_t>(params.heads) * ceil_div(params.context, kTile) *
                          ceil_div(params.context, kBlockRows);
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);

@@ -47,10 +47,11 @@ inline char* dynamic_shared() {
   return own_block().shared + kSharedBegin + 16 * (first_block / kClusterBlocks % 64);
 }
 
-// How long something takes: short as a rule, at times ten times as long.
-inline uint64_t delay() {
-  static const int scales[] = {0, 4, 40, 400, 4000};
-  const uint64_t turns = random_below(scales[random_below(5)]);
+// When something ends: in each cluster all loads, stores and so on take about as long.
+enum Kind { kLoad, kStore, kArrival, kProduct };
+inline int longest[4] = {40, 40, 40, 40};
+inline uint64_t delay(Kind kind) {
+  const uint64_t turns = random_below(longest[kind]);
   return turn + (random_below(12) ? turns : turns * 10);
 }
 
@@ -129,7 +130,7 @@ inline void barrier_arrive_at(uint32_t address, uint32_t rank) {
   if (rank >= kClusterBlocks) fail("no block %u in the cluster", rank);
   if (int(rank) == current->block) return arrive(rank, offset, 1);
   int& remote = ++own().remote_arrivals;
-  at(delay(), [=, &remote] {
+  at(delay(kArrival), [=, &remote] {
     arrive(rank, offset, 1);
     --remote;
   });
@@ -232,7 +233,7 @@ inline void load_box(uint32_t address, const CUtensorMap* map, uint32_t barrier,
     const Box box = make_box(map, block, address, c0, c1, c2, c3);
     // from now on the hardware may write at any time
     memset(blocks[block].shared + box.offset, 0xff, kBoxBytes);
-    at(delay(), [=] {
+    at(delay(kLoad), [=] {
       box.each_row([&](int row, const char* source, int bytes) {
         char values[kRowBytes] = {};
         if (bytes > 0) memcpy(values, source, bytes);
@@ -250,7 +251,7 @@ inline void store_box(const CUtensorMap* map, uint32_t address, int c0, int c1, 
   const Box box = make_box(map, current->block, address, c0, c1, c2, c3);
   const std::shared_ptr<int> group = own().open_group;
   ++*group;
-  at(delay(), [=] {
+  at(delay(kStore), [=] {
     box.each_row([&](int row, char* target, int bytes) {
       char values[kRowBytes];
       for (int i = 0; i < 8; ++i) memcpy(values + i * kChunk, box.chunk(row, i), kChunk);
@@ -427,7 +428,7 @@ inline void wgmma(float* sum, const Product& product) {
   if (!shared.same_as(product)) fail("lanes disagree on a wgmma");
   shared.sum[current->thread % 32] = sum;
   if (++shared.lanes < 32) return;
-  all.last_due = std::max(all.last_due + 1, delay());
+  all.last_due = std::max(all.last_due, delay(kProduct));
   at(all.last_due, [warp, &all] {
     execute(warp, all.running.front());
     all.running.pop_front();
@@ -471,6 +472,8 @@ inline void check_thread() {
   own() = Started();
 }
 inline void check_cluster() {
+  static const int scales[] = {0, 4, 40, 400, 4000};
+  for (int& most : longest) most = scales[random_below(5)];
   for (Products& warp : products) warp = Products();
   for (int block = 0; block < fiber_count / block_threads; ++block) {
     for (uint32_t offset = 0; offset < kSharedBytes; offset += 8) {

@@ -242,12 +242,18 @@ struct Scheduler {
     return std::any_of(lane, lane + lanes(warp), [](const Fiber& f) { return can_run(f); });
   }
 
-  // Now and then a warp, its warpgroup or its block gets no turn for a while.
+  // Now and then a warp, its warpgroup or its block gets no turn for a while: often one of the two
+  // warps that load on Hopper.
   static void starve_some() {
     if (random_below(150) != 0) return;
     const int sizes[] = {1, 4, warps_of_block()}, size = sizes[random_below(3)];
     const uint64_t until = turn + random_below(random_below(4) ? 300 : 5000);
-    const size_t begin = random_below(warps.size()) / size * size;
+    size_t chosen = random_below(warps.size());
+    if (random_below(2)) {
+      const int warps = warps_of_block(), loaders = std::max(0, warps - 4);
+      chosen = chosen / warps * warps + std::min<int>(loaders + chosen % 2, warps - 1);
+    }
+    const size_t begin = chosen / size * size;
     for (size_t warp = begin; warp < std::min(begin + size, warps.size()); ++warp)
       warps[warp].starves_until = until;
   }
