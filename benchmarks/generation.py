@@ -5,13 +5,12 @@ Llama with its KV cache.
     python benchmarks/generation.py --output PATH --device cpu --hidden 32 --layers 2 \\
         --context 64 --prompt 40 --new 4
 
-Writes PATH.json (hardware, commit, every time) and PATH.md (tables). Weights are random, all three
-go through generate(), greedily, without an end token. A new token's time is what all but the first
-add to a call: the prompt is not in it, the capture of a static cache's step is. Beside these: the
-captured step itself against the time of reading the weights (alone) once.
+Writes PATH.json (hardware, commit, every time) and PATH.md (a table). Weights are random, all go
+through generate(), greedily, without an end token. A new token's time is what all but the first add
+to a call: the prompt is not in it, the capture of a static cache's step is.
 
-With --recurrent, mixers with mixing weights by rows and by columns in place of the steps, and the
-memory of all:
+With --recurrent, mixers with mixing weights by rows and by columns take the place of the slower
+caches:
 
     python benchmarks/generation.py --output PATH --recurrent --hidden 512 --batches 1,64,1024
 """
@@ -21,17 +20,14 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Iterator
 
-import timing
 import torch
-from saving import add_options, measured_by, origin, save
+from saving import markdown, measured_by, numbers, origin, parser_of, save
 from torch import Tensor
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
-from mixer.models.masked_mixer.cache import MixingCache
 from mixer.ops import choice
 
 STATIC_CACHE = {"cache_implementation": "static"}
@@ -41,12 +37,7 @@ CACHES = {  # and the options of generate that make them
     "cached, static, compiled": STATIC_CACHE | {"compile_config": CompileConfig()},
     "uncached": {"use_cache": False},
 }
-SHORTER = 8  # With --recurrent, memory is measured of a shorter prompt, too.
-STATIC = ("static", "compiled")  # steps of a static cache
-CAPTURED = 3  # so many steps of a static cache, and it is captured
-ROUNDS, WARM_UP_SECONDS = 9, 0.5  # of a step's timing
-# of a captured step's logits against the whole forward's, relative to their size: bf16 gives 0.01
-ALLOWED_ERROR = 0.05
+SHORTER = 8  # memory is measured of a prompt so much shorter, too
 
 
 def main() -> None:
@@ -57,10 +48,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = parser_of(__doc__)
     add, number = parser.add_argument, {"type": int}
     add("--hidden", default=1024, **number)
     add("--layers", default=16, **number)
@@ -68,8 +56,8 @@ def arguments() -> argparse.Namespace:
     add("--context", default=2048, **number)
     add("--prompt", default=1468, help="tokens of the prompt", **number)
     add("--new", default=64, help="tokens; the uncached loop writes a quarter of them", **number)
-    add("--batches", type=lambda text: [*map(int, text.split(","))], default=[1, 64])
-    add("--recurrent", action="store_true", help="compare with rows and columns, and the memory")
+    add("--batches", type=numbers, default=[1, 64])
+    add("--recurrent", action="store_true", help="compare with rows and columns")
     add("--repeats", default=3, help="calls of generate, of which the median counts", **number)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=device, choices=("cuda", "cpu"))
@@ -119,16 +107,10 @@ def measure(options: argparse.Namespace) -> dict:
     if options.device == "cuda" and (reason := choice.device_reason(0)):
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, options.device) | {"settings": settings(options)}
-    result["copy_bytes_per_ms"] = timing.copy_bytes_per_ms(options.device)
     found = models(options)
     sizes = {name: model.num_parameters() for name, model in found.items()}
     result |= {"parameters": sizes["mixer"], "llama_parameters": sizes["Llama"]}
-    if options.recurrent:
-        result["rows_parameters"] = sizes["rows"]
-    else:
-        mixer = found["mixer"]
-        result["weight_bytes"] = weight_bytes(mixer)
-        result["step"] = [time_step(mixer, batch, result, options) for batch in options.batches]
+    result |= {"rows_parameters": sizes["rows"]} if options.recurrent else {}
     result["generate"] = []
     for batch in options.batches:
         for name, cache, new in calls(options):
@@ -161,8 +143,8 @@ def prompts(batch: int, options: argparse.Namespace) -> Tensor:
 
 
 def time_generate(model, batch: int, new: int, how: dict, options: argparse.Namespace) -> dict:
-    """Seconds of whole calls, and milliseconds of a token after the first; with --recurrent the
-    memory, too, and nothing where it is too little.
+    """Seconds of whole calls, milliseconds of a token after the first, and the memory of a step
+    after a short prompt and after the whole one; nothing where memory is too little.
     """
     ids = prompts(batch, options)
 
@@ -179,15 +161,13 @@ def time_generate(model, batch: int, new: int, how: dict, options: argparse.Name
         first = statistics.median(seconds(1) for _ in range(options.repeats))
         whole = statistics.median(seconds(new) for _ in range(options.repeats))
         short = ids[:, : max(options.prompt // SHORTER, 1)]
-        memory = [decoding_mb(model, x, how) for x in (short, ids) if options.recurrent]
+        memory = {"short_mb": decoding_mb(model, short, how)}
+        memory["long_mb"] = decoding_mb(model, ids, how)
     except torch.OutOfMemoryError:
-        if not options.recurrent:
-            raise
         return dict.fromkeys(("ms_per_token", "tokens_per_second", "short_mb", "long_mb"), math.nan)
     ms = 1e3 * (whole - first) / (new - 1)
     found = {"first_token_s": first, "whole_s": whole, "ms_per_token": ms}
-    found |= dict(zip(("short_mb", "long_mb"), memory, strict=False))
-    return found | {"tokens_per_second": 1e3 * batch / ms}
+    return found | memory | {"tokens_per_second": 1e3 * batch / ms}
 
 
 def decoding_mb(model, ids: Tensor, how: dict) -> float:
@@ -214,169 +194,39 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def weight_bytes(model: MaskedMixerForCausalLM) -> int:
-    """Bytes of the weights that one token needs: all, but of each mixing weight and of the
-    embedding one row.
-    """
-    rows_alone = {
-        model.model.embed_tokens.weight,
-        *(block.mixing.conv.weight for block in model.model.layers),
-    }
-    values = (
-        weight.shape[-1] if weight in rows_alone else weight.numel()
-        for weight in model.parameters()
-    )
-    return 2 * sum(values)
-
-
-@torch.no_grad()
-def time_step(
-    model: MaskedMixerForCausalLM, batch: int, result: dict, options: argparse.Namespace
-) -> dict:
-    """Milliseconds of a call of the model for one new token, queued one after another: as it is,
-    captured, compiled too.
-    """
-    ids, row = prompts(batch, options), {"batch": batch}
-    last = torch.randint(1, options.vocabulary, (batch, options.new), device=options.device)
-    expected = model(torch.cat([ids, last], 1), logits_to_keep=1).logits.float()
-    for name in ("eager", *STATIC):
-        cache = MixingCache(model.config, static=name in STATIC, compiled=name == "compiled")
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-        def steps(first: int, end: int, cache=cache) -> tuple[float, Tensor]:
-            """Seconds of these new tokens' steps, and the last logits."""
-            cache.set_length(ids.shape[1] + first)
-            synchronize(options.device)
-            start = time.perf_counter()
-            for place in range(first, end):
-                logits = model(
-                    last[:, place : place + 1], past_key_values=cache, use_cache=True
-                ).logits
-            synchronize(options.device)
-            return time.perf_counter() - start, logits.float()
-
-        row[f"{name}_first_s"], _ = steps(0, CAPTURED)
-        for _ in warm_up_rounds(options.device):
-            steps(CAPTURED, options.new)
-        rounds = [steps(CAPTURED, options.new) for _ in range(ROUNDS)]
-        row[f"{name}_ms"] = (
-            1e3 * statistics.median(seconds for seconds, _ in rounds) / (options.new - CAPTURED)
-        )
-        row[f"{name}_error"] = ((rounds[-1][1] - expected).norm() / expected.norm()).item()
-        if not row[f"{name}_error"] < ALLOWED_ERROR:
-            raise RuntimeError(
-                f"the {name} step's logits are off by {row[f'{name}_error']:.3f}, relative to "
-                "their size"
-            )
-        if cache.captured is not None:
-            row[f"{name}_replay_ms"] = replay_ms(cache)
-    row["captured"] = cache.captured is not None
-    return row | {"floor_ms": result["weight_bytes"] / result["copy_bytes_per_ms"]}
-
-
-def warm_up_rounds(device: str) -> Iterator[None]:
-    """So many untimed rounds as a GPU needs to raise its clocks, which fall while a step is
-    compiled.
-    """
-    until = time.perf_counter() + (WARM_UP_SECONDS if device == "cuda" else 0)
-    while time.perf_counter() < until:
-        yield
-
-
-def replay_ms(cache: MixingCache) -> float:
-    return timing.interleaved({"": lambda _: cache.captured.graph.replay()}, "cuda", 1, 9, 10.0)[
-        ""
-    ]["ms"]
-
-
 # ------------------------------------------------------------------------- tables
 
 
 def table(result: dict) -> str:
     """Everything as Markdown."""
-    if "step" not in result:
-        return recurrent_table(result)
-    weights = f"{result['weight_bytes'] / 1e6:.0f} MB"
-    copy_rate = f"{result['copy_bytes_per_ms'] / 1e9:.2f} TB/s"
-    kept = f"{kept_megabytes(result['settings']):.3g} MB"
-    steps = (
-        "One call of the model for one new token of each sample, beside the floor: the time to "
-        f"read the weights that a token needs ({weights}) once, at the rate of a copy "
-        f"({copy_rate}). The floor leaves out the cache: {kept} of kept inputs per sample."
-    )
-    parts = [
-        f"# Generation on {result['hardware'].get('device')}",
-        introduction(result),
-        "## Through generate()",
-        "A token after the first, greedy; the median of the calls.",
-        lines(
-            "model | cache | batch | new tokens | ms a token | tokens/s",
-            result["generate"],
-            "{model} | {cache} | {batch} | {new} | {ms_per_token:.3f} | {tokens_per_second:,.0f}",
-        ),
-        "## A decoding step",
-        steps,
-        lines(
-            "batch | eager, ms | static, ms | compiled, ms | compiling, s | captured | floor, ms "
-            "| static to it | compiled to it",
-            [
-                row | {f"{name}_ratio": row[f"{name}_ms"] / row["floor_ms"] for name in STATIC}
-                for row in result["step"]
-            ],
-            "{batch} | {eager_ms:.3f} | {static_ms:.3f} | {compiled_ms:.3f} | "
-            "{compiled_first_s:.1f} | {captured} | "
-            "{floor_ms:.3f} | {static_ratio:.2f} | {compiled_ratio:.2f}",
-        ),
-        f"Measured on {origin(result)}; {result['seconds']} s.",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def recurrent_table(result: dict) -> str:
-    """What --recurrent has measured, as Markdown."""
     long = result["settings"]["prompt"]
-    memory = (
-        "A token after the first, greedy; the median of the calls. Memory is the most that a call "
-        f"takes after its first token, beside the weights, for prompts of {long // SHORTER} and of "
-        f"{long} tokens. `nan`: out of memory."
-    )
-    parts = [
-        f"# Generation with recurrent mixing weights on {result['hardware'].get('device')}",
-        f"{introduction(result)} By rows or columns: {result['rows_parameters'] / 1e6:.1f}M.",
-        memory,
-        lines(
-            f"model | cache | batch | ms a token | tokens/s | MB after {long // SHORTER} | "
-            f"MB after {long}",
-            result["generate"],
-            "{model} | {cache} | {batch} | {ms_per_token:.3f} | {tokens_per_second:,.0f} | "
-            "{short_mb:,.0f} | {long_mb:,.0f}",
-        ),
-        f"Measured on {origin(result)}; {result['seconds']} s.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def kept_megabytes(sizes: dict) -> float:
-    """What a step reads of one sample's cache, half way through the new tokens, in bf16."""
-    return sizes["layers"] * (sizes["prompt"] + sizes["new"] // 2) * sizes["hidden"] * 2 / 1e6
+    forms = {"model": "", "cache": "", "batch": "", "new": ""}
+    forms |= {"ms_per_token": ".3f", "tokens_per_second": ",.0f"}
+    head = ["model", "cache", "batch", "new tokens", "ms a token", "tokens/s"]
+    said = "A token after the first, greedy; the median of the calls."
+    if "short_mb" in result["generate"][0]:  # earlier results have no memory
+        forms |= {"short_mb": ",.0f", "long_mb": ",.0f"}
+        head += [f"MB after {long // SHORTER}", f"MB after {long}"]
+        said += (
+            " Memory is the most that a call takes after its first token, beside the weights, for "
+            f"prompts of {long // SHORTER} and of {long} tokens. `nan`: out of memory."
+        )
+    rows = [[format(row[key], form) for key, form in forms.items()] for row in result["generate"]]
+    title = f"# Generation on {result['hardware'].get('device')}"
+    measured = f"Measured on {origin(result)}; {result['seconds']} s."
+    return "\n\n".join([title, introduction(result), said, markdown(head, rows), measured]) + "\n"
 
 
 def introduction(result: dict) -> str:
-    sizes = result["settings"]
+    sizes, by_rows = result["settings"], ""
+    if "rows_parameters" in result:
+        by_rows = f" By rows or columns: {result['rows_parameters'] / 1e6:.1f}M."
     return (
         f"Hidden {sizes['hidden']}, {sizes['layers']} layers, vocabulary {sizes['vocabulary']}, "
         f"context {sizes['context']}, {sizes['dtype']}, random weights; prompts of "
         f"{sizes['prompt']} tokens. Mixer: {result['parameters'] / 1e6:.1f}M parameters; Llama: "
         f"{result['llama_parameters'] / 1e6:.1f}M."
-    )
-
-
-def lines(heading: str, rows: list[dict], form: str) -> str:
-    """A Markdown table: a row for each of `rows`, its cells as `form` has them."""
-    rule = "|".join("---:" for _ in heading.split("|"))
-    return "\n".join(
-        [f"| {heading} |", f"|{rule}|", *(f"| {form.format(**row)} |" for row in rows)]
-    )
+    ) + by_rows
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ bf16 with weights in float32, 65,536 tokens. Every result of the kernels is chec
 PyTorch first. Softmax attention has as many channels in heads of 64, keys as long as values.
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from saving import add_options, measured_by, origin, save
+from saving import markdown, measured_by, origin, parser_of, save
 from timing import interleaved
 from torch import Tensor
 
@@ -45,10 +44,7 @@ ROUNDS, BATCH_MS = 9, 20.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     context, *sizes = SHAPES[0]
     reason = choice.keyed_unavailable_reason(
@@ -132,29 +128,22 @@ def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
         times = interleaved(timed, DEVICE, 1, ROUNDS, BATCH_MS)
         about = {"context": context, "heads": heads, "keys": keys, "values": values, "pass": title}
         found.append(about | {"times": times})
-        print(cells(found[-1]), flush=True)
+        print(*cells(found[-1]), flush=True)
     return found
 
 
-def cells(row: dict) -> str:
+def cells(row: dict) -> list[str]:
+    about = [str(row[key]) for key in ("context", "heads", "keys", "values", "pass")]
     times = (time.get("ms") for time in row["times"].values())
-    numbers = " | ".join("-" if ms is None else f"{ms:.3f}" for ms in times)
-    about = " | ".join(str(row[key]) for key in ("context", "heads", "keys", "values", "pass"))
-    return f"| {about} | {numbers} |"
+    return about + ["-" if ms is None else f"{ms:.3f}" for ms in times]
 
 
 def table(result: dict) -> str:
-    names = [NAMES[name] for name in result["rows"][0]["times"]]
-    lines = [
-        "# Keyed mixing: milliseconds of one call",
-        "",
-        f"{TOKENS:,} tokens, bf16; keys, values: the numbers of each in a head. {origin(result)}",
-        "",
-        f"| context | heads | keys | values | pass | {' | '.join(names)} |",
-        f"|---:|---:|---:|---:|---|{'---:|' * len(names)}",
-        *map(cells, result["rows"]),
-    ]
-    return "\n".join(lines) + "\n"
+    head = ["context", "heads", "keys", "values", "pass"]
+    head += [NAMES[name] for name in result["rows"][0]["times"]]
+    said = f"{TOKENS:,} tokens, bf16; keys, values: the numbers of each in a head. {origin(result)}"
+    rows = markdown(head, [cells(row) for row in result["rows"]])
+    return f"# Keyed mixing: milliseconds of one call\n\n{said}\n\n{rows}\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The results of a benchmark: the options for them, where they were measured, and their files."""
+"""The results of a benchmark: the options for them, where they were measured, their tables and
+files.
+"""
 
 import argparse
 import shlex
@@ -10,16 +12,26 @@ from mixer.common.provenance import commit, hardware, in_words
 from mixer.comparison.study import write_json
 
 
-def add_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Adds --output, and whether it is required, and --commit."""
+def parser_of(description: str, required: bool = True) -> argparse.ArgumentParser:
+    """A parser that has --output, and whether it is required, and --commit."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("--output", required=required, help="path of the results without ending")
-    parser.add_argument(
-        "--commit", default="", help="commit that is measured; by default what git says"
-    )
+    measured = "commit that is measured; by default what git says"
+    parser.add_argument("--commit", default="", help=measured)
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def measured_by(options: argparse.Namespace, device: str = "cuda") -> dict:
-    """Hardware, commit and command. options: with `add_options`."""
+    """Hardware, commit and command. options: of `parser_of`."""
     where = {"hardware": hardware(device), "commit": options.commit or commit()}
     return where | {"command": shlex.join(sys.argv)}
 
@@ -27,6 +39,12 @@ def measured_by(options: argparse.Namespace, device: str = "cuda") -> dict:
 def origin(result: dict) -> str:
     """What `measured_by` has found, in words."""
     return f"{in_words(result['hardware'])}; commit {result['commit'][:10]}; `{result['command']}`"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table, its first column on the left."""
+    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
+    return "\n".join([lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]])
 
 
 def file_of(output: str, suffix: str) -> Path:

@@ -38,7 +38,7 @@ from statistics import median
 
 import psutil
 import torch
-from saving import add_options, file_of, measured_by, origin, save
+from saving import file_of, markdown, measured_by, numbers, origin, parser_of, save
 
 from mixer.common.checksums import sha256
 from mixer.common.errors import UserError, run_command
@@ -71,13 +71,10 @@ PATIENCE = 60  # seconds in which all processes must end when one was killed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     counts = [count for count in (1, 2, 4, 8) if count <= max(2, torch.cuda.device_count())]
-    add("--processes", default=counts, type=lambda text: [int(n) for n in text.split(",")])
+    add("--processes", type=numbers, default=counts)
     add("--only", nargs="+", choices=PARTS, default=PARTS)
     add("--repeats", type=int, default=3, help="rounds of speeds")
     add("--kills", type=int, default=5, choices=range(1, STEPS // SAVE - 1))
@@ -280,16 +277,16 @@ def table(result: dict) -> str:
             speeds.setdefault((row["model"], row["tokens"], row["gpus"]), []).append(row)
         else:
             told.append(f"- **{name}**: " + "; ".join(f"{key} {row[key]}" for key in row))
-    head = "model | tokens a GPU | GPUs | tokens/s | share of perfect, or of DDP | over the rounds"
-    lines = [f"| {head} | GB |", "|---|---:|---:|---:|---:|---|---:|"]
+    head = ["model", "tokens a GPU", "GPUs", "tokens/s", "share of perfect, or of DDP"]
+    lines = []
     for (model, tokens, count), rounds in speeds.items():
         rate, memory = (median(row[key] for row in rounds) for key in MEASURED)
         shares = [share(row, rows[row["against"]]) for row in rounds]
-        lines.append(
-            f"| {model} | {tokens:,} | {count} | {rate:,.0f} | {median(shares):.3f} | "
-            f"{min(shares):.3f} to {max(shares):.3f} | {memory:.1f} |"
-        )
-    return "\n".join([*lines, "", *told, "", f"Measured on {origin(result)}.", ""])
+        cells = [model, f"{tokens:,}", str(count), f"{rate:,.0f}", f"{median(shares):.3f}"]
+        apart = f"{min(shares):.3f} to {max(shares):.3f}"
+        lines.append([*cells, apart, f"{memory:.1f}"])
+    found = markdown([*head, "over the rounds", "GB"], lines)
+    return "\n".join([found, "", *told, "", f"Measured on {origin(result)}.", ""])
 
 
 def share(row: dict, other: dict) -> float:

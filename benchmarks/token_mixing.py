@@ -7,11 +7,12 @@
 Writes PATH.json and PATH.md; with --plot PATH.md and PATH_speedup.png. `main` varies the context at
 65,536 tokens and 1024 channels in bf16 (--dtype float16: a V100 has no bf16); `sweep` changes one
 other factor at a time. Every variant is checked against fp64 first, and what fails
-its check is not timed. Without CUDA kernels it compares `panels` with the alternatives, at any
-size: --device cpu --tokens 64,128 --channels 32 --batch-tokens 256.
+its check is not timed. Without a GPU, plain PyTorch takes the kernels' place, and the script can be
+tried: --device cpu --tokens 64,128 --channels 32 --batch-tokens 256.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -20,16 +21,16 @@ from pathlib import Path
 
 import timing
 import torch
-from saving import add_options, measured_by, save
-from token_mixing_check import Expected, check
-from token_mixing_figures import plot_speedups
-from token_mixing_report import table
-from token_mixing_variants import VARIANTS, Data
-from token_mixing_work import OPERATIONS, Shape, floor_ms, least_bytes, useful_flops
+from plain_kernels import replacing_the_kernels
+from saving import measured_by, names, numbers, parser_of, save
+from token_mixing_check import check, exact
+from token_mixing_report import plot_speedups, table
+from token_mixing_variants import VARIANTS, Data, Shape, Variant
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.ops import choice
+from mixer.ops.plain import products_per_triangle
 
 MAIN_TOKENS = (512, 1024, 2048, 4096, 8192)
 SWEEP_OPERATIONS = ("forward", "grad_input", "grad_weight", "autograd")
@@ -45,19 +46,18 @@ def main() -> None:
         return
     if not options.output:
         raise UserError("give --output PATH for the results, or --plot PATH.json of earlier ones")
-    print(table(measure(options)))
+    on_cpu = options.device == "cpu"
+    with replacing_the_kernels() if on_cpu else contextlib.nullcontext():
+        print(table(measure(options)))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, required=False)
+    parser = parser_of(__doc__, required=False)
     add = parser.add_argument
     add("--plot", metavar="PATH.json", help="draw these results again and measure nothing")
     add("--suite", choices=("main", "sweep", "both"), default="main")
     add("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")
-    add("--operations", type=lambda text: text.split(","), default=[*OPERATIONS], help="only these")
+    add("--operations", type=names, default=[*VARIANTS], help="only these")
     add("--channels", type=int, default=1024, help="channels of the base case")
     types = ("bfloat16", "float16")
     add("--dtype", choices=types, default="bfloat16", help="type of the base case")
@@ -71,18 +71,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 # ------------------------------------------------------------------------- suites
 
 
 def shapes(options: argparse.Namespace) -> list[tuple[str, Shape]]:
     """(suite, shape) of everything that was asked for."""
-    if unknown := set(options.operations) - set(OPERATIONS):
-        names = ", ".join(sorted(unknown))
-        raise UserError(f"--operations has {names}; allowed: {', '.join(OPERATIONS)}")
+    if unknown := set(options.operations) - set(VARIANTS):
+        said = ", ".join(sorted(unknown))
+        raise UserError(f"--operations has {said}; allowed: {', '.join(VARIANTS)}")
     base = Shape(512, options.channels, options.batch_tokens, dtype=options.dtype)
     found = []
     if options.suite in ("main", "both"):
@@ -109,15 +105,11 @@ def sweep(base: Shape) -> list[Shape]:
     found += [changed("tokens", tokens=tokens) for tokens in (128, 256, 640, 1000, 1536)]
     found += [changed("channels", channels=n) for n in scaled("channels", 1 / 4, 1 / 2, 2, 4)]
     found += [changed("heads", heads=heads) for heads in (2, 4, 8)]
-    found += [changed("kernel size", taps=taps) for taps in (3, 5)]
     for tokens in (512, 4096):
         for count in scaled("batch_tokens", 1 / 16, 1 / 4, 4):
             found.append(changed("batch x tokens", tokens=tokens, batch_tokens=count))
     found += [changed("dtype", dtype="float16")] if base.dtype != "float16" else []
-    for tokens in (512, 2048):
-        for tf32 in (False, True):
-            found.append(changed("dtype", tokens=tokens, dtype="float32", tf32=tf32))
-    return found
+    return found + [changed("dtype", tokens=n, dtype="float32") for n in (512, 2048)]
 
 
 # ------------------------------------------------------------------------- measuring
@@ -126,9 +118,11 @@ def sweep(base: Shape) -> list[Shape]:
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    ours, device = backend(options.device), options.device
-    planned = shapes(options)
-    result = measured_by(options, device) | {"ours": ours, "left_out": []}
+    timing.set_tf32(True)  # as our kernels do
+    device, planned = options.device, shapes(options)
+    if device == "cuda" and (reason := choice.device_reason(0)):
+        raise UserError(f"nothing to measure: {reason}")
+    result = measured_by(options, device) | {"left_out": []}
     result |= {"rounds": options.rounds, "batch_ms": options.batch_ms}
     result["ceiling_size"] = 8192 if device == "cuda" else 256
     result["copy_tb_s"] = timing.copy_bytes_per_ms(device) / 1e9
@@ -139,7 +133,7 @@ def measure(options: argparse.Namespace) -> dict:
         if time.perf_counter() - started > options.seconds:
             result["left_out"].append({"suite": suite, **dataclasses.asdict(shape)})
             continue
-        measure_shape(suite, shape, ours, options, result)
+        measure_shape(suite, shape, options, result)
         result["seconds"] = round(time.perf_counter() - started, 1)
         print(f"{result['seconds']:7.1f} s  {suite} {shape}", flush=True)
         # After each shape: a run that is cut off leaves what it has.
@@ -148,25 +142,13 @@ def measure(options: argparse.Namespace) -> dict:
     return result
 
 
-def backend(device: str) -> str:
-    """What is measured: the kernels on a GPU, or it is an error; on a CPU the panels."""
-    if device == "cpu":
-        return "panels"
-    reason = choice.device_reason(0)
-    if reason:
-        raise UserError(f"nothing to measure: {reason}")
-    return "cuda"
-
-
-def measure_shape(suite: str, shape: Shape, ours: str, options, result: dict) -> None:
-    timing.set_tf32(shape.tf32)
+def measure_shape(suite: str, shape: Shape, options: argparse.Namespace, result: dict) -> None:
     ceilings, kind = result["ceilings_tflops"], shape.arithmetic
     if kind not in ceilings:
         size = options.device, result["ceiling_size"]
         ceilings[kind] = timing.product_tflops(shape.torch_dtype, *size)
-    data = Data(shape, options.device, ours)
-    expected = Expected(data)
-    for operation in OPERATIONS if suite == "main" else SWEEP_OPERATIONS:
+    data = Data(shape, options.device)
+    for operation in VARIANTS if suite == "main" else SWEEP_OPERATIONS:
         if operation not in options.operations:
             continue
         case = {"suite": suite, "operation": operation, **dataclasses.asdict(shape)}
@@ -174,10 +156,9 @@ def measure_shape(suite: str, shape: Shape, ours: str, options, result: dict) ->
         case["useful_flops"] = useful_flops(shape, operation)
         case["least_bytes"] = least_bytes(shape, operation)
         case["floor_ms"] = floor_ms(shape, operation, result["copy_tb_s"] * 1e9, ceilings[kind])
-        compiled = suite == "main" and options.device == "cuda"
-        case["variants"] = measure_operation(operation, data, expected, compiled, options)
+        case["variants"] = measure_operation(operation, data, suite == "main", options)
         result["cases"].append(case)
-    del data, expected
+    del data
     torch.compiler.reset()  # a shape's compiled functions are not asked for again
     gc.collect()
     if options.device == "cuda":
@@ -185,15 +166,10 @@ def measure_shape(suite: str, shape: Shape, ours: str, options, result: dict) ->
 
 
 def measure_operation(
-    operation: str, data: Data, expected: Expected, compiled: bool, options: argparse.Namespace
+    operation: str, data: Data, compiled: bool, options: argparse.Namespace
 ) -> list[dict]:
     """A row for each variant: how it did in its check and, where it passed, its times."""
-    variants, wanted = VARIANTS[operation](data, compiled), expected(operation)
-    rows = [
-        {"name": one.name, "family": one.family, **check(one, operation, expected, wanted)}
-        for one in variants
-    ]
-    del wanted
+    variants, rows = checked(operation, data, compiled)
     pairs = zip(variants, rows, strict=True)
     calls = {variant.name: variant.call for variant, row in pairs if not row["failure"]}
     slots, rounds, ms = len(data.slots), options.rounds, options.batch_ms
@@ -208,6 +184,57 @@ def measure_operation(
         if eager:
             row["graph_ms"] = graphs.get(row["name"])
     return rows
+
+
+def checked(operation: str, data: Data, compiled: bool) -> tuple[list[Variant], list[dict]]:
+    """The variants of an operation, and a row for each: how it did in its check."""
+    variants, rows, full = VARIANTS[operation](data, compiled), [], exact(operation, data)
+    for one in variants:
+        wanted = exact(operation, data, by_lag=True) if one.family == "by lag" else full
+        found = check(one, operation, wanted, data)
+        rows.append({"name": one.name, "family": one.family, **found})
+    return variants, rows
+
+
+# ------------------------------------------------------------------------- the least there is to do
+
+
+def useful_flops(shape: Shape, operation: str) -> int:
+    """Two for each product on or below the diagonal."""
+    one = shape.batch * shape.channels * shape.tokens * (shape.tokens + 1)
+    return {"pack": 0, "autograd": 3}.get(operation, 1) * one
+
+
+def least_bytes(shape: Shape, operation: str) -> int:
+    """Every input read once and every output written once; of a weight that is read, the lower
+    triangle.
+    """
+    squares = shape.heads * shape.tokens**2
+    triangles = shape.heads * shape.tokens * (shape.tokens + 1) // 2
+    size = shape.torch_dtype.itemsize
+    product = 2 * shape.activation_bytes + triangles * size
+    gradient = 2 * shape.activation_bytes + squares * 4
+    pack = triangles * 4 + squares * size
+    return {
+        "forward": product,
+        "grad_input": product,
+        "grad_weight": gradient,
+        "fused": product + shape.activation_bytes,
+        "pack": pack,
+        "autograd": pack + 2 * product + gradient,
+    }[operation]
+
+
+def floor_ms(shape: Shape, operation: str, bytes_per_ms: float, tflops: float) -> float:
+    """No implementation that skips in steps of 64 rows is faster: the slower of memory and
+    arithmetic, both as measured.
+    """
+    if operation == "autograd":
+        parts = ("pack", "forward", "grad_input", "grad_weight")
+        return sum(floor_ms(shape, part, bytes_per_ms, tflops) for part in parts)
+    flops = 2 * shape.batch * shape.channels * products_per_triangle(shape.tokens, "cuda")
+    arithmetic = 0.0 if operation == "pack" else flops / (tflops * 1e9)
+    return max(least_bytes(shape, operation) / bytes_per_ms, arithmetic)
 
 
 if __name__ == "__main__":

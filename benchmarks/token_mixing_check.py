@@ -12,116 +12,59 @@ from torch import Tensor
 
 from mixer.common.errors import first_line
 from mixer.ops import plain
-from mixer.ops.plain import shift_channels, split_heads, tap_shift
 
 MAX_ERROR = 5e-3  # relative RMSE; rounding a result to bf16 alone gives 1.7e-3
-MAX_ROWS = 64
+GRADIENTS = ("grad_weight", "autograd")  # their first result is the weight's
 
 
-class Expected:
-    """fp64 results for slot 0: whole samples of y and dx (the first and the last), whole rows of
-    dW, all of dbias.
+def exact(operation: str, data: Data, by_lag: bool = False) -> tuple[Tensor, ...]:
+    """The results for slot 0, computed in fp64 by the dense product and its autograd: another
+    formula than any variant's.
+
+    Sample by sample: a batch would hold a gradient of the weight for each of its samples.
     """
-
-    def __init__(self, data: Data):
-        slot = data.slots[0]
-        self.slot = slot
-        self.heads, self.taps, self.tokens, _ = slot.masked.shape
-        self.samples = sorted({0, data.shape.batch - 1})
-        count = min(MAX_ROWS, self.tokens)
-        self.rows = [index * (self.tokens - 1) // max(1, count - 1) for index in range(count)]
-        columns = torch.arange(self.tokens, device=data.device)
-        # (rows, tokens): which columns are above the diagonal, in these rows
-        self.above = columns > torch.tensor(self.rows, device=data.device)[:, None]
-        self.weight = slot.masked.double()
-
-    def __call__(self, operation: str) -> tuple[Tensor, ...]:
-        slot = self.slot
-        if operation == "forward":
-            return (self.forward(None, None),)
-        if operation == "fused":
-            return (self.forward(slot.narrow_bias.double(), slot.residual[self.samples].double()),)
-        if operation == "grad_input":
-            return (self.grad_input(),)
-        if operation == "grad_weight":
-            return (self.grad_weight(),)
-        if operation == "grad_weight_bias":
-            return self.grad_weight(), self.grad_bias()
-        if operation == "pack":
-            return (slot.masked,)
-        return (
-            self.grad_weight(),
-            self.grad_input(),
-            self.grad_bias(),
-            self.forward(slot.bias.double(), None),
-        )
-
-    def forward(self, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        return plain.triangular_conv(
-            self.slot.x[self.samples].double(), self.weight, bias, residual
-        )
-
-    def grad_input(self) -> Tensor:
-        """Through autograd of the dense product: another formula than any backend's."""
-        x = torch.zeros_like(self.slot.x[self.samples], dtype=torch.float64).requires_grad_()
-        y = plain.triangular_conv(x, self.weight, None, None)
-        return torch.autograd.grad(y, x, self.slot.dy[self.samples].double())[0]
-
-    def grad_weight(self) -> Tensor:
-        dy = split_heads(self.slot.dy[:, self.rows].double(), self.heads)
-        x = split_heads(self.slot.x.double(), self.heads)
-        taps = [
-            torch.einsum(
-                "hbrc,hbtc->hrt", dy, shift_channels(x, tap_shift(tap, self.taps))
-            ).masked_fill(self.above, 0)
-            for tap in range(self.taps)
-        ]
-        return torch.stack(taps, 1)
-
-    def grad_bias(self) -> Tensor:
-        return split_heads(self.slot.dy, self.heads).sum((1, 3), dtype=torch.float64)
-
-    def select(self, operation: str, results: tuple[Tensor, ...]) -> list[Tensor]:
-        """The parts of a variant's results that stand beside the expected ones."""
-        if operation in ("forward", "fused", "grad_input"):
-            return [results[0][self.samples]]
-        if operation == "pack":
-            return list(results)
-        first = results[0][:, :, self.rows].masked_fill(self.above, 0)
-        if operation == "autograd":
-            return [first, results[1][self.samples], results[2], results[3][self.samples]]
-        return [first, *results[1:]]
-
-    def leaks(self, operation: str, results: tuple[Tensor, ...]) -> bool:
-        """Whether a weight gradient is anything but zero above the diagonal."""
-        if operation not in ("grad_weight", "grad_weight_bias", "autograd"):
-            return False
-        return bool((results[0][:, :, self.rows] != 0).logical_and(self.above).any())
+    slot, ys, dxs = data.slots[0], [], []
+    if operation == "pack":
+        return (slot.masked,)
+    weight = slot.lags.to(slot.x.dtype) if by_lag else slot.masked
+    weight = weight.double().requires_grad_()
+    full, lags = (None, weight[:, None]) if by_lag else (weight[:, None], None)
+    bias = {"fused": slot.narrow_bias, "autograd": slot.bias}.get(operation)
+    bias = None if bias is None else bias.double().requires_grad_()
+    for x, dy, residual in zip(slot.x, slot.dy, slot.residual, strict=True):
+        x = x[None].double().requires_grad_()
+        residual = residual[None].double() if operation == "fused" else None
+        y = plain.triangular_conv(x, full, bias, residual, lags=lags)
+        y.backward(dy[None].double())  # adds to the gradients of weight and bias
+        ys.append(y.detach().float())
+        dxs.append(x.grad.float())
+    y, dx, dweight = torch.cat(ys), torch.cat(dxs), weight.grad
+    if operation == "autograd":
+        return dweight, dx, bias.grad, y
+    return ({"grad_input": dx, "grad_weight": dweight}.get(operation, y),)
 
 
-def check(variant: Variant, operation: str, expected: Expected, wanted: tuple[Tensor, ...]) -> dict:
+def check(variant: Variant, operation: str, wanted: tuple[Tensor, ...], data: Data) -> dict:
     """{"error": largest relative RMSE, "failure": why it must not be timed, or None}."""
     try:
-        with contextlib.nullcontext() if variant.compiled else poisoned(expected.slot):
+        with contextlib.nullcontext() if variant.compiled else poisoned(data.slots[0]):
             results = variant.standard(variant.call(0))
         results = results if isinstance(results, tuple) else (results,)
-        errors = [
-            rmse(*pair) for pair in zip(expected.select(operation, results), wanted, strict=True)
-        ]
-        # Ours promises exact zeros there; of the alternatives nobody asks it.
-        leaks = variant.family in ("ours", "auto") and expected.leaks(operation, results)
+        errors = [rmse(*pair) for pair in zip(results, wanted, strict=True)]
     except Exception as error:  # whatever it is, the other variants go on without this one
         return {"error": None, "failure": first_line(error)}
     error = max(errors, key=lambda value: math.inf if math.isnan(value) else value)
     if not error < MAX_ERROR:
         return {"error": str(error), "failure": f"wrong: relative RMSE {error:.2g} against fp64"}
+    leaks = operation in GRADIENTS and variant.family != "by lag" and results[0].triu(1).any()
     return {"error": error, "failure": "wrong: not zero above the diagonal" if leaks else None}
 
 
 def rmse(found: Tensor, wanted: Tensor) -> float:
     if found.shape != wanted.shape:
         raise ValueError(f"shape {tuple(found.shape)} where {tuple(wanted.shape)} was expected")
-    return ((found.double() - wanted).norm() / wanted.double().norm()).item()
+    found, wanted = found.float(), wanted.float()
+    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 @contextlib.contextmanager

@@ -1,11 +1,26 @@
-"""The tables of `token_mixing.py`, from its JSON alone."""
+"""The tables and the picture of `token_mixing.py`, from its JSON alone.
+
+Earlier results have kernels of several taps, and variants that are gone.
+"""
 
 from collections.abc import Callable
+from pathlib import Path
 
-from saving import origin
-from token_mixing_work import OPERATIONS
+from saving import markdown, origin
 
-FAMILIES = ("dense", "Conv1d", "Linear", "panels", "compiled")
+# In the order of the tables.
+OPERATIONS = {
+    "forward": "Forward, weight packed",
+    "grad_input": "Gradient of the input",
+    "grad_weight": "Gradient of the weight",
+    "grad_weight_bias": "Gradients of the weight and the bias",
+    "fused": "Forward with bias and residual",
+    "pack": "Packing the weight: lower triangle, cast",
+    "autograd": "Forward and backward through autograd, fp32 parameters",
+}
+SPEEDUP_OPERATIONS = ("forward", "fused", "grad_input", "grad_weight", "autograd")
+OURS = ("ours", "by lag", "auto")
+FAMILIES = ("by lag", "dense", "Conv1d", "Linear", "panels", "compiled")  # columns of the tables
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -27,17 +42,15 @@ def of_family(case: dict, family: str, key: str = "ms") -> dict | None:
 
 
 def best_alternative(case: dict, key: str = "ms") -> dict | None:
-    rows = [row for row in passed(case, key) if row["family"] not in ("ours", "auto")]
+    rows = [row for row in passed(case, key) if row["family"] not in OURS]
     return min(rows, key=lambda row: row[key], default=None)
 
 
-def speedup(
-    case: dict, key: str = "ms", family: str = "ours", over: str | None = None
-) -> float | None:
+def speedup(case: dict, key: str = "ms", over: str | None = None) -> float | None:
     """How many times as fast as the best alternative (or the best one of a family); None unless
     both passed their check.
     """
-    mine = of_family(case, family, key)
+    mine = of_family(case, "ours", key)
     other = of_family(case, over, key) if over else best_alternative(case, key)
     return other[key] / mine[key] if mine and other else None
 
@@ -82,9 +95,10 @@ def introduction(result: dict) -> str:
         "buffers rotate beyond three times the L2 cache; GPU time, host hidden, except where it "
         "says wall time"
     )
-    how = "wall time of a CPU" if result["hardware"].get("device") == "cpu" else rotation
+    on_cpu = "plain PyTorch in the place of our kernels, wall time of a CPU"
+    how = on_cpu if result["hardware"].get("device") == "cpu" else rotation
     return (
-        f"Ours is backend `{result['ours']}`. Medians of {result['rounds']} interleaved rounds, in "
+        f"Ours is backend `cuda`. Medians of {result['rounds']} interleaved rounds, in "
         f"milliseconds; {how}. The speed-up is over the best alternative of any column. Useful "
         "operations are those on and below the diagonal. Ceiling: the library's dense product of "
         f"{size} ({ceilings}). Floor: the slower of memory (every byte once, at the "
@@ -92,11 +106,6 @@ def introduction(result: dict) -> str:
         "ceiling). Results were first checked against fp64; what failed has no time and no "
         "speed-up."
     )
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---:" * len(head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def number(value: float | None, form: str = ".3f") -> str:
@@ -108,7 +117,7 @@ def main_tables(cases: list[dict], key: str) -> list[str]:
 
 
 def comparison(cases: list[dict], key: str) -> str:
-    found = [one for one in ("auto", *FAMILIES) if any(of_family(case, one, key) for case in cases)]
+    found = [one for one in FAMILIES if any(of_family(case, one, key) for case in cases)]
     head = ["tokens", "ours", *found, "speed-up", "useful TFLOP/s", "% of ceiling", "% of floor"]
     rows = []
     for case in cases:
@@ -127,11 +136,11 @@ def cell(case: dict, family: str, key: str) -> str:
     return f"{best[key]:.3f} ({best['name']})" if several else f"{best[key]:.3f}"
 
 
-def ours_cell(case: dict, key: str, family: str = "ours") -> str:
-    mine = of_family(case, family, key)
+def ours_cell(case: dict, key: str) -> str:
+    mine = of_family(case, "ours", key)
     if mine:
         return f"{mine[key]:.3f}"
-    failed = [row for row in case["variants"] if row["family"] == family and row["failure"]]
+    failed = [row for row in case["variants"] if row["family"] == "ours" and row["failure"]]
     return "failed" if failed else "-"
 
 
@@ -155,32 +164,29 @@ def all_variants(cases: list[dict], key: str) -> str:
 
 
 def arithmetic(case: dict) -> str:
-    return SHORT_DTYPES.get(case["dtype"], case["dtype"]) + (" with tf32" if case["tf32"] else "")
+    tf32 = case["dtype"] == "float32" and case.get("tf32", True)
+    return SHORT_DTYPES.get(case["dtype"], case["dtype"]) + (" with tf32" if tf32 else "")
 
 
 def changes(case: dict) -> str:
     """What sets a case of the sweep apart."""
     parts = [f"{case['tokens']} tokens"]
-    values = {"channels": case["channels"], "heads": case["heads"], "kernel size": case["taps"]}
-    values |= {"batch x tokens": f"{case['batch_tokens']:,}", "dtype": arithmetic(case)}
+    values = {"channels": case["channels"], "heads": case["heads"]}
+    values |= {"kernel size": case.get("taps"), "dtype": arithmetic(case)}
+    values |= {"batch x tokens": f"{case['batch_tokens']:,}"}
     if case["factor"] in values:
         parts.append(f"{case['factor']} {values[case['factor']]}")
     return ", ".join(parts)
 
 
 def sweep_tables(cases: list[dict], key: str) -> list[str]:
-    auto = any(of_family(case, "auto", key) for case in cases)
     head = ["case", "ours", "best alternative", "speed-up"]
-    head += ["auto", "its speed-up"] if auto else []
     rows = []
     for case in cases:
         best = best_alternative(case, key)
         row = [changes(case), ours_cell(case, key)]
         row += [f"{best[key]:.3f} ({best['name']})" if best else "-"]
-        row += [number(speedup(case, key), ".2f")]
-        if auto:
-            row += [ours_cell(case, key, "auto"), number(speedup(case, key, "auto"), ".2f")]
-        rows.append(row + rates(case, key))
+        rows.append([*row, number(speedup(case, key), ".2f"), *rates(case, key)])
     return [markdown([*head, "useful TFLOP/s", "% of ceiling", "% of floor"], rows)]
 
 
@@ -197,3 +203,50 @@ def failures(result: dict) -> list[str]:
         for shape in result["left_out"]
     ]
     return ["## Without a number", "\n".join(lines)] if lines else []
+
+
+# ------------------------------------------------------------------------- the picture
+
+
+def plain_cases(result: dict, operation: str) -> list[dict]:
+    """Cases that differ in tokens alone, by tokens: the main suite, or without one the sweep's."""
+    cases = [
+        case
+        for case in result["cases"]
+        if case["operation"] == operation and case["factor"] in ("base", "tokens")
+    ]
+    main = [case for case in cases if case["suite"] == "main"]
+    return sorted(main or cases, key=lambda case: case["tokens"])
+
+
+def plot_speedups(result: dict, path: Path) -> Path:
+    """Bars over the contexts, one picture an operation: ours over the best of each family."""
+    from mixer.reporting.figure import COLOURS, new_figure, save
+
+    hatches = {"dense": "", "Conv1d": "//", "panels": "..", "compiled": "xx"}
+    shown = [operation for operation in SPEEDUP_OPERATIONS if plain_cases(result, operation)]
+    figure = new_figure(figsize=(11, 2.7 * len(shown)))
+    rows = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for axes, operation in zip(rows, shown, strict=True):
+        cases = plain_cases(result, operation)
+        families = [family for family in hatches if any(speedup(c, over=family) for c in cases)]
+        width = 0.8 / max(1, len(families))
+        for index, family in enumerate(families):
+            values = [speedup(case, over=family) for case in cases]
+            places = [n - 0.4 + (index + 0.5) * width for n in range(len(cases))]
+            look = {"color": COLOURS[index + 1], "hatch": hatches[family], "edgecolor": "white"}
+            heights = [value or 0 for value in values]
+            drawn = axes.bar(places, heights, width * 0.92, label=family, **look)
+            labels = [f"{value:.2f}" if value else "-" for value in values]
+            axes.bar_label(drawn, labels, fontsize=8.5, padding=2)
+        axes.axhline(1, color="#777777", linewidth=1)
+        axes.set_xticks(range(len(cases)), [str(case["tokens"]) for case in cases])
+        axes.grid(axis="x", visible=False)
+        axes.margins(y=0.18)
+        axes.set_ylabel("times as fast")
+        kind = ", wall time" if operation == "autograd" else ""
+        axes.set_title(f"{OPERATIONS[operation]}: ours over the best of each kind{kind}")
+        if families:
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axes.set_xlabel("tokens")
+    return save(figure, path)

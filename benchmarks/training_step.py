@@ -14,7 +14,7 @@ import time
 
 import timing
 import torch
-from saving import add_options, measured_by, origin, save
+from saving import markdown, measured_by, names, numbers, origin, parser_of, save
 from training_step_models import DEFAULT_FORMS, FORMS, Form, SharedMemory, Size, Step
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
@@ -34,15 +34,12 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser, required=False)
+    parser = parser_of(__doc__, required=False)
     add = parser.add_argument
     some = "some of --list, one with mixing first: the others take their memory from it"
-    add("--forms", type=lambda text: text.split(","), default=DEFAULT_FORMS, help=some)
+    add("--forms", type=names, default=DEFAULT_FORMS, help=some)
     add("--list", action="store_true", help="say what each form is, and measure nothing")
-    add("--tokens", type=lambda text: [*map(int, text.split(","))], default=[512, 2048, 8192])
+    add("--tokens", type=numbers, default=[512, 2048, 8192])
     add("--batch-tokens", type=int, default=65536, help="tokens of a step")
     add("--hidden", type=int, default=1024)
     add("--layers", type=int, default=16)
@@ -157,7 +154,7 @@ def introduction(result: dict) -> str:
 def forms(case: dict, result: dict) -> str:
     ratios = [f"vs {text}" for text in BASELINES.values()]
     head = ["form", "ms", "spread", "tokens/s", *ratios, "share", "peak GB", "first step, s"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    rows = []
     for name, row in case["forms"].items():
         cells = [f"failed: {row.get('failure')}", *["-"] * (len(head) - 2)]
         if "ms" in row:
@@ -169,8 +166,8 @@ def forms(case: dict, result: dict) -> str:
             cells += [ratio(case, row, base) for base in BASELINES] + [f"{share:.1%}"]
             cells += [f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-"]
             cells += [f"{row['first_step_seconds']:.0f}"]
-        lines.append(f"| {name}: {row['what']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"{name}: {row['what']}", *cells])
+    return markdown(head, rows)
 
 
 def ratio(case: dict, row: dict, base: str) -> str:

@@ -16,12 +16,12 @@ from dense_mixing import MatmulMixing
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.comparison.entrants import NoMixing
-from mixer.training.compile import begin_graphs, compiled, compiled_parts
+from mixer.models.masked_mixer.mixing import TokenMixing
+from mixer.models.masked_mixer.modeling import in_autocast_type
+from mixer.training.compile import begin_graphs, compiled, compiled_parts, set_recompute
 from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
-from mixer.training.parallelize import set_recompute
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Step:
         faster = partial(compiled, graphs=False) if is_compiled else None
         config = OptimConfig(lr=1e-4)
         self.optimizer = build_optimizer(model, config, compile=faster)
-        self.guard = Guard(self.optimizer, False, True, torch.device(device))
+        self.guard = Guard(self.optimizer, False, True, 50, torch.device(device))
         memory.share(self.module, self.optimizer)
         if form.graphs and device != "cuda":
             raise ValueError(f"CUDA graphs on a {device}")
@@ -100,7 +100,7 @@ class Step:
         if self.ours:
             norm = gradient_norm(self.optimizer)
             clip(self.optimizer, norm, 1.0)
-            self.guard.before_step(norm, 1)
+            self.guard.before_step(norm)
         else:
             nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()
@@ -152,7 +152,7 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
         model = MaskedMixerForCausalLM(config)
     if form.model == "without":
         for block in model.model.layers:
-            block.mixing = NoMixing(config)
+            block.mixing = NoMixing()
     set_recompute(model, form.recompute)
     return Ours(model)
 
@@ -169,6 +169,15 @@ class Ours(nn.Module):
 
     def parts(self, how: str) -> list[tuple[nn.Module, str]]:
         return compiled_parts(self.objective, how)
+
+
+class NoMixing(TokenMixing):
+    """x + LN(x): the norm and the residual remain, and nothing is mixed."""
+
+    convolutions = 0
+
+    def forward(self, x: Tensor, residual: Tensor, *_) -> Tensor:
+        return in_autocast_type(residual) + in_autocast_type(x)
 
 
 # ------------------------------------------------------------------------- the clean models

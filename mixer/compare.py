@@ -1,5 +1,4 @@
-"""Several models trained beside each other: losses, speed, memory, and the share of token mixing in
-a step.
+"""Several models trained beside each other: losses, speed and memory.
 
     python -m mixer.compare --config configs/demo.yaml --backends dense auto train.steps=200
     python -m mixer.compare --config configs/comparison.yaml --backends cuda dense qwen3 \\
@@ -88,10 +87,6 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
     run = load_config(options.config, settings)
     common = {"logging.log_every": run.logging.log_every} | common
     plan = {"common": common, "seeds": [run.seed + n for n in range(1, options.seeds)]}
-    mixers = [name for name in names if name in BACKENDS]
-    if mixers:
-        steps = {"train.steps": 4 * common["logging.log_every"], "optim.warmup_steps": 1}
-        plan["without_mixing"] = models[mixers[0]] | steps
     if not options.seconds:
         return plan | {"reference": next(iter(models | others)), "runs": models | others}
     rates = options.rates or [run.optim.lr * factor for factor in (0.5, 1, 2)]

@@ -29,8 +29,9 @@ from mixer.reporting.tables import wrapped
 
 Version = tuple[int, int]
 
-# The last that knows V100, and the first for CUDA 13.
+# The last that knows V100, and the first for CUDA 13. Blackwell needs its open kernel modules.
 INSTALL_DRIVER = "sudo apt-get install -y nvidia-driver-580-server"
+BLACKWELL = (10, 0)
 # What cuInit returns where the driver is there but does not work: what it means, and its fix.
 CUDA_INIT = {
     100: ("no GPU, or none that CUDA_VISIBLE_DEVICES allows", "unset CUDA_VISIBLE_DEVICES"),
@@ -135,13 +136,16 @@ def serves(arches: list[str], capability: Version) -> bool:
 
 
 def torch_command(facts: Facts) -> str:
-    """Installs a torch for the GPUs and the driver here: of CUDA 13, or 12 where one of them needs
-    that.
+    """Installs a torch for the GPUs and the driver here: for CUDA 13, or 12.6 where one of them is
+    older. CUDA 12.6 does not know Blackwell, and torch 2.11 was the last for CUDA 12.8: there the
+    driver changes instead.
     """
+    needs_12 = (facts.driver or (13, 0)) < (13, 0)
+    if needs_12 and any(gpu.capability >= BLACKWELL for gpu in facts.gpus):
+        return f"{INSTALL_DRIVER}-open"
     # without force pip is content with the version that is there
     command = "pip install --force-reinstall torch"
-    is_old = any(gpu.capability < (7, 5) for gpu in facts.gpus)
-    if is_old or (facts.driver or (13, 0)) < (13, 0):
+    if needs_12 or any(gpu.capability < (7, 5) for gpu in facts.gpus):
         command += " --index-url https://download.pytorch.org/whl/cu126"
     return command
 

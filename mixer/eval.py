@@ -21,7 +21,7 @@ from dataclasses import fields
 
 from mixer.checkpoints.pretrained import settled
 from mixer.common.errors import run_command
-from mixer.distributed.launch import start_asked_for_processes
+from mixer.distributed.launch import follow_launcher
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 
 
@@ -30,35 +30,30 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    special = {
+        "checkpoint": {"nargs": "+", "required": True, "metavar": "DIR", "type": settled},
+        "text": {"nargs": "+", "default": (), "metavar": "FILE"},
+    }
     for option in fields(EvalOptions):
-        flag, how = "--" + option.name.replace("_", "-"), {"help": option.metadata["help"]}
-        if option.name == "checkpoint":
-            how |= {"nargs": "+", "required": True, "metavar": "DIR", "type": settled}
-        elif option.name == "text":
-            how |= {"nargs": "+", "default": [], "metavar": "FILE"}
-        elif option.metadata["choices"]:
-            how |= {
+        how = {"default": option.default, "metavar": "NAME"}
+        if option.metadata["choices"]:
+            how = {
                 "default": option.default,
-                "choices": list(filter(None, option.metadata["choices"])),
+                "choices": [*filter(None, option.metadata["choices"])],
             }
-        elif isinstance(option.default, str):
-            how |= {"default": option.default, "metavar": "NAME"}
-        else:
-            how |= {"default": option.default, "type": int, "metavar": "N"}
-        parser.add_argument(flag, **how)
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        help="where the report goes, in place of one that is there (default: "
-        "CHECKPOINT/../eval-<checkpoint>-<text>, without the text for the run's own, or -2, -3, "
-        "... beside another evaluation's report)",
-    )
+        elif not isinstance(option.default, str):
+            how = {"default": option.default, "metavar": "N", "type": int}
+        flag, help = "--" + option.name.replace("_", "-"), option.metadata["help"]
+        parser.add_argument(flag, help=help, **special.get(option.name, how))
+    where = "where the report goes, in place of one that is there (default: "
+    where += "CHECKPOINT/../eval-<checkpoint>, with the text and a hash of the options if any)"
+    parser.add_argument("--output", metavar="DIR", help=where)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     given = vars(parse(arguments))
-    start_asked_for_processes()
+    follow_launcher()
     checkpoints, output = given.pop("checkpoint"), given.pop("output")
     evaluate([EvalOptions(checkpoint=str(path), **given) for path in checkpoints], output)
 

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 
-from mixer.checkpoints.pretrained import check_finite, check_masked_mixer, load_checkpoint, settled
+from mixer.checkpoints.pretrained import (
+    check_finite,
+    load_checkpoint,
+    require_masked_mixer,
+    settled,
+)
+from mixer.checkpoints.sentences import LISTING, write_modules
 from mixer.common.errors import run_command
 from mixer.common.files import check_new, whole_directory
 from mixer.evaluation.model_card import model_card
@@ -30,9 +36,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     """
     check_new(output)
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
-    check_masked_mixer(
-        checkpoint, model.config, "and the model card written here is a masked mixer's"
-    )
+    require_masked_mixer(checkpoint, model)
     evaluations = evaluations_of(checkpoint)
     model.config.mixing_backend = "auto"
     model.to(WEIGHT_TYPES[dtype])
@@ -42,6 +46,8 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     with whole_directory(output, new=True) as stage:
         model.save_pretrained(stage)
         tokenizer.save_pretrained(stage)
+        if (checkpoint / LISTING).is_file():
+            write_modules(stage, model.config.hidden_size)
         (stage / "README.md").write_text(card, encoding="utf-8")
     if not evaluations:
         print(

@@ -16,11 +16,12 @@ from transformers import (
 )
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
-from mixer.common.errors import UserError, run_command
+from mixer.common.errors import UserError, first_line, run_command
 from mixer.common.memory import memory_for
+from mixer.common.options import is_plain_text
 from mixer.evaluation.measure import choose_device, reads
 
-LOWEST_TEMPERATURE = 1e-4
+LOWEST_TEMPERATURE = 1e-4  # logits divided by a tiny number would overflow
 
 
 def continuations(
@@ -32,41 +33,28 @@ def continuations(
     Raises UserError for a directory that is no checkpoint, an empty prompt or one too long for the
     context, for logits that are not finite, and for too little memory.
     """
-    check_request(prompts, temperature, seed)
-    device = choose_device("auto", "fp32")
-    sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
-    lower = "Give fewer prompts at once, or a smaller --new-tokens"
-    with memory_for(device, f"generating with {checkpoint}", sizes, lower):
-        model, tokenizer = load_checkpoint(settled(checkpoint), device)
-        inputs = encode(tokenizer, prompts).to(device)  # (prompts, tokens)
-        check_token(int(inputs.input_ids.max()), model, "a prompt")
-        check_context(model, inputs.input_ids.shape[1], new_tokens)
-        set_seed(seed)
-        output = generate(model, inputs, new_tokens, temperature, tokenizer.pad_token_id)
-    return tokenizer.batch_decode(output, skip_special_tokens=True)
-
-
-def check_request(prompts: list[str], temperature: float, seed: int) -> None:
-    """Raises UserError for what can be found wrong before a model is loaded."""
-    # Logits divided by a tiny number would overflow.
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise UserError(
             f"--temperature is {temperature:g}; allowed: 0 (the likeliest token each time), or "
             f"{LOWEST_TEMPERATURE} or more"
         )
-    if not 0 <= seed < 2**32:
-        raise UserError(f"--seed is {seed}; allowed: 0 to {2**32 - 1}")
-    if not all(prompts):
-        raise UserError(
-            f"prompt {prompts.index('') + 1} of {len(prompts)} is empty; "
-            "give at least one token of text"
-        )
     for number, prompt in enumerate(prompts, 1):
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
+        if not (prompt and is_plain_text(prompt)):
             raise UserError(
-                f"prompt {number} of {len(prompts)} is not UTF-8: {prompt[:50]!r} holds a lone "
-                "surrogate; give text in UTF-8"
+                f"prompt {number} of {len(prompts)} is {prompt[:50]!r}; allowed: at least one "
+                "token of text in UTF-8"
             )
+    device = choose_device("auto", "fp32")
+    sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
+    lower = "Give fewer prompts at once, or a smaller --new-tokens"
+    with memory_for(device, f"generating with {checkpoint}", sizes, lower):
+        model, tokenizer = load_checkpoint(settled(checkpoint), device)
+        try:
+            inputs = encode(tokenizer, prompts).to(device)  # (prompts, tokens)
+            output = generate(model, inputs, new_tokens, temperature, seed, tokenizer.pad_token_id)
+        except ValueError as error:  # of an option
+            raise UserError(f"nothing can be generated: {first_line(error)}") from None
+    return tokenizer.batch_decode(output, skip_special_tokens=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> BatchEncoding:
@@ -86,23 +74,24 @@ def generate(
     inputs: BatchEncoding,
     new_tokens: int,
     temperature: float,
+    seed: int,
     pad_token_id: int | None,
 ) -> Tensor:
     """The prompts and their continuations, (prompts, tokens) int64."""
+    check_token(int(inputs.input_ids.max()), model, "a prompt")
+    check_context(model, inputs.input_ids.shape[1], new_tokens)
     # Whatever generation_config.json says: beams, several texts for a prompt, another output.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50}
-    try:
-        return model.generate(
-            inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            max_new_tokens=new_tokens,
-            pad_token_id=pad_token_id,
-            logits_processor=[check_logits],
-            **(sampling if temperature > 0 else {"do_sample": False}),
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    set_seed(seed)
+    return model.generate(
+        inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        max_new_tokens=new_tokens,
+        pad_token_id=pad_token_id,
+        logits_processor=[check_logits],
+        **(sampling if temperature > 0 else {"do_sample": False}),
+    )
 
 
 def check_context(model: PreTrainedModel, prompt: int, new: int) -> None:

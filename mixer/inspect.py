@@ -1,10 +1,10 @@
-"""Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since
-earlier ones.
+"""Pictures of what was learned: the mixing matrices of a checkpoint, and how they changed since an
+earlier one.
 
     python -m mixer.inspect --checkpoint runs/demo/step-600
     python -m mixer.inspect --checkpoint runs/demo/step-400 runs/demo/step-600
 
-The last checkpoint is pictured.
+The last checkpoint is pictured, and its change is since the first.
 """
 
 import argparse
@@ -13,37 +13,28 @@ from pathlib import Path
 from mixer.analysis.matrices import mixing_matrices
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import check_new, check_writable, directory_for
-from mixer.reporting.matrices import Layers, write_pages
+from mixer.common.files import check_writable, directory_for
+from mixer.reporting.matrices import write_pages
 
 
 def inspect(checkpoints: list[str], output: Path) -> Path:
-    """Writes the pages about the last checkpoint into `output`, and returns their index.
+    """Writes the pages about the last checkpoint, and its change since another if there are two,
+    into `output`, and returns their index.
 
     Raises UserError for a directory that is not a checkpoint of a masked mixer, and for checkpoints
     of different models.
     """
-    read = [
-        mixing_matrices(load_masked_mixer(Path(checkpoint), "which has no mixing matrices"))
-        for checkpoint in checkpoints
-    ]
-    check_same_shape(checkpoints, read)
-    return write_pages(checkpoints, read, output)
-
-
-def check_same_shape(checkpoints: list[str], read: list[Layers]) -> None:
-    """Raises UserError unless all checkpoints have the same matrices."""
+    read = {name: mixing_matrices(load_masked_mixer(Path(name))) for name in checkpoints}
     shapes = [
-        [{name: matrix.shape for name, matrix in layer.items()} for layer in layers]
-        for layers in read
+        [{name: x.shape for name, x in layer.items()} for layer in layers]
+        for layers in read.values()
     ]
-    for checkpoint, shape in zip(checkpoints[1:], shapes[1:], strict=True):
-        if shape != shapes[0]:
-            raise UserError(
-                f"{checkpoint} has other layers, heads, taps or context than {checkpoints[0]}, so "
-                "there is no change to show: give checkpoints of one model, or inspect them one by "
-                "one"
-            )
+    if shapes[0] != shapes[-1]:
+        raise UserError(
+            f"{checkpoints[-1]} has other layers, heads, taps or context than {checkpoints[0]}, so "
+            "there is no change to show: give checkpoints of one model, or one alone"
+        )
+    return write_pages(read, output)
 
 
 def main(arguments=None) -> None:
@@ -52,26 +43,19 @@ def main(arguments=None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--checkpoint",
-        nargs="+",
-        type=settled,
-        required=True,
-        metavar="DIR",
-        help="checkpoints, the last one is pictured",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        help="where the pages go: a new directory, or one of earlier pages, which are replaced "
-        "(default: CHECKPOINT/../inspect-<checkpoint>)",
-    )
+    how = {"nargs": "+", "type": settled, "required": True, "metavar": "DIR"}
+    which = "one to picture, or an earlier one and that"
+    parser.add_argument("--checkpoint", **how, help=which)
+    where = "where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)"
+    parser.add_argument("--output", metavar="DIR", help=where)
     options = parser.parse_args(arguments)
+    if len(options.checkpoint) > 2:
+        raise UserError(
+            f"--checkpoint has {len(options.checkpoint)} directories; give the one to picture, or "
+            "an earlier one and that"
+        )
     output = Path(options.output or directory_for(options.checkpoint[-1], "inspect"))
-    if (output / "index.md").is_file():  # of an inspection before, which this one replaces
-        check_writable(output)
-    else:
-        check_new(output)
+    check_writable(output)
     print(inspect(list(map(str, options.checkpoint)), output))
 
 

@@ -21,16 +21,13 @@ def main(arguments=None):
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "run", nargs="+", help="run directory, or its metrics.jsonl; two or more are compared"
-    )
-    parser.add_argument(
-        "--output",
-        help="picture to write (default: training.png or comparison.png in the first run)",
-    )
+    how = "run directory, or its metrics.jsonl; two or more are compared"
+    parser.add_argument("run", nargs="+", help=how)
+    how = "picture to write (default: training.png or comparison.png in the first run)"
+    parser.add_argument("--output", help=how)
     options = parser.parse_args(arguments)
     first = Path(options.run[0])
-    output = Path(options.output) if options.output else first if first.is_dir() else first.parent
+    output = Path(options.output or (first if first.is_dir() else first.parent))
     if output.is_dir():
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
     check_picture(output)

@@ -19,7 +19,6 @@ lower bounds of what is there: another search might read more.
 
 import argparse
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ from torch import Tensor
 from mixer.analysis.reconstruction import blocks, embedding_and_inverse, random_twin, score_layer
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import check_writable, directory_for, place_for
+from mixer.common.files import check_writable, directory_for
 from mixer.evaluation.evaluate import (
     EvalOptions,
     check_options,
@@ -38,9 +37,11 @@ from mixer.evaluation.evaluate import (
     describe_model,
 )
 from mixer.evaluation.measure import DEVICES, choose_device
-from mixer.reporting.representation import asked, report, write
+from mixer.reporting.representation import report, write
 
 TOKENS = (16, 32, 64, 128)
+# The options that change numbers.
+ASKED = ("data", "text", "layers", "tokens", "texts", "steps", "lr", "seed")
 
 
 def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
@@ -55,26 +56,10 @@ def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
     return torch.from_numpy(np.stack(windows))
 
 
-def choose(
-    given: list[int] | None, default: list[int], least: int, most: int, what: str
-) -> list[int]:
-    """The given values of an option, sorted, or the default. Raises UserError for one outside
-    least..most.
-    """
-    for value in given or []:
+def require(name: str, values: list[float], least: float, most: float) -> None:
+    for value in values:
         if not least <= value <= most:
-            raise UserError(f"--{what} {value} does not fit the checkpoint: give {least}..{most}")
-    return sorted(set(given or default))
-
-
-def check_numbers(options: argparse.Namespace) -> None:
-    for name in ("texts", "steps", "lr"):
-        value = getattr(options, name)
-        if not 0 < value < float("inf"):
-            how = "large" if value > 0 else "small"
-            raise UserError(f"--{name} {value} is too {how}: give more than 0")
-    if not 0 <= options.seed < 2**32:
-        raise UserError(f"--seed is {options.seed}; allowed: 0 to {2**32 - 1}")
+            raise UserError(f"--{name} is {value}; allowed here: {least:g} to {most:g}")
 
 
 def representation(options: argparse.Namespace) -> dict:
@@ -83,16 +68,20 @@ def representation(options: argparse.Namespace) -> dict:
     Raises UserError if the checkpoint or the text cannot be read, or if the model does not have the
     layers or tokens that are asked for.
     """
-    check_numbers(options)
+    require("texts", [options.texts], 1, 1e6)
+    require("steps", [options.steps], 1, 1e9)
+    require("lr", [options.lr], 1e-9, 1e9)
+    require("seed", [options.seed], 0, 2**32 - 1)
     source = EvalOptions(checkpoint=str(options.checkpoint), text=options.text, data=options.data)
     check_options(source)
     model, tokenizer = load_checkpoint(options.checkpoint, choose_device(options.device, "fp32"))
     described = describe_model(options.checkpoint, model, tokenizer)
     context, _ = choose_window(source, model)
     count = len(blocks(model.base_model))
-    layers = choose(options.layers, list(range(count + 1)), 0, count, "layers")
-    default = [length for length in TOKENS if length <= context] or [context]
-    lengths = choose(options.tokens, default, 1, context, "tokens")
+    layers = sorted(set(options.layers or range(count + 1)))
+    lengths = sorted(set(options.tokens or [n for n in TOKENS if n <= context] or [context]))
+    require("layers", layers, 0, count)
+    require("tokens", lengths, 1, context)
     text = choose_text(source, context, tokenizer)
     check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
     stream = max(text.streams, key=len)
@@ -108,12 +97,7 @@ def representation(options: argparse.Namespace) -> dict:
             )
             rows += [{"weights": weights, **row} for row in found]
     settings = {name: getattr(options, name) for name in ("texts", "steps", "lr", "seed")}
-    return {
-        **described,
-        "text": text.name,
-        **settings,
-        "rows": rows,
-    }
+    return {**described, "text": text.name, **settings, "rows": rows}
 
 
 def main(arguments=None) -> None:
@@ -125,13 +109,8 @@ def main(arguments=None) -> None:
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
     add("--checkpoint", required=True, type=settled, metavar="DIR", help="of a causal model")
     add("--data", default="", metavar="DIR", help="prepared data (default: the run's validation)")
-    add(
-        "--text",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="text files instead; the longest counts",
-    )
+    how = "text files instead; the longest counts"
+    add("--text", nargs="+", default=[], metavar="FILE", help=how)
     add("--layers", nargs="+", **number, help="blocks from 1 on; 0: the embedding (default: all)")
     add("--tokens", nargs="+", **number, help=f"lengths (default: those of {TOKENS} that fit)")
     add("--texts", default=8, **number, help="windows for each length (8)")
@@ -139,18 +118,17 @@ def main(arguments=None) -> None:
     add("--lr", type=float, default=0.02, metavar="X", help="first step size (0.02)")
     add("--seed", default=0, **number, help="of the noise and of the random weights (0)")
     add("--device", default="auto", choices=DEVICES)
-    where = "where it goes (default: CHECKPOINT/../representation-<checkpoint>, or -2, -3, ...)"
-    add("--output", metavar="DIR", help=where)
+    where = "where it goes (default: CHECKPOINT/../representation-<checkpoint>, with a hash of "
+    add("--output", metavar="DIR", help=where + "other options than the default ones)")
     options = parser.parse_args(arguments)
-    output = Path(options.output or directory_for(options.checkpoint, "representation"))
+    given = {name: getattr(options, name) for name in ASKED}
+    asked = {name: v for name, v in given.items() if v != parser.get_default(name)}
+    where = directory_for(options.checkpoint, "representation", asked=repr(asked) if asked else "")
+    output = Path(options.output or where)
     check_writable(output)
     result = representation(options)
     print(report(result))
-    chosen = nullcontext(output)
-    if not options.output:
-        chosen = place_for(result, output, "representation.json", asked)
-    with chosen as output:
-        print(f"\nrepresentation.json, .md and .png are in {write(result, output)}")
+    print(f"\nrepresentation.json, .md and .png are in {write(result, output)}")
 
 
 if __name__ == "__main__":

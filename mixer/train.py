@@ -9,7 +9,7 @@ In a checkout, train.py is the same command.
 import argparse
 
 from mixer.common.errors import run_command
-from mixer.distributed.launch import start_asked_for_processes
+from mixer.distributed.launch import follow_launcher
 from mixer.training.config import describe_options, load_config
 from mixer.training.loop import train
 
@@ -22,7 +22,7 @@ def main() -> None:
     )
     parser.add_argument("--config", help="YAML file, see configs/; without it the defaults")
     options, overrides = parser.parse_known_args()
-    start_asked_for_processes()
+    follow_launcher()
     train(load_config(options.config, overrides))
 
 

@@ -16,24 +16,29 @@ the paper; ASSUMED says what. No look at the weights could tell.
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, first_line
+from mixer.models.masked_mixer.configuration import NAMES as OPTIONS
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 NAME = "a LanguageMixer"
-LAYERS = {  # the reference's names of what every block has, and ours
-    "seq_layernorm": "mixing_norm",
-    "patch_layernorm": "mlp_norm",
-    "patch_ff.0": "mlp.up_proj",
-    "patch_ff.2": "mlp.down_proj",
+NAMES = {  # ours, and the reference's
+    "model.embed_tokens": "wte",
+    "model.layers": "mixerblocks",
+    "mixing_norm": "seq_layernorm",
+    "mlp_norm": "patch_layernorm",
+    "mlp.up_proj": "patch_ff.0",
+    "mlp.down_proj": "patch_ff.2",
 }
+HEADS = "mixerhead"  # the name of a block's heads; that of some versions is conv
 PREFIXES = r"(?:(?:model|module|_orig_mod)\.)*"  # what wrappers put before every key
-HEADS_UNDER = ("mixerhead", "conv")  # names that the reference has had for a block's heads
 CONVOLUTION = re.compile(  # the weight of one, in a block with heads, an expanded or a flat one
     r"(mixerblocks\.\d+\.(?:(?:mixerhead|conv)\.convs\.\d+|conv\.[02]|conv))\.weight"
 )
@@ -41,6 +46,30 @@ ASSUMED = (
     "plain mixing: masked convolutions, and no softmax over their weights or outputs. The file "
     "does not say so: a softmax mixer has the same keys and shapes"
 )
+# The options of a model here that the reference has too, or that do not change what it computes.
+SHARED = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"),
+    *("intermediate_size", "num_mixer_heads", "mixer_kernel_size", "mixer_expansion"),
+    *("tie_word_embeddings", "mixing_weight", "mixing_init", "zero_init", "mixing_backend"),
+)
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file, with those that safetensors.torch.save_model has left out
+    because they are the same as others: the metadata has the name of the other under theirs.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}
+            names = (opened.metadata() or {}).items()
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read ({error}); give a .safetensors file") from None
+    if wrong := [name for name, value in weights.items() if not value.is_floating_point()]:
+        raise UserError(
+            f"{file} has {wrong[0]} of type {weights[wrong[0]].dtype}; allowed: floating-point "
+            "numbers: give the weights of a LanguageMixer"
+        )
+    return {name: weights[other] for name, other in names if other in weights} | weights
 
 
 def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
@@ -50,14 +79,10 @@ def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
     not fit the others.
     """
     source = _with_convolutions(without_prefix(source))
-    heads_under = "mixerhead" if any(".mixerhead." in key for key in source) else "conv"
-    config = _config(source, heads_under)
-    model = MaskedMixerForCausalLM(config).eval()
+    heads = HEADS if any(f".{HEADS}." in key for key in source) else "conv"
+    model = MaskedMixerForCausalLM(_config(source, heads)).eval()
     tensors = _tensors(model)
-    pieces = {
-        key: _as_reference(tensors[ours], ours, part)
-        for key, ours, part in _names(config, heads_under)
-    }
+    pieces = dict(_pieces(tensors, model.config, heads))
     compare(source, pieces)
     for key, piece in pieces.items():
         piece.copy_(source[key])
@@ -66,41 +91,26 @@ def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
     return model
 
 
-def to_reference(
-    model: MaskedMixerForCausalLM, heads_under: str = "mixerhead"
-) -> dict[str, Tensor]:
+def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
     """The state dict of a LanguageMixer with the model's logits, in the model's dtype.
 
-    heads_under: the reference's name for the heads of a block, one of HEADS_UNDER.
     Raises UserError for a model that the reference implementation does not have.
     """
-    config, heads = model.config, model.config.num_mixer_heads
-    absent = {
-        "a final norm (final_norm: true)": config.final_norm,
-        "linear layers without biases (linear_bias: false)": not config.linear_bias,
-        f"the MLP's nonlinearity (hidden_act: {config.hidden_act})": config.hidden_act != "gelu",
-        f"expansion with heads (mixer_expansion: true, num_mixer_heads: {heads})": (
-            config.mixer_expansion and heads > 1
-        ),
-        "an MLP before the mixing (mlp_first: true)": config.mlp_first,
-        "gated mixing (mixer_gate: true)": config.mixer_gate,
-        f"keyed mixing (mixer_key_size: {config.mixer_key_size})": config.mixer_key_size,
-        "heads without projections (mixer_projections: false)": (
-            heads > 1 and not config.mixer_projections
-        ),
-    }
-    if any(absent.values()):
-        parts = " nor ".join(part for part, is_there in absent.items() if is_there)
+    config, plain = model.config, MaskedMixerConfig()
+    absent = [
+        f"{name} = {getattr(config, name)}"
+        for name in OPTIONS
+        if name not in SHARED and getattr(config, name) != getattr(plain, name)
+    ]
+    if config.mixer_expansion and config.num_mixer_heads > 1:
+        absent.append(f"mixer_expansion with num_mixer_heads = {config.num_mixer_heads}")
+    if absent:
         raise UserError(
-            f"the reference implementation does not have {parts}; this model cannot be converted "
-            "to its format"
+            f"the reference implementation does not have {', '.join(absent)}; this model cannot be "
+            "converted to its format"
         )
-    tensors = _tensors(model)
-    views = {
-        key: _as_reference(tensors[ours], ours, part)
-        for key, ours, part in _names(config, heads_under)
-    }
-    return {key: view.clone(memory_format=torch.contiguous_format) for key, view in views.items()}
+    pieces = _pieces(_tensors(model), config, HEADS)
+    return {key: piece.clone(memory_format=torch.contiguous_format) for key, piece in pieces}
 
 
 def _convolutions(model: MaskedMixerForCausalLM) -> Iterator[tuple[str, TriangularConv]]:
@@ -110,57 +120,42 @@ def _convolutions(model: MaskedMixerForCausalLM) -> Iterator[tuple[str, Triangul
 
 
 def _tensors(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
-    """The model's parameters by name, which may be written to, but for the weights of convolutions:
+    """The model's parameters by name, which may be written to, except the weights of convolutions:
     there, copies of the weights that tokens are mixed with.
     """
-    tensors = model.state_dict()
+    tensors = {name: x for name, x in model.state_dict().items() if not name.endswith(".lags")}
     for name, conv in _convolutions(model):
         tensors[f"{name}.weight"] = conv.mixing_weight().detach().tril()
     return tensors
 
 
-def _names(config: MaskedMixerConfig, heads_under: str) -> Iterator[tuple[str, str, int | slice]]:
-    """(the reference's key, ours, which part of our tensor) for every tensor of the reference."""
-    whole = slice(None)
-    yield "wte.weight", "model.embed_tokens.weight", whole
-    yield "lm_head.weight", "lm_head.weight", whole
-    for number in range(config.num_hidden_layers):
-        block, ours = f"mixerblocks.{number}.", f"model.layers.{number}."
-        for kind in ("weight", "bias"):
-            for name, our_name in LAYERS.items():
-                yield f"{block}{name}.{kind}", f"{ours}{our_name}.{kind}", whole
-            yield from _mixing_names(
-                config, f"{block}{heads_under}.", block, f"{ours}mixing.", kind
-            )
+def _pieces(
+    tensors: dict[str, Tensor], config: MaskedMixerConfig, heads: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Views of the model's tensors, under the reference's names and with its axes.
 
-
-def _mixing_names(
-    config: MaskedMixerConfig, heads: str, block: str, mixing: str, kind: str
-) -> Iterator[tuple[str, str, int | slice]]:
-    """As `_names`, for the weights or biases (`kind`) of one block's token mixing.
-
-    heads, block and mixing: what stands before the reference's keys of heads, before all its keys,
-    and before our keys.
+    heads: the reference's name for the heads of a block.
     """
-    if config.num_mixer_heads > 1:
-        yield f"{heads}out_proj.{kind}", f"{mixing}out_proj.{kind}", slice(None)
-        width = config.hidden_size // config.num_mixer_heads
-        for head in range(config.num_mixer_heads):
-            rows = slice(head * width, (head + 1) * width)
-            yield f"{heads}proj_head.{head}.{kind}", f"{mixing}in_proj.{kind}", rows
-            yield f"{heads}convs.{head}.{kind}", f"{mixing}conv.{kind}", head
-    elif config.mixer_expansion:
-        yield f"{block}conv.0.{kind}", f"{mixing}conv.{kind}", 0
-        yield f"{block}conv.2.{kind}", f"{mixing}second_conv.{kind}", 0
-    else:
-        yield f"{block}conv.{kind}", f"{mixing}conv.{kind}", 0
-
-
-def _as_reference(tensor: Tensor, name: str, part: int | slice) -> Tensor:
-    """A part of our tensor as the reference holds it: a view. A convolution is (taps, out, in) here
-    and (out, in, taps) there.
-    """
-    return tensor[part].permute(1, 2, 0) if name.endswith("conv.weight") else tensor[part]
+    several = config.num_mixer_heads > 1
+    layers = {"conv": "conv.0" if config.mixer_expansion else "conv", "second_conv": "conv.2"}
+    for name, tensor in tensors.items():
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        block, is_mixing, part = name.partition("mixing.")
+        layer, _, kind = part.partition(".")
+        if layer in layers:  # (heads, taps, out, in) -> (heads, out, in, taps)
+            tensor = tensor.permute(0, 2, 3, 1) if kind == "weight" else tensor
+        if not is_mixing:
+            yield name, tensor
+        elif not several:
+            yield f"{block}{layers[layer]}.{kind}", tensor[0]
+        elif layer == "out_proj":
+            yield f"{block}{heads}.out_proj.{kind}", tensor
+        else:
+            parts = tensor if layer == "conv" else tensor.chunk(config.num_mixer_heads)
+            for head, piece in enumerate(parts):
+                names = {"conv": "convs", "in_proj": "proj_head"}
+                yield f"{block}{heads}.{names[layer]}.{head}.{kind}", piece
 
 
 def without_prefix(
@@ -180,17 +175,6 @@ def without_prefix(
     return {key.removeprefix(*prefixes): tensor for key, tensor in source.items()}
 
 
-def with_aliases(
-    source: Mapping[str, Tensor], metadata: Mapping[str, str] | None
-) -> dict[str, Tensor]:
-    """The tensors of a file with those that safetensors.torch.save_model has left out, because they
-    are the same as others: its metadata has the name of the other under theirs.
-    """
-    names = (metadata or {}).items()
-    aliases = {name: source[other] for name, other in names if other in source}
-    return aliases | dict(source)
-
-
 def _with_convolutions(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict with Linear layers (out, in) as convolutions (out, in, 1); with biases of zero
     if no convolution has any.
@@ -207,69 +191,51 @@ def _with_convolutions(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return source
 
 
-def _config(source: Mapping[str, Tensor], heads_under: str) -> MaskedMixerConfig:
+def _config(source: Mapping[str, Tensor], heads: str) -> MaskedMixerConfig:
     """The sizes of the model, from the tensors of the first block. `compare` checks later whether
     the other blocks agree.
     """
-    first, under = "mixerblocks.0.", f"mixerblocks.0.{heads_under}."
-    head_weight = re.compile(rf"{re.escape(under)}convs\.\d+\.weight")
-    heads = sum(head_weight.fullmatch(key) is not None for key in source)
-    expansion = f"{first}conv.0.weight" in source
-    if heads:
-        conv = f"{under}convs.0.weight"
-    else:
-        conv = f"{first}conv.0.weight" if expansion else f"{first}conv.weight"
-    mlp = f"{first}patch_ff.0.weight"
-    for key, dimensions in (("wte.weight", 2), (conv, 3), (mlp, 2)):
-        if key not in source:
-            raise UserError(
-                f"the weights lack {key}, which tells the model's sizes; give the whole state dict "
-                "of a LanguageMixer"
-            )
-        if source[key].dim() != dimensions:
-            raise UserError(
-                f"{key} has shape {tuple(source[key].shape)}; a LanguageMixer's has {dimensions} "
-                "dimensions"
-            )
-    if heads == 1:
-        raise UserError(
-            f"{under}convs has one head, with projections around it; the model here has these for "
-            "2 heads or more"
-        )
-    vocabulary, hidden = source["wte.weight"].shape
-    context, _, taps = source[conv].shape
+    first = "mixerblocks.0."
+    of_heads = re.compile(rf"{re.escape(first)}{heads}\.convs\.\d+\.weight")
+    count, is_expanded = sum(map(bool, map(of_heads.fullmatch, source))), False
+    conv = f"{first}{heads}.convs.0"
+    if not count:
+        is_expanded = f"{first}conv.0.weight" in source
+        conv = f"{first}conv.0" if is_expanded else f"{first}conv"
     numbers = {key.split(".")[1] for key in source if key.startswith("mixerblocks.")}
-    # Those without a gap. A block behind one, or with a number of millions, is an unknown key.
-    blocks = next(number for number in itertools.count() if str(number) not in numbers)
     try:
+        vocabulary, hidden = source["wte.weight"].shape
+        context, _, taps = source[f"{conv}.weight"].shape
+        width, _ = source[f"{first}patch_ff.0.weight"].shape
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
-            num_hidden_layers=blocks,
+            # Those without a gap. A block behind one is an unknown key.
+            num_hidden_layers=next(n for n in itertools.count() if str(n) not in numbers),
             max_position_embeddings=context,
-            intermediate_size=source[mlp].shape[0],
-            num_mixer_heads=max(heads, 1),
+            intermediate_size=width,
+            num_mixer_heads=max(count, 1),
             mixer_kernel_size=taps,
-            mixer_expansion=expansion,
+            mixer_expansion=is_expanded,
         )
-    except ValueError as error:
-        raise UserError(f"the weights are not those of a masked mixer: {error}") from None
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"the weights do not tell the sizes of a LanguageMixer ({first_line(error)}); give its "
+            "whole state dict"
+        ) from None
 
 
 def compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor], model: str = NAME) -> None:
     """Raises UserError, naming the model, unless `source` has just the keys and shapes of
     `pieces`.
     """
-    problems = [
-        f"unknown: {key} {tuple(source[key].shape)}" for key in sorted(set(source) - set(pieces))
-    ]
+    shapes, wanted = ({key: tuple(of[key].shape) for key in of} for of in (source, pieces))
+    problems = [f"unknown: {key} {shapes[key]}" for key in sorted(shapes.keys() - wanted)]
+    problems += [f"missing: {key} {wanted[key]}" for key in sorted(wanted.keys() - shapes)]
     problems += [
-        f"missing: {key} {tuple(pieces[key].shape)}" for key in sorted(set(pieces) - set(source))
-    ]
-    problems += [
-        f"{key} has shape {tuple(source[key].shape)}, expected {tuple(piece.shape)}"
-        for key, piece in pieces.items()
-        if key in source and source[key].shape != piece.shape
+        f"{key} has shape {shapes[key]}, expected {shape}"
+        for key, shape in wanted.items()
+        if shapes.get(key, shape) != shape
     ]
     if problems:
         listing = "\n  ".join(problems)

@@ -39,6 +39,11 @@ from mixer.models.architecture import model_class
 # The settings that decide which state the optimizer has, and their values for a checkpoint whose
 # trainer.json does not have them.
 OPTIMIZER_SETTINGS = {"optim.name": "adamw", "optim.shared_lags": False}
+OPTIMIZER_SETTINGS |= {"train.objective": "language"}
+
+# What a resume may change in the model's configuration, and what transformers records in it.
+FREE = ("mixing_backend", "mixing_init", "architectures", "dtype", "transformers_version")
+FREE += ("_name_or_path",)
 
 
 def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
@@ -56,10 +61,9 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
                 f"{directory}, or set checkpoint.resume=auto"
             )
         return None
-    elsewhere = resume != "auto" and Path(resume).resolve().parent != directory.resolve()
-    if resume != "auto" and not (elsewhere and found):
-        return _named(Path(resume), found)
-    if elsewhere:
+    if resume != "auto":
+        if not found or Path(resume).resolve().parent == directory.resolve():
+            return _named(Path(resume), found)
         say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
     for path in found:
         problem = damage(path)
@@ -76,19 +80,17 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
 
 def _named(path: Path, of_run: list[Path]) -> Path:
     """The checkpoint that checkpoint.resume names."""
-    problem = damage(path)
-    if problem:
+    if problem := damage(path):
         raise UserError(
             f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
             "step-N beside it"
         )
     step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
-    newer = [other for other in of_run if step_of(other) > step]
-    if newer:
+    if newer := [str(other) for other in of_run if step_of(other) > step]:
         raise UserError(
             f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto "
-            f"would take next time: {', '.join(map(str, newer))}; delete these, or choose another "
-            f"name for a run that goes on from {path.name}"
+            f"would take next time: {', '.join(newer)}; delete these, or choose another name for a "
+            f"run that goes on from {path.name}"
         )
     return path
 
@@ -114,22 +116,20 @@ def load_trainer(
             "it, or choose another name to start afresh"
         )
     saved = OPTIMIZER_SETTINGS | trainer.get("optimizer", {})
-    differing = differences(saved, OPTIMIZER_SETTINGS | optimizer)
-    if differing:
+    if differing := differences(saved, OPTIMIZER_SETTINGS | optimizer):
         raise UserError(
-            f"checkpoint {checkpoint} has the state of another optimizer: {'; '.join(differing)}; "
-            "set the checkpoint's values, or choose another name to start afresh"
+            f"checkpoint {checkpoint} has the state of another optimizer: {differing}; set the "
+            "checkpoint's values, or choose another name to start afresh"
         )
     differing = differences(trainer["data"], data)
     if differing and not allow_other_data:
         raise UserError(
-            f"checkpoint {checkpoint} was trained on other data or in another order:\n"
-            + "".join(f"  {line}\n" for line in differing)
-            + "restore that, choose another name to start afresh, or set "
+            f"checkpoint {checkpoint} was trained on other data or in another order: {differing}; "
+            "restore that, choose another name to start afresh, or set "
             "checkpoint.allow_other_data=true to go on with this"
         )
     if differing:
-        say("going on with other data than the checkpoint's: " + "; ".join(differing))
+        say(f"going on with other data than the checkpoint's: {differing}")
     return trainer
 
 
@@ -143,13 +143,13 @@ def identity(manifest: Manifest, seed: int) -> dict[str, Any]:
     return settings | {"seed": seed} | tokenizer | hashes
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for each key whose value in the checkpoint is not the one of now."""
-    return [
-        f"{key}: {_short(saved.get(key))} in the checkpoint, now {_short(now.get(key))}"
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """Each key whose value in the checkpoint is not the one of now; empty if there is none."""
+    return "; ".join(
+        f"{key} is {_short(saved.get(key))} in the checkpoint, now {_short(now.get(key))}"
         for key in sorted(saved | now)
         if saved.get(key) != now.get(key)
-    ]
+    )
 
 
 def _short(value: Any) -> str:
@@ -199,31 +199,14 @@ def check_same_model(
     fields = [name for name in type(config)().to_dict() if hasattr(config, name)]
     if type(saved) is not type(config):
         fields = ["model_type"]
-    ignored = {"mixing_backend", "mixing_init", "architectures", "dtype"}
-    ignored |= {"transformers_version", "_name_or_path"}
-    differing = [
-        f"{name} is {getattr(saved, name, None)} in the checkpoint and {getattr(config, name)} in "
-        "the configuration"
-        for name in fields
-        if name not in ignored and getattr(saved, name, None) != getattr(config, name)
-    ]
-    if differing:
+    before, now = (
+        {n: getattr(of, n, None) for n in fields if n not in FREE} for of in (saved, config)
+    )
+    if differing := differences(before, now):
         raise UserError(
-            f"checkpoint {checkpoint} is of another model: {'; '.join(differing)}; set these keys "
+            f"checkpoint {checkpoint} is of another model: {differing}; set these keys "
             "(model.*; model_type is model.architecture; vocab_size and eos_token_id come from "
             f"data.*) to the checkpoint's values, or {otherwise}"
-        )
-
-
-def warn_of_threads(trainer: dict[str, Any], device: torch.device, say: Say = print) -> None:
-    """Says where a run on a CPU cannot go on bit for bit, as it has another number of threads now:
-    they divide sums differently.
-    """
-    before, now = trainer.get("threads"), torch.get_num_threads()
-    if device.type == "cpu" and before is not None and before != now:
-        say(
-            f"the checkpoint is of a run with {before} CPU thread(s), this one has {now}: losses "
-            f"may differ in their last bits; start with OMP_NUM_THREADS={before} to repeat them"
         )
 
 

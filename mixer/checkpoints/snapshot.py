@@ -26,81 +26,62 @@ class Snapshot:
 
     Where a GPU has room the buffers are on it: a copy takes milliseconds, and `fetch` brings it to
     the host on a stream of its own, beside the next steps. Else the buffers are in the host's
-    memory (pinned, if there is a GPU), and the next step waits for the copies.
+    memory, and the next step waits for the copies.
 
     `take` is called by training, and `fetch` by the writing thread, before the next `take`.
     """
 
     def __init__(self, device: torch.device, needed: int):
-        self.device, self.on_device = device, has_room(device, needed)
-        on_gpu = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if on_gpu else None
-        self.buffers = _Buffers(device if self.on_device else torch.device("cpu"), pinned=on_gpu)
-        self.on_host = _Buffers(torch.device("cpu"), pinned=False)
-        # Pinned here, not by the writing thread: pinning beside training holds up what it launches.
-        staged = min(needed, STAGE_BYTES) if self.on_device else 0
-        self.stage = torch.empty(staged, dtype=torch.uint8, pin_memory=on_gpu)
-        self.names: list[str] = []
-        self.taken = None
+        self.on_device = has_room(device, needed)
+        self.place = device if self.on_device else torch.device("cpu")
+        self.copies: dict[str, Tensor] = {}
+        self.on_host: dict[str, Tensor] = {}
+        if self.on_device:
+            self.stream, self.taken = torch.cuda.Stream(device), None
+            self.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Queues copies of named tensors. From here on the tensors may change: the copies are
-        queued before whatever comes next on the current stream.
+        """Copies named tensors, the same ones each time. From here on the tensors may change: on a
+        GPU the copies are queued before whatever comes next on the current stream.
         """
-        self.names, targets, sources, queued = [], [], [], 0
+        targets, sources, queued = [], [], 0
         for name, tensor in tensors:
-            self.names.append(name)
-            targets.append(self.buffers.like(name, tensor))
+            if name not in self.copies:
+                self.copies[name] = torch.empty_like(tensor, device=self.place)
+            targets.append(self.copies[name])
             sources.append(tensor)
             queued += tensor.nbytes
             if queued > QUEUED_BYTES:
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+                torch._foreach_copy_(targets, sources)
                 targets, sources, queued = [], [], 0
         if sources:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        if self.stream is not None:
-            self.taken = torch.cuda.current_stream(self.device).record_event()
+            torch._foreach_copy_(targets, sources)
+        if self.on_device:
+            self.taken = torch.cuda.current_stream(self.place).record_event()
 
     def fetch(self) -> dict[str, Tensor]:
         """The copies, in the host's memory."""
         if not self.on_device:
-            if self.taken is not None:
-                self.taken.synchronize()
-            return {name: self.buffers[name] for name in self.names}
-        if self.stream is None:
-            return {name: self._fetched(name) for name in self.names}
+            return self.copies
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.taken)
-            return {name: self._fetched(name) for name in self.names}
+            return {name: self._fetched(name, copy) for name, copy in self.copies.items()}
 
-    def _fetched(self, name: str) -> Tensor:
-        """A copy on the host, through pinned memory: to pin as much as the state takes seconds."""
-        copy = self.buffers[name]
-        host = self.on_host.like(name, copy)
+    def _fetched(self, name: str, copy: Tensor) -> Tensor:
+        """A copy on the host, through pinned memory: a copy to other memory would hold up all that
+        training launches meanwhile, and pinning as much as the state takes seconds.
+        """
+        if name not in self.on_host:
+            self.on_host[name] = torch.empty_like(copy, device="cpu")
+        host = self.on_host[name]
         source, target = (tensor.view(-1).view(torch.uint8) for tensor in (copy, host))
         for start in range(0, source.numel(), STAGE_BYTES):
             part = source[start : start + STAGE_BYTES]
             stage = self.stage[: part.numel()]
             stage.copy_(part, non_blocking=True)
-            if self.stream is not None:
-                arrived = torch.cuda.Event(blocking=True)  # this thread sleeps until then
-                arrived.record(self.stream)
-                arrived.synchronize()
+            arrived = torch.cuda.Event(blocking=True)  # this thread sleeps until then
+            arrived.record(self.stream)
+            arrived.synchronize()
             target[start : start + part.numel()].copy_(stage)
         return host
-
-
-class _Buffers(dict[str, Tensor]):
-    """A tensor for each name, made when it is first needed."""
-
-    def __init__(self, device: torch.device, pinned: bool):
-        super().__init__()
-        self.how = {"device": device, "pin_memory": pinned and device.type == "cpu"}
-
-    def like(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor of that name, of this shape and type."""
-        held = self.get(name)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = self[name] = torch.empty(tensor.shape, dtype=tensor.dtype, **self.how)
-        return held

@@ -1,5 +1,5 @@
-"""Writing checkpoints while training continues: the state is copied while the GPU works on, and a
-thread writes the copies.
+"""Writing checkpoints while training continues: the state is copied after a step, and a thread
+writes the copies.
 """
 
 import json
@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
+from mixer.checkpoints.sentences import write_modules
 from mixer.checkpoints.snapshot import Snapshot
-from mixer.checkpoints.state import Look, held_state, is_weight
+from mixer.checkpoints.state import held_state, is_weight, not_finite
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
 from mixer.distributed.shards import local_part, whole
@@ -47,32 +47,19 @@ class CheckpointWriter:
         world: World,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        makes_vectors: bool = False,
+        resumed: Path | None = None,
     ):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.world, self.model, self.tokenizer = world, model, tokenizer
+        self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self.files = world.size if self.sharded else 1  # of the optimizer's state
         self.snapshot: Snapshot | None = None  # made by the first save
-        self.prepared: Look | None = None  # at the copies that the next save is to write
-        on_gpu = world.device.type == "cuda"
-        gpu = torch.cuda.current_device() if on_gpu else None
-        self.thread = ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint", initializer=_after_training, initargs=(gpu,)
-        )
+        self.newest = resumed  # the last good checkpoint
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
         self.abandoned = threading.Event()
-
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Queues what the next `save` needs of a GPU, which may still be at work on the step: what
-        this takes here costs no time then. `save` must follow before the next step.
-
-        Does nothing where a `save` would wait: for the last checkpoint, whose buffers are used
-        again, or for other processes. Nor where this would take long, and count as training: for
-        copies to the host's memory, and for the first ones, which make their memory.
-        """
-        self.check()
-        on_device = self.snapshot is not None and self.snapshot.on_device
-        if on_device and not (self.jobs or self.sharded):
-            self.prepared = self._prepare(optimizer)
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
         """Starts to write the checkpoint of the step trainer["step"].
@@ -82,28 +69,23 @@ class CheckpointWriter:
         Raises NotFinite, and writes nothing, if the state is not finite (`require_finite`).
         """
         self.wait()  # until the last checkpoint is written
-        look, self.prepared = self.prepared or self._prepare(optimizer), None
-        self._require_finite(look, trainer["step"])
+        self.require_finite(optimizer, trainer["step"])
         random = self.world.gather(_random_state(self.world.device))
-        trainer = {"format": format.FORMAT} | trainer
         if self.world.is_main or self.sharded:
-            self._submit(self._write, random, trainer)
+            held = held_state(self.model, optimizer)
+            if self.snapshot is None:
+                needed = sum(tensor.nbytes for tensor in held.values())  # of a sharded one: less
+                self.snapshot = Snapshot(self.world.device, needed)
+            self.snapshot.take(self._written(held))
+            self._submit(self._write, random, {"format": format.FORMAT} | trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
         any process. All processes must call this together, after step `step`.
         """
-        self._require_finite(_look(held_state(self.model, optimizer)), step)
-
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> Look:
-        """Copies what this process writes, and looks for NaN and infinity in all that it holds."""
         held = held_state(self.model, optimizer)
-        if self.world.is_main or self.sharded:
-            self._copy(held)
-        return _look(held)
-
-    def _require_finite(self, look: Look, step: int) -> None:
-        reports = self.world.gather(look.not_finite())
+        found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
+        reports = self.world.gather(found)
         rank = next((rank for rank, names in enumerate(reports) if names), None)
         if rank is None:
             return
@@ -121,12 +103,6 @@ class CheckpointWriter:
         """
         self.wait()
         return self.world.of_main(self._newest())
-
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is still being written; the same answer on all processes, which must
-        ask together.
-        """
-        return self.world.of_main(any(not job.done() for job in self.jobs))
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
@@ -168,19 +144,9 @@ class CheckpointWriter:
             ) from error
 
     def _newest(self) -> str:
-        good = format.complete_checkpoints(self.directory)
-        if not good:
+        if self.newest is None:
             return "No checkpoint of the run is complete"
-        return f"The run can go on from {good[-1]}, its last good checkpoint"
-
-    def _copy(self, held: dict[str, Tensor]) -> None:
-        if self.snapshot is None:
-            sizes = {name: local_part(tensor).nbytes for name, tensor in held.items()}
-            sizes |= {
-                name: self.world.is_main * held[name].nbytes for name in held if is_weight(name)
-            }
-            self.snapshot = Snapshot(self.world.device, sum(sizes.values()))
-        self.snapshot.take(self._written(held))
+        return f"The run can go on from {self.newest}, its last good checkpoint"
 
     def _written(self, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """What this process writes: its part of the optimizer's state, and all weights if it is the
@@ -196,17 +162,16 @@ class CheckpointWriter:
         """Writes one checkpoint, of the copies; runs in the thread."""
         held = self.snapshot.fetch()
         final = self.directory / f"step-{trainer['step']}"
-        of = self._files()
         partial = final.with_name(final.name + ".partial")
         try:
-            if self.world.is_main:
-                (partial / format.STATE).mkdir(parents=True)
-            state = {name: copy for name, copy in held.items() if not is_weight(name)}
-            self._write_optimizer(partial, state)
+            (partial / format.STATE).mkdir(parents=True, exist_ok=True)
+            self._write_optimizer(partial, {n: x for n, x in held.items() if not is_weight(n)})
             if not self.world.is_main:
                 return
             weights = {name: copy for name, copy in held.items() if is_weight(name)}
             _write_model(partial, self.model, weights, self.tokenizer)
+            if self.makes_vectors:
+                write_modules(partial, self.model.config.hidden_size)
             states = {
                 f"{kind}-{rank}": state
                 for rank, states in enumerate(random)
@@ -214,8 +179,7 @@ class CheckpointWriter:
             }
             save_file(states, partial / format.RANDOM)
             (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
-            files = [format.optimizer_file(partial, n, of) for n in range(1, of + 1)]
-            self._wait_for(lambda: all(file.is_file() for file in files))
+            self._wait_for_optimizer(partial)
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
             format.complete(partial, final, self.world.say)
@@ -223,47 +187,29 @@ class CheckpointWriter:
             if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
+        self.newest = final
         self.world.say(f"saved {final}")
-        format.prune(self.directory, self.keep, self.keep_every, self.world.say)
-
-    def _files(self) -> int:
-        return self.world.size if self.sharded else 1
+        format.prune(self.directory, trainer["step"], self.keep, self.keep_every, self.world.say)
 
     def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
         """Writes this process's file. It gets its name once it is whole, because the main process
         waits for that name.
         """
-        self._wait_for((partial / format.STATE).is_dir)
-        number = self.world.rank + 1 if self.sharded else 1
-        file = format.optimizer_file(partial, number, self._files())
+        file = format.optimizer_file(partial, self.world.rank + 1, self.files)
         save_file(optimizer, file.with_suffix(".partial"))
         flush(file.with_suffix(".partial"))
         os.rename(file.with_suffix(".partial"), file)
 
-    def _wait_for(self, condition) -> None:
+    def _wait_for_optimizer(self, partial: Path) -> None:
+        files = [format.optimizer_file(partial, n + 1, self.files) for n in range(self.files)]
         deadline = time.monotonic() + OTHERS_SECONDS
-        while not condition():
+        while not all(file.is_file() for file in files):
             if self.abandoned.is_set() or time.monotonic() > deadline:
                 raise OSError(
                     "files of other processes did not appear; output_dir must be one directory "
                     "for all hosts"
                 )
             time.sleep(0.01)
-
-
-def _look(held: dict[str, Tensor]) -> Look:
-    return Look({name: local_part(tensor) for name, tensor in held.items()})
-
-
-def _after_training(device: int | None) -> None:
-    """Prepares the writing thread: it works on its process's GPU (a new thread would use GPU 0),
-    and yields the processors to training.
-    """
-    if device is not None:
-        torch.cuda.set_device(device)
-    thread = threading.get_native_id()
-    with suppress(OSError):  # only root may make a process of `nice -n 15` less nice
-        os.setpriority(os.PRIO_PROCESS, thread, max(10, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

@@ -1,13 +1,10 @@
 """Writing files and directories so that nothing is ever half there or overwritten by mistake."""
 
-import glob
-import itertools
-import json
+import hashlib
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,32 +38,21 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_directory(directory: Path, new: bool = False) -> Iterator[Path]:
-    """`whole_file` for a directory: what is written into the one that it yields appears in
-    `directory`, with the directory itself if that does not exist yet.
-
-    In one that exists, files of the same names are replaced one by one, and the others stay; with
-    `new`, `check_new` is asked again, as another process may have made it.
+    """`whole_file` for several files: what is written into the directory that it yields appears in
+    `directory` when all of it is on the disk. Files of the same names are replaced, and others
+    stay. With `new`, `check_new` is asked again, as another process may have written there.
     """
-    while True:
-        exists = directory.is_dir()
-        # Inside one that exists, which may be a mounted disk.
-        place = directory / directory.resolve().name if exists else directory
-        with _all_or_nothing(directory, place) as stage:
-            if directory.is_dir() != exists:  # made by the process that had the lock
-                continue
-            if new:
-                check_new(directory)
-            stage.mkdir()
-            yield stage
-            if not exists:
-                publish(stage, directory)
-                return
-            _let_others_read(*stage.iterdir())
-            flush_tree(stage)
-            for file in stage.iterdir():
-                os.replace(file, directory / file.name)
-            flush(directory)
-            return
+    # Inside the directory, which may be a mounted disk.
+    with _all_or_nothing(directory, directory / directory.resolve().name) as stage:
+        if new:
+            check_new(directory)
+        stage.mkdir()
+        yield stage
+        _let_others_read(*stage.iterdir())
+        flush_tree(stage)
+        for file in stage.iterdir():
+            os.replace(file, directory / file.name)
+        flush(directory)
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -88,17 +74,15 @@ def write_text(path: Path, text: str) -> None:
 @contextmanager
 def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
     """Yields where to write what gets the name `place`, whose directories are made, while no other
-    process does the same. If the block fails, deletes this and them again; an error of the system
-    becomes a UserError about `output`.
+    process does the same. If the block fails, deletes all of this; an error of the system becomes a
+    UserError about `output`.
     """
     missing = missing_directories(place.parent)
-    stage = place.with_name(f".partial-{secrets.token_hex(4)}-{place.name}")
+    stage = place.with_name(f".partial-{place.name}")
     try:
-        with locked(place.with_name(f".partial-{place.name}.lock"), remove=True):
-            for begin in (".partial-", ".partial-????????-"):  # of what a killed process has left
-                for left in place.parent.glob(begin + glob.escape(place.name)):
-                    _remove(left)
+        with locked(place.with_name(f".partial-{place.name}.lock")):
             try:
+                _remove(stage)  # what a killed process has left
                 yield stage
             finally:
                 _remove(stage)
@@ -137,7 +121,7 @@ def _let_others_read(*files: Path) -> None:
 
 
 def check_new(output: Path) -> None:
-    """Raises UserError unless `output` is free for a new directory, or is an empty one, but for
+    """Raises UserError unless `output` is free for a new directory, or is an empty one, except for
     what `whole_directory` writes there or a killed one has left.
     """
     names = os.listdir(output) if output.is_dir() else []
@@ -151,52 +135,32 @@ def check_writable(directory: Path) -> None:
     """Raises UserError if results cannot be written to `directory`. Call it before hours of work;
     it creates nothing.
     """
-    if not is_plain_text(str(directory)):
-        raise UserError(
-            f"results cannot go to {str(directory)!r}: not every library can write to a name that "
-            "is no UTF-8 text; choose another --output"
-        )
     places = (directory.absolute(), *directory.absolute().parents)
     existing = next(path for path in places if os.path.lexists(path))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        problem = "nothing can be written into it" if existing.is_dir() else "it is a file"
-        if not existing.exists():
-            problem = "it is a link that leads nowhere"
-        raise UserError(
-            f"results cannot go to {directory}: of {existing}, {problem}; choose another --output"
-        )
+    problem = ""
+    if not is_plain_text(str(directory)):  # some libraries cannot write there
+        problem = "its name is no UTF-8 text"
+    elif not existing.is_dir():
+        problem = f"{existing} is no directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} does not allow it"
+    if problem:
+        shown = repr(str(directory))
+        raise UserError(f"results cannot go to {shown}: {problem}; choose another --output")
 
 
-def directory_for(checkpoint: Path, what: str, about: str = "") -> Path:
-    """The directory for results about a checkpoint, such as runs/demo/eval-step-600-book.txt. It is
-    beside the checkpoint, whose own files training has listed and nothing may change.
+def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "") -> Path:
+    """The directory for results about a checkpoint, such as runs/demo/eval-step-600. It is beside
+    the checkpoint, whose own files training has listed and nothing may change.
 
-    about: what else the results are of; what no name of a file can be is left out.
+    about: what else the results are of; what no name of a file can be is left out. asked: all that
+    was asked for, if it is not the default. Its hash is in the name, so that what was asked for in
+    another way has another directory.
     """
     about = re.sub(r"[^\w.]+", "-", about)[:40].strip("-.")
+    own = asked and hashlib.sha256(asked.encode(errors="replace")).hexdigest()[:6]
     checkpoint = Path(os.path.realpath(checkpoint))
-    return checkpoint.with_name("-".join(filter(None, (what, checkpoint.name, about))))
-
-
-@contextmanager
-def place_for(results, directory: Path, file: str, asked: Callable) -> Iterator[Path]:
-    """The first of `directory`, `directory`-2, `directory`-3, ... that has no results of another
-    kind. Until they are written, in the `with` block, other processes wait to choose theirs.
-
-    file: the name of the JSON file of results. asked: a function from results to what was asked
-    for. Results that were asked for in the same way are replaced.
-    """
-    numbered = (directory.with_name(f"{directory.name}-{n}") for n in itertools.count(2))
-    with locked(directory.with_name(f".{directory.name}.lock"), remove=True):
-        places = itertools.chain([directory], numbered)
-        yield next(one for one in places if not _has_other_results(one / file, results, asked))
-
-
-def _has_other_results(file: Path, results, asked: Callable) -> bool:
-    try:
-        return file.exists() and asked(json.loads(file.read_text("utf-8"))) != asked(results)
-    except (ValueError, TypeError, KeyError):
-        return False  # not written by this package, or not to its end
+    return checkpoint.with_name("-".join(filter(None, (what, checkpoint.name, about, own))))
 
 
 def flush(path: Path) -> None:

@@ -71,6 +71,13 @@ def product_flops(device: torch.device, precision: str) -> float:
     return 2 * size**3 / best
 
 
+def lacks_bf16(device: torch.device) -> str:
+    """The name of a GPU without bf16 arithmetic; "" for any other device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0):
+        return ""
+    return torch.cuda.get_device_name(device)
+
+
 def check_precision(device: torch.device, precision: str) -> None:
     """Raises UserError for a mixed precision that the device does not have."""
     if precision == "fp16" and device.type == "cpu":
@@ -78,9 +85,7 @@ def check_precision(device: torch.device, precision: str) -> None:
             "train.mixed_precision = 'fp16' on a CPU; allowed there: no, bf16; set "
             "train.mixed_precision=no"
         )
-    on_gpu = device.type == "cuda"
-    if precision == "bf16" and on_gpu and torch.cuda.get_device_capability(device) < (8, 0):
-        name = torch.cuda.get_device_name(device)
+    if precision == "bf16" and (name := lacks_bf16(device)):
         raise UserError(
             f"train.mixed_precision = 'bf16', but {name} has no bf16 arithmetic (it begins with "
             "compute capability 8.0); set train.mixed_precision=fp16"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mixer.common.errors import UserError, first_line
-from mixer.common.options import is_plain_text
 
 # The type that a value must have, or several of them: dict, list, str, int, float, bool, NoneType.
 Kind = type | tuple[type, ...]
@@ -28,6 +27,7 @@ def read_json(
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+        _require_plain_text(values)
         problem = object_problem(values, required or {}, optional or {})
     except OSError as error:
         raise UserError(f"{file} cannot be read ({first_line(error)}): {remedy}") from None
@@ -53,16 +53,12 @@ def object_problem(
         if key in values and type(values[key]) not in kinds:
             allowed = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
             wrong.append(f"{key} = {repr(values[key])[:60]}, allowed: {allowed}")
-    if wrong:
-        return "; ".join(wrong)
-    bad = next((key for key, value in values.items() if not _is_plain([key, value])), None)
-    return None if bad is None else f"{bad!r} holds a null character or a lone surrogate"
+    return "; ".join(wrong) or None
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether all text in a value is text that files can hold."""
-    if isinstance(value, str):
-        return is_plain_text(value)
-    if isinstance(value, dict):
-        return all(_is_plain(part) for pair in value.items() for part in pair)
-    return not isinstance(value, list) or all(map(_is_plain, value))
+def _require_plain_text(values: Any) -> None:
+    """Raises ValueError for text that no file or file name can hold."""
+    text = json.dumps(values, ensure_ascii=False)
+    if "\\u0000" in text:
+        raise ValueError("it holds a null character")
+    text.encode()  # raises for a lone surrogate

@@ -2,13 +2,9 @@
 section.key.
 """
 
-from torch import Tensor
-
 from mixer.common.errors import UserError
 from mixer.common.yaml_file import read_yaml
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
-from mixer.models.masked_mixer.mixing import VARIANTS, TokenMixing
-from mixer.models.masked_mixer.modeling import in_autocast_type
 from mixer.ops.plain import BACKENDS
 
 
@@ -60,22 +56,3 @@ def entrants_of(file: str) -> dict[str, dict]:
         found[str(name)] = entrant(architecture if architecture in TRANSFORMERS else "auto")
         found[str(name)] |= options
     return found
-
-
-class NoMixing(TokenMixing):
-    """x + LN(x): the norm and the residual remain, and nothing is mixed. No backend can be faster,
-    so it is the limit of a comparison.
-    """
-
-    convolutions = 0
-
-    def __init__(self, config):
-        super().__init__()
-
-    def forward(self, x: Tensor, residual: Tensor, *_) -> Tensor:
-        return in_autocast_type(residual) + in_autocast_type(x)
-
-
-def remove_mixing() -> None:
-    """Every masked mixer that this process makes from now on has no token mixing."""
-    VARIANTS.insert(0, (lambda config: True, NoMixing))

@@ -13,38 +13,33 @@ MOST_CURVES = 4  # of named runs that one picture shows
 
 
 def draw(result: dict, output: Path) -> Path | None:
-    """None of results that have no picture."""
+    """None of results that have no picture, as those of retrieval."""
+    if any("top1_of_32" in row for row in result["runs"].values()):
+        return None
     if "kinds" in result["plan"]:
         return save(figure_of_kinds(result), output) if finished(result["runs"]) else None
-    left_out = {"seed", "without_mixing"}
     timed = {
         name: one
         for name, one in result["runs"].items()
-        if "training_seconds" in one and not left_out & one.keys()
+        if "training_seconds" in one and "seed" not in one
     }
     return save(figure_of_runs(timed), output) if 0 < len(timed) <= MOST_CURVES else None
 
 
 def figure_of_runs(runs: dict):
-    """Training loss against training time, and gradient norms against steps."""
-    figure = new_figure(figsize=(11, 4.2))
-    left, right = figure.subplots(1, 2)
-    losses, gradients = {}, {}
+    """Training loss against training time."""
+    figure = new_figure(figsize=(8, 4.8))
+    axes, ends = figure.add_subplot(), {}
     for colour, (name, one) in zip(COLOURS, runs.items(), strict=False):
-        style = {"color": colour, "linewidth": 1}
         end = (one["training_seconds"], one["validation_loss"], colour)
         steps, values = zip(*one["loss"], strict=True)
-        left.plot([step * end[0] / one["steps"] for step in steps], values, **style)
-        left.plot(*end[:2], "o", color=colour)
-        losses[f"{end[1]:.3f} {name}"] = end
-        right.plot(*zip(*one["grad_norm"], strict=True), **style)
-        gradients[name] = (*one["grad_norm"][-1], colour)
-    left.set(xlabel="training time (s)", title="Training loss; dots: validation")
-    left.set_ylabel("loss (nats per token)")
-    right.set(xlabel="optimizer step", ylabel="norm", yscale="log")
-    right.set_title("Gradient norm before clipping")
-    name_ends(left, losses)
-    name_ends(right, gradients)
+        times = [step * end[0] / one["steps"] for step in steps]
+        axes.plot(times, values, color=colour, linewidth=1)
+        axes.plot(*end[:2], "o", color=colour)
+        ends[f"{end[1]:.3f} {name}"] = end
+    axes.set(xlabel="training time (s)", title="Training loss; dots: validation")
+    axes.set_ylabel("loss (nats per token)")
+    name_ends(axes, ends)
     return figure
 
 
@@ -72,7 +67,9 @@ def ends_of(runs: dict, kind: str, size: str | None = None) -> list[tuple[float,
 
 
 def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
-    """The ends of all runs: thin lines for one size, thick ones for the lowest of a kind."""
+    """The ends of all runs: thin lines for one size, thick ones for the lowest of a kind, and a bar
+    from the lowest to the highest of several seeds.
+    """
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     rows = sorted(finished(runs), key=lambda row: row["parameters"])
@@ -91,6 +88,8 @@ def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
                 axes.plot(
                     *end, marker, markerfacecolor=colour if end in lowest else "white", **style
                 )
+        for seconds, losses in spreads(runs, kind):
+            axes.vlines(seconds, min(losses), max(losses), color=colour, linewidth=5, alpha=0.4)
     axes.set(xscale="log", yscale="log", xlabel="training time on one GPU", title="Loss by time")
     axes.set_ylabel("validation loss (nats per token)")
     axes.set_xticks([tick for tick in TICKS if min(times) * 0.8 <= tick <= 1.2 * max(times)])
@@ -99,14 +98,24 @@ def draw_times(axes, runs: dict, colours: dict[str, str]) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(7))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    for size, marker in markers.items():
-        style = {"color": "#555555", "markerfacecolor": "white", "linestyle": ""}
-        axes.plot([], [], marker=marker, label=size, **style)
-    sizes = axes.get_legend_handles_labels()
-    axes.figure.legend(
-        *sizes, loc="outside lower left", ncols=5, title="size (filled: lowest of its kind)"
-    )
+    if len(markers) > 1:
+        for size, marker in markers.items():
+            style = {"color": "#555555", "markerfacecolor": "white", "linestyle": ""}
+            axes.plot([], [], marker=marker, label=size, **style)
+        sizes, title = axes.get_legend_handles_labels(), "size (filled: lowest of its kind)"
+        axes.figure.legend(*sizes, loc="outside lower left", ncols=5, title=title)
     name_ends(axes, names)
+
+
+def spreads(runs: dict, kind: str) -> list[tuple[float, list[float]]]:
+    """Of each run of a kind that was repeated: its seconds, and the losses of all its seeds."""
+    found: dict[str, list[float]] = {}
+    for name, row in runs.items():
+        if row.get("kind") == kind and "seed" in row and "validation_loss" in row:
+            first = name.removesuffix(f", seed {row['seed']}")
+            losses = found.setdefault(first, [runs[first]["validation_loss"]])
+            losses.append(row["validation_loss"])
+    return [(runs[first]["training_seconds"], losses) for first, losses in found.items()]
 
 
 def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) -> None:
@@ -116,7 +125,7 @@ def draw_positions(axes, runs: dict, colours: dict[str, str], seconds: float) ->
     names = {}
     for kind, colour in colours.items():
         best = best_size(runs, kind, seconds)
-        if not best or "loss_by_position" not in best:
+        if not best or not best.get("loss_by_position"):
             continue
         losses = best["loss_by_position"]
         ends = [end for end, _ in losses if (end + 1) & end == 0 or end == losses[-1][0]]

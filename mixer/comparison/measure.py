@@ -18,17 +18,17 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import NotFinite, UserError, first_line
 from mixer.common.provenance import hardware
-from mixer.comparison.entrants import remove_mixing
 from mixer.comparison.plan import Run
 from mixer.comparison.report import mean_by_position
 from mixer.data.manifest import Manifest
-from mixer.data.token_file import TokenFile
+from mixer.data.run_data import Samples, open_data
 from mixer.evaluation.evaluate import loss_by_kind
 from mixer.evaluation.measure import AUTOCAST_TYPES
-from mixer.evaluation.scoring import evaluate_streams
+from mixer.evaluation.scoring import evaluate_batches, sample_batches
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train
+from mixer.training.objective import useful_flops
 
 POINTS = 60  # of a curve of the results
 
@@ -57,13 +57,13 @@ def stop_with_parent() -> None:
 def train_run(run: Run, name: str, folder: Path) -> dict | None:
     """What a run measures; None if a signal has stopped it, and it was saved."""
     given = [f"name={name}", f"output_dir={folder}", "train.eval_every=0"]
-    config = run.config(*given, "checkpoint.save_every=0", "checkpoint.save_last=false")
+    given += ["checkpoint.save_every=0", f"checkpoint.save_last={str(run.keeps).lower()}"]
+    config = run.config(*given)
     saved = config.directory / "config.yaml"
     if saved.exists() and load_config(str(saved), []) != config:  # of other options
         shutil.rmtree(config.directory)
     row = run.about | {"settings": run.settings, "hardware": hardware()}
-    if run.about.get("without_mixing"):
-        remove_mixing()
+    data = open_data(config.data, config.model.max_position_embeddings)
     try:
         model = train(config)
     except NotFinite as error:  # a run that diverges is a result, too
@@ -74,18 +74,26 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         lines = read_metrics(config.directory)
         if lines[-1]["step"] < config.train.steps:
             return None
-        is_speed = run.about.get("budget") == 0 and not run.about.get("without_mixing")
-        row |= measured(lines, config, min if is_speed else median)
+        is_speed = run.about.get("budget") == 0
+        row |= measured(lines, config, data.manifest, min if is_speed else median)
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        useful = model.flops_per_token()["useful"]
-        row["useful_tflops"] = useful * row["tokens_per_second"] / 1e12
-        row |= where(model, config) if run.by_position else {}
-    shutil.rmtree(config.directory)
-    splits = Manifest.load(config.data.directory).splits.values()
+        row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
+        by_position = run.by_position and not config.is_contrastive
+        row |= where(model, config, data.validation) if by_position else {}
+    if run.keeps:
+        row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
+    else:
+        shutil.rmtree(config.directory)
+    splits = data.manifest.splits.values()
     return row | {"text_sha256": [split.tokens_sha256 for split in splits]}
 
 
-def measured(lines: list[dict], config: RunConfig, typical: Callable[[list[float]], float]) -> dict:
+def measured(
+    lines: list[dict],
+    config: RunConfig,
+    data: Manifest,
+    typical: Callable[[list[float]], float],
+) -> dict:
     """typical: of the times of a step. A speed has few, and starts of other processes may slow all
     of them but one.
     """
@@ -93,8 +101,7 @@ def measured(lines: list[dict], config: RunConfig, typical: Callable[[list[float
     last, validation = windows[-1], [line for line in lines if "validation_loss" in line][-1]
     each = seconds_a_step(windows, typical)
     tokens_a_step = last["tokens"] // last["step"]
-    text = Manifest.load(config.data.directory).splits["train"]
-    norms = [line["grad_norm"] for line in windows if line["grad_norm"]]
+    text = data.splits["train"]
     found = {
         "steps": last["step"],
         "tokens": last["tokens"],
@@ -105,15 +112,14 @@ def measured(lines: list[dict], config: RunConfig, typical: Callable[[list[float
         "passes": last["tokens"] / text.tokens,
         "peak_memory_gb": last["peak_memory_gb"],
         "validation_loss": validation["validation_loss"],
-        "bits_per_byte": validation["validation_bits_per_byte"],
-        "largest_grad_norm": max(norms, default=None),
+        "accuracy": validation.get("validation_accuracy"),
+        "bits_per_byte": validation.get("validation_bits_per_byte"),
         "largest_rise": largest_rise(
             [line["loss"] for line in windows if line["step"] > config.optim.warmup_steps]
         ),
+        "loss": thinned([[line["step"], line["loss"]] for line in windows]),
     }
-    for name in ("loss", "grad_norm"):
-        found[name] = thinned([[line["step"], line[name]] for line in windows if line[name]])
-    return found
+    return found | {name: validation[name] for name in validation if name.startswith("top1_of_")}
 
 
 def seconds_a_step(windows: list[dict], typical: Callable[[list[float]], float]) -> float:
@@ -142,22 +148,19 @@ def thinned(points: list) -> list:
     return [points[round(at)] for at in np.linspace(0, len(points) - 1, POINTS)]
 
 
-def where(model: PreTrainedModel, config: RunConfig) -> dict:
+def where(model: PreTrainedModel, config: RunConfig, validation: Samples) -> dict:
     """The validation loss of the run's samples by position, and by kind of token."""
-    context = config.model.max_position_embeddings
-    validation = TokenFile(config.data.directory, "validation", context)
-    samples = min(len(validation), config.train.eval_samples or len(validation))
-    starts = np.arange(samples) * len(validation) // samples * context  # as in training
+    batches = sample_batches(validation, config.train.eval_samples, config.train.batch_size)
     model.config.use_cache = False  # a transformer would keep keys and values
     for part in model.modules():
         vars(part).pop("forward", None)  # what is compiled is for the trainer's calls alone
-    scores = evaluate_streams(
+    scores = evaluate_batches(
         model,
-        [validation.tokens[start : start + context + 1] for start in starts],
-        context,
-        batch_size=config.train.batch_size,
-        device=next(model.parameters()).device,
-        dtype=AUTOCAST_TYPES.get(config.train.mixed_precision),
+        batches,
+        config.model.max_position_embeddings,
+        next(model.parameters()).device,
+        AUTOCAST_TYPES.get(config.train.mixed_precision),
     )
-    by_position = mean_by_position(scores.loss_by_position)
+    losses = scores.loss_by_position  # None where a task has no answers
+    by_position = [] if None in losses else mean_by_position(losses)
     return loss_by_kind(scores) | {"loss_by_position": by_position}

@@ -9,12 +9,12 @@ A plan has `common`, the options of all runs by section.key, and either
   steps that it does in `seconds`; and for `seconds` at the best of these rates and at the next
   lower one. Then the best size of a kind trains for each of `seconds_of_best`, again at its rate
   and at the next lower one. After these longer runs the loss is also measured by position and by
-  kind of token. Without `rates` each model keeps its own.
+  kind of token. Without `rates` each model keeps its own. With `pretraining`, the options of a run
+  of as many seconds that comes first, at each model's own rate, all others start from its weights.
 
 Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other first
-weights and data. `without_mixing` has the options of a short run of a masked mixer without its
-token mixing: the speeds of the others are compared with it. Where a plan or a run names a
-configuration as its `recipe`, the optimizer and the initial mixing weights are from there.
+weights and data. Where a plan or a run names a configuration as its `recipe`, the optimizer and the
+initial mixing weights are from there.
 """
 
 import shlex
@@ -38,6 +38,7 @@ class Run:
     settings: dict  # by section.key
     about: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
     by_position: bool = False  # whether the loss is measured by position and by kind of token
+    keeps: bool = False  # whether its checkpoint stays, for others to start from
 
     def with_seed(self, seed: int) -> "Run":
         changes = {"settings": self.settings | {"seed": seed}, "about": self.about | {"seed": seed}}
@@ -88,12 +89,7 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
 
     Raises UserError for options that are not allowed, or other than those of a known run.
     """
-    jobs = (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
-    if "without_mixing" in plan:
-        settings = plan["common"] | given | plan["without_mixing"]
-        about = {"kind": "no mixing", "size": "", "budget": 0, "lr": None, "without_mixing": True}
-        jobs.insert(0, iterate([Run("no mixing", settings, about)]))
-    return jobs
+    return (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
 
 
 def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
@@ -149,7 +145,8 @@ def jobs_of_kinds(plan: dict, given: dict, only: list[str], known: dict) -> list
         if model := by_name.get((row.get("kind"), row.get("size"))):
             own = row["settings"]
             settings = model.settings(own["optim.lr"], own["train.steps"])
-            check_known(name, row, settings | ({"seed": own["seed"]} if "seed" in row else {}))
+            settings |= {key: own[key] for key in ("seed", "train.init_from") if key in own}
+            check_known(name, row, settings)
     jobs = []
     for kind in plan["kinds"]:
         own = [model for model in models if model.kind == kind]
@@ -188,11 +185,25 @@ def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], known: dic
         if best is None:
             raise UserError(f"{models[0].kind}: no size has a loss after {plan['seconds']:g} s")
         model = next(model for model in models if model.size == best["size"])
+        model = yield from pretrained(plan, model)
         yield from longer_runs(plan, model, seconds, [best])
+
+
+def pretrained(plan: dict, model: Model, seed: int | None = None) -> Generator[Run, dict, Model]:
+    """The model as it starts: where the plan has `pretraining`, from the weights of such a run."""
+    if "pretraining" not in plan:
+        return model
+    options = model.options | {"train.init_from": ""} | plan["pretraining"]
+    first = Model(f"{model.kind}, pretraining", model.size, options)
+    speed = yield first.run(0, first.rate, 4 * options["logging.log_every"])
+    run = first.run(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
+    row = yield replace(run if seed is None else run.with_seed(seed), keeps=True)
+    return replace(model, options=model.options | {"train.init_from": row["checkpoint"]})
 
 
 def runs_of_model(plan: dict, model: Model) -> Job:
     """A run that measures the speed, those of all rates, and the longer ones."""
+    model = yield from pretrained(plan, model)
     rates, share, seconds = plan.get("rates"), plan.get("sweep_share", 1), plan["seconds"]
     lowest = min(rates or [model.rate])
     speed = yield model.run(0, lowest, 4 * model.options["logging.log_every"])
@@ -224,7 +235,8 @@ def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -
         losses[rate] = row.get("validation_loss", float("inf"))
     for seed in plan.get("seeds", []):
         better = min(losses, key=losses.get)
-        yield model.run(seconds, better, steps, by_position=True).with_seed(seed)
+        again = yield from pretrained(plan, model, seed)
+        yield again.run(seconds, better, steps, by_position=True).with_seed(seed)
 
 
 def steps_in(seconds: float, measured: dict) -> int:

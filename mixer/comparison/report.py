@@ -7,6 +7,7 @@ from statistics import mean
 import numpy as np
 
 from mixer.common.files import write_text
+from mixer.data.config import TASKS
 from mixer.reporting import tables
 
 JUMP = 1.02  # a longer run's loss at so many times a shorter one's counts as jumped
@@ -60,7 +61,8 @@ def table_of_runs(result: dict) -> str:
         "the warm-up above its lowest value before. Losses are in nats per token."
         + (" Runs without a time shared their GPU with other work." if shared else "")
     )
-    parts = ["# Runs compared", "\n".join(lines), *seeds_section(runs), *agreement(result), said]
+    parts = ["# Runs compared", "\n".join(lines), *retrieval_section(result), *seeds_section(runs)]
+    parts += [*agreement(result), said]
     origin = f"Measured on {origins(result)}. The options of each run are in the JSON file."
     return "\n\n".join([*parts, origin]) + "\n"
 
@@ -88,7 +90,7 @@ def agreement(result: dict) -> list[str]:
 
 def without_backend(row: dict) -> dict:
     settings = {key: value for key, value in row["settings"].items() if value is not None}
-    return settings | {"model.mixing_backend": None, "without": row.get("without_mixing")}
+    return settings | {"model.mixing_backend": None}
 
 
 def row_of_run(name: str, result: dict) -> dict[str, str]:
@@ -97,7 +99,7 @@ def row_of_run(name: str, result: dict) -> dict[str, str]:
     row, reference = runs[name], runs.get(result["plan"].get("reference"), {})
     if "failure" in row:
         return {"run": name, "validation loss": f"failed: {row['failure'].splitlines()[0]}"}
-    seconds, norm = row.get("training_seconds"), row["largest_grad_norm"]
+    seconds = row.get("training_seconds")
     found = {
         "run": name,
         "steps": f"{row['steps']:,}",
@@ -105,28 +107,15 @@ def row_of_run(name: str, result: dict) -> dict[str, str]:
         "training, s": f"{seconds:.1f}" if seconds else "",
         "validation loss": f"{row['validation_loss']:.4f}",
         "largest rise of the loss": f"{row['largest_rise']:.1%}",
-        "largest gradient norm": "" if norm is None else f"{norm:.1f}",
         "memory, GB": f"{row['peak_memory_gb']:.1f}",
         "useful TFLOP/s": f"{row['useful_tflops']:.3g}" if "useful_tflops" in row else "",
-        "token mixing": mixing_share(row, runs),
     }
-    if row.get("without_mixing"):  # a short run, of which the speed counts
-        return {key: found[key] for key in ("run", "steps", "thousand tokens/s")}
     if "validation_loss" in reference:
         less = row["validation_loss"] - reference["validation_loss"]
         found["loss to the reference's"] = f"{less:+.4f}"
         timed = seconds and "training_seconds" in reference
         found["of its time"] = f"{seconds / reference['training_seconds']:.3f}" if timed else ""
     return found
-
-
-def mixing_share(row: dict, runs: dict) -> str:
-    """The share of a step by which a masked mixer is slower than without its token mixing."""
-    limit = next((one for one in runs.values() if one.get("without_mixing")), row)
-    is_mixer = row["settings"].get("model.architecture", "masked_mixer") == "masked_mixer"
-    if limit is row or not is_mixer:
-        return ""
-    return f"{1 - row['tokens_per_second'] / limit['tokens_per_second']:.1%}"
 
 
 def seeds_section(runs: dict) -> list[str]:
@@ -149,6 +138,17 @@ def seeds_section(runs: dict) -> list[str]:
     return ["## Seeds", tables.table(rows)] if rows else []
 
 
+def retrieval_section(result: dict) -> list[str]:
+    """How often texts find their partners among so many, after each run but those of a sweep."""
+    rows = [
+        {"run": name, "validation loss": f"{row['validation_loss']:.4f}"}
+        | {key.replace("_", " "): f"{row[key]:.1%}" for key in row if key.startswith("top1_of_")}
+        for name, row in result["runs"].items()
+        if "top1_of_32" in row and row.get("budget", math.inf) > sweep_budget(result)
+    ]
+    return ["## Retrieval", tables.table(rows)] if rows else []
+
+
 # ------------------------------------------------------------------------- kinds and sizes
 
 
@@ -157,8 +157,11 @@ def table_of_kinds(result: dict) -> str:
     parts = ["# Models of several sizes for equal times"]
     if longer(runs):
         parts += ["## Losses", tables.table(loss_rows(runs), keys=3)]
-        parts += ["## Where each is better", tables.table(where_rows(runs), keys=2), how_split()]
-    parts += seeds_section(runs)
+    if rows := accuracy_rows(result):
+        parts += ["## Accuracy", tables.table(rows), "The share of the answers that are likeliest."]
+    if rows := where_rows(runs):
+        parts += ["## Where each is better", tables.table(rows, keys=2), how_split()]
+    parts += retrieval_section(result) + seeds_section(runs)
     if rates := rate_rows(result):
         parts += ["## Speeds and learning rates", tables.table(rates)]
     if finished(runs):
@@ -220,10 +223,24 @@ def loss_rows(runs: dict) -> list[dict]:
             "memory, GB": f"{row['peak_memory_gb']:.1f}",
             "validation loss": f"{row['validation_loss']:.4f}",
             "of the lowest": f"{row['validation_loss'] / lowest[row['budget']]:.3f}",
-            "bits/byte": f"{row['bits_per_byte']:.4f}",
+            "bits/byte": "" if is_task(row) else f"{row['bits_per_byte']:.4f}",
         }
         for row in longer(runs)
     ]
+
+
+def is_task(row: dict) -> bool:
+    return row["settings"].get("data.source") in TASKS
+
+
+def accuracy_rows(result: dict) -> list[dict]:
+    """The kinds of a plan whose sizes are tasks, with the best accuracy of each in each."""
+    rows, cells = filter(is_task, longer(result["runs"])), {}
+    for row in sorted(rows, key=lambda row: row["accuracy"]):
+        cells.setdefault(row["kind"], {})[row["size"]] = f"{row['accuracy']:.2%}"  # the best last
+    tasks = dict.fromkeys(size for sizes in result["plan"]["kinds"].values() for size in sizes)
+    found = {kind: cells[kind] for kind in result["plan"]["kinds"] if kind in cells}
+    return [{"model": kind} | {t: found[kind].get(t, "") for t in tasks} for kind in found]
 
 
 def mean_by_position(losses: list[float]) -> list[list[float]]:
@@ -253,6 +270,7 @@ def where_rows(runs: dict) -> list[dict]:
             "share of repeats": f"{row['repeats_share']:.1%}",
         }
         for row in longer(runs)
+        if row["loss_by_position"]
     ]
 
 
@@ -300,8 +318,6 @@ def rate_rows(result: dict) -> list[dict]:
         }
         if "useful_tflops" in longest:
             row["useful TFLOP/s"] = f"{longest['useful_tflops']:.3g}"
-        if any(one.get("without_mixing") for one in runs.values()):
-            row["token mixing"] = mixing_share(longest, runs)
         own = {row["lr"]: row for row in swept if model_of(row) == name}
         losses = {rate: one.get("validation_loss", math.inf) for rate, one in own.items()}
         best = min(losses, key=losses.get, default=None)
@@ -336,7 +352,7 @@ def longest_run(runs: dict, model: str) -> dict | None:
 def notes(result: dict) -> str:
     runs, plan = result["runs"], result["plan"]
     rows = finished(runs)
-    settings = rows[0]["settings"]
+    settings, text = rows[0]["settings"], f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens"
     lines = named_note(
         "Diverged",
         [row for row in runs.values() if row["budget"] > sweep_budget(result) and "failure" in row],
@@ -358,8 +374,8 @@ def notes(result: dict) -> str:
         lines.append(f"In the plan and not run: {', '.join(not_run)}.")
     lines += [
         f"{rows[0]['tokens_a_step']:,} tokens a step in samples of "
-        f"{settings.get('model.max_position_embeddings', 'the usual length')}, a text of "
-        f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens, optimizer "
+        f"{settings.get('model.max_position_embeddings', 'the usual length')}, "
+        f"{'of which answers count' if is_task(rows[0]) else 'a text of ' + text}, optimizer "
         f"{settings.get('optim.name', 'adamw')}, one GPU for each run.",
         (
             f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. "

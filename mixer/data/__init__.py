@@ -11,6 +11,9 @@ token_writer  appends the tokens to the token files, and keeps how far it is
 manifest      what a directory of prepared data holds, and checks of it
 prepare       all of this, once for a directory
 token_file    a split of prepared data as samples
+tasks         samples of random tokens that show what a model can do, without text or files
+pairs         prepared data as pairs of texts
+run_data      the splits of a run, of prepared data or of a task
 order         the order in which samples are used
 batches       the batches of a process, read ahead
 """

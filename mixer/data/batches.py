@@ -1,14 +1,14 @@
 """Reads the batches of a process ahead of the training loop, in a thread, pinned for the GPU."""
 
-import queue
-import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mixer.data.order import SampleOrder
-from mixer.data.token_file import TokenFile
+from mixer.data.run_data import Samples
 
 STEPS_AHEAD = 2
 
@@ -42,61 +42,35 @@ class Share:
 
 class Batches:
     """The micro-batches of steps that begin at `position`, one step after the other; `close` ends
-    the thread.
+    the thread that reads them.
     """
 
-    def __init__(self, data: TokenFile, order: SampleOrder, share: Share, position: int, pin: bool):
+    def __init__(self, data: Samples, order: SampleOrder, share: Share, position: int, pin: bool):
         self.data, self.order, self.share, self.pin = data, order, share, pin
-        self.ready: queue.Queue = queue.Queue(STEPS_AHEAD)
-        self.closed = threading.Event()
-        self.device = torch.cuda.current_device() if pin else None
-        self.thread = threading.Thread(
-            target=self._read_ahead, args=(position,), name="batches", daemon=True
-        )
-        self.thread.start()
+        self.position, self.ahead = position, deque[Future]()
+        # A thread begins with GPU 0, and would take memory there for each process of the host.
+        begin = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin else (None, ())
+        self.thread = ThreadPoolExecutor(1, "batches", *begin)
 
     def next(self) -> list[Batch]:
         """The next step's micro-batches of this process, on the CPU. Raises what reading them has
         raised.
         """
-        made = self.ready.get()
-        if isinstance(made, BaseException):
-            raise made
-        return made
+        while len(self.ahead) <= STEPS_AHEAD:
+            self.ahead.append(self.thread.submit(self.at, self.position))
+            self.position += self.share.step_samples
+        return self.ahead.popleft().result()
 
     def at(self, position: int) -> list[Batch]:
         """The micro-batches of the step that begins at `position`."""
-        size = self.share.batch_size
         made = [
-            self.data.batch(self.order.indices(first, size))
+            self.data.batch(self.order.indices(first, self.share.batch_size))
             for first in self.share.first_samples(position)
         ]
-        return (
-            [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in made]
-            if self.pin
-            else made
-        )
+        return [tuple(part.pin_memory() for part in batch) for batch in made] if self.pin else made
 
     def close(self) -> None:
-        self.closed.set()
-        self.thread.join()
-
-    def _read_ahead(self, position: int) -> None:
-        # A thread begins with GPU 0, and would take memory there for each process of the host.
-        if self.device is not None:
-            torch.cuda.set_device(self.device)
-        while not self.closed.is_set():
-            try:
-                made = self.at(position)
-            except BaseException as error:  # for the loop to raise
-                made = error
-            position += self.share.step_samples
-            while not self.closed.is_set():
-                try:
-                    self.ready.put(made, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
+        self.thread.shutdown(cancel_futures=True)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

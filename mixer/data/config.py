@@ -7,14 +7,17 @@ from mixer.common.errors import UserError
 from mixer.common.options import option, option_problems
 
 FILE_SOURCES = ("text", "jsonl", "parquet")
+TASKS = ("copy", "recall", "needle")  # see mixer/data/tasks.py
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
 BUILTIN_SUBSETS = ("", "packages")
 # Options that these sources alone use. A configuration may set them all the same: other sources are
 # chosen on the command line, over its own.
 OF_SOURCES = {
+    "pairs": ("recall",),
     "subset": ("builtin", "hub"),
     "split": ("hub",),
     "text_field": ("jsonl", "parquet", "hub"),
+    "pair_field": ("jsonl", "parquet", "hub"),
 }
 
 
@@ -24,8 +27,9 @@ class DataConfig:
 
     source: str = option(
         "builtin",
-        "where the text is from; builtin is the source of Python's standard library",
-        choices=("builtin", "text", "jsonl", "parquet", "hub"),
+        "where the text is from; builtin is the source of Python's standard library; copy, recall "
+        "and needle are tasks of random tokens (docs/tasks.md)",
+        choices=("builtin", *FILE_SOURCES, "hub", *TASKS),
     )
     path: str = option(
         "", "text, jsonl, parquet: a file, directory or glob; hub: the dataset's name"
@@ -39,24 +43,41 @@ class DataConfig:
         "train", "hub: the split to read; train and validation are both cut from it"
     )
     text_field: str = option("text", "jsonl, parquet, hub: the field that holds a document's text")
+    pair_field: str = option(
+        "", "jsonl, parquet, hub: the field of the text that belongs to the one in text_field"
+    )
     tokenizer: str = option(
         "train", "train (a byte-level BPE on the source), a local directory, or a hub name"
     )
     vocab_size: int = option(
         8000,
-        "size of the BPE that is trained; unused with an existing tokenizer",
+        "size of the BPE that is trained, or number of a task's tokens; unused with an existing "
+        "tokenizer",
         at_least=SMALLEST_VOCABULARY,
         at_most=2**20,
+    )
+    pairs: int = option(
+        0, "recall: key-value pairs of a sample; 0: as many as fit into the context", at_least=0
     )
     directory: str = option("data/builtin", "where the prepared token files go")
     packed: bool = option(
         True, "true: documents joined by EOS, cut at the context; false: one document a row, padded"
+    )
+    cut: bool = option(
+        False,
+        "with packed=false: of each document only the beginning, as long as the context, and "
+        "without its EOS; else a longer document is cut into several rows",
     )
     validation_fraction: float = option(
         0.01,
         "share of the documents held out for validation; unused with a validation text of its own",
         above=0,
         below=1,
+    )
+    validation_documents: int = option(
+        0,
+        "hold out the first so many documents, in place of a share of them; 0: that share",
+        at_least=0,
     )
     validation_path: str = option(
         "",
@@ -83,10 +104,17 @@ class DataConfig:
 
 def unused_options(config: DataConfig) -> set[str]:
     """Options that the chosen source, tokenizer or validation text leaves without a use."""
+    if config.source in TASKS:
+        used = {"source", "vocab_size", *(["pairs"] if config.source == "recall" else [])}
+        return {item.name for item in dataclasses.fields(config)} - used
     unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
     if config.tokenizer != "train":
         unused.add("vocab_size")
+    if config.packed:
+        unused.add("cut")
     if validation_source(config):
+        unused.add("validation_documents")
+    if validation_source(config) or config.validation_documents:
         unused.add("validation_fraction")
     return unused
 
@@ -102,6 +130,8 @@ def check(config: DataConfig) -> None:
     problems = option_problems(config, "data.")
     if problems:
         raise UserError("; ".join(problems))
+    if config.source in TASKS:
+        return
     if config.source != "builtin" and not config.path:
         wanted = "a dataset's name" if config.source == "hub" else "a file, directory or glob"
         raise UserError(f"data.path is empty; source {config.source!r} needs {wanted} there")

@@ -9,14 +9,13 @@ import operator
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
 from mixer.data.config import DataConfig, check, validation_source
 from mixer.data.readers import part_texts
-from mixer.data.sources import Part, source_parts, text_hash
+from mixer.data.sources import BETWEEN, Part, source_parts, text_hash
 
 Corpus = list[tuple[str, Part]]  # see corpus_parts
 FixedSplits = dict[int, str]  # the split by the hash of a text, see fixed_splits
@@ -65,44 +64,46 @@ def is_document(text: str | None) -> bool:
     return bool(text) and not text.isspace()
 
 
+def texts_of(document: str, is_pair: bool) -> list[str]:
+    """The texts that a document is made of: itself, or query and target."""
+    return document.split(BETWEEN, 1) if is_pair else [document]
+
+
 def documents(
     parts: Iterable[Part], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
     """The documents of the parts, the first `max_documents` of them; with `blank`, texts of white
-    space count as documents. Says how many rows gave none.
+    space count as documents. Says how many rows have no text.
 
     Raises UserError for text that is not UTF-8, too many rows without the text field, and where
     there is no document.
     """
-    counts = SimpleNamespace(documents=0, missing=0, blank=0)
+    found, missing = 0, 0
     for text in itertools.chain.from_iterable(map(part_texts, parts)):
+        missing += text is None
         if is_document(text) or (text and blank):
-            counts.documents += 1
+            found += 1
             yield text
-            if counts.documents == config.max_documents:
+            if found == config.max_documents:
                 break
-        else:
-            counts.missing += text is None
-            counts.blank += text is not None
-    if not counts.documents:
+    if not found:
         raise _no_documents(config)
-    say_left_out(counts, config, say)
+    say_left_out(found, missing, config, say)
 
 
-def say_left_out(counts: Any, config: DataConfig, say: Say) -> None:
-    """Says what gave no document. Raises UserError where too many rows have no text field."""
-    of_all = counts.documents + counts.missing + counts.blank
-    field = f"have no text in field {config.text_field!r}"
-    missing = f"{counts.missing:,} {'are not UTF-8' if config.source == 'builtin' else field}"
-    if counts.missing > MOST_MISSING * of_all:
+def say_left_out(found: int, missing: int, config: DataConfig, say: Say) -> None:
+    """Says how many rows have no text beside the documents found. Raises UserError for too many."""
+    names = " or ".join(map(repr, filter(None, (config.text_field, config.pair_field))))
+    field = f"have no text in field {names}"
+    problem = "are not UTF-8" if config.source == "builtin" else field
+    if missing > MOST_MISSING * (found + missing):
         raise UserError(
-            f"of {of_all:,} entries of {_where(config)}, {missing}; at most {MOST_MISSING:.0%} may "
-            "be left out. Give a field of all rows as data.text_field (eval.py: --text-field), or "
-            "remove the other rows"
+            f"{missing:,} of {found + missing:,} entries of {_where(config)} {problem}; at most "
+            f"{MOST_MISSING:.0%} may be left out. Give a field of all rows as data.text_field "
+            "(eval.py: --text-field), or remove the other rows"
         )
-    if counts.missing or counts.blank:
-        blank = f"{counts.blank:,} are empty or blank"
-        say(f"left out: of {of_all:,} entries of {_where(config)}, {missing}, {blank}")
+    if missing:
+        say(f"left out: {missing:,} of {found + missing:,} entries of {_where(config)} {problem}")
 
 
 def _no_documents(config: DataConfig) -> UserError:
@@ -130,15 +131,20 @@ def split_of(text: str, validation_fraction: float, fixed: FixedSplits) -> str:
 def fixed_splits(corpus: Corpus, config: DataConfig) -> FixedSplits:
     """Two documents that `split_of` does not split by hash, so that neither split is empty: the
     first is for training, the next that is no copy of it for validation. A corpus with a validation
-    text of its own has none.
+    text of its own has none, and neither has one whose first documents are held out.
 
     Raises UserError for a corpus without a document for each split.
     """
-    texts = _with_split(corpus, config)
+    texts = _to_be_split(corpus, config)
     split, first = next(texts, (None, None))
     if first is None:
         raise _no_documents(config)
     if split:
+        if next(training_documents(corpus, config, {}), None) is None:
+            raise UserError(
+                f"data.validation_documents = {config.validation_documents} leaves no document of "
+                f"{_where(config)} for training; give fewer"
+            )
         return {}
     other = next((text for _, text in texts if text != first), None)
     if other is None:
@@ -153,70 +159,72 @@ def fixed_splits(corpus: Corpus, config: DataConfig) -> FixedSplits:
 
 def training_documents(corpus: Corpus, config: DataConfig, fixed: FixedSplits) -> Iterator[str]:
     """The documents of the training split, in order."""
-    for split, text in _with_split(corpus, config):
+    for split, text in _to_be_split(corpus, config):
         if (split or split_of(text, config.validation_fraction, fixed)) == "train":
-            yield text
+            yield from texts_of(text, bool(config.pair_field))
 
 
-def _with_split(corpus: Corpus, config: DataConfig) -> Iterator[tuple[str, str]]:
+def _to_be_split(corpus: Corpus, config: DataConfig) -> Iterator[tuple[str, str]]:
     """(split of its part, document) of all documents but those of a validation text of its own."""
-    texts = (
-        (split, text)
-        for split, part in corpus
-        if split != "validation"
-        for text in part_texts(part)
-        if is_document(text)
-    )
-    return itertools.islice(texts, config.max_documents or None)
+    corpus = [(split, part) for split, part in corpus if split != "validation"]
+    for row in rows(corpus, config, Place()):
+        if is_document(row.text):
+            yield row.split, row.text
 
 
-# --- batches for the workers -------------------------------------------------
+# --- rows, and batches of them for the workers -------------------------------
+
+
+class Place(NamedTuple):
+    """How far a corpus was read: `rows` rows of its part number `part`."""
+
+    part: int = 0
+    rows: int = 0
+
+
+class Row(NamedTuple):
+    split: str  # of its part or place; "" if each document has its own (`split_of`)
+    text: str | None
+    end: Place  # after it
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive texts of a source, those that are no documents included. After it, `rows` rows of
-    part number `part` of the corpus have been read.
-    """
+    """The texts of consecutive rows, those that are no documents included."""
 
-    split: str  # of its documents; "" if each has its own (`split_of`)
+    split: str
     texts: list[str | None]
-    part: int
-    rows: int
+    end: Place
 
 
-def batches(
-    corpus: Corpus, max_documents: int, part: int, rows: int, documents: int
-) -> Iterator[Batch]:
-    """The corpus from row `rows` of part number `part` on, before which there are `documents`. It
-    ends at `max_documents` (0: all), which a validation text of its own does not count for.
+def rows(corpus: Corpus, config: DataConfig, start: Place, documents: int = 0) -> Iterator[Row]:
+    """The corpus from `start` on, before which there are `documents`. It ends at `max_documents`
+    (0: all), which a validation text of its own does not count for.
     """
-    read = _numbered_rows(corpus, max_documents, part, rows, documents)
-    for split, of_split in itertools.groupby(read, key=operator.itemgetter(0)):
-        texts, size = [], 0
-        for _, number, row, text in of_split:
-            texts.append(text)
-            size += 1 + len(text or "")
-            if size >= BATCH_CHARACTERS:
-                yield Batch(split, texts, number, row)
-                texts, size = [], 0
-        if texts:
-            yield Batch(split, texts, number, row)
-
-
-def _numbered_rows(
-    corpus: Corpus, max_documents: int, first: int, skip: int, documents: int
-) -> Iterator[tuple[str, int, int, str | None]]:
-    """(split, number of the part, number of the row from 1, text), see `batches`."""
-    for number in range(first, len(corpus)):
+    skip, held_out = start.rows, config.validation_documents
+    for number in range(start.part, len(corpus)):
         split, part = corpus[number]
-        most = max_documents if split != "validation" else 0
+        most = config.max_documents if split != "validation" else 0
         if most and documents >= most:
             continue
-        texts = itertools.islice(part_texts(part), skip, None)
-        for row, text in enumerate(texts, skip + 1):
-            yield split, number, row, text
+        for row, text in enumerate(itertools.islice(part_texts(part), skip, None), skip + 1):
+            by_place = held_out and ("validation" if documents < held_out else "train")
+            yield Row(split or by_place or "", text, Place(number, row))
             documents += is_document(text)
             if most and documents == most:
                 break
         skip = 0
+
+
+def batches(read: Iterable[Row]) -> Iterator[Batch]:
+    """Rows of one split each, in their order."""
+    for split, of_split in itertools.groupby(read, key=operator.attrgetter("split")):
+        texts, size = [], 0
+        for row in of_split:
+            texts.append(row.text)
+            size += 1 + len(row.text or "")
+            if size >= BATCH_CHARACTERS:
+                yield Batch(split, texts, row.end)
+                texts, size = [], 0
+        if texts:
+            yield Batch(split, texts, row.end)

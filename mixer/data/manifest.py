@@ -13,11 +13,9 @@ and for both
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
@@ -91,60 +89,30 @@ class Manifest:
         splits = {name: SplitManifest(**counts) for name, counts in values["splits"].items()}
         return cls(**values | {"splits": splits})
 
-    def verify(self, directory: str | Path) -> None:
-        """Raise UserError unless the files in `directory` have the recorded sizes and the tokenizer
-        its hash.
+    def verify(
+        self, directory: str | Path, splits: Iterable[str] = (), say: Say = say_on_stderr
+    ) -> None:
+        """Raise UserError unless the files of the tokenizer and of the splits have their recorded
+        SHA-256, which is compared once on each machine. `say` is told how far it is.
         """
         directory = Path(directory)
-        again = f"delete {directory} and prepare again"
-        for split, counts in self.splits.items():
-            for name, size in file_sizes(split, counts, self.dtype).items():
-                file = directory / name
-                found = file.stat().st_size if file.is_file() else "missing"
-                if found != size:
-                    raise UserError(
-                        f"{file} should have {size} bytes and is {found}: cut short or replaced; "
-                        f"{again}"
-                    )
-        found = tokenizer_files(directory)
-        recorded = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
-        for name in recorded | (found if self.tokenizer_files else {}):
-            if found.get(name) != recorded.get(name):
-                problem = "changed" if name in recorded else "new"
-                problem = problem if name in found else "missing"
-                raise UserError(
-                    f"{directory / 'tokenizer'} is not the tokenizer that made the token files "
-                    f"({name} is {problem}); put it back, or {again}"
-                )
-
-    def verify_content(self, directory: str | Path, split: str, say: Say = say_on_stderr) -> None:
-        """Raise UserError unless a split's files have their recorded SHA-256, which is compared
-        once on each machine. `say` is told how far it is.
-        """
-        counts = self.splits[split]
-        files = {
-            f"{split}.bin": counts.tokens_sha256,
-            f"{split}.docs.bin": counts.documents_sha256,
-        }
-        for name, recorded in files.items():
-            file = Path(directory) / name
-            try:
-                is_good = has_sha256(file, recorded, say)
-            except OSError as error:
-                raise UserError(f"{file} cannot be read ({error}); give access to it") from None
-            if not is_good:
-                raise UserError(
-                    f"{file} is damaged: it is not what preparing wrote (its SHA-256 differs); "
-                    f"copy it again, or delete {directory} and prepare again"
-                )
-
-
-def file_sizes(split: str, counts: Any, dtype: str) -> dict[str, int]:
-    """The names of a split's files, and the bytes that they hold by its counts."""
-    return {
-        f"{split}.bin": counts.tokens * np.dtype(dtype).itemsize,
-        f"{split}.docs.bin": counts.documents * 8,
-    }
+        of_tokenizer = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
+        recorded = {f"tokenizer/{name}": value for name, value in of_tokenizer.items()}
+        for split in splits:
+            recorded[f"{split}.bin"] = self.splits[split].tokens_sha256
+            recorded[f"{split}.docs.bin"] = self.splits[split].documents_sha256
+        problems = {}
+        if self.tokenizer_files:
+            new = set(tokenizer_files(directory)) - set(self.tokenizer_files)
+            problems = dict.fromkeys((f"tokenizer/{name}" for name in new), "is new")
+        for name, value in recorded.items():
+            if not (directory / name).is_file():
+                problems[name] = "is missing"
+            elif not has_sha256(directory / name, value, say):
+                problems[name] = "is not what preparing wrote (its SHA-256 differs)"
+        for name, problem in problems.items():
+            remedy = f"put it back, or delete {directory} and prepare again"
+            raise UserError(f"{directory / name} {problem}; {remedy}")
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:

@@ -39,9 +39,7 @@ class SampleOrder:
         return np.concatenate(parts)
 
     def _permuted(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        keys = [
-            np.uint64(_hash_number(f"{self.seed}/{epoch}/{number}")) for number in range(ROUNDS)
-        ]
+        keys = [np.uint64(hash_number(f"{self.seed}/{epoch}/{number}")) for number in range(ROUNDS)]
         places = self._feistel(places, keys)
         while (outside := places >= self.samples).any():
             places[outside] = self._feistel(places[outside], keys)
@@ -51,11 +49,11 @@ class SampleOrder:
         bits, mask = np.uint64(self.half_bits), np.uint64((1 << self.half_bits) - 1)
         left, right = places >> bits, places & mask
         for key in keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
+            left, right = right, left ^ (mixed(right ^ key) & mask)
         return (left << bits) | right
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def mixed(x: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64, which spreads each bit over all; products wrap around at 64
     bits.
     """
@@ -64,7 +62,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _hash_number(text: str) -> int:
+def hash_number(text: str) -> int:
     """64 bits of FNV-1a and splitmix64 of a text, in Python's own integers."""
     value = 0xCBF29CE484222325
     for byte in text.encode():

@@ -19,7 +19,6 @@ from mixer.common.checksums import sha256
 from mixer.common.errors import Interrupted, UserError
 from mixer.common.files import (
     as_system_error,
-    flush_tree,
     missing_directories,
     publish,
     remove_empty,
@@ -54,7 +53,8 @@ if TYPE_CHECKING:
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
-ADDED_LATER = ("validation_path", "validation_split")
+ADDED_LATER = ("validation_path", "validation_split", "validation_documents", "cut", "pairs")
+ADDED_LATER += ("pair_field",)
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -78,7 +78,7 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     lock, missing = directory.with_name(f"{directory.name}.lock"), missing_directories(directory)
     wait = f"waiting for another process, which prepares {config.directory} ({lock} is its lock)"
     try:
-        with locked(lock, lambda: say(wait), remove=True):
+        with locked(lock, lambda: say(wait)):
             return _existing(config) or _make(config, directory, say)
     except Exception as error:
         remove_empty(missing)
@@ -100,16 +100,19 @@ def _make(config: DataConfig, directory: Path, say: Say) -> Manifest:
     partial = directory.with_name(f"{directory.name}.partial-{socket.gethostname()}")
     try:
         manifest = _write(config, corpus, fixed, partial, say)
+        for file in partial.glob(f"{PROGRESS_FILE}*"):
+            file.unlink()
     except UserError as error:
         if not isinstance(error, Interrupted):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     try:
-        _publish(partial, directory)
-    except FileExistsError:  # another machine was first
-        shutil.rmtree(partial, ignore_errors=True)
-        if (manifest := _existing(config)) is None:
+        publish(partial, directory)
+    except OSError:
+        manifest = _existing(config)  # another machine was first
+        if manifest is None:
             raise
+        shutil.rmtree(partial, ignore_errors=True)
     return manifest
 
 
@@ -119,7 +122,7 @@ def _identity(config: DataConfig, corpus: Corpus) -> str:
     # Nothing is flushed to the disk before the end, so after a crash of the machine the parts that
     # are there may not be whole.
     boot = BOOT.read_text().strip() if BOOT.is_file() else ""
-    known = {"parts": hashlib.sha256(identities.encode()).hexdigest(), "boot": boot}
+    known = {"parts": hashlib.sha256(identities.encode()).hexdigest(), "boot": boot, "version": 2}
     return json.dumps(_settings(config) | known)
 
 
@@ -163,10 +166,10 @@ def _write(
     config: DataConfig, corpus: Corpus, fixed: FixedSplits, partial: Path, say: Say
 ) -> Manifest:
     """Write tokenizer, token files and manifest to `partial`, from where an earlier call ended."""
-    identity, progress = _identity(config, corpus), Progress.load(partial)
-    if progress and progress.identity == identity:
+    identity = _identity(config, corpus)
+    progress = Progress.load(partial, identity)
+    if progress:
         say(f"going on after {progress.total.documents} documents")
-        tokenizer = load_tokenizer(partial)  # config.tokenizer may be another one by now
     else:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -174,15 +177,18 @@ def _write(
         tokenizer.save_pretrained(str(partial / "tokenizer"))
         progress = Progress(identity, sample_bytes, loses)
         progress.save(partial)
+    tokenizer = load_tokenizer(partial)  # config.tokenizer may be another one by now
     vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     specification = tokenizer.backend_tokenizer.to_str()
-    task = Tokenise(specification, dtype, eos, config.validation_fraction, fixed)
+    are_pairs = bool(config.pair_field)
+    task = Tokenise(specification, dtype, eos, config.validation_fraction, fixed, are_pairs)
     write_tokens(config, corpus, task, progress, partial, say)
-    held_out = validation_source(config)
-    if held_out:
-        say_left_out(progress.splits["validation"], held_out, say)
-    say_left_out(progress.splits["train"] if held_out else progress.total, config, say)
+    read = [(progress.total, config)]
+    if held_out := validation_source(config):
+        read = [(progress.splits["validation"], held_out), (progress.splits["train"], config)]
+    for counts, source in read:
+        say_left_out(counts.documents, counts.missing, source, say)
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,
@@ -201,7 +207,7 @@ def _write(
 
 def _recorded(partial: Path, split: str, counts: Counts) -> SplitManifest:
     values = asdict(counts)
-    del values["missing"], values["blank"]
+    del values["missing"]
     hashes = [sha256(partial / name) for name in (f"{split}.bin", f"{split}.docs.bin")]
     return SplitManifest(**values, tokens_sha256=hashes[0], documents_sha256=hashes[1])
 
@@ -229,16 +235,3 @@ def _tokenizer(
         f"in {time.perf_counter() - began:.1f} s{note}"
     )
     return tokenizer, sample.bytes, ""
-
-
-def _publish(partial: Path, directory: Path) -> None:
-    """Give `partial` its name. Raises FileExistsError if the name is taken."""
-    flush_tree(partial)
-    for file in partial.glob(f"{PROGRESS_FILE}*"):  # without it, a killed process starts again
-        file.unlink()
-    try:
-        publish(partial, directory)
-    except OSError as error:
-        if directory.exists():
-            raise FileExistsError(str(directory)) from error
-        raise

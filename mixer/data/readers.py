@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from mixer.common.errors import Interrupted, UserError, first_line, is_refusal
 from mixer.data.config import DataConfig
-from mixer.data.sources import COMPRESSED, Part, open_dataset, python_text
+from mixer.data.sources import BETWEEN, COMPRESSED, Part, open_dataset, python_text
 
 LONGEST_LINE = 1 << 30  # bytes; a line is held in memory
 PARQUET_ROWS = 256  # read at once
@@ -107,7 +107,7 @@ def _file_text(part: Part) -> Iterator[str]:
 
 
 def _field_texts(part: Part, rows: Iterable[object]) -> Iterator[str | None]:
-    """The text field of each row; "" for an empty row."""
+    """The text field of each row, or both of its pair of texts; "" for an empty row."""
     name, fields, seen, found = part.config.text_field, (), 0, False
     for row in rows:
         if not isinstance(row, dict):
@@ -115,9 +115,18 @@ def _field_texts(part: Part, rows: Iterable[object]) -> Iterator[str | None]:
         fields, seen, found = fields or row.keys(), seen + bool(row), found or name in row
         if seen > ROWS_WITHOUT_FIELD and not found:
             break
-        yield row.get(name) if row else ""
+        yield _text(row, part.config) if row else ""
     if fields and not found:
         raise _no_field(part, fields)
+
+
+def _text(row: dict, config: DataConfig) -> object:
+    """What a row has in its text field; a pair as one text, if neither of the two lacks."""
+    text, partner = row.get(config.text_field), row.get(config.pair_field)
+    if not config.pair_field:
+        return text
+    lacking = [one for one in (text, partner) if not isinstance(one, str) or not one.strip()]
+    return lacking[0] if lacking else text.replace(BETWEEN, " ") + BETWEEN + partner
 
 
 def _no_field(part: Part, fields: Iterable[str]) -> UserError:
@@ -156,18 +165,19 @@ def _value_texts(part: Part) -> Iterator[str | None]:
 def _parquet_texts(part: Part) -> Iterator[str | None]:
     from pyarrow.parquet import ParquetFile
 
-    name = part.config.text_field
+    config = part.config
+    names = [config.text_field, *filter(None, [config.pair_field])]
     with ParquetFile(part.file) as file:
-        if name not in file.schema_arrow.names:
+        if config.text_field not in file.schema_arrow.names:
             raise _no_field(part, file.schema_arrow.names)
-        for batch in file.iter_batches(PARQUET_ROWS, columns=[name]):
-            yield from batch.column(0).to_pylist()
+        for batch in file.iter_batches(PARQUET_ROWS, columns=names):
+            yield from (_text(row, config) for row in batch.to_pylist())
 
 
 def _hub_texts(part: Part) -> Iterator[str | None]:
     config = part.config
     try:
-        rows = open_dataset(config.path, config.subset, config.split, part.revision)
+        rows = open_dataset(config.path, config.subset, config.split)
         if part.count > 1:
             rows = rows.shard(num_shards=part.count, index=part.number)
         yield from _field_texts(part, rows)

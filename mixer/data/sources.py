@@ -18,6 +18,7 @@ from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
 from mixer.data.config import DataConfig
 
+BETWEEN = "\0"  # the two texts of a pair, of which the first has none
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = {
     "jsonl": tuple(n + how for n in (".jsonl", ".json", ".ndjson") for how in ("", *COMPRESSED)),
@@ -34,7 +35,6 @@ class Part:
     file: Path | None = None
     number: int = 0
     count: int = 1
-    revision: str | None = None  # the hub dataset's commit
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Part:
     def identity(self) -> tuple:
         """Differs from an earlier one if another part was meant, or its file has changed."""
         if not self.file:
-            return self.number, self.count, self.revision
+            return self.number, self.count
         status = self.file.stat()
         return str(self.file.absolute()), status.st_size, status.st_mtime_ns
 
@@ -210,34 +210,19 @@ def _matches(pattern: Path) -> list[Path]:
 
 def _hub_parts(config: DataConfig) -> list[Part]:
     """A part for each file of the dataset."""
-    revision = _hub_revision(config.path)
     try:
-        rows = open_dataset(config.path, config.subset, config.split, revision)
+        rows = open_dataset(config.path, config.subset, config.split)
     except Exception:  # reading it raises the same, with a message
-        return [Part(config, revision=revision)]
+        return [Part(config)]
     count = rows.num_shards if hasattr(rows, "shard") else 1  # datasets 3.0 has no shards
-    return [Part(config, None, number, count, revision) for number in range(count)]
-
-
-def _hub_revision(name: str) -> str | None:
-    """The dataset's commit at this moment, so that a preparation which goes on later reads the
-    same. None for a local directory, and where the hub cannot be asked.
-    """
-    if Path(name).exists():
-        return None
-    try:
-        from huggingface_hub import HfApi
-
-        return HfApi().dataset_info(name).sha
-    except Exception:
-        return None
+    return [Part(config, None, number, count) for number in range(count)]
 
 
 @functools.lru_cache(maxsize=2)  # opening lists the files of the dataset, maybe over a network
-def open_dataset(path: str, subset: str, split: str, revision: str | None):
+def open_dataset(path: str, subset: str, split: str):
     from datasets import load_dataset
 
     if Path(path, "state.json").is_file():  # written by save_to_disk, which knows no splits
         files = {split: f"{glob.escape(path)}/*.arrow"}
         return load_dataset("arrow", data_files=files, split=split, streaming=True)
-    return load_dataset(path, subset or None, split=split, revision=revision, streaming=True)
+    return load_dataset(path, subset or None, split=split, streaming=True)

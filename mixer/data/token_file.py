@@ -10,7 +10,7 @@ import torch
 
 from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
-from mixer.data.manifest import SPLITS, Manifest
+from mixer.data.manifest import Manifest
 
 DOCUMENTS_AT_ONCE = 4096  # of unpacked data, where rows are found
 
@@ -26,6 +26,8 @@ class TokenFile:
     of the file is a target once, except for a rest shorter than the context at the very end.
     Otherwise: one document a row, padded with EOS; a longer document is cut into several rows, so
     that each of its tokens but the first is a target exactly once, and rows never mix documents.
+    With the setting `cut`, a row has the first `context` tokens of a document, and the rest of it
+    is not used, nor its EOS.
 
     Opening it compares the files with their SHA-256, once on each machine; `say` is told how far
     that is. Raises UserError if the data is missing, cut short, changed, made by another tokenizer
@@ -39,16 +41,12 @@ class TokenFile:
         context: int,
         say: Say = say_on_stderr,
     ):
-        if split not in SPLITS:
-            raise UserError(f"there is no split {split!r}; allowed: {', '.join(SPLITS)}")
-        if context < 1:
-            raise UserError(f"the context is {context} tokens; allowed: 1 or more")
         self.directory, self.split, self.context = Path(directory), split, context
         self.manifest = Manifest.load(directory)
-        self.manifest.verify(directory)
+        self.manifest.verify(directory, [split], say)
         counts = self.manifest.splits[split]
-        self.manifest.verify_content(directory, split, say)
         self.packed = self.manifest.settings["packed"]
+        self.cut = self.manifest.settings.get("cut", False)
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self.file = os.open(self.directory / f"{split}.bin", os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
@@ -84,7 +82,8 @@ class TokenFile:
         """
         ends = self.document_ends[first : first + DOCUMENTS_AT_ONCE].astype(np.int64)
         before = int(self.document_ends[first - 1]) if first else 0
-        return np.cumsum((np.diff(ends, prepend=before) - 1 + self.context - 1) // self.context)
+        targets = np.diff(ends, prepend=before) - 1
+        return np.cumsum(targets > 1 if self.cut else -(-targets // self.context))
 
     def __len__(self) -> int:
         return self.samples
@@ -97,14 +96,14 @@ class TokenFile:
         rows = np.full((len(indices), self.context + 1), self.manifest.eos_token_id, dtype=np.int64)
         ignored = np.zeros((len(indices), self.context), dtype=bool)
         for row, index in enumerate(indices):
-            start, end = self._span(int(index))
-            rows[row, : end - start] = self._read(start, end)
+            start, end = self.span(int(index))
+            rows[row, : end - start] = self.read(start, end)
             ignored[row, end - start - 1 :] = True
         rows = torch.from_numpy(rows)  # (batch, context + 1)
         targets = rows[:, 1:].masked_fill(torch.from_numpy(ignored), -100)
         return rows[:, :-1].contiguous(), targets
 
-    def _span(self, index: int) -> tuple[int, int]:
+    def span(self, index: int) -> tuple[int, int]:
         """Where sample `index` starts and ends in the file; at most context + 1 tokens."""
         if self.packed:
             return index * self.context, index * self.context + self.context + 1
@@ -114,10 +113,10 @@ class TokenFile:
         offset = int(np.searchsorted(row_ends, row, side="right"))
         document, row = first + offset, row - (int(row_ends[offset - 1]) if offset else 0)
         begin = int(self.document_ends[document - 1]) if document else 0
-        start = begin + row * self.context
-        return start, min(start + self.context + 1, int(self.document_ends[document]))
+        start, end = begin + row * self.context, int(self.document_ends[document])
+        return start, min(start + self.context + (not self.cut), end - self.cut)
 
-    def _read(self, start: int, end: int) -> np.ndarray:
+    def read(self, start: int, end: int) -> np.ndarray:
         """Tokens [start, end). Not through a memory map, whose pages would count as this process's
         memory.
         """

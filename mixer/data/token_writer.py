@@ -18,27 +18,28 @@ from mixer.common.errors import UserError
 from mixer.common.json_file import read_json
 from mixer.common.say import Say
 from mixer.data.config import DataConfig
-from mixer.data.corpus import Corpus, batches
-from mixer.data.manifest import SPLITS, file_sizes
+from mixer.data.corpus import Corpus, Place, batches, rows
+from mixer.data.manifest import SPLITS
 from mixer.data.tokenise import Counts, Tokenise, Tokens
 from mixer.data.workers import available_cores, results
 
 PROGRESS_FILE = "progress.json"
+KINDS = {"identity": str, "tokenizer_bytes": int, "tokenizer_loses": str}
+KINDS |= {"place": list, "splits": dict}
 REPORT_SECONDS = 5.0
 IS_DELETED = "what was left of the preparation is deleted; give the same command again"
 
 
 @dataclass
 class Progress:
-    """How far a preparation is: the token files hold `splits`, all up to row `rows` of part number
-    `part` of the corpus. identity: what a preparation that goes on must have in common with it.
+    """How far a preparation is: the token files hold `splits`, all of the corpus up to `place`.
+    identity: what a preparation that goes on must have in common with it.
     """
 
     identity: str
     tokenizer_bytes: int
-    tokenizer_loses: str = ""  # see tokenizer.loss_of_text
-    part: int = 0
-    rows: int = 0
+    tokenizer_loses: str  # see tokenizer.loss_of_text
+    place: Place = Place()
     splits: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in SPLITS})
 
     @property
@@ -46,13 +47,15 @@ class Progress:
         return sum(self.splits.values(), Counts())
 
     @classmethod
-    def load(cls, directory: Path) -> "Progress | None":
-        """That of an earlier call; None if there is none."""
+    def load(cls, directory: Path, identity: str) -> "Progress | None":
+        """That of an earlier call for the same; None if there is none."""
         if not (directory / PROGRESS_FILE).is_file():
             return None
-        kinds = {"identity": str, "tokenizer_bytes": int, "part": int, "rows": int, "splits": dict}
-        values = read_json(directory / PROGRESS_FILE, IS_DELETED, required=kinds)
-        return cls(**values | {"splits": {k: Counts(**v) for k, v in values["splits"].items()}})
+        values = read_json(directory / PROGRESS_FILE, IS_DELETED, {"identity": str}, KINDS)
+        if values["identity"] != identity:
+            return None
+        splits = {name: Counts(**counts) for name, counts in values["splits"].items()}
+        return cls(**values | {"place": Place(*values["place"]), "splits": splits})
 
     def save(self, directory: Path) -> None:
         """In one step, but not flushed to the disk, which would take longer than the work."""
@@ -74,19 +77,20 @@ def write_tokens(
     """
     before, began = progress.total, time.perf_counter()
     said = began
-    most = config.workers or available_cores()
-    start = progress.part, progress.rows, before.documents
-    jobs = batches(corpus, config.max_documents, *start)
+    left = rows(corpus, config, progress.place, before.documents)
+    made = results(task, batches(left), config.workers or available_cores())
     with ExitStack() as opened:
-        files = {
-            file: opened.enter_context(_open_at(directory / file, size))
-            for name, counts in progress.splits.items()
-            for file, size in file_sizes(name, counts, task.dtype).items()
-        }
+        files = {}
+        for name, counts in progress.splits.items():
+            sizes = {".bin": counts.tokens * np.dtype(task.dtype).itemsize}
+            sizes[".docs.bin"] = counts.documents * 8
+            for kind, size in sizes.items():
+                file = _open_at(directory / f"{name}{kind}", size)
+                files[f"{name}{kind}"] = opened.enter_context(file)
         # closing ends the workers, also where appending fails
-        for batch, splits in opened.enter_context(closing(results(task, jobs, most))):
+        for batch, splits in opened.enter_context(closing(made)):
             append(splits, progress, files)
-            progress.part, progress.rows = batch.part, batch.rows
+            progress.place = batch.end
             progress.save(directory)
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
@@ -114,7 +118,6 @@ def append(splits: dict[str, Tokens], progress: Progress, files: dict[str, Binar
 
 def _report(progress: Progress, before: Counts, seconds: float) -> str:
     done, held_out = progress.total, progress.splits["validation"].documents
-    seconds = max(seconds, 1e-9)
     speed, token_speed = (done.bytes - before.bytes), (done.tokens - before.tokens)
     return (
         f"tokenised: {done.documents} documents ({held_out} of them for validation), "

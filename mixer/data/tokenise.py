@@ -1,24 +1,23 @@
 """Tokenises a batch of texts: the task of a worker."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from mixer.data.corpus import Batch, FixedSplits, is_document, split_of
+from mixer.data.corpus import Batch, FixedSplits, is_document, split_of, texts_of
 from mixer.data.manifest import SPLITS
 from mixer.data.tokenizer import pieces, token_encoder
 
 
 @dataclass
 class Counts:
-    """Counts of one split. missing, blank: texts that are no documents; where both splits are cut
-    from one source, all of these count for `train`.
+    """Counts of one split. missing: rows without text; where both splits are cut from one source,
+    all of them count for `train`.
     """
 
     missing: int = 0
-    blank: int = 0
     documents: int = 0
     bytes: int = 0
     words: int = 0
@@ -26,7 +25,7 @@ class Counts:
     max_token_id: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
-        sums = [getattr(self, name) + getattr(other, name) for name in list(asdict(self))[:-1]]
+        *sums, _ = map(sum, zip(astuple(self), astuple(other), strict=True))
         return Counts(*sums, max(self.max_token_id, other.max_token_id))
 
 
@@ -48,30 +47,29 @@ class Tokenise:
     eos: int
     validation_fraction: float
     fixed: FixedSplits
+    are_pairs: bool = False
 
     def __call__(self, batch: Batch) -> dict[str, Tokens]:
         splits = {name: Tokens() for name in SPLITS}
-        left_out = splits[batch.split or "train"].counts
         for text in batch.texts:
             if is_document(text):
                 split = batch.split or split_of(text, self.validation_fraction, self.fixed)
                 self._add(text, splits[split])
-            else:
-                left_out.missing += text is None
-                left_out.blank += text is not None
+            splits[batch.split or "train"].counts.missing += text is None
         for tokens in splits.values():
             ids = np.frombuffer(tokens.ids, self._file_type)
             tokens.counts.max_token_id = int(ids.max(initial=0))
         return splits
 
     def _add(self, text: str, tokens: Tokens) -> None:
-        for piece in pieces(text):
-            tokens.ids += self._encode(piece)
-        tokens.ids += np.array([self.eos], self._file_type).tobytes()
         counts = tokens.counts
+        for part in texts_of(text, self.are_pairs):
+            for piece in pieces(part):
+                tokens.ids += self._encode(piece)
+            tokens.ids += np.array([self.eos], self._file_type).tobytes()
+            counts.bytes += len(part.encode())
+            counts.words += len(part.split())
         counts.documents += 1
-        counts.bytes += len(text.encode())
-        counts.words += len(text.split())
         counts.tokens = len(tokens.ids) // self._file_type.itemsize
         tokens.ends.append(counts.tokens)
 

@@ -120,9 +120,7 @@ class TrainingSample:
                 self.bytes += len(piece.encode())
                 new = set(DISTINCT_WORD.findall(piece)) - seen
                 seen |= new
-                size += sum(
-                    len(word.encode()) + 8 for word in new
-                )  # each costs some beside its bytes
+                size += sum(len(word.encode()) + 8 for word in new)  # 8: each costs some itself
                 if size > DISTINCT_BYTES:
                     self.is_part = True
                     return

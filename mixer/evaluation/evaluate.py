@@ -3,11 +3,9 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
@@ -18,32 +16,36 @@ from mixer.checkpoints.pretrained import (
     weights_sha256,
 )
 from mixer.common.errors import UserError
-from mixer.common.files import check_writable, directory_for, place_for
+from mixer.common.files import check_writable, directory_for
 from mixer.common.memory import memory_for
 from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
-from mixer.data.tokenizer import loss_of_text
+from mixer.data.config import TASKS, DataConfig
 from mixer.evaluation.checks import check_causality
 from mixer.evaluation.measure import (
     AUTOCAST_TYPES,
     DEVICES,
-    Plan,
     Process,
     choose_device,
     end_processes,
+    find_partners,
     join_processes,
     leave_if_joined,
     measure,
     reads,
 )
-from mixer.evaluation.report import asked, evaluation_report, tell_apart, write_evaluation
-from mixer.evaluation.scoring import TokenScores, check_stride
+from mixer.evaluation.report import evaluation_report, tell_apart, write_evaluation
+from mixer.evaluation.scoring import TokenScores, check_stride, sample_batches, window_batches
 from mixer.evaluation.texts import (
     Text,
+    file_documents,
+    file_names,
+    hub_documents,
+    hub_name,
     limit,
     put_eos_first,
-    text_from_files,
-    text_from_hub,
+    task_text,
+    text_of,
     validation_text,
 )
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -67,13 +69,13 @@ class EvalOptions:
         ".jsonl or .parquet file",
     )
     data: str = option("", "prepared data directory; default: the one of the run")
+    pairs: str = option(
+        "", "prepared data directory: score how often texts find their partners there"
+    )
     hub: str = option("", "dataset of the hub to score, each row a document")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
     text_field: str = option("text", "field of a row that holds its text")
-    max_documents: int = option(
-        0, "score at most that many rows of a file or dataset; 0: all", at_least=0
-    )
     window: int | None = option(
         None,
         "longest window in tokens; default: the model's context, which "
@@ -109,14 +111,13 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     """Evaluates each checkpoint, prints the table and writes the report into `output`.
 
     By default the report goes beside the first checkpoint, into a directory that names the text and
-    that no other evaluation's report is in. Under `accelerate launch`, called by every process, the
-    first one prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known
-    before is raised before the first model is loaded.
+    stands for these options alone. Under `accelerate launch`, called by every process, the first
+    one prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known before
+    is raised before the first model is loaded.
     """
     for options in evaluations:
         check_options(options)
-    first = evaluations[0]
-    directory = Path(output or directory_for(Path(first.checkpoint), "eval", short_name(first)))
+    directory = Path(output or default_directory(evaluations))
     if rank() == 0:
         check_writable(directory)
     try:
@@ -125,14 +126,27 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
         leave_if_joined(error)
         raise
     if rank() == 0:
-        chosen = nullcontext(directory)
-        if not output:
-            chosen = place_for(results, directory, "report.json", asked)
-        with chosen as directory:
-            write_evaluation(results, directory)
+        write_evaluation(results, directory)
         print(evaluation_report(results))
-        print(f"\nreport.json, report.md and loss_by_position.png are in {directory}")
+        print(f"\nthe report is in {directory}")
     end_processes()
+
+
+def default_directory(evaluations: list[EvalOptions]) -> Path:
+    """Beside the first checkpoint, with a name of its own for all options that change numbers."""
+    first, *others = evaluations
+    unchanged = ("checkpoint", "batch_size", "device")
+    given = [
+        (item.name, value)
+        for item in fields(first)
+        if item.name not in unchanged and (value := getattr(first, item.name)) != item.default
+    ]
+    given_paths = [*first.text, *filter(None, [first.data, first.pairs])]
+    paths = [Path(path).resolve() for path in given_paths]
+    asked = [*given, *map(str, paths), *(other.checkpoint for other in others)]
+    about = " ".join([path.name for path in paths]) or first.hub
+    what = "retrieval" if first.pairs else "eval"
+    return directory_for(Path(first.checkpoint), what, about, repr(asked) if asked else "")
 
 
 def exp_or_none(value: float) -> float | None:
@@ -142,14 +156,17 @@ def exp_or_none(value: float) -> float | None:
     return math.exp(value) if value < 709 else None
 
 
-def perplexities(scores: TokenScores, size: int, words: int) -> dict:
-    """Perplexity per token, word and byte, and bits per byte (nats / ln 2 / bytes)."""
-    return {
-        "loss": scores.loss,
-        "token_perplexity": exp_or_none(scores.loss),
-        "word_perplexity": exp_or_none(scores.nats / max(words, 1)),
-        "byte_perplexity": exp_or_none(scores.nats / size),
-        "bits_per_byte": scores.nats / math.log(2) / size,
+def perplexities(scores: TokenScores, text: Text) -> dict:
+    """Perplexity per token, and of a text also per word and byte, and bits per byte (nats / ln 2 /
+    bytes).
+    """
+    found = {"loss": scores.loss, "token_perplexity": exp_or_none(scores.loss)}
+    if text.task:
+        return found
+    return found | {
+        "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
+        "byte_perplexity": exp_or_none(scores.nats / text.bytes),
+        "bits_per_byte": scores.nats / math.log(2) / text.bytes,
     }
 
 
@@ -159,14 +176,20 @@ def check_options(options: EvalOptions) -> None:
     """
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
-    if sum(map(bool, (options.text, options.data, options.hub))) > 1:
+    if sum(map(bool, (options.text, options.data, options.hub, options.pairs))) > 1:
         raise UserError(
-            "more than one text was given: give --text FILE..., --data DIR or --hub NAME, "
-            "not both or all"
+            "more than one text was given: give --text FILE..., --data DIR, --hub NAME or --pairs "
+            "DIR, not both or all"
         )
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    if not (options.text or options.hub or options.data):
+    if task_of(options):
+        if options.first_token != "skip" or options.max_tokens:
+            raise UserError(
+                f"{directory} was trained on a task, of which all answers are scored: leave out "
+                "--first-token and --max-tokens, or give --text FILE..., --data DIR or --hub NAME"
+            )
+    elif not (options.text or options.hub or options.data or options.pairs):
         data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
         if not data:
             raise UserError(f"{directory} does not say which data it was trained on: {give}")
@@ -177,11 +200,13 @@ def check_options(options: EvalOptions) -> None:
             )
 
 
-def short_name(options: EvalOptions) -> str:
-    """What names the text in a file's name; empty for the one that the checkpoint has itself."""
-    paths = [*options.text, *filter(None, [options.data])]
-    hub = options.hub and f"{options.hub} {options.subset} {options.split}"
-    return " ".join([Path(path).resolve().name for path in paths] or [hub])
+def task_of(options: EvalOptions) -> DataConfig | None:
+    """The task that the checkpoint was trained on, unless the options name a text."""
+    settings = read_trainer(Path(options.checkpoint)).get("settings", {}).get("data", {})
+    given = options.text or options.data or options.hub or options.pairs
+    if given or settings.get("source") not in TASKS:
+        return None
+    return DataConfig(**settings)
 
 
 def data_directory(options: EvalOptions) -> str | None:
@@ -205,20 +230,28 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The text that the options name, cut to max_tokens; see mixer.evaluation.texts."""
+    """The text that the options name, cut to max_tokens, or the checkpoint's task; see
+    mixer.evaluation.texts.
+    """
+    if task := task_of(options):
+        return task_text(task, window)
     every_token = options.first_token == "eos"
-    rows = (options.text_field, options.max_documents)
-    if options.text:
-        text = text_from_files(options.text, tokenizer, *rows, every_token)
-    elif options.hub:
-        text = text_from_hub(
-            options.hub, options.subset, options.split, *rows, tokenizer, every_token
-        )
+    if options.text or options.hub:
+        name, found = file_names(options.text), file_documents
+        where = [options.text]
+        if options.hub:
+            where, found = [options.hub, options.subset, options.split], hub_documents
+            name = " ".join(filter(None, [hub_name(options.hub), *where[1:]]))
+        found = found(*where, options.text_field, blank=every_token)
+        text = text_of(name, found, tokenizer, options.max_tokens)
     else:
         text = validation_text(Path(data_directory(options)), window, tokenizer)
-    text.loses = text.loses or loss_of_text(tokenizer, text.sample)
     if every_token:
-        text = put_eos_first(text, tokenizer)
+        put_eos_first(text, tokenizer)
+    if all(len(tokens) < 2 for tokens in text.streams):
+        raise UserError(
+            f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
+        )
     return limit(text, options.max_tokens, tokenizer)
 
 
@@ -247,12 +280,21 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
-    plan = Plan(window, stride, options.last_window, options.batch_size, options.dtype)
+    where = {"batch_size": options.batch_size, "dtype": AUTOCAST_TYPES[options.dtype]}
+    if options.pairs:
+        validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
+        about = {"window": window, "dtype": options.dtype}
+        return described | about | find_partners(model, options.pairs, window, process, **where)
     text = choose_text(options, window, tokenizer)
     largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
     check_token(largest, model, text.name)
-    causality = check_causality(model, max(text.streams, key=len), plan, process)
-    scores, cost = measure(model, text.streams, plan, process)
+    causality = check_causality(model, max(text.streams, key=len), window, options.dtype)
+    if text.task:
+        batches = sample_batches(text.task, 0, options.batch_size)
+    else:
+        cut = window, stride, options.batch_size, options.last_window
+        batches = window_batches(text.streams, *cut)
+    scores, cost = measure(model, batches, window, where["dtype"], process)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
@@ -269,7 +311,8 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "windows": scores.windows,
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
-        **perplexities(scores, text.bytes, text.words),
+        "accuracy": scores.accuracy,
+        **perplexities(scores, text),
         "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
         "dtype": options.dtype,
         "device": str(process),
@@ -277,6 +320,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "causality": causality,
         **loss_by_kind(scores),
         "loss_by_position": scores.loss_by_position,
+        "accuracy_by_position": scores.accuracy_by_position,
         "count_by_position": scores.count_by_position.tolist(),
     }
 
@@ -306,6 +350,7 @@ def describe_model(
         "architecture": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": model.config.get_text_config().vocab_size,
+        "context": getattr(model.config.get_text_config(), "max_position_embeddings", None),
         "tokenizer_ids": len(tokenizer),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
         "weights_sha256": weights_sha256(directory),
@@ -314,16 +359,12 @@ def describe_model(
 
 def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
     """The result's entries about the text."""
-    tokens_sha256 = hashlib.sha256()
-    for tokens in text.streams:
-        tokens_sha256.update(np.ascontiguousarray(tokens))
     eos, eos_scored = tokenizer.eos_token_id, 0
-    if eos is not None:
+    if eos is not None and not text.task:
         eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
     return {
         "text": text.name,
-        "public_text": text.public_name,
-        "tokens_sha256": tokens_sha256.hexdigest(),
+        "is_task": text.task is not None,
         "bytes": text.bytes,
         "words": text.words,
         "sizes_counted_from": "; ".join(filter(None, (text.counted, text.loses))),

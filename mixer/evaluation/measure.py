@@ -2,26 +2,23 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
-from mixer.common.hardware import peak_memory_gb
+from mixer.common.hardware import lacks_bf16, peak_memory_gb
 from mixer.common.ranks import is_launched
+from mixer.data.batches import Batch
+from mixer.data.pairs import PairFile
 from mixer.distributed.world import leave_with_error
-from mixer.evaluation.scoring import (
-    TokenScores,
-    add_processes,
-    evaluate_streams,
-    score_batch,
-    window_batches,
-)
+from mixer.evaluation.scoring import TokenScores, evaluate_batches
+from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
 DEVICES = ("auto", "cpu", "cuda")
 # The names of --dtype; None is fp32, without autocast.
@@ -39,17 +36,6 @@ class Process:
     def __str__(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return name if self.count == 1 else f"{self.count} x {name}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a text is cut into windows, and the arithmetic of the model."""
-
-    window: int
-    stride: int
-    last_window: str = "short"
-    batch_size: int = 16
-    dtype: str = "fp32"
 
 
 def reads(model: PreTrainedModel, tokens: int) -> bool:
@@ -71,11 +57,8 @@ def choose_device(name: str, dtype: str) -> torch.device:
             "use --device cpu, or install a CUDA build"
         )
     device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and dtype == "bf16" and torch.cuda.get_device_capability() < (8, 0):
-        raise UserError(
-            f"{torch.cuda.get_device_name()} has no bf16 arithmetic: "
-            "use --dtype fp16 or --dtype fp32"
-        )
+    if dtype == "bf16" and (name := lacks_bf16(device)):
+        raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
     return device
 
 
@@ -89,9 +72,13 @@ def join_processes(device: torch.device) -> Process:
     return Process(state.device, state.process_index, state.num_processes)
 
 
+def has_joined() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def end_processes() -> None:
     """Ends the communication that `join_processes` began."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_joined():
         torch.distributed.destroy_process_group()
 
 
@@ -99,61 +86,60 @@ def leave_if_joined(error: BaseException) -> None:
     """Ends this process of a launch at once, with its error, so that no other waits for it; returns
     where there is no other.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_joined():
         leave_with_error(error)
 
 
 def measure(
-    model: nn.Module, streams: Sequence[np.ndarray], plan: Plan, process: Process
+    model: nn.Module,
+    batches: Iterable[Batch],
+    context: int,
+    dtype: torch.dtype | None,
+    process: Process,
 ) -> tuple[TokenScores, dict]:
     """(scores of all processes together, {"tokens_per_second", "peak_memory_gb", "memory"}).
 
-    Throughput counts the scored tokens of all processes; the first batch is computed once before,
-    untimed. Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU, or
-    on a CPU the peak of the whole process.
+    The arguments are those of `evaluate_batches`. Throughput counts the scored tokens of all
+    processes. Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU,
+    or on a CPU the peak of the whole process.
     """
     on_gpu = process.device.type == "cuda"
-    warm_up(model, streams, plan, process)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(process.device)
     start = time.perf_counter()
-    scores = evaluate_streams(
-        model,
-        streams,
-        plan.window,
-        plan.stride,
-        plan.batch_size,
-        process.device,
-        AUTOCAST_TYPES[plan.dtype],
-        plan.last_window,
-        share=(process.index, process.count),
-    )
+    share = process.index, process.count
+    scores = evaluate_batches(model, batches, context, process.device, dtype, share)
     memory = peak_memory_gb(process.device)
     if process.count > 1:
-        scores = add_processes(scores, process.device)
-        memory = largest(memory, process.device)
-    seconds = time.perf_counter() - start
-    kind = "allocated on the GPU" if on_gpu else "resident, of the whole process"
+        every_score, memories = zip(*gather_object([(scores, memory)]), strict=True)
+        scores, memory = TokenScores.total(every_score), max(memories)
     return scores, {
-        "tokens_per_second": scores.tokens / seconds,
+        "tokens_per_second": scores.tokens / (time.perf_counter() - start),
         "peak_memory_gb": memory,
-        "memory": kind,
+        "memory": "allocated on the GPU" if on_gpu else "resident, of the whole process",
     }
 
 
-@torch.no_grad()
-def warm_up(model: nn.Module, streams: Sequence[np.ndarray], plan: Plan, process: Process) -> None:
-    """The first call builds kernels and fills caches, which is not what throughput means."""
-    inputs, targets = next(
-        window_batches(streams, plan.window, plan.stride, plan.batch_size, plan.last_window)
-    )
-    score_batch(
-        model, inputs.to(process.device), targets.to(process.device), AUTOCAST_TYPES[plan.dtype]
-    ).sum().item()
+def find_partners(
+    model: PreTrainedModel,
+    data: str,
+    context: int,
+    process: Process,
+    *,
+    batch_size: int,
+    dtype: torch.dtype | None,
+) -> dict:
+    """`top1` of the pairs in the validation split of prepared data, shared by the processes."""
+    pairs = PairFile(data, "validation", context)
 
+    def embed(*sides: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
+            return torch.stack([text_vectors(model, texts) for texts in sides])
 
-def largest(value: float, device: torch.device) -> float:
-    """The largest of the values of all processes."""
-    value = torch.tensor(value, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
-    return value.item()
+    count, place = min(len(pairs), MOST_PAIRS), (process.device, process.index, process.count)
+    vectors = pair_vectors(embed, pairs, count, batch_size, place)
+    if process.count > 1:
+        torch.distributed.all_reduce(vectors)
+    if not vectors.isfinite().all():
+        raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
+    return {"data": data, "device": str(process), "pairs": count} | top1(*vectors)

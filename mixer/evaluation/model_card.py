@@ -2,12 +2,12 @@
 what eval.py reported of its weights.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import ModelCardData
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from mixer.checkpoints.format import earlier_settings, read_trainer
 from mixer.common.yaml_file import as_yaml
@@ -16,12 +16,19 @@ from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.metrics_file import read_metrics
 from mixer.reporting.tables import table
 
-# Settings that may be paths of the training machine.
-MAY_BE_PATHS = {"data.path", "data.validation_path", "data.tokenizer"}
+# Settings that may be paths of the training machine, and are left out.
+MAY_BE_PATHS = ("path", "validation_path", "tokenizer")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Columns of an evaluation's table that mean something on that machine alone.
 OF_ONE_EVALUATION = ("label", "tokens_per_second", "peak_memory_gb")
 EVALUATION_COLUMNS = {"text": "text"} | {
     title: key for title, key in COLUMNS.items() if key not in OF_ONE_EVALUATION
+}
+METRICS = {  # the last values of metrics.jsonl, and what the card calls them
+    "loss": "training loss, nats a token",
+    "validation_loss": "validation loss, nats a token",
+    "validation_bits_per_byte": "validation bits per byte",
+    "validation_tokens": "validation tokens scored",
 }
 TEXT = """\
 ---
@@ -63,23 +70,27 @@ def model_card(
     Raises UserError where the run's files are damaged.
     """
     trainer = read_trainer(checkpoint)
-    run = _without_paths(trainer.get("settings", {}))
+    run = trainer.get("settings", {})
     data = run.get("data", {})
+    path = data.get("path", "") if data.get("source") == "hub" else ""
+    is_on_hub = HUB_NAME.fullmatch(path) and not Path(path).exists()
     header = ModelCardData(
         license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["masked-mixer", "custom_code"],
-        datasets=[data["path"]] if data.get("source") == "hub" and data.get("path") else None,
+        datasets=[path] if is_on_hub else None,
     )
     facts = [f"| {name} | {value} |" for name, value in _facts(model, checkpoint, trainer).items()]
     evaluation = configuration = ""
     if evaluations:
         evaluation = f"\n## Evaluation\n\n{_evaluation(evaluations, title, model.dtype)}\n"
     if run:
-        configuration = f"\n## Configuration\n\n```yaml\n{as_yaml(run)}```\n"
+        data = {name: value for name, value in data.items() if name not in MAY_BE_PATHS}
+        configuration = f"\n## Configuration\n\n```yaml\n{as_yaml(run | {'data': data})}```\n"
+        left_out = [f"data.{name}" for name in MAY_BE_PATHS]
         configuration += "".join(
-            f"\n{line}.\n" for line in earlier_settings(trainer.get("earlier", {}), MAY_BE_PATHS)
+            f"\n{line}.\n" for line in earlier_settings(trainer.get("earlier", {}), left_out)
         )
     return TEXT.format(
         header=header.to_yaml(),
@@ -100,21 +111,15 @@ def _facts(
         "hidden size, layers": f"{config.hidden_size}, {config.num_hidden_layers}",
         "vocabulary": str(config.vocab_size),
     }
-    if trainer:
-        facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
-        names = {
-            "loss": "training loss, nats a token",
-            "validation_loss": "validation loss, nats a token",
-            "validation_bits_per_byte": "validation bits per byte",
-        }
-        last = _last_metrics(checkpoint, trainer["step"])
-        facts |= {
-            text: f"{last[key]:.4f}"
-            for key, text in names.items()
-            if isinstance(last.get(key), float)
-        }
-        if "validation_tokens" in last:
-            facts["validation tokens scored"] = f"{last['validation_tokens']:,}"
+    if not trainer:
+        return facts
+    facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
+    file, last = checkpoint.resolve().parent / "metrics.jsonl", {}
+    for line in read_metrics(file) if file.is_file() else []:
+        last |= line if line["step"] <= trainer["step"] else {}
+    for key, text in METRICS.items():
+        if isinstance(last.get(key), (int, float)):
+            facts[text] = f"{last[key]:,}" if key.endswith("tokens") else f"{last[key]:.4f}"
     return facts
 
 
@@ -126,38 +131,4 @@ def _evaluation(results: list[dict], title: str, dtype: torch.dtype) -> str:
         notes.append(
             f"- Evaluated before the weights were rounded to {str(dtype).removeprefix('torch.')}."
         )
-    return table([select(row, EVALUATION_COLUMNS) for row in rows]) + "\n\n" + "\n".join(notes)
-
-
-def _last_metrics(checkpoint: Path, step: int) -> dict[str, Any]:
-    """The last value of every metric up to the checkpoint's step."""
-    file = checkpoint.resolve().parent / "metrics.jsonl"
-    last = {}
-    for line in read_metrics(file) if file.is_file() else []:
-        if line["step"] <= step:
-            last |= line
-    return last
-
-
-def _without_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings without the paths of the machine that trained it."""
-    data = dict(settings.get("data", {}))
-    if data.get("source") != "hub" or _is_local(data.get("path")):
-        data.pop("path", None)
-    # Left out, it would seem that validation_fraction was cut from the training text.
-    if data.get("validation_path"):
-        data["validation_path"] = "a local text"
-    if data.get("tokenizer", "train") != "train" and _is_local(data["tokenizer"]):
-        data["tokenizer"] = "a local one, saved here"
-    return settings | ({"data": data} if data else {})
-
-
-def _is_local(name: Any) -> bool:
-    """Whether this is a path rather than a name on the hub. One of another machine is not found
-    here, but mostly no repository could have that name.
-    """
-    try:
-        validate_repo_id(str(name))
-    except HFValidationError:
-        return True
-    return Path(str(name)).exists()
+    return table(select(rows, EVALUATION_COLUMNS)) + "\n\n" + "\n".join(notes)

@@ -3,7 +3,10 @@ numbers of mixer.evaluation.evaluate.
 """
 
 import json
+import math
 from pathlib import Path
+
+import numpy as np
 
 from mixer.checkpoints.pretrained import weights_sha256
 from mixer.common.errors import UserError, first_line
@@ -15,6 +18,7 @@ COLUMNS = {
     "checkpoint": "label",
     "tokens scored": "tokens_scored",
     "loss (nats/token)": "loss",
+    "accuracy": "accuracy",
     "token ppl": "token_perplexity",
     "word ppl": "word_perplexity",
     "byte ppl": "byte_perplexity",
@@ -22,25 +26,65 @@ COLUMNS = {
     "tokens/s": "tokens_per_second",
     "peak memory, GB": "peak_memory_gb",
 }
-# What an evaluation was asked for. A report with the same answers here may be replaced.
-ASKED = (
-    *("weights_sha256", "text", "tokens_sha256", "tokens_scored", "window", "stride"),
-    *("first_token", "last_window", "backend", "dtype", "device"),
-)
 
 
-def select(result: dict, columns: dict[str, str]) -> dict:
-    """A row of a table: the columns' titles mapped to what `result` has under their keys."""
-    return {title: result[key] for title, key in columns.items()}
+PARTS = 8  # of a window, for each of which a table has the accuracy
+
+
+def select(results: list[dict], columns: dict[str, str]) -> list[dict]:
+    """Rows of a table: the columns' titles mapped to what the results have under their keys,
+    without the columns that not all results have: tasks have no bytes, older reports no accuracy.
+    """
+    shared = {title: key for title, key in columns.items() if all(key in r for r in results)}
+    return [{title: result[key] for title, key in shared.items()} for result in results]
 
 
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
+    if "pairs" in results[0]:
+        columns = {"checkpoint": "label", "pairs": "pairs", "tokens": "window"}
+        columns |= {name.replace("_", " "): name for name in results[0] if name[:5] == "top1_"}
+        return table(select(results, columns))
     notes = [evaluation_notes(*results)]
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
         notes.append(bullets([note + "not those per token."]))
-    return table([select(result, COLUMNS) for result in results]) + "\n\n" + "\n".join(notes)
+    tables: dict[tuple, list[dict]] = {}
+    for row in (by_part(result) for result in results if result.get("is_task")):
+        tables.setdefault(tuple(row), []).append(row)  # of one task and window
+    rows = select(results, COLUMNS)
+    if longer_contexts(results):
+        rows = [row | by_context(r) for row, r in zip(rows, results, strict=True)]
+    return "\n\n".join([*map(table, [rows, *tables.values()]), "\n".join(notes)])
+
+
+def longer_contexts(results: list[dict]) -> set[int]:
+    """The contexts that models were trained with, where the windows are longer."""
+    return {r["context"] for r in results if (r.get("context") or math.inf) < r["window"]}
+
+
+def by_context(r: dict) -> dict[str, float | str]:
+    """The loss up to the context that a model was trained with, and past it."""
+    context = r.get("context") or r["window"]
+    scored = list(zip(r["loss_by_position"], r["count_by_position"], strict=True))
+    parts, found = {"to the context": scored[:context], "past it": scored[context:]}, {}
+    for title, part in parts.items():
+        count = sum(count for _, count in part)
+        nats = sum(loss * count for loss, count in part if count)
+        found[f"loss {title}"] = nats / count if count else "-"
+    return found
+
+
+def by_part(result: dict) -> dict:
+    """A row of a table: the accuracy in each part of the window where there are answers."""
+    row = {"accuracy by position": result["label"]}
+    rights, counts = result["accuracy_by_position"], result["count_by_position"]
+    for places in np.array_split(np.arange(len(counts)), PARTS):
+        scored = [place for place in places if counts[place]]
+        if scored:
+            mean = np.average([rights[n] for n in scored], weights=[counts[n] for n in scored])
+            row[f"{places[0]} to {places[-1]}"] = float(mean)
+    return row
 
 
 def evaluation_notes(*results: dict) -> str:
@@ -67,10 +111,10 @@ def conventions(r: dict) -> dict[str, str]:
         "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
     )
     causality = r["causality"]
-    places = ", ".join(map(str, causality["changed_from"]))
+    sizes = f"; {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space, "
+    sizes += f"counted from {r['sizes_counted_from']}, unscored first tokens included)"
     return {
-        "text": f"{r['text']}; {r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at "
-        f"white space, counted from {r['sizes_counted_from']}, unscored first tokens included)",
+        "text": r["text"] + sizes * (not r.get("is_task")),
         "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
         f"{r['vocabulary']:,}{padding}",
         "streams": f"{r['streams']:,}, first token of each {r['first_token']}; "
@@ -80,10 +124,9 @@ def conventions(r: dict) -> dict[str, str]:
         "computed": f"backend {r['backend']}, {r['dtype']}, {r['device']}; memory {r['memory']}",
         "repeats": f"{r['repeats_share']:.1%} of the scored tokens complete three tokens that "
         f"occurred in the window already; their loss is {repeats}, that of all others {others}",
-        "causality": f"in a window of {causality['window']:,}, with all tokens changed from "
-        f"position {places} on, logits before that position moved by "
-        f"{causality['largest_move_before']:.2g} at most, those after by "
-        f"{causality['smallest_move_after']:.2g} at least",
+        "causality": f"in a window of {causality['window']:,}, with all tokens changed from some "
+        f"place on, logits before it moved by {causality['largest_move_before']:.2g} at most, "
+        f"those after it by {causality['smallest_move_after']:.2g} at least",
     }
 
 
@@ -98,25 +141,17 @@ def well_counted(losses: list, counts: list[int]) -> list:
 
 
 def tell_apart(results: list[dict]) -> list[dict]:
-    """The results, with more of the checkpoints' paths in their labels where two checkpoints have
-    the same label, as those of two runs of one name.
+    """The results, numbered in their order where two checkpoints have the same label, as those of
+    two runs of one name.
     """
-    paths = [Path(result["checkpoint"]).resolve() for result in results]
-    depth = 2  # of a label
-    while len({path.parts[-depth:] for path in paths}) < len(set(paths)):
-        depth += 1
-    labels = ["/".join(path.parts[-depth:]) for path in paths]
-    return [r | {"label": label} for r, label in zip(results, labels, strict=True)]
-
-
-def asked(results: list[dict]) -> list[list]:
-    """What an evaluation was asked for, from its results."""
-    return [[result[name] for name in ASKED] for result in results]
+    paths = {Path(result["checkpoint"]).resolve() for result in results}
+    if len({result["label"] for result in results}) == len(paths):
+        return results
+    return [r | {"label": f"{number}: {r['label']}"} for number, r in enumerate(results, 1)]
 
 
 def evaluations_of(checkpoint: Path) -> list[dict]:
-    """The results for exactly these weights in all reports beside the checkpoint (eval-*), with
-    the public names of their texts.
+    """The results for exactly these weights in all reports beside the checkpoint (eval-*).
 
     Raises UserError for a report that cannot be read, or lacks what reports say of a result.
     """
@@ -126,7 +161,8 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
             results = json.loads(file.read_text(encoding="utf-8"))
             for result in results:
                 if result.get("weights_sha256") == weights:
-                    found.append(result | {"text": result["public_text"]})
+                    # Earlier versions have the local paths of the text under "text".
+                    found.append(result | {"text": result.get("public_text", result["text"])})
                     evaluation_report(found[-1:])  # reads all that a card needs
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
@@ -136,16 +172,18 @@ def evaluations_of(checkpoint: Path) -> list[dict]:
     return found
 
 
-def write_evaluation(results: list[dict], directory) -> Path:
+def write_evaluation(results: list[dict], directory: Path) -> None:
     """report.json, report.md and loss_by_position.png in `directory`."""
-    directory = Path(directory)
     curves = {
-        r["label"]: well_counted(r["loss_by_position"], r["count_by_position"]) for r in results
+        r["label"]: well_counted(r["loss_by_position"], r["count_by_position"])
+        for r in results
+        if "pairs" not in r
     }
-    picture = "![Loss by position](loss_by_position.png)"
-    text = f"# Evaluation\n\n{evaluation_report(results)}\n\n{picture}\n"
+    picture = "\n![Loss by position](loss_by_position.png)\n" if curves else ""
+    text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
     with whole_directory(directory) as stage:
         (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         (stage / "report.md").write_text(text, encoding="utf-8")
-        plot_loss_by_position(curves, stage / "loss_by_position.png")
-    return directory
+        if curves:
+            picture = stage / "loss_by_position.png"
+            plot_loss_by_position(curves, picture, longer_contexts(results))

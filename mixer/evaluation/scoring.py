@@ -10,15 +10,17 @@ it counts the same targets either way.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mixer.common.errors import UserError
+from mixer.data.run_data import Samples
 
 
 @dataclass
@@ -27,15 +29,22 @@ class TokenScores:
 
     `nats_by_position[p]` and `count_by_position[p]` belong to the target of position p in its
     window, i.e. the one that is predicted from p + 1 tokens. Both are (context,).
+    `right_by_position` counts the targets that are the likeliest token.
     `repeats` and `repeats_nats` are those of the targets that a copy from the window would predict,
     see `find_repeats`.
     """
 
     nats_by_position: np.ndarray  # (context,) float64
     count_by_position: np.ndarray  # (context,) int64
+    right_by_position: np.ndarray  # (context,) int64
     windows: int = 0
     repeats: int = 0
     repeats_nats: float = 0.0
+
+    @classmethod
+    def total(cls, parts: Sequence["TokenScores"]) -> "TokenScores":
+        """The sum of scores of parts of a text."""
+        return cls(*(sum(getattr(part, name.name) for part in parts) for name in fields(cls)))
 
     @property
     def nats(self) -> float:
@@ -51,10 +60,23 @@ class TokenScores:
         return self.nats / self.tokens
 
     @property
+    def accuracy(self) -> float:
+        """The share of the scored tokens that are the likeliest."""
+        return float(self.right_by_position.sum()) / self.tokens
+
+    @property
     def loss_by_position(self) -> list[float | None]:
         """Mean nats of each window position; None where no target was scored."""
-        sums, counts = self.nats_by_position.tolist(), self.count_by_position.tolist()
-        return [n / c if c else None for n, c in zip(sums, counts, strict=True)]
+        return self._means(self.nats_by_position)
+
+    @property
+    def accuracy_by_position(self) -> list[float | None]:
+        """As `loss_by_position`."""
+        return self._means(self.right_by_position)
+
+    def _means(self, sums: np.ndarray) -> list[float | None]:
+        pairs = zip(sums.tolist(), self.count_by_position.tolist(), strict=True)
+        return [n / c if c else None for n, c in pairs]
 
 
 def plan_windows(
@@ -99,14 +121,24 @@ def window_batches(
 
 
 def collate(batch: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of n + 1 tokens -> inputs and targets (batch, longest n)."""
-    longest = max(len(window) for window, _ in batch) - 1
-    inputs = np.zeros((len(batch), longest), dtype=np.int64)
-    targets = np.full((len(batch), longest), -100, dtype=np.int64)
-    for row, (window, first) in enumerate(batch):
-        inputs[row, : len(window) - 1] = window[:-1]
-        targets[row, first : len(window) - 1] = window[1 + first :]
-    return torch.from_numpy(inputs), torch.from_numpy(targets)
+    """Windows of n + 1 tokens, each with its first counted position -> inputs and targets (batch,
+    longest n).
+    """
+    windows = [torch.from_numpy(tokens.astype(np.int64)) for tokens, _ in batch]
+    inputs = pad_sequence([tokens[:-1] for tokens in windows], batch_first=True)
+    targets = pad_sequence([x[1:] for x in windows], batch_first=True, padding_value=-100)
+    first = torch.tensor([first for _, first in batch])[:, None]
+    return inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
+
+
+def sample_batches(
+    data: Samples, samples: int, batch_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of `samples` samples spread evenly over a split, 0 for all, as `window_batches`."""
+    samples = min(len(data), samples or len(data))
+    for start in range(0, samples, batch_size):
+        batch = np.arange(start, min(start + batch_size, samples))
+        yield data.batch(batch * len(data) // samples)
 
 
 def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -128,82 +160,49 @@ def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(again).scatter(1, places, again) & (targets != -100)
 
 
-def score_batch(
-    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """-log p of each target in nats, (batch, tokens) fp64; zero where the target is -100."""
+def logits_of(model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """(batch, tokens) -> (batch, tokens, vocab), computed under autocast to `dtype` if there is
+    one; fp32 or fp64, as the softmax over the vocabulary is never taken in half precision.
+    """
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
-        logits = model(input_ids=inputs).logits  # (batch, tokens, vocab)
-    if logits.dtype != torch.float64:
-        logits = logits.float()  # the softmax over the vocabulary is never taken in half precision
-    return (
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        .view_as(targets)
-        .double()
-    )
+        logits = model(input_ids=inputs).logits
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @torch.no_grad()
-def evaluate_streams(
+def evaluate_batches(
     model: nn.Module,
-    streams: Sequence[np.ndarray],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     context: int,
-    stride: int | None = None,
-    batch_size: int = 16,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    last_window: str = "short",
     share: tuple[int, int] = (0, 1),
 ) -> TokenScores:
-    """Score independent token streams: every token but the first of each exactly once.
+    """Score the targets of batches, each of inputs and targets (batch, tokens <= context) int64;
+    targets of -100 are not scored.
 
-    model: maps input_ids (batch, tokens <= context) int64 to `.logits` (batch, tokens, vocab), on
-    `device`. streams: each (tokens,) integers. stride: tokens between windows, 1..context; None:
-    context, i.e. disjoint windows. With stride < context the first window counts all its targets,
-    each later one its last `stride` targets (the last window may be shorter, or with
-    last_window="full" begin earlier). dtype: autocast's, or None. Sums are fp64. Raises UserError
-    for a stride outside 1..context and where no stream has 2 tokens.
+    model: maps input_ids to `.logits` (batch, tokens, vocab), on `device`. dtype: autocast's, or
+    None. Sums are fp64.
 
-    share: (index, count): score every count-th batch of windows from the index-th on, so that the
-    scores of all indices add up to the whole; see `add_processes`.
+    share: (index, count): score every count-th batch from the index-th on, so that the scores of
+    all indices add up to the whole; see `TokenScores.total`.
     """
-    stride = check_stride(context if stride is None else stride, context)
-    if not any(len(tokens) > 1 for tokens in streams):
-        raise UserError(
-            "the text is shorter than 2 tokens, so nothing can be predicted: give a longer text"
-        )
-    scores = TokenScores(np.zeros(context), np.zeros(context, dtype=np.int64))
-    batches = window_batches(streams, context, stride, batch_size, last_window)
-    was_training = model.training
+    scores = TokenScores(np.zeros(context), *np.zeros((2, context), dtype=np.int64))
     model.eval()
-    try:
-        for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
-            inputs, targets = inputs.to(device), targets.to(device)
-            each = score_batch(model, inputs, targets, dtype)  # (batch, tokens)
-            nats, repeats = each.sum(0).cpu().numpy(), find_repeats(inputs, targets)
-            scores.repeats += int(repeats.sum())
-            scores.repeats_nats += float(each[repeats].sum())
-            scores.nats_by_position[: len(nats)] += nats
-            scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
-            scores.windows += len(inputs)
-    finally:
-        model.train(was_training)
+    for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
+        inputs, targets = inputs.to(device), targets.to(device)
+        logits = logits_of(model, inputs, dtype)
+        # -log p of each target in nats, (batch, tokens); zero where it is not counted
+        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        each, right = each.view_as(targets).double(), logits.argmax(-1) == targets
+        nats, repeats = each.sum(0).cpu().numpy(), find_repeats(inputs, targets)
+        scores.repeats += int(repeats.sum())
+        scores.repeats_nats += float(each[repeats].sum())
+        scores.nats_by_position[: len(nats)] += nats
+        scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
+        scores.right_by_position[: len(nats)] += right.sum(0).cpu().numpy()
+        scores.windows += len(inputs)
     return scores
-
-
-def add_processes(scores: TokenScores, device: torch.device) -> TokenScores:
-    """The sum of the scores of all processes of a launch, in each of them; `device` is where they
-    exchange tensors.
-    """
-    # Counts are exact in fp64 up to 2^53.
-    others = [scores.windows, scores.repeats, scores.repeats_nats]
-    parts = [scores.nats_by_position, scores.count_by_position, others]
-    totals = torch.from_numpy(np.concatenate(parts)).to(device)
-    torch.distributed.all_reduce(totals)
-    context = len(scores.nats_by_position)
-    nats, counts, others = np.split(totals.cpu().numpy(), [context, 2 * context])
-    windows, repeats, repeats_nats = others.tolist()
-    return TokenScores(nats, counts.astype(np.int64), int(windows), int(repeats), repeats_nats)
 
 
 def check_stride(stride: int, context: int) -> int:

@@ -6,8 +6,9 @@ exactly as the preparation of training data does it. Packed prepared data is one
 after each document.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from mixer.common.say import say_on_stderr
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
 from mixer.data.sources import SUFFIXES, Part, local_files, source_parts
+from mixer.data.tasks import TaskSamples
 from mixer.data.token_file import TokenFile
-from mixer.data.tokenizer import load_tokenizer, pieces, raw_encoder, token_bytes
+from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
 
 SAMPLE = 100  # documents by which it is told whether the tokenizer loses text
 
@@ -34,62 +36,55 @@ def say(line: str) -> None:
 class Text:
     """Token streams to score, and the size of the text they stand for."""
 
-    name: str
-    public_name: str  # without directories of this machine
-    streams: list[np.ndarray] = field(default_factory=list)  # each (tokens,)
+    name: str  # without directories of this machine, as it goes into model cards
+    streams: list[np.ndarray]  # each (tokens,)
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
-    counted: str = "the text"  # where bytes and words come from
-    sample: list[str] = field(default_factory=list)  # of the documents
-    loses: str = ""  # what the tokenizer loses of them, see tokenizer.loss_of_text
-
-    def add(
-        self,
-        parts: Iterable[Part],
-        settings: DataConfig,
-        tokenizer: PreTrainedTokenizerFast,
-        every_token: bool,
-    ) -> None:
-        """Adds the documents of the parts. Raises UserError if all are too short to be scored."""
-        encode, before, least = raw_encoder(tokenizer), len(self.streams), 1 if every_token else 2
-        for document in documents(parts, settings, every_token, say):
-            ids = [np.array(ids, dtype=np.int64) for ids in encode(list(pieces(document)))]
-            self.streams.append(np.concatenate(ids))
-            self.bytes += len(document.encode("utf-8", errors="replace"))
-            self.words += len(document.split())
-            if len(self.sample) < SAMPLE:
-                self.sample.append(document)
-        if all(len(tokens) < least for tokens in self.streams[before:]):
-            raise UserError(
-                f"{settings.path} is shorter than {least} tokens, so nothing can be predicted: "
-                "give a longer text"
-            )
+    counted: str = "the documents"  # where bytes and words come from
+    loses: str = ""  # what the tokenizer loses of it, see tokenizer.loss_of_text
+    task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
 
 
-def text_from_files(
-    paths: Sequence[str],
-    tokenizer: PreTrainedTokenizerFast,
-    text_field: str = "text",
-    max_documents: int = 0,
-    every_token: bool = False,
+def text_of(
+    name: str, texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, max_tokens: int
 ) -> Text:
+    """The documents, no more than are needed for `max_tokens` targets; 0: all."""
+    encode, sample, left = raw_encoder(tokenizer), [], max_tokens or float("inf")
+    text = Text(name, [], 0, 0, "the documents")
+    for document in texts:
+        ids = itertools.chain(*encode(list(pieces(document))))
+        text.streams.append(np.fromiter(ids, dtype=np.int64))
+        text.bytes += len(document.encode("utf-8", errors="replace"))
+        text.words += len(document.split())
+        if len(sample) < SAMPLE:
+            sample.append(document)
+        left -= len(text.streams[-1]) - 1
+        if left < 0:
+            break
+    text.loses = loss_of_text(tokenizer, sample)
+    return text
+
+
+def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Puts an EOS before each stream, so that its first token is scored too."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "first_token eos needs a tokenizer with an EOS token, this one has none: "
+            "use first_token skip"
+        )
+    text.streams = [np.concatenate(([tokenizer.eos_token_id], tokens)) for tokens in text.streams]
+
+
+def file_documents(paths: Sequence[str], text_field: str, blank: bool) -> Iterator[str]:
     """The documents of files, folders and globs: each plain file is one, and each row of a .jsonl,
     .json or .parquet file (also .gz, .bz2, .xz, .zst).
 
-    every_token: whether first tokens are scored too; then one token is enough, and rows of white
-    space alone count. Raises UserError for a path without files, and text that is not UTF-8, none,
-    or too short.
+    blank: whether rows of white space alone count. Raises UserError for a path without files, and
+    text that is not UTF-8, or none.
     """
-    names = [Path(path).name for path in paths]
-    if len(names) > 3:
-        names = [*names[:2], f"{len(names) - 2} others"]
-    text = Text(", ".join(map(str, paths)), ", ".join(names), counted="the files")
     for path in map(str, paths):
-        settings = DataConfig(
-            source="text", path=path, text_field=text_field, max_documents=max_documents
-        )
-        text.add(_parts(settings), settings, tokenizer, every_token)
-    return text
+        settings = DataConfig(source="text", path=path, text_field=text_field)
+        yield from documents(_parts(settings), settings, blank, say)
 
 
 def _parts(settings: DataConfig) -> Iterator[Part]:
@@ -99,31 +94,25 @@ def _parts(settings: DataConfig) -> Iterator[Part]:
         yield Part(replace(settings, source=next(kinds, "text")), file)
 
 
-def text_from_hub(
-    name: str,
-    subset: str,
-    split: str,
-    text_field: str,
-    max_documents: int,
-    tokenizer: PreTrainedTokenizerFast,
-    every_token: bool = False,
-) -> Text:
+def file_names(paths: Sequence[str]) -> str:
+    names = [Path(path).name for path in paths]
+    return ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
+
+
+def hub_name(name: str) -> str:
+    """The name of a dataset of the hub, or of a directory of data files without its path."""
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def hub_documents(
+    name: str, subset: str, split: str, text_field: str, blank: bool
+) -> Iterator[str]:
     """A document for each row of a dataset of the hub, read as a stream; `name` may also be a
-    directory of data files. every_token: see `text_from_files`.
+    directory of data files. blank: see `file_documents`.
     """
-    settings = DataConfig(
-        source="hub",
-        path=name,
-        subset=subset,
-        split=split,
-        text_field=text_field,
-        max_documents=max_documents,
-    )
-    public_name = Path(name).resolve().name if Path(name).exists() else name
-    names = (" ".join(filter(None, (one, subset, split))) for one in (name, public_name))
-    text = Text(*names, counted="the documents")
-    text.add(source_parts(settings, say), settings, tokenizer, every_token)
-    return text
+    where = {"path": name, "subset": subset, "split": split, "text_field": text_field}
+    settings = DataConfig(source="hub", **where)
+    yield from documents(source_parts(settings, say), settings, blank, say)
 
 
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -139,22 +128,31 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
             f"{directory} was prepared with another tokenizer than the checkpoint's: "
             "give data of its run, or --text"
         )
-    streams = (
-        [split.tokens]
-        if split.packed
-        else np.split(split.tokens, split.document_ends[:-1].astype(np.int64))
-    )
-    counts = split.manifest.splits["validation"]
-    names = (f"validation split of {one}" for one in (directory, directory.resolve().name))
-    sizes = counts.bytes, counts.words, "the manifest"
-    return Text(*names, streams, *sizes, loses=split.manifest.tokenizer_loses)
+    streams = [split.tokens]
+    if not split.packed:
+        streams = np.split(split.tokens, split.document_ends[:-1].astype(np.int64))
+    counts, name = split.manifest.splits["validation"], directory.resolve().name
+    sizes = counts.bytes, counts.words, "the manifest", split.manifest.tokenizer_loses
+    text = Text(f"validation split of {name}", streams, *sizes)
+    if split.cut:
+        kept = [split.tokens[slice(*split.span(row))] for row in range(len(split))]
+        text = shortened(text, kept, f"at most {context} tokens of each document", tokenizer)
+    return text
+
+
+def task_text(config: DataConfig, window: int) -> Text:
+    """The held-out samples of a task, each of `window` tokens."""
+    task = TaskSamples(config, "validation", window)
+    inputs, _ = task.batch(range(len(task)))
+    name = f"held-out samples of the task {config.source}"
+    return Text(name, list(inputs.numpy()), task=task)
 
 
 def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The beginning of the text with at most `max_tokens` targets; its size is that of the decoded
     tokens.
     """
-    if max_tokens <= 0 or sum(len(tokens) - 1 for tokens in text.streams) <= max_tokens:
+    if not max_tokens or sum(len(tokens) - 1 for tokens in text.streams) <= max_tokens:
         return text
     kept, left = [], max_tokens
     for tokens in text.streams:
@@ -162,21 +160,16 @@ def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Te
             break
         kept.append(tokens[: left + 1])
         left -= len(kept[-1]) - 1
+    return shortened(text, kept, f"first {max_tokens} tokens", tokenizer)
+
+
+def shortened(
+    text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
+) -> Text:
+    """The text with the streams that are kept of it; its size is that of their decoded tokens."""
     sizes, words = token_bytes(tokenizer), 0
     for tokens in kept:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
-    size = sum(int(sizes[tokens].sum()) for tokens in kept)
-    names = (f"{one} (first {max_tokens} tokens)" for one in (text.name, text.public_name))
-    return Text(*names, kept, size, words, "the decoded tokens", loses=text.loses)
-
-
-def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The same streams with an EOS before each, so that their first token is scored too."""
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            "first_token eos needs a tokenizer with an EOS token, this one has none: "
-            "use first_token skip"
-        )
-    text.streams = [np.concatenate(([tokenizer.eos_token_id], tokens)) for tokens in text.streams]
-    return text
+    size, name = sum(int(sizes[tokens].sum()) for tokens in kept), f"{text.name} ({how})"
+    return Text(name, kept, size, words, "the decoded tokens", text.loses)

@@ -19,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -119,44 +120,39 @@ def build(
     directory.chmod(0o755)  # whatever the umask: others must not write there
     work = directory / "objects"
     work.mkdir()
-    (work / "build.ninja").write_text(ninja_file(sources, compiler, flags))
-    command = [sys.executable, "-m", "ninja", "-C", str(work)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    output = done.stdout.decode(errors="replace")
-    if done.returncode:
-        failed_log.write_text(output)
-        raise compiler_error(failed_log, compiler, output)
-    shutil.rmtree(work)
-    (directory / LOG).write_text(output)
-
-
-def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
-    """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
-    found later.
-    """
     units = [path for path in source_files(sources) if path.suffix == ".cu"]
     if HOPPER_FLAG not in flags:
         units = [path for path in units if not path.name.startswith("hopper")]
+    objects = [work / f"{unit.stem}.o" for unit in units]
+    log = []
+
+    def run(*arguments: Path | str) -> None:
+        command = [str(compiler.path), *map(str, arguments)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        log.append(done.stdout.decode(errors="replace"))
+        if done.returncode:
+            failed_log.write_text("".join(log))
+            raise compiler_error(failed_log, compiler, log[-1])
+
+    with ThreadPoolExecutor(os.cpu_count()) as jobs:
+        steps = [
+            jobs.submit(run, *flags, "-c", unit, "-o", made)
+            for unit, made in zip(units, objects, strict=True)
+        ]
+        for step in steps:
+            step.result()
     # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
     lib = compiler.path.parent.parent / "lib"
     search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
-    objects = [f"{unit.stem}.o" for unit in units]
-    text = "rule nvcc\n  command = $command\n"
-    for unit, name in zip(units, objects, strict=True):
-        text += ninja_step(name, [], compiler, [*flags, "-c", str(unit), "-o", name])
-    link = ["-shared", "-cudart=static", flags[-1], *search, *objects, "-o", f"../{LIBRARY}"]
-    return text + ninja_step(f"../{LIBRARY}", objects, compiler, link)
-
-
-def ninja_step(made: str, of: list[str], compiler: Compiler, arguments: list[str]) -> str:
-    """What makes one file. Only the command has names with spaces and the like."""
-    command = shlex.join([str(compiler.path), *arguments]).replace("$", "$$")
-    return f"build {made}: nvcc {' '.join(of)}\n  command = {command}\n"
+    # the CUDA runtime goes into the library: no libcudart has to be found later
+    run("-shared", "-cudart=static", flags[-1], *search, *objects, "-o", directory / LIBRARY)
+    shutil.rmtree(work)
+    (directory / LOG).write_text("".join(log))
 
 
 def compiler_error(log: Path, compiler: Compiler, output: str) -> BuildError:
     """An error with the end of the log, the path of the log, and the fix where we know one."""
-    noise = re.compile(r"\[\d+/|ptxas info|.* bytes stack frame")
+    noise = re.compile(r"ptxas info|.* bytes stack frame")
     lines = [line for line in output.splitlines() if not noise.match(line)]
     fix = next((fix for sign, fix in KNOWN_FAILURES.items() if re.search(sign, output)), None)
     return BuildError(

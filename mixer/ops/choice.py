@@ -4,7 +4,6 @@ The rule: they take what they can, and plain PyTorch does the rest. Which of the
 known to the compiled library (`kernels_for` in csrc/api.cu).
 """
 
-import ctypes
 import functools
 import importlib.util
 import logging
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
 from mixer.ops import cuda, plain
-from mixer.ops.strips import strips_of
+from mixer.ops.strips import weights_of
 
 logger = logging.getLogger("mixer.ops")
 
@@ -37,8 +36,13 @@ def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
     """
     if backend == "dense" or (backend == "auto" and not x.is_cuda):
         return False
-    is_aligned = True if x.shape[2] // heads * x.element_size() % 16 == 0 else False
-    return _kernels_take(backend, x.device, x.dtype, is_aligned)
+    return _kernels_take(backend, x.device, x.dtype, is_aligned(x, heads))
+
+
+def is_aligned(x: Tensor, heads: int) -> bool:
+    """Whether a head's channels fill a multiple of 16 bytes."""
+    # bool() would keep a symbol of the compiler's
+    return True if x.shape[2] // heads * x.element_size() % 16 == 0 else False
 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
@@ -92,31 +96,17 @@ def device_reason(index: int) -> str | None:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
     try:
-        library = cuda.kernels(index)
+        cuda.probe(index)
     except UserError as error:
         return str(error)
-    status = cuda.probe(index)
-    if status == 0:
-        return None
-    return probe_message(library, status, torch.cuda.get_device_name(index))
-
-
-def probe_message(library: ctypes.CDLL, status: int, device: str) -> str:
-    """What a failed probe means. Most often nvcc is newer than the driver."""
-    runtime = divmod(library.mixer_runtime_version(), 1000)
-    driver = divmod(library.mixer_driver_version(), 1000)
-    text = f"the CUDA kernels were built but do not run on {device}: "
-    text += f"{cuda.error_text(library, status)}. "
-    if runtime[0] > driver[0] > 0:
-        text += (
-            f"They were built with CUDA {runtime[0]}.{runtime[1] // 10}, and the driver supports "
-            f"{driver[0]}.{driver[1] // 10}. "
+    except RuntimeError as error:  # most often nvcc is newer than the driver
+        return (
+            "the CUDA kernels were built but do not run on "
+            f"{torch.cuda.get_device_name(index)}: {first_line(error)}. Update the driver, or "
+            "build them anew with a toolkit that it supports: "
+            "`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`"
         )
-    home = f"/usr/local/cuda-{driver[0]}"
-    return (
-        f"{text}Build them anew with a toolkit that the driver supports: "
-        f"`CUDA_HOME={home} python -m mixer.ops.build`, or update the driver."
-    )
+    return None
 
 
 # ------------------------------------------------------------------------- generation's kernel
@@ -135,7 +125,8 @@ def row_kernel_serves(
         return False
     same_dtype = memory.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
     known = x.dtype in cuda.DTYPE_CODES and weight.dtype in (x.dtype, torch.float32)
-    return same_dtype and known and device_reason(x.device.index) is None
+    fits = same_dtype and known and bias.dtype == weight.dtype and is_aligned(x, memory.shape[1])
+    return fits and device_reason(x.device.index) is None
 
 
 def row_needs_pytorch(*tensors: Tensor | None) -> bool:
@@ -233,10 +224,8 @@ def keyed_failure(
 
 def by_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor) -> Tensor:
     """Keyed mixing with a full weight (heads, 1, tokens, tokens), or lags (heads, 1, tokens)."""
-    if mixing.ndim == 4:
-        return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias)[0]
-    strips = strips_of(mixing, decay_for(mixing), query.shape[1], query.dtype)
-    return torch.ops.mixer.keyed_conv_by_lag(query, key, value, mixing, bias, *strips)[0]
+    weights = weights_of(mixing, decay_for(mixing), query.shape[1], query.dtype)
+    return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
 
 
 def in_plain_pytorch(

@@ -22,7 +22,6 @@ from mixer.ops.toolchain import BuildError
 # module already imported.
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
-UNKNOWN_ERROR = 999  # cudaErrorUnknown
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [
@@ -36,10 +35,7 @@ STRIDES = [
     *("memory_batch_stride", "memory_head_stride", "positions_stride"),
 ]
 SIZES = ["batch", "tokens", "channels", "context", "heads", "columns", "lag_zero"]
-CODES = [
-    *("dtype", "weight_dtype", "bias_dtype", "gradient_dtype"),
-    *("device", "capability", "processors"),
-]
+CODES = ["dtype", "weight_dtype", "device", "capability", "processors"]
 
 
 class Params(ctypes.Structure):
@@ -81,12 +77,6 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     The strictly upper triangle of `weight` is not read.
     """
     weight = weight.contiguous()
-    packed, params = pack_params(weight, tokens, dtype)
-    call("mixer_pack", params)
-    return packed
-
-
-def pack_params(weight: Tensor, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Params]:
     heads, context = weight.shape[:2]
     by_lag = weight.dim() == 2
     shape = packed_shape(heads, tokens, by_lag)
@@ -94,21 +84,16 @@ def pack_params(weight: Tensor, tokens: int, dtype: torch.dtype) -> tuple[Tensor
     params = new_params(weight.device.index, dtype, heads, tokens, by_lag)
     params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
     params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
-    return packed, params
+    call("mixer_pack", params)
+    return packed
 
 
-def probe(index: int) -> int:
-    """Runs one small kernel and waits for it, to check that the build, the driver and a device work
-    together. Returns the CUDA status; 0 is success.
+def probe(index: int) -> None:
+    """Builds the library if the cache has none, runs one small kernel and waits for it. Raises
+    BuildError, or RuntimeError where the build, the driver and the device do not work together.
     """
-    weight = torch.tensor([[[1.0, 9.0], [2.0, 3.0]]], device=torch.device("cuda", index))
-    packed, params = pack_params(weight, 2, torch.float32)
-    params.stream = current_stream(index)
-    with torch.cuda.device(index):
-        if status := kernels(index).mixer_pack(ctypes.byref(params)):
-            return status
-    is_right = packed[0, :, :2].tolist() == [[1.0, 0.0], [2.0, 3.0]]
-    return 0 if is_right else UNKNOWN_ERROR
+    weight = torch.ones(1, 2, 2, device=torch.device("cuda", index))
+    pack(weight, 2, torch.float32).cpu()
 
 
 def forward(
@@ -126,13 +111,14 @@ def forward(
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
         bias = bias.contiguous()
-        params.bias, params.bias_dtype = bias.data_ptr(), DTYPE_CODES[bias.dtype]
+        params.bias, params.weight_dtype = bias.data_ptr(), DTYPE_CODES[bias.dtype]
         params.context = bias.shape[1]
     if residual is not None:
         residual = rows(residual)
         params.residual = residual.data_ptr()
         params.residual_batch_stride, params.residual_token_stride, _ = residual.stride()
-    call("mixer_forward", params)
+    if y.numel():
+        call("mixer_forward", params)
     return y
 
 
@@ -143,7 +129,8 @@ def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     params = product_params(dy, packed, by_lag)
     params.dy, params.dx = dy.data_ptr(), dx.data_ptr()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
-    call("mixer_grad_input", params)
+    if dx.numel():
+        call("mixer_grad_input", params)
     return dx
 
 
@@ -167,11 +154,13 @@ def grad_weight(
     shape = (heads, context) if by_lag else (heads, context, context)
     dweight = torch.empty(shape, dtype=dtype, device=device)
     dbias = torch.empty((heads, context) if with_bias else (0,), dtype=dtype, device=device)
+    if not x.numel():
+        return dweight.zero_(), dbias.zero_()
     params = new_params(device.index, x.dtype, heads, tokens, by_lag, batch, channels)
     params.x, params.dy, params.dweight = x.data_ptr(), dy.data_ptr(), dweight.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
-    params.context, params.gradient_dtype = context, DTYPE_CODES[dtype]
+    params.context, params.weight_dtype = context, DTYPE_CODES[dtype]
     if with_bias:
         params.dbias = dbias.data_ptr()
     size = kernels(device.index).mixer_grad_weight_workspace(ctypes.byref(params))
@@ -217,8 +206,8 @@ def new_params(
     batch: int = 0,
     channels: int = 0,
 ) -> Params:
-    """What all calls of one shape have in common; the caller adds addresses, strides, and the
-    context if it is longer than the tokens.
+    """What all calls of one shape have in common; the caller adds addresses, strides, the weight's
+    dtype, and the context if it is longer than the tokens.
     """
     common = template(index, dtype, heads, tokens, by_lag, batch, channels)
     return Params.from_buffer_copy(common)
@@ -286,7 +275,7 @@ def call(name: str, params: Params) -> None:
     params.stream = current_stream(index)
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
-        error = error_text(library, status)
+        error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
         raise RuntimeError(f"{name} failed on cuda:{index}: {error}; {sizes(params)}")
 
 
@@ -304,10 +293,6 @@ def sizes(params: Params) -> str:
     return f"{numbers}, {str(dtype).removeprefix('torch.')}"
 
 
-def error_text(library: ctypes.CDLL, status: int) -> str:
-    return f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
-
-
 # ------------------------------------------------------------------------- the library
 
 
@@ -321,28 +306,16 @@ def kernels(index: int) -> ctypes.CDLL:
 
 @functools.cache
 def load(path: str) -> ctypes.CDLL:
-    """Loads a library and declares its functions. Raises BuildError if it is not one of ours."""
+    """Loads a library; its functions are in csrc/api.cu. Raises BuildError if it is damaged, or of
+    another machine.
+    """
     try:
         library = ctypes.CDLL(path)
-        declare(library)
-        size = library.mixer_params_size()
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         raise BuildError(
             f"cannot load the CUDA kernels ({error}). "
             f"Build them anew: `rm -r {os.path.dirname(path)}`, then run again."
         ) from error
-    if size != ctypes.sizeof(Params):
-        raise BuildError(
-            f"{path} takes {size} bytes, and this code gives {ctypes.sizeof(Params)}: "
-            "csrc/params.h and mixer/ops/cuda.py must change together."
-        )
-    return library
-
-
-def declare(library: ctypes.CDLL) -> None:
-    """The argument and result types of the library's functions; see csrc/api.cu."""
-    launches = ("pack", "forward", "grad_input", "grad_weight", "mix_row", "kernels_capability")
-    for name in (*launches, "grad_weight_workspace"):
-        getattr(library, f"mixer_{name}").argtypes = [ctypes.POINTER(Params)]
     library.mixer_grad_weight_workspace.restype = ctypes.c_int64
     library.mixer_error_string.restype = ctypes.c_char_p
+    return library

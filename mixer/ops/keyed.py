@@ -1,5 +1,4 @@
-"""Keyed mixing: `keyed_conv`, the operators `mixer::keyed_conv` and `mixer::keyed_conv_by_lag`, and
-their autograd formula.
+"""Keyed mixing: `keyed_conv`, the operator `mixer::keyed_conv` and its autograd formula.
 
 The kernels are in keyed_kernels.py. Where they cannot serve, and where nobody has chosen them, the
 same is done in plain PyTorch, which autograd and torch.compile see through.
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from mixer.ops import choice, plain
 from mixer.ops.plain import BACKENDS
-from mixer.ops.strips import strips_of
+from mixer.ops.strips import weights_of
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
 
@@ -71,10 +70,9 @@ def keyed_conv(
     tokens = query.shape[1]
     sizes = (heads, query.shape[-1] // heads, value.shape[-1] // heads, context)
     if backend != "dense" and choice.keyed_kernels_serve(device, query.dtype, *sizes):
-        if lags is None:
-            return torch.ops.mixer.keyed_conv(query, key, value, weight, bias)[0]
-        strips = strips_of(lags, decay, tokens, query.dtype)
-        return torch.ops.mixer.keyed_conv_by_lag(query, key, value, lags, bias, *strips)[0]
+        mixing = weight if lags is None else lags
+        weights = weights_of(mixing, decay, tokens, query.dtype)
+        return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
     return plain.keyed_conv(query, key, value, weight, bias, lags=lags, decay=decay)
 
 
@@ -126,42 +124,20 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
 
 @torch.library.custom_op("mixer::keyed_conv", mutates_args=())
 def operator(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, packed weight, level (batch, heads, tokens) float32), which backward reads again."""
-    from mixer.ops import keyed_kernels
-
-    packed = keyed_kernels.pack(weight, query.shape[1], query.dtype)
-    y, level = keyed_kernels.forward(query, key, value, keyed_kernels.Weights(packed), bias)
-    return y, packed, level
-
-
-@operator.register_fake
-def _(query, key, value, weight, bias):
-    tokens = query.shape[1]
-    packed = query.new_empty((weight.shape[0], tokens, tokens))
-    y, level = _empty_results(query, value, bias)
-    return y, packed, level
-
-
-@torch.library.custom_op("mixer::keyed_conv_by_lag", mutates_args=())
-def operator_by_lag(
-    query: Tensor, key: Tensor, value: Tensor, lags: Tensor, bias: Tensor,
-    strips: Tensor, rest: Tensor, falls: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor,
+    tiles: Tensor, rest: Tensor | None, falls: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, level), from what `strips_of` makes of the lags, which are here for their gradient."""
+    """(y, level (batch, heads, tokens) float32), from what `weights_of` makes of mixing,
+    a weight or lags, which is here for its gradient.
+    """
     from mixer.ops import keyed_kernels
 
-    weights = keyed_kernels.Weights(strips, rest, falls)
+    weights = keyed_kernels.Weights(tiles, rest, falls)
     return keyed_kernels.forward(query, key, value, weights, bias)
 
 
-@operator_by_lag.register_fake
-def _(query, key, value, lags, bias, strips, rest, falls):
-    return _empty_results(query, value, bias)
-
-
-def _empty_results(query: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+@operator.register_fake
+def _(query, key, value, mixing, bias, tiles, rest, falls):
     y = torch.empty_like(value, memory_format=torch.contiguous_format)
     means = (query.shape[0], bias.shape[0], query.shape[1])
     return y, query.new_empty(means, dtype=torch.float32)
@@ -170,109 +146,77 @@ def _empty_results(query: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, 
 @torch.library.custom_op("mixer::keyed_conv_grad_input", mutates_args=())
 def grad_input(
     dy: Tensor, y: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, level: Tensor,
-    weights: list[Tensor],
+    tiles: Tensor, rest: Tensor | None, falls: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value side by side: they are mostly parts of one projection,
     whose gradient this is then, without a copy in compiled code. And dy summed over the channels of
-    a head, (batch, heads, tokens) float32. `weights` is the packed weight, or what strips_of made.
+    a head, (batch, heads, tokens) float32.
     """
     from mixer.ops import keyed_kernels
 
-    weights = keyed_kernels.Weights(*weights)
+    weights = keyed_kernels.Weights(tiles, rest, falls)
     return keyed_kernels.grad_input(dy, y, query, key, value, weights, bias, level)
 
 
 @grad_input.register_fake
-def _(dy, y, query, key, value, bias, level, weights):
+def _(dy, y, query, key, value, bias, level, tiles, rest, falls):
     channels = sum(x.shape[-1] for x in (query, key, value))
     return query.new_empty((*query.shape[:2], channels)), torch.empty_like(level)
 
 
-@torch.library.custom_op("mixer::keyed_conv_grad_weight", mutates_args=())
-def grad_weight(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
+@torch.library.custom_op("mixer::keyed_conv_grad_mixing", mutates_args=())
+def grad_mixing(
+    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int, by_lag: bool
 ) -> Tensor:
+    """The gradient of the weight, or of lags, in float32."""
     from mixer.ops import keyed_kernels
 
-    return keyed_kernels.grad_weight(dy, query, key, value, level, context)
+    gradient = keyed_kernels.grad_lags if by_lag else keyed_kernels.grad_weight
+    return gradient(dy, query, key, value, level, context)
 
 
-@grad_weight.register_fake
-def _(dy, query, key, value, level, context):
-    return query.new_empty((level.shape[1], 1, context, context), dtype=torch.float32)
-
-
-@torch.library.custom_op("mixer::keyed_conv_grad_lags", mutates_args=())
-def grad_lags(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
-) -> Tensor:
-    from mixer.ops import keyed_kernels
-
-    return keyed_kernels.grad_lags(dy, query, key, value, level, context)
-
-
-@grad_lags.register_fake
-def _(dy, query, key, value, level, context):
-    return query.new_empty((level.shape[1], 1, context), dtype=torch.float32)
+@grad_mixing.register_fake
+def _(dy, query, key, value, level, context, by_lag):
+    square = (context,) if by_lag else (context, context)
+    return query.new_empty((level.shape[1], 1, *square), dtype=torch.float32)
 
 
 # ------------------------------------------------------------------------- their gradients
 
 
 def _setup_context(ctx, inputs, output):
-    query, key, value, weight, bias = inputs
-    y, packed, level = output
-    ctx.mark_non_differentiable(packed, level)
-    _keep(ctx, y, query, key, value, weight, bias, level, packed)
-
-
-def _setup_context_by_lag(ctx, inputs, output):
-    query, key, value, lags, bias, *strips = inputs
+    query, key, value, mixing, bias, *weights = inputs
     y, level = output
     ctx.mark_non_differentiable(level)
-    _keep(ctx, y, query, key, value, lags, bias, level, *strips)
-
-
-def _keep(ctx, y, query, key, value, mixing, bias, level, *weights):
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(y, query, key, value, bias, level, *weights)
-    ctx.context, ctx.dtype = mixing.shape[-1], mixing.dtype
+    ctx.context, ctx.dtype, ctx.by_lag = mixing.shape[-1], mixing.dtype, mixing.dim() == 3
 
 
-def _backward(ctx, dy, *_):
-    return _gradients(ctx, dy, grad_weight)
-
-
-def _backward_by_lag(ctx, dy, *_):
-    return *_gradients(ctx, dy, grad_lags), None, None, None
-
-
-def _gradients(ctx, dy, grad_mixing):
-    """Those of query, key, value, weight or lags, and bias."""
-    # Under create_graph=True. Autograd's own error would miss the path to the weight through its
-    # packed copy, and leave out terms without a word.
+def _backward(ctx, dy, _):
+    # Under create_graph=True. Autograd's own error would miss the path to the weight through what
+    # the kernels read of it, and leave out terms without a word.
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "second derivatives of keyed_conv are there in plain PyTorch alone: use backend "
             "'dense' (for a model, load it with mixing_backend='dense')"
         )
     if dy is None:
-        return None, None, None, None, None
+        return (None,) * 8
     y, query, key, value, bias, level, *weights = ctx.saved_tensors
     needs_mixing, needs_bias = ctx.needs_input_grad[3:5]
     inputs, dmixing, dbias = (None, None, None), None, None
     if any(ctx.needs_input_grad[:3]) or needs_bias:
         parts = [x.shape[-1] for x in (query, key, value)]
         # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
-        inputs, sums = grad_input(dy, y, query, key, value, bias, level, weights)
+        inputs, sums = grad_input(dy, y, query, key, value, bias, level, *weights)
         inputs = inputs.split(parts, dim=2)
     if needs_mixing:
-        dmixing = grad_mixing(dy, query, key, value, level, ctx.context).to(ctx.dtype)
+        dmixing = grad_mixing(dy, query, key, value, level, ctx.context, ctx.by_lag).to(ctx.dtype)
     if needs_bias:  # (batch, heads, tokens) -> (heads, context)
         dbias = torch.nn.functional.pad(sums.sum(0), (0, ctx.context - sums.shape[-1]))
         dbias = dbias.to(ctx.dtype)
-    return *inputs, dmixing, dbias
+    return *inputs, dmixing, dbias, None, None, None
 
 
 operator.register_autograd(_backward, setup_context=_setup_context)
-operator_by_lag.register_autograd(_backward_by_lag, setup_context=_setup_context_by_lag)

@@ -15,14 +15,12 @@ which a tile of a weight by lag is read.
 This module is imported only where the kernels run: it needs Triton.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS
+from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, Weights
 
 # Of each kernel: the rows i and columns j of a tile, warps, loads that are under way at once, and
 # registers of a thread (None: as many as the compiler takes), with at most the 99 KB of shared
@@ -442,21 +440,6 @@ def along_diagonals_kernel(
 
 
 # ------------------------------------------------------------------------- launches
-
-
-class Weights(NamedTuple):
-    """Mixing weights of a number of tokens as the kernels read them: packed, or strips by lag
-    (`mixer.ops.strips`).
-    """
-
-    tiles: Tensor  # (heads, tokens, tokens), or strips (heads, 2, SHIFTS, length)
-    rest: Tensor | None = None  # (heads, tokens) float32: a number for each query, with strips
-    falls: Tensor | None = None  # (heads,) float32: by how much logarithms fall from lag to lag
-
-
-def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """(heads, 1, context, context) -> (heads, tokens, tokens), lower-triangular, in `dtype`."""
-    return weight[:, 0, :tokens, :tokens].tril().to(dtype).contiguous()
 
 
 def forward(

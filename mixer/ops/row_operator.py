@@ -6,8 +6,6 @@ it, finds the positions on the device and needs no workspace, so that a decoding
 captured in a CUDA graph. Where it cannot serve, the same is done in plain PyTorch.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -136,49 +134,21 @@ def launch(
             f"memory has strides {memory.stride()}; a head's tokens must lie side by side, its "
             "channels dense"
         )
-    x, weight, bias = dense_channels(x), weight.contiguous(), bias.contiguous()
+    x, weight, bias = cuda.rows(x), weight.contiguous(), bias.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    key = (x.device.index, x.dtype, weight.dtype, batch, heads, width, weight.shape[2])
-    params = cuda.Params.from_buffer_copy(template(*key))
-    params.tokens = params.columns = length
+    # no tokens yet, since what is kept for a shape would be kept for each length of the memory
+    params = cuda.new_params(x.device.index, x.dtype, heads, 0, False, batch, heads * width)
+    params.tokens, params.context = length, weight.shape[2]
     params.memory = memory.data_ptr()
     params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
     params.x, params.x_batch_stride = x.data_ptr(), x.stride(0)
-    params.weight = weight.data_ptr()
-    params.bias, params.bias_dtype = bias.data_ptr(), cuda.DTYPE_CODES[bias.dtype]
+    params.weight, params.weight_dtype = weight.data_ptr(), cuda.DTYPE_CODES[weight.dtype]
+    params.bias = bias.data_ptr()
     params.positions = positions.data_ptr()
     params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
     if residual is not None:
-        residual = dense_channels(residual)
+        residual = cuda.rows(residual)
         params.residual, params.residual_batch_stride = residual.data_ptr(), residual.stride(0)
     params.y = y.data_ptr()
     cuda.call("mixer_mix_row", params)
     return y
-
-
-def dense_channels(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-# Made once for a shape: setting each field in each call takes the host several times as long as a
-# copy does.
-@functools.cache
-def template(
-    index: int,
-    dtype: torch.dtype,
-    weight: torch.dtype,
-    batch: int,
-    heads: int,
-    width: int,
-    context: int,
-) -> cuda.Params:
-    params = cuda.Params(
-        batch=batch,
-        channels=heads * width,
-        context=context,
-        heads=heads,
-        dtype=cuda.DTYPE_CODES[dtype],
-        weight_dtype=cuda.DTYPE_CODES[weight],
-    )
-    cuda.add_device(params, index)
-    return params

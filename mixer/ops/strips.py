@@ -1,4 +1,5 @@
-"""Mixing weights by lag as the kernels of keyed mixing read them, in memory of the context's size.
+"""Mixing weights as the kernels of keyed mixing read them: packed triangles, or strips of weights
+by lag, in memory of the context's size.
 
     w[i, j] = lags[i - j] + exp(-(i - j) * decay) / sum over l <= i of exp(-l * decay)
 
@@ -13,6 +14,7 @@ exp(-(i + 1) * decay) / sum * exp(-(i - j) * decay), whatever the decay is, 0 in
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +27,25 @@ LARGEST_TILE = 128  # rows and columns
 AROUND = 2 * LARGEST_TILE  # numbers of a strip beside its lags, for tiles that reach past them
 
 
-def strips_of(
-    lags: Tensor, decay: Tensor | None, tokens: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+class Weights(NamedTuple):
+    """Mixing weights of a number of tokens."""
+
+    tiles: Tensor  # (heads, tokens, tokens), or strips (heads, 2, SHIFTS, length)
+    rest: Tensor | None = None  # (heads, tokens) float32: a number for each query, with strips
+    falls: Tensor | None = None  # (heads,) float32: by how much logarithms fall from lag to lag
+
+
+def weights_of(mixing: Tensor, decay: Tensor | None, tokens: int, dtype: torch.dtype) -> Weights:
+    """Of the first tokens, without gradients: of a weight (heads, 1, context, context), or of lags
+    (heads, 1, context) and decay (heads,).
+    """
+    mixing = mixing.detach()
+    if mixing.dim() == 3:
+        return strips_of(mixing, decay, tokens, dtype)
+    return Weights(mixing[:, 0, :tokens, :tokens].tril().to(dtype).contiguous())
+
+
+def strips_of(lags: Tensor, decay: Tensor | None, tokens: int, dtype: torch.dtype) -> Weights:
     """The strips of lags (heads, 1, context) and decay (heads,), for the first tokens:
 
     - (heads, 2, SHIFTS, length) in `dtype`: the vector backwards, [0, q, u] is its number length -
@@ -37,7 +55,7 @@ def strips_of(
       over the sum. It is for a j from the last multiple of LARGEST_TILE up to i on.
     - (heads,) float32: decay, for powers of 2.
     """
-    vector = lags[:, 0, :tokens].detach().float()
+    vector = lags[:, 0, :tokens].float()
     if decay is None:
         rest = vector.new_zeros(vector.shape)
         falls = vector.new_zeros(vector.shape[:1])
@@ -54,4 +72,4 @@ def strips_of(
     backwards = F.pad(vector.flip(-1), (more + SHIFTS, AROUND - 1))
     forwards = F.pad(vector, (less, more))
     both = torch.stack([backwards, forwards], 1)  # (heads, 2, length + SHIFTS - 1)
-    return both.unfold(-1, length, 1).contiguous(), rest, falls
+    return Weights(both.unfold(-1, length, 1).contiguous(), rest, falls)

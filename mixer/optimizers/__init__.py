@@ -1,8 +1,6 @@
 """Optimizers; mixer/training/optim.py says which one trains what:
 
 muon              the matrices of linear layers
-newton_schulz     Muon's orthogonalization
-triangular_adamw  mixing weights
-shared_lags       mixing weights that also learn as a Toeplitz matrix would
+triangular_adamw  mixing weights, and their shared lags
 chained           several optimizers as one
 """

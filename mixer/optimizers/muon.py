@@ -3,6 +3,20 @@
 K. Jordan et al., https://kellerjordan.github.io/posts/muon. The scaling of J. Liu et al., arXiv
 2502.16982, section 2.2, gives an update the size that AdamW's has, so that one learning rate serves
 both.
+
+The Newton-Schulz iteration orthogonalizes many matrices at once. It moves the singular values of X,
+which has at most as many rows as columns, towards 1 and leaves the singular vectors as they are:
+
+    G = X X^T;   X <- (a I + b G + c G^2) X       STEPS times, X scaled to Frobenius norm 1 first
+
+With more rows than columns it is G = X^T X, multiplied from the other side. The singular values do
+not reach 1: the larger ones end between 0.7 and 1.2, which is near enough for a training step, and
+the small ones have grown 140-fold.
+
+All factors are polynomials of the first Gram matrix X X^T, so they commute. Here all steps are done
+on small square matrices, and X is multiplied twice: to get the first G, and by the product of the
+polynomials. For a matrix four times as wide as high that is little more than half of the
+arithmetic.
 """
 
 import math
@@ -13,13 +27,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mixer.optimizers.newton_schulz import iterate, normalized
-
 # Matrices are stacked to be multiplied together, up to so many elements: it bounds the memory.
 LARGEST_STACK = 1 << 26
 # Matrices that the compiled functions are made for: it bounds the time to compile them, which grows
 # by more than the number.
 MATRICES = 16
+A, B, C = 3.4445, -4.7750, 2.0315  # as torch.optim.Muon
+# a I + b G + c G^2 = c (G + SHIFT I)^2 + REST I: a product of matrices and additions to diagonals.
+SHIFT, REST = B / (2 * C), A - B**2 / (4 * C)
+# torch.optim.Muon does five. A fifth costs more and trains no better. It would also need a new Gram
+# matrix of X, since rounding errors in G grow from step to step.
+STEPS = 4
+# A large matrix of norm 1 has a Gram matrix whose entries are too small for fp16.
+SCALE = 32.0
+SMALLEST_NORM = 1e-30
 # Newer versions of torch have another name for it, and print a warning at the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -34,7 +55,7 @@ class Muon(torch.optim.Optimizer):
         U  = 0.2 sqrt(max(rows, columns)) O(momentum M + (1 - momentum) G)
         W <- (1 - lr weight_decay) W - lr U
 
-    O orthogonalizes (newton_schulz.py). A parameter may hold several matrices, one below another,
+    O orthogonalizes. A parameter may hold several matrices, one below another,
     of which each has an update of its own. Matrices of one shape go through O as one batch. The
     processes of a data-parallel run, which hold the same gradients, share the matrices out and
     exchange the results.
@@ -162,3 +183,51 @@ def apply(
     for matrix, update in zip(matrices, updates.unbind(), strict=True):
         step = (update.to(matrix.dtype) * size + matrix * weight_decay) * rate
         matrix.copy_(matrix - step)
+
+
+# ------------------------------------------------------------------------- Newton-Schulz
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Scales each matrix (..., rows, columns) to Frobenius norm SCALE, in the dtype for the
+    products.
+
+    That is fp16 on a GPU: every GPU multiplies it fast, and it has three bits more than bf16.
+    Gradients can be too small for it, so they are scaled first.
+    """
+    norm = x.square().sum((-2, -1), keepdim=True).sqrt()
+    x = x * (SCALE / norm.clamp(min=SMALLEST_NORM))
+    return x.to(torch.float16) if x.is_cuda else x
+
+
+def iterate(x: Tensor) -> Tensor:
+    """The iteration, on matrices (matrices, rows, columns) of norm SCALE as `normalized` gives
+    them.
+    """
+    tall = x.shape[-2] > x.shape[-1]
+    # (matrices, shorter side, shorter side), SCALE^2 times too large, as the next ones
+    gram = _multiply(x.mT, x) if tall else _multiply(x, x.mT)
+    product = None
+    for step in range(STEPS):
+        polynomial = _polynomial(gram)
+        product = polynomial if product is None else _multiply(polynomial, product)
+        if step < STEPS - 1:
+            gram = _multiply(_multiply(polynomial, gram), polynomial)
+    # `product` is symmetric. A transposed result would be slow to read for what comes next.
+    return _multiply(x, product, 1 / SCALE) if tall else _multiply(product, x, 1 / SCALE)
+
+
+def _polynomial(gram: Tensor) -> Tensor:
+    """a I + b G + c G^2 for G = gram / SCALE^2. gram is changed on the way, and restored."""
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    kept = diagonal.clone()
+    diagonal.add_(SHIFT * SCALE**2)
+    result = _multiply(gram, gram, C / SCALE**4)
+    diagonal.copy_(kept)
+    result.diagonal(dim1=-2, dim2=-1).add_(REST)
+    return result
+
+
+def _multiply(left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
+    """factor x left x right for batches of matrices; the factor takes no time."""
+    return torch.baddbmm(left.new_zeros(()), left, right, beta=0, alpha=factor)

@@ -1,44 +1,28 @@
-"""AdamW for mixing weights: of their triangles alone, and in the same pass of their lags.
+"""AdamW for mixing weights: of their triangles alone, and in the same pass of their shared lags.
 
 The upper triangle of a mixing weight is dead. An update of the whole square would read and write 28
-bytes for each of its elements, half of them for nothing, and the lags' update would read and write
-the weight once more. Here a part of the rows at a time is updated, up to its last live column: of
-8192 rows, 0.56 of the square.
+bytes for each of its elements, half of them for nothing. Here a part of the rows at a time is
+updated, up to its last live column: of 8192 rows, 0.56 of the square.
+
+Shared lags: a mixing weight W[i, j] gets a gradient from one place of each sample, where a linear
+layer's weight gets one from every token. A lag's weight a[i - j], shared by all places, hears from
+all of them. Training V and a with W = V + toeplitz(a) is the same functions, learned faster. V and
+a act through W alone, so only the optimizer needs to know: the gradient of a is the sum of W's
+gradient along each diagonal, and an update of a is added to W along the diagonals. `a` itself is
+never kept. The order of summation is fixed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mixer.ops.lags import row_parts, toeplitz_rows
-from mixer.optimizers.shared_lags import gradient_sums, lag_changes
+from mixer.ops.lags import diagonal_sums, row_parts, toeplitz_rows
 
 # Parts of matrices that the compiled functions are made for: it bounds the time to compile them.
 MATRICES = 32
 
 MOMENTS, LAG_MOMENTS = ("exp_avg", "exp_avg_sq"), ("lag_exp_avg", "lag_exp_avg_sq")
-
-
-@dataclass
-class Known:
-    """The sums along the diagonals of some gradients, as they were when they were read."""
-
-    gradients: list[Tensor]
-    versions: list[int]
-    sums: list[Tensor]
-
-    def is_of(self, gradients: list[Tensor]) -> bool:
-        same = len(gradients) == len(self.gradients) and all(
-            one is other for one, other in zip(gradients, self.gradients, strict=True)
-        )
-        return same and versions(gradients) == self.versions
-
-
-def versions(tensors: list[Tensor]) -> list[int]:
-    """Numbers that grow with each change in place."""
-    return [tensor._version for tensor in tensors]
 
 
 class TriangularAdamW(torch.optim.Optimizer):
@@ -74,18 +58,18 @@ class TriangularAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.gradient_sums, self.lag_changes = compile(gradient_sums), compile(lag_changes)
         self.update_rows = compile(update_rows)
-        self.known: list[Known] = []
+        self.sums: dict[nn.Parameter, Tensor] = {}  # see gradient_norm
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """The norm of all gradients, from the triangles alone. The sums along diagonals, which come
-        from the same reading of memory, are kept for the next step.
+        from the same reading of memory, are kept for the next step, until which the gradients must
+        not change.
         """
-        self.known, squares = [], []
+        squares = []
         for weights, _, _ in self._chunks():
-            gradients = [weight.grad for weight in weights]
-            sums, found = self.gradient_sums(gradients)
-            self.known.append(Known(gradients, versions(gradients), sums))
+            sums, found = self.gradient_sums([weight.grad for weight in weights])
+            self.sums |= zip(weights, sums, strict=True)
             squares += found
         return torch.nn.utils.get_total_norm(squares, norm_type=1).sqrt()
 
@@ -93,7 +77,7 @@ class TriangularAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable | None = None) -> None:
         for weights, parts, group in self._chunks():
             self._update(weights, parts, group)
-        self.known = []
+        self.sums = {}
 
     def _chunks(self) -> Iterator[tuple[list[nn.Parameter], list[tuple[int, int]], dict]]:
         """Weights that are worked on together, the parts of their rows, and their group."""
@@ -113,9 +97,11 @@ class TriangularAdamW(torch.optim.Optimizer):
         numbers, lag_numbers = self._numbers(weights, group)
         changes = None
         if group["shared_lags"]:
+            known = all(weight in self.sums for weight in weights)
+            sums = [self.sums[w] for w in weights] if known else self.gradient_sums(gradients)[0]
             lag_moments = [[state[key] for state in states] for key in LAG_MOMENTS]
             settings = (lag_numbers, group["betas"], group["eps"])
-            changes = self.lag_changes(self._sums(gradients), *lag_moments, *settings)
+            changes = self.lag_changes(sums, *lag_moments, *settings)
         for first, end in parts:
             # The compiler would write the whole matrix for a change of its part, so it gets parts.
             rows = [
@@ -123,13 +109,6 @@ class TriangularAdamW(torch.optim.Optimizer):
                 for tensors in (weights, gradients, *moments)
             ]
             self.update_rows(*rows, changes, numbers, group["betas"], group["eps"])
-
-    def _sums(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Along the diagonals: what `gradient_norm` found, if the gradients have not changed."""
-        for known in self.known:
-            if known.is_of(gradients):
-                return known.sums
-        return self.gradient_sums(gradients)[0]
 
     def _numbers(self, weights: list[nn.Parameter], group: dict) -> tuple[Tensor, Tensor]:
         """The `numbers` of `update_rows` and of `lag_changes`, (weights, 5) each; counts the step.
@@ -160,6 +139,44 @@ class TriangularAdamW(torch.optim.Optimizer):
         if group["shared_lags"] and LAG_MOMENTS[0] not in state:
             state |= {key: torch.zeros_like(weight[..., 0]) for key in LAG_MOMENTS}
         return state
+
+
+def gradient_sums(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What one reading of the gradients of mixing weights, (heads, taps, context, context) each,
+    gives: their sums along the diagonals, (heads, taps, context) each, and tensors whose numbers
+    add up to the sum of all squares.
+    """
+    found = [diagonal_sums(gradient) for gradient in gradients]
+    return [sums for sums, _ in found], [part for _, parts in found for part in parts]
+
+
+def lag_changes(
+    sums: list[Tensor],
+    first_moments: list[Tensor],
+    second_moments: list[Tensor],
+    numbers: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> list[Tensor]:
+    """AdamW's update of the lags (arXiv 1711.05101, without weight decay): what is to be added to
+    the weights along their diagonals, (heads, taps, context) each.
+
+    Args:
+        sums: of the weights' gradients along the diagonals, (heads, taps, context) each.
+        first_moments, second_moments: of the lags' gradients, likewise; updated.
+        numbers: as those of `update_rows`, with the lags' learning rate.
+    """
+    beta1, beta2 = betas
+    changes = []
+    tensors = zip(sums, first_moments, second_moments, strict=True)
+    for place, (gradient, first, second) in enumerate(tensors):
+        rate, root, _, skip, scale = numbers[place].unbind()
+        gradient, skipped = gradient / scale, skip > 0
+        first.copy_(torch.where(skipped, first, torch.lerp(first, gradient, 1 - beta1)))
+        second.copy_(torch.where(skipped, second, beta2 * second + (1 - beta2) * gradient.square()))
+        change = -rate * first / (second.sqrt() / root + eps)
+        changes.append(torch.where(skipped, 0, change))
+    return changes
 
 
 def update_rows(

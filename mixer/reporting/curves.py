@@ -1,6 +1,7 @@
 """Loss curves: of one run, of several runs beside each other, and by position in the window."""
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -104,9 +105,11 @@ def comparison_rows(runs: dict[str, list[dict]]) -> list[dict]:
     return rows
 
 
-def plot_loss_by_position(curves: dict[str, list[float | None]], output: Path) -> Path:
+def plot_loss_by_position(
+    curves: dict[str, list[float | None]], output: Path, contexts: Collection[int] = ()
+) -> Path:
     """`curves`: name -> mean nats per position, (context,), None where no target was scored.
-    Positions start at 1.
+    Positions start at 1. `contexts` are marked: those that models were trained with.
     """
     from matplotlib.ticker import LogLocator
 
@@ -120,6 +123,12 @@ def plot_loss_by_position(curves: dict[str, list[float | None]], output: Path) -
         centres, means = log_means(positions, values)
         axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=name)
         ends[name] = (centres[-1], means[-1], colour)
+    for context in contexts:
+        axes.axvline(context, color="0.4", linestyle=":", linewidth=1)
+        axes.annotate(
+            "trained context", (context, 1), xycoords=("data", "axes fraction"), xytext=(-4, -4),
+            textcoords="offset points", rotation=90, ha="right", va="top", color="0.4", fontsize=8,
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
     if high < 8 * low:  # powers of 2 alone would be too few marks

@@ -1,8 +1,7 @@
-"""Pages about mixing matrices: heat maps, a picture of each quantity of mixer/analysis/matrices.py,
-and an index with a table.
+"""Pages about mixing matrices: heat maps, pictures of how far back they reach, and an index with a
+table of the quantities of mixer/analysis/matrices.py.
 """
 
-import itertools
 import math
 from pathlib import Path
 
@@ -30,30 +29,28 @@ PAGES = {
     "the token itself.",
     "effective_context.png": "Effective context: the most recent tokens that hold "
     f"{SHARE:.0%} of a row's |W|, as a share of those that the row can see.",
-    "toeplitz.png": "Distance from Toeplitz: how much of a matrix (Frobenius norm) the means of "
-    "its diagonals leave out; 0 is one convolution for all positions.",
-    "change.png": "Change (Frobenius norm, relative) from each checkpoint to the next, and by lag "
-    "from the first to the last.",
 }
+DISTANCE = (
+    "Distance from Toeplitz: how much of a matrix (Frobenius norm) the means of its diagonals "
+    "leave out; 0 is one convolution for all positions."
+)
 
 
-def write_pages(checkpoints: list[str], read: list[Layers], output: Path) -> Path:
-    """Writes a picture of each layer and of each quantity, and index.md, into `output`; returns the
-    index.
+def write_pages(read: dict[str, Layers], output: Path) -> Path:
+    """Writes a picture of each layer and of how far back all reach, and index.md, into `output`;
+    returns the index.
 
-    `read` has the matrices of each checkpoint. The last checkpoint is pictured, and its change
-    since the others.
+    `read` has the matrices of the checkpoint that is pictured and, before it, of one that its
+    change is since, if any.
     """
-    layers, names = read[-1], [Path(checkpoint).resolve().name for checkpoint in checkpoints]
+    checkpoint, layers = list(read.items())[-1]
+    name = Path(checkpoint).resolve().name
     with whole_directory(output) as stage:
         for number, matrices in enumerate(layers):
-            plot_layer(matrices, f"{names[-1]}, layer {number}", stage / f"layer-{number:02d}.png")
+            plot_layer(matrices, f"{name}, layer {number}", stage / f"layer-{number:02d}.png")
         plot_by_lag(layers, stage / "by_lag.png")
         plot_effective_context(layers, stage / "effective_context.png")
-        plot_toeplitz(layers, stage / "toeplitz.png")
-        if len(read) > 1:
-            plot_change(read, names, stage / "change.png")
-        (stage / "index.md").write_text(index(checkpoints, read), encoding="utf-8")
+        (stage / "index.md").write_text(index(read), encoding="utf-8")
     return output / "index.md"
 
 
@@ -81,29 +78,18 @@ def plot_layer(matrices: dict[str, np.ndarray], title: str, output: Path) -> Pat
     return save(figure, output)
 
 
-def layer_colours(count: int):
-    from matplotlib import colormaps
-
-    return [colormaps[LAYERS](0.9 * number / max(count - 1, 1)) for number in range(count)]
-
-
 def draw_layers(axes, curves: list[np.ndarray], start: int) -> None:
     """For each layer a pale curve, whose x begins at `start`, and a line of its means over ranges
     of x.
     """
-    for number, (curve, colour) in enumerate(zip(curves, layer_colours(len(curves)), strict=True)):
+    from matplotlib import colormaps
+
+    for number, curve in enumerate(curves):
+        colour = colormaps[LAYERS](0.9 * number / max(len(curves) - 1, 1))
         places = np.arange(start, start + len(curve))
         axes.plot(places, curve, color=colour, linewidth=0.7, alpha=0.2)
         style = {"color": colour, "marker": "o", "markersize": 3, "label": f"layer {number}"}
         axes.plot(*log_means(places, curve), **style)
-
-
-def style_lags(axes) -> None:
-    axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlim(left=0)
-    axes.set_yscale("log")
-    axes.set_xlabel("lag (tokens back)")
 
 
 def layer_means(layers: Layers, measure) -> list[np.ndarray]:
@@ -113,17 +99,17 @@ def layer_means(layers: Layers, measure) -> list[np.ndarray]:
     ]
 
 
-def lag_curves(layers: Layers) -> list[np.ndarray]:
-    """For each layer the mean |W| by lag, for lags with FEWEST weights or more."""
-    curves = layer_means(layers, weight_by_lag)
-    return [curve[: max(1, len(curve) - FEWEST + 1)] for curve in curves]
-
-
 def plot_by_lag(layers: Layers, output: Path) -> Path:
     figure = new_figure(figsize=(8.6, 4.8))
     axes = figure.add_subplot()
-    draw_layers(axes, lag_curves(layers), start=0)
-    style_lags(axes)
+    curves = layer_means(layers, weight_by_lag)
+    curves = [curve[: max(1, len(curve) - FEWEST + 1)] for curve in curves]
+    draw_layers(axes, curves, start=0)
+    axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlim(left=0)
+    axes.set_yscale("log")
+    axes.set_xlabel("lag (tokens back)")
     axes.set_ylabel("mean |W|")
     axes.set_title("|W| by lag")
     figure.legend(loc="outside right upper")
@@ -147,78 +133,19 @@ def plot_effective_context(layers: Layers, output: Path) -> Path:
     return save(figure, output)
 
 
-def plot_toeplitz(layers: Layers, output: Path) -> Path:
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure(figsize=(8.6, 4.2))
-    axes = figure.add_subplot()
-    points = [
-        (number, toeplitz_distance(matrix))
-        for number, matrices in enumerate(layers)
-        for matrix in matrices.values()
-    ]
-    axes.plot(*zip(*points, strict=True), "o", color="#0072B2", label="matrix", clip_on=False)
-    context = len(next(iter(layers[0].values())))
-    random = math.sqrt(1 - 2 / (context + 1))
-    axes.axhline(random, color="#666666", linestyle="--", linewidth=1, label="random weights")
-    axes.set_ylim(0, 1.05)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("layer")
-    axes.set_ylabel("distance (share of the norm)")
-    axes.set_title("Distance from Toeplitz")
-    figure.legend(loc="outside right upper")
-    return save(figure, output)
-
-
-def plot_change(read: list[Layers], names: list[str], output: Path) -> Path:
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure(figsize=(12, 4.6))
-    left, right = figure.subplots(1, 2)
-    changes = [layer_changes(before, after) for before, after in itertools.pairwise(read)]
-    for change, (old, new) in zip(changes, itertools.pairwise(names), strict=True):
-        left.plot(change, marker="o", markersize=4, label=f"{old} to {new}")
-    left.set_ylim(0, 1.2 * max(map(max, changes)) or 1)
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.set_xlabel("layer")
-    left.set_ylabel("relative change")
-    left.set_title("Change of the mixing matrices")
-    left.legend()
-    moved = [
-        {name: after[name] - before[name] for name in after}
-        for before, after in zip(read[0], read[-1], strict=True)
-    ]
-    draw_layers(right, lag_curves(moved), start=0)
-    style_lags(right)
-    right.set_ylabel("mean |change of W|")
-    right.set_title(f"By lag, {names[0]} to {names[-1]}")
-    right.legend(ncols=2)
-    return save(figure, output)
-
-
-def layer_changes(before: Layers, after: Layers) -> list[float]:
-    """For each layer the mean relative change of its matrices."""
-    pairs = zip(before, after, strict=True)
-    return [
-        float(np.mean([relative_change(old[name], new[name]) for name in new]))
-        for old, new in pairs
-    ]
-
-
-def index(checkpoints: list[str], read: list[Layers]) -> str:
+def index(read: dict[str, Layers]) -> str:
     """The text of index.md: a table of all matrices of the last checkpoint, then the pictures."""
+    (first, earlier), (last, layers) = list(read.items())[0], list(read.items())[-1]
     rows = [
-        summary(number, name, matrix, read[0][number][name] if len(read) > 1 else None)
-        for number, matrices in enumerate(read[-1])
+        summary(number, name, matrix, earlier[number][name] if len(read) > 1 else None)
+        for number, matrices in enumerate(layers)
         for name, matrix in matrices.items()
     ]
-    parts = [f"# Mixing matrices of {checkpoints[-1]}", table(rows, keys=2)]
+    parts = [f"# Mixing matrices of {last}", table(rows, keys=2), wrapped(DISTANCE)]
     if len(read) > 1:
-        earlier = ", ".join(checkpoints[:-1])
-        parts[0] += f"\n\nChanges are since {earlier}; the table's since the first."
-    pages = {name: text for name, text in PAGES.items() if len(read) > 1 or name != "change.png"}
-    parts += [f"{wrapped(text)}\n\n![{name}]({name})" for name, text in pages.items()]
-    parts += [f"![Layer {number}](layer-{number:02d}.png)" for number in range(len(read[-1]))]
+        parts[0] += f"\n\nChanges (Frobenius norm) are since {first}."
+    parts += [f"{wrapped(text)}\n\n![{name}]({name})" for name, text in PAGES.items()]
+    parts += [f"![Layer {number}](layer-{number:02d}.png)" for number in range(len(layers))]
     return "\n\n".join(parts) + "\n"
 
 

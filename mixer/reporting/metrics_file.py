@@ -37,38 +37,36 @@ def read_metrics(path, say: Say = say_on_stderr) -> list[dict]:
 
 
 def readable_lines(path: Path, say: Say) -> list[tuple[str, dict]]:
-    """(text, content) of each line that is an object with an integer "step" and numbers.
+    """(text, content) of each line that is an object with an integer "step" and finite numbers.
 
     `say` names the others. A line at the end that a kill cut short, or that is being written, is
     left out without a word.
     """
     texts = path.read_bytes().split(b"\n")
-    cut_short = texts.pop()  # what follows the last line break: nothing, in a file that is whole
-    texts += [cut_short] if _problem(cut_short) is None else []
-    problems = {number: _problem(text) for number, text in enumerate(texts, 1) if text.strip()}
-    damaged = [f"line {number} {problem}" for number, problem in problems.items() if problem]
+    lines = list(map(_content, texts))
+    damaged = [
+        str(number)
+        for number, (text, line) in enumerate(zip(texts[:-1], lines, strict=False), 1)
+        if text.strip() and line is None
+    ]
     if damaged:
-        more = f", and {len(damaged) - NAMED} more" if len(damaged) > NAMED else ""
-        say(f"{path}: left out {', '.join(damaged[:NAMED])}{more}")
-    good = [texts[number - 1] for number, problem in problems.items() if problem is None]
-    return [(text.decode("utf-8"), json.loads(text)) for text in good]
+        more = f" and {len(damaged) - NAMED} more" if len(damaged) > NAMED else ""
+        say(
+            f"{path}: left out line {', '.join(damaged[:NAMED])}{more}: no JSON object with an "
+            'integer "step" and finite numbers'
+        )
+    pairs = zip(texts, lines, strict=True)
+    return [(text.decode("utf-8"), line) for text, line in pairs if line is not None]
 
 
-def _problem(text: bytes) -> str | None:
-    """What is wrong with a line, None if nothing is."""
+def _content(text: bytes) -> dict | None:
+    """What a line holds, None if it is damaged."""
     try:
         line = json.loads(text.decode("utf-8"))
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
-            return 'is not an object with an integer "step"'
-        if not all(value is None or math.isfinite(value) for value in line.values()):
-            return "holds a number that is not finite"
-    except UnicodeDecodeError:
-        return "is not UTF-8"
-    except (json.JSONDecodeError, RecursionError):
-        return "is not JSON"
-    except (ValueError, TypeError, OverflowError):
-        return "holds a value that is not a number"
-    return None
+        numbers = all(value is None or math.isfinite(value) for value in line.values())
+        return line if numbers and type(line["step"]) is int else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
 
 
 def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:

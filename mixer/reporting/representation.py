@@ -71,12 +71,6 @@ def plot(result: dict, output: Path) -> Path:
     return save(figure, output)
 
 
-def asked(result: dict) -> tuple[dict, list[tuple]]:
-    """What a test was asked for, from its result: the settings, and which rows."""
-    rows = [(row["weights"], row["outputs"], row["layer"], row["tokens"]) for row in result["rows"]]
-    return {name: value for name, value in result.items() if name != "rows"}, rows
-
-
 def write(result: dict, directory: Path) -> Path:
     """Writes representation.json, .md and .png into `directory`, and returns it."""
     picture = "![Hamming score by layer](representation.png)"

@@ -4,10 +4,9 @@ config        all settings of a run; those of the optimizer are in optim
 loop          the run; `Trainer.step` is one step
 start         what it starts with: data, model, optimizer, counters
 record        what it trains with, kept in its checkpoints
-mixing        which backend computes the token mixing
-parallelize   the model with its loss (`objective`), compiled and wrapped for all processes; what
-              train.compile and train.cuda_graphs stand for where they are auto
-compile       torch.compile and CUDA graphs
+backend       what computes the token mixing where model.mixing_backend is auto
+objective     the model with its loss as one module
+compile       torch.compile, CUDA graphs, and what the backward pass computes again
 optim         which optimizer trains which parameter, and the learning rate
 gradients     their norm, clipping, and steps whose gradient is not finite
 validation    the loss on the validation split

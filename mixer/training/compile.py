@@ -1,32 +1,63 @@
-"""torch.compile for training: what is compiled, how, and replaying it as CUDA graphs."""
+"""How a model computes a step: what is compiled, and replayed as CUDA graphs, and what the backward
+pass computes again.
+"""
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.common.errors import first_line
+from mixer.common.errors import UserError, first_line
 from mixer.distributed.world import World
-from mixer.training.gradients import gradient_norm
+from mixer.training.config import TrainConfig
 from mixer.training.objective import Objective
-from mixer.training.optim import OptimConfig, build_optimizer
 
 SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 
 
-def compile_objective(
-    objective: Objective, how: str, graphs: bool, shape: tuple[int, int], world: World
-) -> bool:
-    """Compiles the objective in place, with a first pass on `shape`, (batch, tokens).
+def parts_compiled(train: TrainConfig, device: torch.device) -> str:
+    """train.compile: "no", "blocks" or "model". auto is blocks on a GPU."""
+    if train.compile != "auto":
+        return train.compile
+    return "blocks" if device.type == "cuda" else "no"
 
-    how: "no" (nothing is done), "blocks" (each block, the output layer and the loss) or "model"
-    (all at once).
-    graphs: replay each compiled part's forward and backward pass as a CUDA graph. A backward pass
-    then writes its gradients over those of the one before. mixer.training.parallelize says where
-    graphs can be used.
+
+def obstacle_to_graphs(train: TrainConfig, device: torch.device, is_sharded: bool) -> str:
+    """Why no CUDA graphs are made of what is compiled; "" if they are. They save the launches of
+    kernels.
+
+    is_sharded: by FSDP. Raises UserError where train.cuda_graphs=true asks for what cannot be.
+    """
+    obstacles = {
+        "they are for GPUs": device.type != "cuda",
+        "FSDP moves the weights": is_sharded,
+        "they are made of what is compiled": parts_compiled(train, device) == "no",
+        "each backward pass would overwrite the gradients of the one before": (
+            train.gradient_accumulation_steps > 1
+        ),
+        "blocks that are computed again cannot be recorded": train.recompute == "block",
+    }
+    obstacle = next((text for text, holds in obstacles.items() if holds), "")
+    if train.cuda_graphs == "true" and obstacle:
+        raise UserError(
+            f"train.cuda_graphs = true cannot be had with these settings and devices: {obstacle}; "
+            "allowed here: auto, false"
+        )
+    return "train.cuda_graphs=false" if train.cuda_graphs == "false" else obstacle
+
+
+def compile_objective(
+    objective: Objective, train: TrainConfig, shape: tuple[int, int], world: World
+) -> bool:
+    """Compiles the objective in place as the settings say, with a first pass on `shape`, (batch,
+    tokens).
+
+    "blocks" compiles each block, the output layer and the loss. With CUDA graphs each compiled
+    part's forward and backward pass is replayed; a backward pass then writes its gradients over
+    those of the one before.
 
     Call this before DDP or FSDP wrap the objective. With "blocks", one block is compiled for all of
     them, and DDP gets a block's gradients as soon as the backward pass of that block ends. Compiled
@@ -34,73 +65,39 @@ def compile_objective(
     would compile once more. If compiling fails on any process, all continue without it. Returns
     whether the objective is compiled.
     """
+    how = parts_compiled(train, world.device)
     parts = compiled_parts(objective, how)
     if not parts:
         return False
-    # What an earlier run of this process, or an attempt, has compiled; the graphs hold memory.
-    torch._dynamo.reset()
+    obstacle = obstacle_to_graphs(train, world.device, world.is_sharded)
+    graphs = not obstacle
+    torch._dynamo.reset()  # what an earlier run of this process has compiled; graphs hold memory
     each_pass = objective.register_forward_pre_hook(begin_graphs) if graphs else None
-    began = time.perf_counter()
+    began, failure = time.perf_counter(), ""
     for module, name in parts:
         setattr(module, name, compiled(getattr(module, name), graphs))
-
-    def try_it() -> None:
+    try:
         for _ in range(2 if graphs else 1):  # the second pass records the graphs
             _first_pass(objective, shape, world)
-
-    failure = _failure(try_it, world)
+    except Exception as error:  # if it is not the compiler's, the run will meet it again
+        failure = first_line(error)
+    failure = next(filter(None, world.gather(failure)), "")
     if not failure:
-        replayed = f", {_graphs_said()}" if graphs else ""
-        world.say(f"train.compile={how}: compiled in {time.perf_counter() - began:.0f} s{replayed}")
+        with_graphs = _graphs_said() if graphs else f"without CUDA graphs: {obstacle}"
+        seconds = time.perf_counter() - began
+        world.say(f"train.compile={how}: compiled in {seconds:.0f} s, {with_graphs}")
         return True
     for module, name in parts:
         delattr(module, name)
     if each_pass:
         each_pass.remove()
-    recorded = " with CUDA graphs" if graphs else ""
+    remedy = "train.cuda_graphs=false may help, " if graphs else ""
     world.say(
-        f"train.compile={how}{recorded} failed, the run goes on without: {failure}. Nothing else "
-        "changes; train.compile=no saves the attempt. torch.compile needs a C++ compiler on a "
-        "CPU, Triton and a C compiler on a GPU"
+        f"train.compile={how} failed, the run goes on without: {failure}. Nothing else changes; "
+        f"{remedy}train.compile=no saves the attempt. torch.compile needs a C++ compiler on a CPU, "
+        "Triton and a C compiler on a GPU of compute capability 7.0 or more"
     )
     return False
-
-
-def optimizer_compiler(
-    model: nn.Module, config: OptimConfig, world: World
-) -> Callable[[Callable], Callable] | None:
-    """What makes the optimizer's functions of whole parameters faster; None where compiling them
-    fails on any process, which a line says.
-
-    It tries them in a step that changes nothing. A failure in a real step would come too late: the
-    other processes may have taken it. They are not recorded in CUDA graphs.
-    """
-    compile = partial(compiled, graphs=False)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = build_optimizer(model, config, compile=compile)  # of this process alone
-    optimizer.found_inf = torch.ones((), device=parameters[0].device)
-
-    def try_it() -> None:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient_norm(optimizer)
-        optimizer.step()
-
-    failure = _failure(try_it, world)
-    optimizer.zero_grad(set_to_none=True)
-    if failure:
-        world.say(f"compiling the optimizer failed, the run goes on without: {failure}")
-    return None if failure else compile
-
-
-def _failure(attempt: Callable[[], None], world: World) -> str:
-    """Makes an attempt on all processes; returns what failed on one of them, empty if nothing."""
-    failure = ""
-    try:
-        attempt()
-    except Exception as error:  # if it is not the compiler's, the run will meet it again
-        failure = first_line(error)
-    return next((text for text in world.gather(failure) if text), "")
 
 
 def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:
@@ -170,3 +167,36 @@ def _graphs_said() -> str:
     skipped = counters["inductor"]["cudagraph_skips"]
     not_all = f"{skipped} of its parts not as CUDA graphs (TORCH_LOGS=perf_hints says why)"
     return not_all if skipped else "as CUDA graphs"
+
+
+# ------------------------------------------------------------------------- recomputation
+
+
+def set_recompute(model: PreTrainedModel, what: str) -> None:
+    """Sets what the backward pass computes again instead of keeping it in memory (selective
+    activation recomputation, arXiv 2205.05198).
+
+    With A = batch x tokens x hidden_size numbers of the autocast type, a compiled block keeps for
+    its backward pass
+
+        A    its input, for both residual and norm
+        A    the output of the first norm, an operand of the mixing's weight gradient
+        A    the residual stream after mixing, the input of the second norm
+        A    the output of the second norm, an operand of up_proj's weight gradient
+        4 A  the output of up_proj, the input of the GELU
+        4 A  the output of the GELU, an operand of down_proj's weight gradient
+
+    and small tensors: the norms' statistics, and the packed and cast weights. "none" keeps all
+    12 A. "activation" computes the GELU again and keeps 8 A. "block" keeps only the block's input,
+    A, and computes the whole block again. Without the compiler, autocast also keeps the inputs of
+    the norms in fp32.
+    """
+    if what == "activation":
+        for module in model.modules():
+            if hasattr(module, "recompute_activation"):
+                module.recompute_activation = True
+    if what == "block":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # This undoes a hook that transformers adds for adapters on a frozen model. torch 2.11
+        # cannot compile it where there are no gradients.
+        model.disable_input_require_grads()

@@ -5,7 +5,6 @@ problems in one report.
 import dataclasses
 import difflib
 import json
-import os
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,11 @@ import yaml
 from mixer.common.errors import UserError
 from mixer.common.options import allowed_values, as_type, option, option_problems, type_name
 from mixer.common.yaml_file import parse_yaml, read_yaml
-from mixer.data.config import DataConfig, without_unused
+from mixer.data.config import TASKS, DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.reporting.tables import wrapped
 from mixer.training.optim import OptimConfig
 
-# Keys of earlier versions, and what is in their place.
-RENAMED = {"logging.wandb": "logging.tracker=wandb, with WANDB_MODE=offline where it was offline"}
-LONGEST_NAME = 255  # bytes, on Linux and macOS
 # Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
 GONE = {"train.all_reduce": ("auto", "nccl"), "logging.wandb": ("disabled",)}
 
@@ -35,6 +31,12 @@ class TrainConfig:
     init_from: str = option(
         "", "a checkpoint or an exported model whose weights a new run starts from; empty for none"
     )
+    objective: str = option(
+        "language",
+        "predict the next token, or contrastive: find a text's partner (docs/retrieval.md)",
+        choices=("language", "contrastive"),
+    )
+    temperature: float = option(0.02, "contrastive: what cosines are divided by", above=0)
     batch_size: int = option(32, "samples per process and micro-batch", at_least=1, at_most=2**20)
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
@@ -131,6 +133,10 @@ class RunConfig:
     @property
     def directory(self) -> Path:
         return Path(self.output_dir) / self.name
+
+    @property
+    def is_contrastive(self) -> bool:
+        return self.train.objective == "contrastive"
 
 
 SECTIONS = {item.name for item in dataclasses.fields(RunConfig) if is_dataclass(item.type)}
@@ -235,8 +241,6 @@ def _nearest(key: str, keys: dict) -> str:
     """What may have been meant by an unknown key: the same name in another section, or a name of
     its section that is written alike.
     """
-    if key in RENAMED:
-        return f"; it is now {RENAMED[key]}, or nothing where it was disabled"
     section, _, name = key.rpartition(".")
     near = [other for other in keys if other.rpartition(".")[2] == name]
     alike = {other.rpartition(".")[2]: other for other in keys if other.startswith(section)}
@@ -246,7 +250,7 @@ def _nearest(key: str, keys: dict) -> str:
 
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
-    problems = option_problems(run) or _name_problems(run.name)
+    problems = option_problems(run)
     for item in dataclasses.fields(run):
         if is_dataclass(item.type):
             problems += option_problems(getattr(run, item.name), f"{item.name}.")
@@ -254,6 +258,20 @@ def _value_problems(run: RunConfig) -> list[str]:
     train, optim, architecture = run.train, run.optim, run.model.architecture
     is_mixer, form = architecture == "masked_mixer", run.model.mixing_weight
     clashes = [
+        (
+            not run.name or "/" in run.name or run.name in (".", ".."),
+            f"name = {run.name!r}; allowed: a directory name without slashes",
+        ),
+        (
+            run.is_contrastive and run.data.source in TASKS,
+            f"train.objective = contrastive with data.source = {run.data.source!r}, which has no "
+            "texts; allowed: language",
+        ),
+        (
+            run.is_contrastive and train.gradient_accumulation_steps > 1,
+            "train.gradient_accumulation_steps above 1 with train.objective = contrastive, where "
+            "micro-batches would not see each other; allowed: 1",
+        ),
         (
             train.recompute == "activation" and not is_mixer,
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
@@ -275,13 +293,3 @@ def _value_problems(run: RunConfig) -> list[str]:
         ),
     ]
     return problems + [text for holds, text in clashes if holds]
-
-
-def _name_problems(name: str) -> list[str]:
-    """What keeps a run's name from being that of a directory."""
-    if not name or "/" in name or name in (".", ".."):
-        return [f"name = {name!r}; allowed: a directory name without slashes"]
-    size = len(os.fsencode(name))
-    if size > LONGEST_NAME:
-        return [f"name has {size} bytes; allowed: at most {LONGEST_NAME}, as file systems have it"]
-    return []

@@ -14,10 +14,10 @@ from mixer.common.memory import out_of_memory
 from mixer.data.manifest import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
+from mixer.training.compile import set_recompute
 from mixer.training.config import RunConfig
-from mixer.training.objective import Objective
+from mixer.training.objective import Objective, build_objective
 from mixer.training.optim import kinds_of
-from mixer.training.parallelize import set_recompute
 
 
 def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
@@ -32,7 +32,7 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     with FakeTensorMode():
         model = model_class(config)(config)
         set_recompute(model, run.train.recompute)
-        kinds, kept = kinds_of(model), _bytes_kept(Objective(model).train(), run)
+        kinds, kept = kinds_of(model), _bytes_kept(build_objective(model, run).train(), run)
     # Weights, gradients and the optimizer's state: AdamW's has two numbers for each weight, Muon's
     # has one.
     numbers = 4 * sum(parameter.numel() for parameter in model.parameters())

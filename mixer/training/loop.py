@@ -3,7 +3,6 @@
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 import transformers
@@ -19,15 +18,16 @@ from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
 from mixer.distributed.stop import Stop
 from mixer.distributed.world import World, build_accelerator, leave_with_error
+from mixer.training.compile import obstacle_to_graphs
 from mixer.training.config import RunConfig
 from mixer.training.footprint import step_too_large
-from mixer.training.gradients import Guard, clip, gradient_norm, where_not_finite
+from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.metrics import as_text, in_json
+from mixer.training.objective import useful_flops
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
-from mixer.training.parallelize import Compilation, find_devices, settle_compilation
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
-from mixer.training.telemetry import Profiler, Timer
-from mixer.training.validation import validation_loss
+from mixer.training.telemetry import Timer, profiler
+from mixer.training.validation import validate
 
 
 def train(run: RunConfig) -> PreTrainedModel:
@@ -44,9 +44,9 @@ def train(run: RunConfig) -> PreTrainedModel:
         world = World(accelerator)
         check_precision(world.device, run.train.mixed_precision)
         check_optimizer(run.optim, accelerator)
-        compilation = settle_compilation(run.train, find_devices(world))
+        obstacle_to_graphs(run.train, world.device, world.is_sharded)  # refuses what cannot be
         with run_locked(run.directory) if world.is_main else nullcontext():
-            model = Trainer(run, compilation, world).train()
+            model = Trainer(run, world).train()
     except BaseException as error:
         if is_out_of_memory(error):
             error = step_too_large(run, accelerator.device, error)
@@ -73,12 +73,12 @@ class Step:
 class Trainer:
     """The training of a run, on one of its processes. `train` does all steps that are left."""
 
-    def __init__(self, run: RunConfig, compilation: Compilation, world: World):
+    def __init__(self, run: RunConfig, world: World):
         self.run, self.world, self.accelerator = run, world, world.accelerator
         self.device, self.scaler = world.device, world.accelerator.scaler
         torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
         self.data = prepare_data(run, world)
-        self.state = start_state(run, self.data, compilation, world)
+        self.state = start_state(run, self.data, world)
         self.model, self.parallel = self.state.model, self.state.parallel
         self.accelerated, self.counters = self.state.optimizer, self.state.counters
         self.optimizer = self.accelerated.optimizer
@@ -95,16 +95,17 @@ class Trainer:
         self.share = Share(
             train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
         )
-        # Of all processes; as many are targets, where rows are not padded.
-        self.step_tokens = self.share.step_samples * run.model.max_position_embeddings
+        # Of all processes; as many are targets, where rows are not padded, or part of a pair.
+        texts = self.share.step_samples * (1 + run.is_contrastive)
+        self.step_tokens = texts * run.model.max_position_embeddings
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
-        saved = self.model, self.data.tokenizer
-        self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
-        stop_at_first = train.non_finite == "stop"
-        self.guard = Guard(self.optimizer, self.scaler is not None, stop_at_first, self.device)
-        self.profiler, self.stop = Profiler(run, world), Stop(world)
+        saved = self.model, self.data.tokenizer, run.is_contrastive
+        self.writer = CheckpointWriter(run.directory, *kept, world, *saved, self.state.resumed)
+        ends = train.non_finite == "stop", train.max_skipped_steps
+        self.guard = Guard(self.optimizer, self.scaler is not None, *ends, self.device)
+        self.profile, self.stop = profiler(run, self.counters.step, world), Stop(world)
         self.timer = Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
@@ -121,18 +122,19 @@ class Trainer:
             if self.owes_evaluation:
                 with self.timer.paused():
                     self.evaluate()
-            self.profiler.between_steps(counters.step)
             while counters.step < self.run.train.steps and not stopped:
                 self.stop.ask()
                 step = self.step()
-                self.profiler.between_steps(counters.step)
+                if self.profile:
+                    self.profile.step()
                 self.writer.check()
                 stopped = self.between_steps(step)
             self.writer.close()
         finally:
             self.writer.abandon()  # does nothing unless an error ends the run
             self.batches.close()
-            self.profiler.close()
+            if self.profile:
+                self.profile.stop()
             self.stop.close()
         if self.metrics:
             self.metrics.close()
@@ -146,7 +148,7 @@ class Trainer:
         with self.timer.waiting():
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
-        if not run.data.packed:  # rows are padded: count the targets of all processes
+        if not (run.is_contrastive or self.data.training.packed):  # count all processes' targets
             own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
             step_targets = self.world.sum(own_targets)
 
@@ -158,7 +160,7 @@ class Trainer:
         accelerator.unscale_gradients()  # of fp16's loss scale
         norm = gradient_norm(self.optimizer)
         clip(self.optimizer, norm, run.train.max_grad_norm)
-        self.guard.before_step(norm, counters.step + 1)
+        self.guard.before_step(norm)
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 
@@ -181,11 +183,7 @@ class Trainer:
         run, counters, writer = self.run, self.counters, self.writer
         done = counters.step == run.train.steps
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
-        # A stop during a slow save waits for that one alone, as time may be short.
-        busy = stopping and not done and writer.is_busy()
-        saving = (stopping or self.save_due(counters.step)) and not busy
-        if saving:
-            writer.prepare(self.optimizer)  # before anything that waits for the step
+        saving = stopping or self.save_due(counters.step)
         if counters.step % run.logging.log_every == 0 or done:
             self.log(step)
         if stopping or saving or evaluating:
@@ -199,9 +197,10 @@ class Trainer:
                 self.evaluate()
         if done or not stopping:
             return False
-        good = writer.last_good() if busy else "The same command goes on from there"
         writer.wait()
-        self.world.say(f"stopped by a signal after step {counters.step}. {good}")
+        self.world.say(
+            f"stopped by a signal after step {counters.step}. The same command goes on from there"
+        )
         return True
 
     def settle(self) -> None:
@@ -210,20 +209,7 @@ class Trainer:
         """
         counters = self.counters
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
-        found = self.guard.look()
-        counters.skipped_steps += found.steps
-        limit = self.run.train.max_skipped_steps
-        self.guard.require_finite(found, limit, self.trace, self.writer.last_good)
-
-    def trace(self, step: int) -> str:
-        """Where the numbers that are not finite come from, by repeating a step."""
-        steps_ago = self.counters.step - step + 1
-        repeated = self.batches.at(self.counters.samples - steps_ago * self.share.step_samples)
-        repeated = [to_device(batch, self.device) for batch in repeated]
-        no_sync = self.accelerator.no_sync
-        own_gradients = nullcontext() if self.world.is_sharded else no_sync(self.parallel)
-        both_passes = partial(self.backward, step_targets=self.step_tokens)
-        return where_not_finite(self.model, both_passes, repeated, own_gradients, self.world)
+        counters.skipped_steps += self.guard.look(counters.step, self.writer.last_good)
 
     def log(self, step: Step) -> None:
         """Writes and shows a line of metrics."""
@@ -237,7 +223,7 @@ class Trainer:
         line["skipped_steps"] = counters.skipped_steps
         if scaler is not None:
             line["loss_scale"] = scaler.get_scale()
-        flops = self.model.flops_per_token()["useful"]
+        flops = useful_flops(self.model, self.run)
         precision = self.run.train.mixed_precision
         line |= self.timer.window(counters.tokens, flops, self.world, precision)
         if self.metrics:
@@ -252,7 +238,6 @@ class Trainer:
         """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
         self.counters.nats = in_json(self.nats_of_all())
         trainer = asdict(self.counters) | self.state.recorded
-        trainer["threads"] = torch.get_num_threads()
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
         self.writer.save(self.optimizer, trainer)
@@ -267,8 +252,8 @@ class Trainer:
     def evaluate(self) -> None:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
         train, step = self.run.train, self.counters.step
-        scored = self.data.validation, self.data.token_bytes, train.eval_samples, train.batch_size
-        loss, bits, count = validation_loss(self.parallel, *scored, self.world)
+        found, said = validate(self.parallel, self.data, self.run, self.world)
+        loss = found["validation_loss"]
         if step == train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
             raise NotFinite(
@@ -277,15 +262,9 @@ class Trainer:
                 "optim.warmup_steps, and give the run another name"
             )
         if self.metrics:
-            line = {"step": step, "tokens": self.counters.tokens, "validation_loss": loss}
-            line |= {"validation_bits_per_byte": bits, "validation_tokens": count}
-            self.metrics.write(line)
+            self.metrics.write({"step": step, "tokens": self.counters.tokens} | found)
             self.writer.link_best(self.metrics.validation_losses)
-        of = self.data.manifest.splits["validation"].tokens
-        self.world.say(
-            f"step {step}: validation loss {loss:.4f}, {bits:.4f} bits per byte "
-            f"({count:,} of {of:,} tokens)"
-        )
+        self.world.say(f"step {step}: validation loss {loss:.4f}, {said}")
 
 
 def is_due(every: int, step: int) -> bool:

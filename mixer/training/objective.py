@@ -5,9 +5,16 @@ and evaluated.
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from transformers import PreTrainedModel
+
+from mixer.models.retrieval import info_nce, text_vectors
+from mixer.training.config import RunConfig
+
+Group = dist.ProcessGroup | None  # None for one process
 
 
 def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
@@ -41,7 +48,8 @@ def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 class Objective(nn.Module):
     """Inputs and targets, each (batch, tokens) int64, -> the nats of each target, (batch, tokens)
-    fp32; 0 where the target is -100.
+    fp32; 0 where the target is -100. In eval mode also whether the target is the likeliest token,
+    (batch, tokens) bool; False where the target is -100.
 
     The logits stay inside the module. When it is compiled, they are kept in the autocast type, and
     converted to fp32 where the loss sums over them.
@@ -53,11 +61,12 @@ class Objective(nn.Module):
         # accelerate reads this: the class of the blocks, which FSDP shards one by one.
         self._no_split_modules = model._no_split_modules
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.score(self.model(inputs, use_cache=False).logits, targets)
 
-    def score(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_nats(logits, targets)
+    def score(self, logits: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        nats = token_nats(logits, targets)
+        return nats if self.training else (nats, logits.argmax(-1) == targets)
 
     # accelerate calls these two: FSDP shards the embeddings apart from the blocks.
 
@@ -66,3 +75,39 @@ class Objective(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.get_output_embeddings()
+
+
+class Contrastive(Objective):
+    """Queries and targets, (batch, tokens) int64 each with -100 behind the end of a text, -> the
+    InfoNCE of each query among the targets of all processes, (batch,) fp32 nats, times the tokens
+    of a pair, because the loop divides by tokens. In eval mode -> their vectors (2, batch, hidden).
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, processes: Group = None):
+        super().__init__(model)
+        self.temperature, self.processes = temperature, processes
+        if not model.config.tie_word_embeddings:  # without a gradient, for which DDP would wait
+            model.get_output_embeddings().requires_grad_(False)
+
+    def forward(self, queries: Tensor, targets: Tensor) -> Tensor:
+        tokens, first = 2 * queries.shape[1], 0
+        queries, targets = text_vectors(self.model, torch.cat([queries, targets])).chunk(2)
+        if not self.training:
+            return torch.stack([queries, targets])
+        if self.processes is not None:  # targets get gradients from the losses of all processes
+            first = len(queries) * dist.get_rank(self.processes)
+            targets = torch.cat(all_gather(targets, self.processes))
+        return tokens * info_nce(queries, targets, first, self.temperature)
+
+
+def build_objective(model: PreTrainedModel, run: RunConfig, processes: Group = None) -> Objective:
+    """What a run trains; `processes` train it together."""
+    if run.is_contrastive:
+        return Contrastive(model, run.train.temperature, processes)
+    return Objective(model)
+
+
+def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
+    """Of a training step per token; without an output layer where nothing reads its logits."""
+    unread = model.get_output_embeddings().weight.numel() * run.is_contrastive
+    return model.flops_per_token()["useful"] - 6.0 * unread

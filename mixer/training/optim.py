@@ -214,13 +214,10 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # 0 .. 1
-    decay = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[config.schedule]
     if config.schedule == "constant":
         return config.lr
+    is_linear = config.schedule == "linear"
+    decay = 1.0 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
 
 

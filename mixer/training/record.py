@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mixer.checkpoints.format import SETTINGS, earlier_settings
+from mixer.checkpoints.format import earlier_settings
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.yaml_file import as_yaml
@@ -15,6 +15,7 @@ from mixer.distributed.world import World
 from mixer.training.config import RunConfig, flatten
 from mixer.training.optim import learning_rate
 
+SETTINGS = ("seed", "model", "data", "train", "optim")  # what decides what is trained
 OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not change
 # What another start may change though no step is left: they do not change what was trained.
 HARMLESS = {"train.steps", "processes"}

@@ -2,43 +2,32 @@
 
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from mixer.checkpoints import restore
 from mixer.checkpoints.format import remove_partial
 from mixer.common.hardware import peak_tflops, product_flops
-from mixer.data.manifest import Manifest
-from mixer.data.prepare import prepare
-from mixer.data.token_file import TokenFile
-from mixer.data.tokenizer import load_tokenizer, token_bytes
+from mixer.data.config import unused_options
+from mixer.data.run_data import Data, open_data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
+from mixer.training.backend import settle_backend
+from mixer.training.compile import compile_objective, compiled, set_recompute
 from mixer.training.config import RunConfig
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
-from mixer.training.mixing import settle_mixing
-from mixer.training.optim import optimizer_identity
-from mixer.training.parallelize import Compilation, parallelize
+from mixer.training.objective import build_objective, useful_flops
+from mixer.training.optim import build_optimizer, optimizer_identity
 from mixer.training.record import save_config, start_record
-
-
-@dataclass
-class Data:
-    """The prepared data of a run."""
-
-    manifest: Manifest
-    training: TokenFile
-    validation: TokenFile
-    tokenizer: PreTrainedTokenizerBase
-    token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
 
 
 @dataclass
@@ -72,19 +61,13 @@ def prepare_data(run: RunConfig, world: World) -> Data:
     """Prepares the data unless it is there. All processes call this: one per host prepares, while
     the others wait for its file lock.
     """
-    manifest = prepare(run.data, world.say)
-    world.require_shared(f"data.directory = {run.data.directory}", manifest.fingerprint)
-    context = run.model.max_position_embeddings
-    training, validation = (
-        TokenFile(run.data.directory, split, context, world.say)
-        for split in ("train", "validation")
-    )
-    tokenizer = load_tokenizer(run.data.directory)
-    tokenizer.model_max_length = context  # saved with the model, for tools that cut texts by it
-    return Data(manifest, training, validation, tokenizer, token_bytes(tokenizer))
+    context, as_pairs = run.model.max_position_embeddings, run.is_contrastive
+    data = open_data(run.data, context, as_pairs, world.say)
+    world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
+    return data
 
 
-def start_state(run: RunConfig, data: Data, compilation: Compilation, world: World) -> State:
+def start_state(run: RunConfig, data: Data, world: World) -> State:
     """The model, its optimizer and the counters: new, or from the checkpoint to continue from."""
     resumed = find_checkpoint(run, world)
     memory = needed_gb(run, data.manifest, world)
@@ -92,7 +75,7 @@ def start_state(run: RunConfig, data: Data, compilation: Compilation, world: Wor
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     identity = {
         "data": restore.identity(data.manifest, run.seed),
-        "optimizer": optimizer_identity(run.optim),
+        "optimizer": optimizer_identity(run.optim) | {"train.objective": run.train.objective},
     }
     trainer, counters, wandb_id = None, Counters(), None
     if resumed is None:
@@ -106,18 +89,18 @@ def start_state(run: RunConfig, data: Data, compilation: Compilation, world: Wor
         trainer = restore.load_trainer(
             resumed, **identity, allow_other_data=other_data, say=world.say
         )
-        restore.warn_of_threads(trainer, world.device, world.say)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
     record = start_record(run, trainer, world)
-    mixing = settle_mixing(model, run, trainer, compilation.how != "no", world)
-    parallel, optimizer = parallelize(model, run, compilation, world)
+    mixing = settle_backend(model, run, trainer, world)
+    parallel, optimizer = parallelize(model, run, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)
-    recorded = identity | record | {"mixing": mixing, "data_directory": run.data.directory}
+    directory = "" if "directory" in unused_options(run.data) else run.data.directory
+    recorded = identity | record | {"mixing": mixing, "data_directory": directory}
     return State(model, parallel, optimizer, counters, recorded, resumed, wandb_id, memory)
 
 
@@ -131,6 +114,42 @@ def find_checkpoint(run: RunConfig, world: World) -> Path | None:
     begins_in = found or run.directory
     world.require_shared(f"the directory {begins_in}", begins_in.is_dir())
     return found
+
+
+def parallelize(
+    model: PreTrainedModel, run: RunConfig, world: World
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """The model with its loss (see Objective) ready to train on all processes, and its optimizer.
+
+    The model itself is changed: it moves to the device, and under FSDP its parameters become
+    shards.
+    """
+    train, accelerator = run.train, world.accelerator
+    shape = (train.batch_size, run.model.max_position_embeddings)
+    set_recompute(model, train.recompute)
+    processes = dist.group.WORLD if world.size > 1 else None
+    objective = build_objective(model, run, processes).to(world.device).train()
+    is_compiled = compile_objective(objective, train, shape, world)
+    compile = partial(compiled, graphs=False) if is_compiled and not world.is_sharded else None
+    optimizer = build_optimizer(model, run.optim, processes, compile)
+    # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
+    parallel, optimizer = accelerator.prepare(objective, optimizer)
+    if isinstance(parallel, nn.parallel.DistributedDataParallel):
+        _settle_buckets(parallel, world.device, shape)
+    return parallel, optimizer
+
+
+def _settle_buckets(parallel: nn.Module, device: torch.device, shape: tuple[int, int]) -> None:
+    """Makes DDP choose its final gradient buckets, by a backward pass whose gradients are dropped.
+
+    DDP sums gradients bucket by bucket, and lays the buckets out anew after its first backward
+    pass. With three or more processes another layout means another order of summing. Without this
+    call the first step after a resume would differ in its last bits from the same step of an
+    uninterrupted run. `shape` is that of a micro-batch, (batch, tokens).
+    """
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    parallel(tokens, tokens).sum().backward()
+    parallel.zero_grad(set_to_none=True)
 
 
 def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, world: World) -> Metrics:
@@ -158,7 +177,7 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
             name += ", whose peak rate is not known"
     engine = ", FSDP" if world.is_sharded else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
-    tokens = batch * run.model.max_position_embeddings  # of a step
+    tokens = batch * run.model.max_position_embeddings * (1 + run.is_contrastive)  # of a step
     step, steps = state.counters.step, run.train.steps
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
@@ -169,7 +188,7 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
     if step >= steps:
         left = f"which has {step} steps: train.steps = {steps} leaves none to train"
         return "\n".join([*lines, f"resuming {state.resumed}, {left}"])
-    flops = (steps - step) * tokens * state.model.flops_per_token()["useful"]
+    flops = (steps - step) * tokens * useful_flops(state.model, run)
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh

@@ -68,31 +68,22 @@ def throughput(
     return line | ({"peak_share": tflops / (peak * devices)} if peak else {})
 
 
-class Profiler:
+def profiler(run: RunConfig, done: int, world: World) -> torch.profiler.profile | None:
     """Profiles the steps of the main process that logging.profile_* names, and writes a Chrome
-    trace (for chrome://tracing or ui.perfetto.dev).
+    trace (for chrome://tracing or ui.perfetto.dev). Its `step` is to be called after each step.
+
+    done: the steps before this start. None where there is nothing to profile.
     """
+    first, steps = run.logging.profile_step, run.logging.profile_steps
+    if not steps or not world.is_main or done >= first:
+        return None
+    path = run.directory / f"profile-step-{first}.json"
 
-    def __init__(self, run: RunConfig, world: World):
-        self.first, steps = run.logging.profile_step, run.logging.profile_steps
-        self.last, self.say = self.first + steps - 1, world.say
-        self.path = run.directory / f"profile-step-{self.first}.json"
-        self.profile, self.due = None, steps > 0 and world.is_main
+    def write(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(path))
+        world.say(f"profile of steps {first} to {first + steps - 1}: {path}")
 
-    def between_steps(self, done: int) -> None:
-        """To be called before the first step and after each one, with the number of steps done."""
-        if self.due and done == self.first - 1:
-            self.profile, self.due = torch.profiler.profile(), False
-            self.profile.start()
-        elif self.profile is not None and done == self.last:
-            self.close()
-
-    def close(self) -> None:
-        """Writes the trace of the steps so far, or says that none has begun."""
-        if self.profile is not None:
-            self.profile.stop()
-            self.profile.export_chrome_trace(str(self.path))
-            self.profile = None
-            self.say(f"profile of steps {self.first} to {self.last}: {self.path}")
-        elif self.due:  # such as one of a step before the checkpoint that the run went on from
-            self.say(f"no profile: step {self.first} (logging.profile_step) was not trained")
+    when = torch.profiler.schedule(wait=first - 1 - done, warmup=0, active=steps, repeat=1)
+    profile = torch.profiler.profile(schedule=when, on_trace_ready=write)
+    profile.start()
+    return profile

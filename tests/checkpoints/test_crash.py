@@ -2,10 +2,8 @@
 slow disks.
 """
 
-import ctypes
 import errno
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -18,7 +16,7 @@ import pytest
 from runs import mount_memory, read_lines, read_timeless
 
 from mixer.checkpoints import writer
-from mixer.checkpoints.format import damage, incomplete, link_best, prune, sha256, step_of
+from mixer.checkpoints.format import damage, link_best, prune, step_of
 from mixer.checkpoints.restore import find_resume
 from mixer.common.errors import UserError
 
@@ -29,26 +27,32 @@ def good_steps(run: Path) -> list[int]:
     )
 
 
+def flip_a_bit(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[5000] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("harm", "named"),
     [
         (
             lambda step: os.truncate(step / "model.safetensors", 1000),
-            "model.safetensors has 1000 bytes",
+            "model.safetensors is not what was written",
         ),
         (
             lambda step: (step / "trainer_state/optimizer-1-of-1.safetensors").unlink(),
-            "optimizer-1-of-1.safetensors is missing",
+            "optimizer-1-of-1.safetensors cannot be read",
         ),
         (
-            lambda step: flip_a_bit(step / "model.safetensors"),
+            flip_a_bit,
             "model.safetensors is not what was written",
         ),
         (
             lambda step: (step / "trainer_state/files.json").write_text('{"mod'),
             "files.json is damaged",
         ),
-        (lambda step: (step / "trainer_state/files.json").unlink(), "files.json is missing"),
+        (lambda step: (step / "trainer_state/files.json").unlink(), "files.json cannot be read"),
     ],
     ids=["truncated", "missing", "flipped bit", "listing cut", "no listing"],
 )
@@ -67,19 +71,11 @@ def test_a_damaged_checkpoint_is_passed_over_named_and_replaced(
     harm_only = shutil.copytree(finished / "step-12", finished.parent / "other/step-12")
     with pytest.raises(UserError, match="1 checkpoint.* none can be used; choose another name"):
         find_resume(harm_only.parent, "auto", lines.append)
-    if "not what was written" in named:  # and once through the whole of train.py
+    if harm is flip_a_bit:  # and once through the whole of train.py
         output = launch("--config", write_config()).succeed()
         assert output.count("passing over") == 1 and f"resuming {finished / 'step-8'}" in output
         assert (finished / "step-12/model.safetensors").read_bytes() == good
         assert good_steps(finished) == [8, 12]
-
-
-def flip_a_bit(file: Path) -> None:
-    with open(file, "r+b") as opened:
-        opened.seek(5000)
-        byte = opened.read(1)[0]
-        opened.seek(5000)
-        opened.write(bytes([byte ^ 1]))
 
 
 def test_a_kill_between_any_two_changes_to_the_disk_leaves_a_good_checkpoint(
@@ -90,11 +86,11 @@ def test_a_kill_between_any_two_changes_to_the_disk_leaves_a_good_checkpoint(
     """
     config = write_config(
         checkpoint={"save_every": 2},
-        train={"steps": 8, "batch_size": 8, "eval_every": 2, "eval_samples": 8},
+        train={"steps": 6, "batch_size": 8, "eval_every": 2, "eval_samples": 8},
     )
     launch("--config", config, "name=whole").succeed()
     run, place, survived = tmp_path / "runs/small", 0, 0
-    while place < 400:
+    while place < 300:
         before = good_steps(run)
         ranks = launch(
             "--config", config, environment={"DIE_AT": str(place)}, before=die_at_a_change
@@ -103,12 +99,12 @@ def test_a_kill_between_any_two_changes_to_the_disk_leaves_a_good_checkpoint(
         assert code in (0, -signal.SIGKILL), ranks.output
         after = good_steps(run)
         assert not before or after[-1] >= before[-1]
-        assert not (run / "best").is_symlink() or incomplete(run / "best") is None
+        assert not (run / "best").is_symlink() or damage(run / "best") is None
         if code == 0:
             break
         survived += 1
         place += 5
-    assert survived > 5 and after[-1] == 8
+    assert survived > 5 and after[-1] == 6
     assert read_timeless(run) == read_timeless(tmp_path / "runs/whole")
 
 
@@ -151,26 +147,13 @@ def test_a_full_disk_ends_the_run_and_with_space_it_goes_on_exactly(
     assert read_timeless(small_disk / "small") == read_timeless(tmp_path / "runs/whole")
 
 
-def fake_checkpoint(directory: Path, step: int) -> Path:
-    path = directory / f"step-{step}"
-    (path / "trainer_state").mkdir(parents=True)
-    (path / "model.safetensors").write_text(str(step))
-    listing = {
-        "model.safetensors": {"size": len(str(step)), "sha256": sha256(path / "model.safetensors")}
-    }
-    (path / "trainer_state/files.json").write_text(json.dumps(listing))
-    return path
-
-
-def test_pruning_keeps_the_newest_the_best_every_nth_and_counts_complete_ones_alone(tmp_path):
+def test_pruning_keeps_the_newest_the_best_and_every_nth(tmp_path):
     for step in range(10, 110, 10):
-        fake_checkpoint(tmp_path, step)
+        (tmp_path / f"step-{step}").mkdir()
     link_best(tmp_path, {20: 1.5, 30: 1.2, 35: 0.1, 40: float("nan"), 50: 1.3, 60: None})
     assert os.readlink(tmp_path / "best") == "step-30"  # 35 has no checkpoint, 40 no loss
-    os.truncate(tmp_path / "step-100/model.safetensors", 1)
-    prune(tmp_path, keep=2, keep_every=40)
-    assert sorted(step_of(path) for path in tmp_path.glob("step-*")) == [30, 40, 80, 90, 100]
-    assert find_resume(tmp_path, "auto", lambda line: None) == tmp_path / "step-90"
+    prune(tmp_path, last=90, keep=2, keep_every=40)
+    assert sorted(map(step_of, tmp_path.glob("step-*"))) == [30, 40, 80, 90, 100]
 
 
 @pytest.fixture
@@ -202,26 +185,6 @@ def test_a_checkpoint_moved_to_another_disk_stays_there_when_its_link_is_pruned(
     assert damage(moved) is None and not (finished / "step-8").is_symlink()
 
 
-def test_best_points_to_the_lowest_validation_loss(write_config, launch, tmp_path):
-    launch(
-        "--config",
-        write_config(),
-        "train.steps=40",
-        "train.eval_every=4",
-        "optim.lr=0.3",
-        "optim.schedule=constant",
-    ).succeed()
-    run = tmp_path / "runs/small"
-    losses = {
-        line["step"]: line["validation_loss"]
-        for line in read_lines(run)
-        if "validation_loss" in line and line["step"]
-    }
-    best = min(losses, key=losses.get)
-    assert os.readlink(run / "best") == f"step-{best}"
-    assert sorted({best, 36, 40}) == good_steps(run)
-
-
 LACKING = {
     "flock": errno.ENOSYS,  # as on Lustre, and in some containers
     "chmod": errno.EPERM,  # as on FUSE and some NFS
@@ -251,36 +214,19 @@ def test_a_run_goes_on_without_what_a_file_system_lacks_and_says_so_once(
     write_config, launch, tmp_path
 ):
     run = tmp_path / "runs/small"
-    command = ("--config", write_config(), "train.steps=100000", "checkpoint.save_every=6")
-    first = launch(*command, before=lack_all).until((run / "step-12").exists)
-    second = launch(*command, before=lack_all)
-    assert second.wait() == [2] and "is being trained by another process" in second.output
-    output = first.stop()
+    output = launch("--config", write_config(), before=lack_all).succeed()
     for name in ("flock", "chmod", "fsync"):
         assert output.count(f"warning: a file system refuses {name} (") == 1
     assert f"{run / 'best'} could not be linked to step-" in output
     assert good_steps(run)
 
 
-def nice_without_rights() -> None:
-    """As `nice -n 15` of a user who is not root: without the capability to be less nice again."""
-    os.nice(15)
-    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    libc = ctypes.CDLL(None)
-    assert libc.capget(header, sets) == 0
-    sets[0] &= ~(1 << 23)  # CAP_SYS_NICE
-    assert libc.capset(header, sets) == 0
-
-
 def slow_disk() -> None:
-    """Writing takes a second longer, without the processor, as on a slow disk. The run is nicer
-    than the writing thread is to be.
-    """
-    nice_without_rights()
+    """Writing a checkpoint's three files takes 1.2 s longer."""
     real = writer.save_file
 
     def slowly(*arguments, **options):
-        time.sleep(1)
+        time.sleep(0.4)
         real(*arguments, **options)
 
     writer.save_file = slowly

@@ -9,28 +9,26 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from launching import ROOT, Launch, run_python
-from runs import RECIPE, assert_same, read_losses, read_timeless
+from runs import RECIPE, assert_same, read_lines, read_losses, read_timeless
 from safetensors.torch import load_file
 
-from mixer.checkpoints.format import read_trainer
-from mixer.checkpoints.restore import warn_of_threads
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 
-KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "3"))
+KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "2"))
 
 
 @pytest.mark.parametrize(
     ("settings", "processes"),
-    [((), 2), (RECIPE, 1), (RECIPE, 2)],
-    ids=["adamw-2", "recipe-1", "recipe-2"],
+    [((), 1), (RECIPE, 2)],
+    ids=["adamw-1", "recipe-2"],
 )
 def test_a_run_killed_at_random_ends_as_an_undisturbed_one(
     write_config, launch, tmp_path, settings, processes
 ):
-    kills = max(1, KILLS // 3)  # each case has its share
+    kills = max(1, KILLS // 2)  # each case has its share
     # Steps are quick and saves frequent, so that kills fall into start-up, steps, saves and
     # evaluations alike.
     steps = 60 * kills
@@ -72,25 +70,32 @@ def _wait_for_news(ranks: Launch, metrics: Path, patience: float) -> None:
         time.sleep(0.02)
 
 
-# The steps whose losses the lines of metrics hold, by their own step: 12 steps, a line every 5.
-MEANS = {5: range(1, 6), 10: range(6, 11), 12: (11, 12)}
+# The steps whose mean loss a line of metrics has, by its own step: 12 steps, a line every 5.
+LOGGED = {5: slice(0, 5), 10: slice(5, 10), 12: slice(10, 12)}
 
 
-@pytest.mark.parametrize("processes", [1, 4])
-def test_each_resume_is_as_exact_as_the_first(write_config, launch, tmp_path, processes):
-    config = write_config(
-        train={"steps": 12, "batch_size": 8 // processes, "eval_every": 6, "eval_samples": 16}
-    )
-    launch("--config", config, "name=whole", processes=processes).succeed()
+def test_each_resume_is_as_exact_as_the_first_and_loses_no_step_of_a_logged_mean(
+    write_config, small_run, launch, tmp_path
+):
+    """Rows are padded, so that steps have unequal numbers of tokens."""
+    data = small_run["data"] | {"directory": str(tmp_path / "rows"), "packed": False}
+    config = write_config(data=data)
+    launch("--config", config, "name=each").succeed()
+    options = ["train.batch_size=4", "logging.log_every=5"]
+    launch("--config", config, "name=whole", *options, processes=2).succeed()
     for stop_at in (3, 6, 10, 12):  # three resumes, at steps with and without an evaluation
-        arguments = ("--config", config, "name=parts", f"checkpoint.save_every={stop_at}")
-        ranks = launch(*arguments, processes=processes)
+        arguments = ("--config", config, "name=parts", *options, f"checkpoint.save_every={stop_at}")
+        ranks = launch(*arguments, processes=2)
         if stop_at < 12:
-            ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists)
-            ranks.kill()
+            ranks.until((tmp_path / f"runs/parts/step-{stop_at}").exists).kill()
         else:
             ranks.succeed()
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 12)
+    lines = [line for line in read_lines(tmp_path / "runs/each") if "loss" in line]
+    tokens = np.diff([0, *(line["tokens"] for line in lines)])
+    nats = np.array([line["loss"] for line in lines]) * tokens
+    means = {end: nats[steps].sum() / tokens[steps].sum() for end, steps in LOGGED.items()}
+    assert read_losses(tmp_path / "runs/whole") == pytest.approx(means, rel=1e-5)
 
 
 def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
@@ -99,10 +104,10 @@ def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
     config = write_config()
     launch("--config", config, "name=one").succeed()
     # processes, batch_size, accumulation: always 8 samples a step
-    changes = [(1, 4, 2), (4, 2, 1), (2, 1, 4), (2, 4, 1)]
+    changes = [(1, 4, 2), (4, 2, 1), (2, 1, 4)]
     for number, (processes, batch, accumulation) in enumerate(changes):
         options = [f"train.batch_size={batch}", f"train.gradient_accumulation_steps={accumulation}"]
-        last = 3 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
+        last = 4 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
         ranks = launch(
             "--config",
             config,
@@ -111,7 +116,7 @@ def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
             f"checkpoint.save_every={last}",
             processes=processes,
         )
-        if number < 3:
+        if number < 2:
             ranks.until((tmp_path / f"runs/many/step-{last}").exists)
             ranks.kill()
         else:
@@ -135,33 +140,6 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_first_evaluation_once(
     assert evaluated == [0, 12]
 
 
-def test_unpacked_rows_go_on_exactly_too(write_config, small_run, launch, tmp_path):
-    config = write_config(
-        data=small_run["data"] | {"directory": str(tmp_path / "rows"), "packed": False}
-    )
-    launch("--config", config, "name=whole").succeed()
-    launch("--config", config, "name=parts", "checkpoint.save_every=5").until(
-        (tmp_path / "runs/parts/step-5").exists
-    ).kill()
-    launch("--config", config, "name=parts").succeed()
-    assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 12)
-
-
-def test_a_logged_loss_is_the_mean_over_all_steps_since_the_line_before_also_across_a_resume(
-    write_config, launch, tmp_path
-):
-    config, options = write_config(), ["train.batch_size=4", "logging.log_every=5"]
-    launch("--config", config, "name=each").succeed()
-    launch("--config", config, "name=whole", *options, processes=2).succeed()
-    parts = ["--config", config, "name=parts", *options, "checkpoint.save_every=3"]
-    launch(*parts, processes=2).until((tmp_path / "runs/parts/step-3").exists).kill()
-    launch(*parts, processes=2).succeed()
-    each, whole, parts = (read_losses(tmp_path / "runs" / n) for n in ("each", "whole", "parts"))
-    means = {end: [each[step] for step in steps] for end, steps in MEANS.items()}
-    assert whole == pytest.approx({end: sum(m) / len(m) for end, m in means.items()}, rel=1e-5)
-    assert parts == whole, "the steps before the resume are lost"
-
-
 def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
     write_config, finished, launch, tmp_path
 ):
@@ -182,24 +160,13 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
     trainer = json.loads((tmp_path / "runs/longer/step-14/trainer_state/trainer.json").read_text())
     assert (trainer["step"], trainer["samples"]) == (14, 14 * 8)
     # the same command again goes on, it does not begin again
-    changes[-2:] = ["train.steps=16", "train.batch_size=4"]
-    output = launch("--config", write_config(), *changes, processes=2).succeed()
+    changes[-2:] = ["train.steps=16"]
+    output = launch("--config", write_config(), *changes, "train.batch_size=8").succeed()
     assert (
         f"going on from these, not from {finished / 'best'}" in output
         and "step 13/16" not in output
     )
     assert list(read_losses(tmp_path / "runs/longer")) == list(range(9, 17))
-
-
-def test_another_number_of_cpu_threads_is_said(finished):
-    threads = torch.get_num_threads()
-    trainer, said = read_trainer(finished / "step-12"), []
-    assert trainer["threads"] == threads
-    warn_of_threads(trainer, torch.device("cpu"), said.append)
-    warn_of_threads(trainer | {"threads": threads + 1}, torch.device("cuda"), said.append)
-    assert said == []
-    warn_of_threads(trainer | {"threads": threads + 1}, torch.device("cpu"), said.append)
-    assert f"start with OMP_NUM_THREADS={threads + 1} to repeat them" in said[0]
 
 
 def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """What a resume refuses, naming each difference, and what it leaves as it is."""
 
-from pathlib import Path
-
 import pytest
 from runs import RECIPE, state_files
 
@@ -13,8 +11,7 @@ from mixer.training.loop import train
 def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, finished):
     with pytest.raises(
         UserError,
-        match=r"hidden_size is 32 in the checkpoint and 64 in the configuration"
-        r".*set these keys \(model",
+        match=r"final_norm is False in .*; hidden_size is 32 in the checkpoint, now 64; .*set",
     ):
         train(load_config(str(write_config()), ["model.hidden_size=64", "model.final_norm=true"]))
 
@@ -25,12 +22,12 @@ def test_changed_data_is_refused_naming_what_differs_unless_allowed(
     other = [f"data.directory={tmp_path / 'other'}", "data.max_documents=20", "seed=5"]
     with pytest.raises(
         UserError,
-        match=r"(?s)other data or in another"
-        r".*data.max_documents: 30 in the checkpoint, now 20.*seed: 0 in the checkpoint, now 5"
-        r".*tokenizer: SHA-256",
+        match=r"other data or in another"
+        r".*data.max_documents is 30 in the checkpoint, now 20.*seed is 0 in the checkpoint, now 5"
+        r".*tokenizer is SHA-256",
     ) as error:
         train(load_config(str(write_config()), other))
-    assert "train.bin: SHA-256" in str(error.value)
+    assert "train.bin is SHA-256" in str(error.value)
     assert "checkpoint.allow_other_data=true" in str(error.value)
     options = [*other, "checkpoint.allow_other_data=true", "train.steps=14"]
     output = launch("--config", write_config(), *options).succeed()
@@ -70,10 +67,8 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(write_config, launch, 
 @pytest.mark.parametrize(
     ("written_with", "resumed_with", "named"),
     [
-        ([], ["optim.name=muon"], "optim.name: 'adamw' in the checkpoint, now 'muon'"),
-        ([], ["optim.shared_lags=true"], "optim.shared_lags: False in the checkpoint, now True"),
-        (RECIPE, ["optim.name=adamw"], "optim.name: 'muon' in the checkpoint, now 'adamw'"),
-        (RECIPE, ["optim.shared_lags=false"], "optim.shared_lags: True in the checkpoint, now F"),
+        ([], ["optim.name=muon"], "optim.name is 'adamw' in the checkpoint, now 'muon'"),
+        (RECIPE, ["optim.shared_lags=false"], "optim.shared_lags is True in the checkpoint, now F"),
     ],
 )
 def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
@@ -82,14 +77,7 @@ def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
     config = str(write_config())
     short = ["train.steps=3", "train.eval_every=0", "train.eval_samples=8"]
     train(load_config(config, [*written_with, *short]))
-    refused_as_it_is(tmp_path / "runs", [config, *written_with, *resumed_with], named)
-
-
-def refused_as_it_is(directory: Path, settings: list[str], named: str) -> None:
-    """A run with these settings ends in an error that names what differs, and changes nothing."""
-    before = state_files(directory)
-    with pytest.raises(UserError) as caught:
-        train(load_config(settings[0], settings[1:]))
-    assert f"has the state of another optimizer: {named}" in str(caught.value)
-    assert "set the checkpoint's values, or choose another name" in str(caught.value)
-    assert state_files(directory) == before
+    before = state_files(tmp_path / "runs")
+    with pytest.raises(UserError, match=f"has the state of another optimizer: {named}.*; set the"):
+        train(load_config(config, [*written_with, *resumed_with]))
+    assert state_files(tmp_path / "runs") == before

@@ -13,38 +13,22 @@ from runs import read_lines, read_timeless
 OFFLINE = {"WANDB_MODE": "offline"}
 
 
-def test_the_wandb_run_goes_on_under_its_id_and_holds_every_line(write_config, launch, tmp_path):
-    config = write_config(logging={"log_every": 1, "tracker": "wandb"})
-    launch("--config", config, "checkpoint.save_every=5", environment=OFFLINE).until(
-        (tmp_path / "runs/small/step-5").exists
-    ).kill()
-    launch("--config", config, environment=OFFLINE).succeed()
-    assert_in_wandb(tmp_path / "runs/small")
-    origin = tmp_path / "runs/small/step-12"
-    options = ["name=other", f"checkpoint.resume={origin}", "train.steps=13"]
-    launch("--config", config, *options, environment=OFFLINE).succeed()
-    ids = {file.name for file in (tmp_path / "runs").glob("*/wandb/offline-run-*/run-*.wandb")}
-    assert len(ids) == 2  # a run that begins from a checkpoint of another one is not that one
-
-
-def test_a_run_goes_on_without_wandbs_own_process_which_gets_the_lines_when_it_is_resumed(
+def test_a_run_goes_on_without_wandbs_own_process_and_a_resume_gives_wandb_every_line(
     write_config, launch, tmp_path
 ):
-    """A signal to all processes of a job ends that one too."""
-    config = write_config(
-        train={"steps": 100_000, "batch_size": 8, "eval_every": 0, "eval_samples": 8}
-    )
-    options = ["checkpoint.save_every=0", "logging.tracker=wandb"]
-    ranks = launch("--config", config, *options, environment=OFFLINE)
-    metrics = tmp_path / "runs/small/metrics.jsonl"
-    ranks.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
+    """A signal to all processes of a job ends wandb's process too."""
+    train = {"steps": 100_000, "batch_size": 8, "eval_every": 0, "eval_samples": 8}
+    command = ("--config", write_config(train=train), "checkpoint.save_every=0")
+    ranks = launch(*command, "logging.tracker=wandb", environment=OFFLINE)
+    run = tmp_path / "runs/small"
+    ranks.until(lambda: (run / "metrics.jsonl").exists() and len(read_lines(run)) > 5)
     for child in psutil.Process(ranks.ranks[0].pid).children(recursive=True):
         child.kill()
     output = ranks.until(lambda: "wandb has failed, the run goes on without" in ranks.output).stop()
     assert "stopped by a signal" in output and "Traceback" not in output
-    step = read_timeless(tmp_path / "runs/small")[-1]["step"]
-    launch("--config", config, *options, f"train.steps={step + 1}", environment=OFFLINE).succeed()
-    assert_in_wandb(tmp_path / "runs/small")
+    longer = ("logging.tracker=wandb", f"train.steps={read_timeless(run)[-1]['step'] + 1}")
+    launch(*command, *longer, environment=OFFLINE).succeed()
+    assert_in_wandb(run)
 
 
 def test_tensorboard_has_every_line_of_a_resumed_run_once(write_config, launch, tmp_path):

@@ -57,6 +57,11 @@ BROKEN = {
         BLIND | dict(driver=(12, 4), gpus=[UNSEEN]),
         "pip install --force-reinstall torch .*/whl/cu126$",
     ),
+    "driver too old for torch on Blackwell": (
+        BLIND | dict(driver=(12, 8), torch_arches=["sm_90", "sm_100"],
+                     gpus=[dataclasses.replace(UNSEEN, capability=(10, 0))]),
+        "apt-get install -y nvidia-driver-580-server-open$",
+    ),
     "driver too old for any torch": (
         BLIND | dict(driver=(11, 4)), "apt-get install -y nvidia-driver-580",
     ),

@@ -8,18 +8,26 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from runs import ROOT
+from texts import corpus, made_texts
 
-OPERATOR = """
+OPERATOR_AND_DOCTOR = """
 import torch, mixer
+from mixer.doctor import main
 from mixer.ops import triangular_conv
 
 print(mixer.__file__)
 x, weight = torch.randn(2, 5, 8), torch.randn(1, 1, 5, 5)
 y = triangular_conv(x, weight, torch.zeros(1, 5), backend="dense")
 torch.testing.assert_close(y, weight[0, 0].tril() @ x)
+main(["--json"])
 """
+SMALL = (
+    *("model.hidden_size=16", "model.num_hidden_layers=1", "model.max_position_embeddings=16"),
+    *("data.source=text", "data.path=texts", "data.directory=data", "data.vocab_size=270"),
+    *("data.validation_fraction=0.2", "train.steps=2", "train.batch_size=2", "logging.log_every=1"),
+    *("train.eval_samples=2", "optim.warmup_steps=1", "checkpoint.save_last=false"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,40 +66,19 @@ def python(installed, tmp_path):
     return run
 
 
-@pytest.fixture
-def config(tmp_path) -> Path:
-    text = "a few words that are repeated, to learn them " * 20
-    rows = [json.dumps({"text": f"{text}{number}"}) for number in range(10)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
-    sections = {
-        "model": {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 16},
-        "data": {"source": "jsonl", "path": "texts.jsonl", "directory": "data", "vocab_size": 270}
-        | {"validation_fraction": 0.2},
-        "train": {"steps": 2, "batch_size": 2, "eval_samples": 2},
-        "optim": {"warmup_steps": 1},
-        "checkpoint": {"save_every": 0, "save_last": False},
-        "logging": {"log_every": 1},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
-    return tmp_path / "config.yaml"
-
-
-def test_the_operator_and_the_sources_of_its_kernels_are_installed(installed, python):
-    done = python("-c", OPERATOR)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()) == installed / "mixer" / "__init__.py"
+def test_the_operator_the_doctor_and_the_sources_of_the_kernels_are_installed(installed, python):
+    done = python("-c", OPERATOR_AND_DOCTOR)
+    assert done.returncode in (0, 1), done.stderr
+    place, _, facts = done.stdout.partition("\n")
+    assert Path(place) == installed / "mixer" / "__init__.py"
+    assert json.loads(facts)["facts"]["torch"]
     sources = {file.name for file in (ROOT / "mixer/ops/csrc").iterdir()}
     assert {file.name for file in (installed / "mixer/ops/csrc").iterdir()} == sources
 
 
-def test_the_doctor_runs(python):
-    done = python("-m", "mixer.doctor", "--json")
-    assert done.returncode in (0, 1), done.stderr
-    assert json.loads(done.stdout)["facts"]["torch"]
-
-
-def test_a_model_is_trained(python, config, tmp_path):
-    done = python("-m", "mixer.train", "--config", config)
+def test_a_model_is_trained(python, tmp_path):
+    corpus(tmp_path / "texts", made_texts(30))
+    done = python("-m", "mixer.train", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     assert '"step": 2,' in (tmp_path / "runs/run/metrics.jsonl").read_text()

@@ -58,11 +58,3 @@ def test_without_a_cache_each_reads(file, read, monkeypatch):
 
 def no_home() -> Path:
     raise RuntimeError("no home")
-
-
-def test_long_reading_says_how_far_it_is(file, monkeypatch):
-    monkeypatch.setattr(checksums, "REPORT_SECONDS", -1)
-    monkeypatch.setattr(checksums, "READ_BYTES", 600)
-    said = []
-    assert sha256(file, said.append) == GOOD
-    assert len(said) == 2 and f"{file} with its SHA-256: 0.0 of 0.0 GB" in said[0]

@@ -23,7 +23,7 @@ def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
 def test_a_link_that_leads_nowhere_is_refused_before_any_work(tmp_path, target):
     (tmp_path / "output").symlink_to(target)
     for place in ("output", "output/new"):
-        with pytest.raises(UserError, match="it is a link that leads nowhere; choose another"):
+        with pytest.raises(UserError, match="output is no directory; choose another"):
             check_new(tmp_path / place)
 
 

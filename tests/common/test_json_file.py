@@ -17,8 +17,8 @@ WRONG = {
     b'{"size": "1"}': "size = '1', allowed: int",
     b'{"size": true}': "size = True, allowed: int",
     b'{"size": 1, "name": 2}': "name = 2, allowed: str or null",
-    b'{"size": 1, "other": {"deep": ["\\ud800"]}}': "'other' holds a null character or a lone",
-    b'{"size": 1, "name": "a\\u0000"}': "'name' holds a null character or a lone",
+    b'{"size": 1, "other": {"deep": ["\\ud800"]}}': "surrogates not allowed",
+    b'{"size": 1, "name": "a\\u0000"}': "it holds a null character",
 }
 
 

@@ -48,6 +48,23 @@ def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
         assert not Path(refused.directory).exists()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_documents_are_held_out_in_their_order(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr("mixer.data.corpus.BATCH_CHARACTERS", 3000)  # several batches
+    texts = [*made_texts(40), made_texts(1)[0], HARD]
+    config = config_of(tmp_path, texts, validation_documents=7, workers=workers)
+    manifest = prepare(config, quiet)
+    assert decoded_documents(config.directory, "validation") == texts[:7]
+    assert decoded_documents(config.directory, "train") == texts[7:]
+    assert manifest.tokenizer_bytes == manifest.splits["train"].bytes
+    changed = dataclasses.replace(config, validation_documents=8)
+    with pytest.raises(UserError, match="data.validation_documents: prepared with 7, now 8"):
+        prepare(changed, quiet)
+    none = dataclasses.replace(config, validation_documents=42, directory=str(tmp_path / "none"))
+    with pytest.raises(UserError, match="validation_documents = 42 leaves no document of"):
+        prepare(none, quiet)
+
+
 def test_a_validation_text_of_its_own_is_all_of_the_validation_split(tmp_path):
     train, held_out = made_texts(20), [*made_texts(3, seed=1), HARD]
     file = corpus(tmp_path / "held out", held_out)

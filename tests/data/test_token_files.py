@@ -14,7 +14,7 @@ from mixer.common.errors import UserError
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
-from mixer.data.tokenizer import train_tokenizer
+from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,27 @@ def test_unpacked_rows_hold_one_document_and_lose_no_token(tmp_path, context):
         assert len(file) == manifest.splits["train"].documents
 
 
-def test_damaged_files_are_refused_on_opening(damaged):
-    def refused(match, split="train"):
-        with pytest.raises(UserError, match=match):
-            TokenFile(damaged, split, 8)
+@pytest.mark.parametrize("context", [7, 64, 4096])
+def test_rows_that_are_cut_hold_the_beginning_of_a_document_without_its_end(tmp_path, context):
+    prepare(config_of(tmp_path, [*made_texts(30), "a"], packed=False, cut=True), quiet)
+    directory = tmp_path / "prepared"
+    rows = []
+    for split in ("train", "validation"):
+        file = TokenFile(directory, split, context)
+        inputs, targets = file.batch(range(len(file)))
+        for row, scored in zip(inputs.tolist(), targets.tolist(), strict=True):
+            rows.append([row[0], *(token for token in scored if token != -100)])
+            assert row == rows[-1] + [0] * (context - len(rows[-1]))  # one target less than tokens
+    encode = load_tokenizer(directory).encode
+    wanted = [encode(text)[:context] for text in made_texts(30)]
+    assert sorted(rows) == sorted(wanted)  # "a" is too short to be scored
 
-    refused("no split 'test'; allowed: train, validation", split="test")
+
+def test_damaged_files_are_refused_on_opening(damaged):
+    def refused(match):
+        with pytest.raises(UserError, match=match):
+            TokenFile(damaged, "train", 8)
+
     manifest = json.loads((damaged / "manifest.json").read_text())
     manifest["splits"]["train"]["max_token_id"] = 300
     good = (damaged / "manifest.json").read_text()
@@ -89,28 +104,28 @@ def test_damaged_files_are_refused_on_opening(damaged):
     other = train_tokenizer(made_texts(50, seed=5), 300)
     kept = (damaged / "tokenizer/tokenizer.json").read_bytes()
     other.save_pretrained(str(damaged / "tokenizer"))
-    refused("not the tokenizer that made the token files")
+    refused("tokenizer.json is not what preparing wrote")
     (damaged / "tokenizer/tokenizer.json").write_bytes(kept)
     config = damaged / "tokenizer/tokenizer_config.json"
     kept = config.read_text()
     for content in (kept.replace("<|endoftext|>", "a"), kept[: len(kept) // 2]):
         config.write_text(content)
-        refused("tokenizer_config.json is changed.; put it back")
+        refused("tokenizer_config.json is not what preparing wrote .*; put it back")
     config.unlink()
-    refused("tokenizer_config.json is missing.; put it back")
+    refused("tokenizer_config.json is missing; put it back")
     config.write_text(kept)
     (damaged / "tokenizer/special_tokens_map.json").write_text('{"eos_token": "a"}')
-    refused("special_tokens_map.json is new.; put it back")
+    refused("special_tokens_map.json is new; put it back")
     (damaged / "tokenizer/special_tokens_map.json").unlink()
     TokenFile(damaged, "train", 8)
     for name in ("train.bin", "train.docs.bin"):
         content = (damaged / name).read_bytes()
         (damaged / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        refused(rf"{name} is damaged: .*its SHA-256 differs\); copy it again, or delete")
+        refused(rf"{name} is not what preparing wrote .*SHA-256 differs\); put it back, or delete")
         (damaged / name).write_bytes(content)
     os.truncate(damaged / "train.bin", 100)
-    refused("train.bin should have .* bytes and is 100: cut short")
+    refused("train.bin is not what preparing wrote")
     (damaged / "train.bin").unlink()
-    refused("train.bin should have .* is missing")
+    refused("train.bin is missing")
     (damaged / "manifest.json").unlink()
     refused("no manifest.json")

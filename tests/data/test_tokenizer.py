@@ -50,18 +50,6 @@ def test_trained_tokenizer_is_exactly_reversible_and_deterministic():
     assert token_bytes(tokenizer)[tokenizer.eos_token_id] == 0
 
 
-def test_text_that_spells_the_separator_stays_text(tmp_path):
-    texts = ["<|endoftext|>" * 50 + f" {number} <|endoftext|>" for number in range(20)]
-    manifest = prepare(config_of(tmp_path, texts), quiet)
-    for split in ("train", "validation"):
-        tokens = np.fromfile(tmp_path / "prepared" / f"{split}.bin", manifest.dtype)
-        assert (tokens == manifest.eos_token_id).sum() == manifest.splits[split].documents
-    again = decoded_documents(tmp_path / "prepared", "train") + decoded_documents(
-        tmp_path / "prepared", "validation"
-    )
-    assert sorted(again) == sorted(texts)
-
-
 def test_existing_tokenizer_is_used_from_a_directory(tmp_path):
     train_tokenizer(made_texts(100), 350).save_pretrained(str(tmp_path / "tok"))
     manifest = prepare(
@@ -189,9 +177,7 @@ def test_tokens_are_those_of_tokenizer_json_whatever_class_it_names(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "llama")(text).input_ids == expected
 
 
-@pytest.mark.parametrize(
-    "auto_map", [{"AutoTokenizer": [None, "own.Own"]}, ["own.Own", None], "own.Own", 3]
-)
+@pytest.mark.parametrize("auto_map", [{"AutoTokenizer": [None, "own.Own"]}, "own.Own"])
 def test_code_of_a_tokenizer_is_refused_by_name_and_never_run(tmp_path, monkeypatch, auto_map):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     tokenizer = saved(tmp_path / "tok", auto_map=auto_map, tokenizer_class="Own")

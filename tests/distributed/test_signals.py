@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +36,7 @@ def hears_hangups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-EACH = [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGUSR1, 4), (signal.SIGHUP, 2)]
+EACH = [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGUSR1, 2), (signal.SIGHUP, 1)]
 
 
 @pytest.mark.parametrize(("number", "processes"), EACH)
@@ -82,25 +81,6 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_closes(write_config, launch
     ranks = launch("--config", config, before=under_nohup)
     ranks.until((tmp_path / "runs/small/metrics.jsonl").exists)
     assert "stopped" not in ranks.signal(signal.SIGHUP).succeed()
-
-
-def slow_writes() -> None:
-    from mixer.checkpoints import writer
-
-    real = writer._write_model
-    writer._write_model = lambda *arguments: time.sleep(2) or real(*arguments)
-
-
-def test_a_stop_during_a_slow_save_waits_for_that_one_and_saves_no_other(
-    write_config, launch, tmp_path
-):
-    run, config = tmp_path / "runs/small", write_config(train=LONG)
-    ranks = launch("--config", config, "checkpoint.save_every=5", before=slow_writes, processes=2)
-    output = ranks.until((run / "step-5.partial").exists).stop()
-    assert last_saved(run) == 5 and not list(run.glob("*.partial"))
-    assert "stopped by a signal after step" in output
-    assert f"The run can go on from {run / 'step-5'}" in output
-    assert output.count("saved ") == 1
 
 
 def test_the_step_of_the_signal_is_the_last_whatever_log_every_is(write_config, launch, tmp_path):
@@ -186,22 +166,6 @@ def test_a_signal_to_the_launcher_reaches_all_processes(write_config, tmp_path, 
     assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
 
 
-def test_the_first_process_of_a_container_saves_at_a_signal(write_config, tmp_path):
-    """It has no parent, and gets no signal that it does not handle."""
-    own = ["unshare", "--pid", "--fork", "--mount-proc"]
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*own, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("a namespace of processes takes unshare and root's rights")
-    container = trained([*own, "--kill-child", sys.executable], write_config, tmp_path)
-    (first,) = psutil.Process(container.pid).children()
-    first.terminate()
-    output, _ = container.communicate(timeout=60)
-    assert container.returncode == 0
-    assert f"stopped by a signal after step {last_saved(tmp_path / 'runs/small')}" in output
-
-
 def second_process_fails() -> None:
     from mixer.training import objective
 
@@ -237,8 +201,8 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named_as_the_cause(
 
 
 def test_a_configuration_error_is_shown_once_by_several_processes(write_config, launch):
-    ranks = launch("--config", write_config(), "train.stepz=3", processes=4)
-    assert ranks.wait() == [2] * 4
+    ranks = launch("--config", write_config(), "train.stepz=3", processes=2)
+    assert ranks.wait() == [2, 2]
     assert ranks.output.count("unknown key train.stepz") == 1
     refused = launch("--config", write_config(), "data.directory=/proc/nothing", processes=2)
     assert 0 not in refused.wait()

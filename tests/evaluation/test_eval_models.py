@@ -26,16 +26,10 @@ from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
 from mixer.evaluation.checks import check_causality
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
-from mixer.evaluation.measure import Plan, Process
 from mixer.evaluation.report import evaluation_report
 from mixer.generate import continuations
 
-CPU = Process(torch.device("cpu"))
-BAD_TEXTS = {
-    "blank.txt": b" \n",
-    "short.txt": b"t",  # one token
-    "latin.txt": "café".encode("latin-1"),
-}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -68,66 +62,43 @@ def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(ro
     assert rows["nats"] == dataset["nats"] and rows["bytes"] == dataset["bytes"] == sum(
         len(t.encode()) for t in documents()
     )
-    folder = tmp_path / "folder"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "deep/rows.jsonl.gz").write_bytes(gzip.compress((root / "rows.jsonl").read_bytes()))
-    (folder / "1.txt").symlink_to(root / "1.txt")
-    mixed = evaluate(root / "masked_mixer", text=[str(folder)], **fields)
-    assert mixed["streams"] == rows["streams"] + 1
-    assert mixed["bytes"] == rows["bytes"] + (root / "1.txt").stat().st_size
-    long = [str(path) for path in sorted(root.glob("[0-9]*.txt"))]  # of the fixture
-    files = evaluate(root / "masked_mixer", text=long, first_token="eos")
-    alone = [
-        evaluate(root / "masked_mixer", text=[path], first_token="eos")["nats"] for path in long
-    ]
-    assert files["nats"] == pytest.approx(sum(alone), rel=1e-6)
-    assert (
-        evaluate(root / "masked_mixer", text=[str(root / "rows.jsonl")], max_documents=2, **fields)[
-            "streams"
-        ]
-        == 2
-    )
+    (tmp_path / "folder/deep").mkdir(parents=True)
+    content = gzip.compress((root / "rows.jsonl").read_bytes())
+    (tmp_path / "folder/deep/rows.jsonl.gz").write_bytes(content)
+    (tmp_path / "folder/1.txt").symlink_to(root / "1.txt")
+    mixed = evaluate(root / "masked_mixer", text=[str(tmp_path / "folder")], **fields)
+    one = evaluate(root / "masked_mixer", text=[str(root / "1.txt")], first_token="eos")
+    for name in ("streams", "bytes", "tokens_scored", "nats"):
+        assert mixed[name] == pytest.approx(rows[name] + one[name], rel=1e-6)
+    first = {"text": [str(root / "rows.jsonl")], "max_tokens": 20} | fields
+    part = evaluate(root / "masked_mixer", **first)
+    assert (part["streams"], part["tokens_scored"]) == (1, 20)
+    assert part["text"] == "rows.jsonl (first 20 tokens)"
 
 
 def test_other_causal_models_stand_in_the_same_table(root):
-    text = [str(root / "0.txt")]
-    results = [
-        evaluate(root / kind, text=text, window=16, stride=8) for kind in ("masked_mixer", "gpt2")
-    ]
+    options = {"text": [str(root / "0.txt")], "window": 16, "stride": 8}
+    results = [evaluate(root / kind, **options) for kind in ("masked_mixer", "gpt2")]
     assert results[0]["tokens_scored"] == results[1]["tokens_scored"]
     report = " ".join(evaluation_report(results).split())
     assert "none (not a masked mixer)" in report and "of at most 16 tokens, stride 8" in report
     assert "tokenizers differ" not in report
-    assert "tokenizers differ" in evaluation_report(
-        [results[0], results[1] | {"tokenizer_sha256": "another"}]
-    )
+    results[1]["tokenizer_sha256"] = "another"
+    assert "tokenizers differ" in evaluation_report(results)
     for result in results:
         assert result["tokens_per_second"] > 0 and result["peak_memory_gb"] > 0
-        assert (
-            result["causality"]["largest_move_before"]
-            == 0
-            < result["causality"]["smallest_move_after"]
-        )
+        moves = result["causality"]
+        assert moves["largest_move_before"] == 0 < moves["smallest_move_after"]
 
 
 def test_several_processes_give_the_numbers_of_one(root, launch, tmp_path):
     """Three windows a batch, so that the processes' shares are unequal."""
     options = {"text": [str(root / "0.txt")], "batch_size": 3, "stride": 16}
     one = evaluate(root / "masked_mixer", **options)
-    arguments = [
-        "--checkpoint",
-        root / "masked_mixer",
-        "--text",
-        *options["text"],
-        "--batch-size",
-        3,
-        "--stride",
-        16,
-    ]
-    printed = launch(
-        *arguments, "--device", "cpu", "--output", tmp_path, program="eval", processes=2
-    ).succeed()
-    assert printed.count("report.json") == 1
+    arguments = ["--checkpoint", root / "masked_mixer", "--text", *options["text"]]
+    arguments += ["--batch-size", 3, "--stride", 16, "--device", "cpu", "--output", tmp_path]
+    printed = launch(*arguments, program="eval", processes=2).succeed()
+    assert printed.count("the report is in") == 1
     two = json.loads((tmp_path / "report.json").read_text())[0]
     assert two["device"] == "2 x cpu"
     assert two["nats"] == pytest.approx(one["nats"], rel=1e-9)
@@ -136,27 +107,20 @@ def test_several_processes_give_the_numbers_of_one(root, launch, tmp_path):
 
 
 def test_a_sharded_checkpoint_is_the_same_and_each_broken_shard_is_named(root, tmp_path):
-    model, tokenizer = load_checkpoint(root / "masked_mixer", torch.device("cpu"))
+    model, tokenizer = load_checkpoint(root / "masked_mixer", CPU)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     tokenizer.save_pretrained(tmp_path)
     text = [str(root / "0.txt")]
-    assert (
-        evaluate(tmp_path, text=text)["nats"] == evaluate(root / "masked_mixer", text=text)["nats"]
-    )
+    found, expected = (evaluate(place, text=text) for place in (tmp_path, root / "masked_mixer"))
+    assert found["nats"] == expected["nats"]
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-10])
-    with pytest.raises(UserError, match=f"{shard.name} .* is damaged or cut short .*copy it again"):
+    with pytest.raises(UserError, match=f"{shard.name} is damaged or cut short .*copy the ch"):
         evaluate(tmp_path, text=text)
     shard.unlink()
-    with pytest.raises(
-        UserError, match=f"incomplete, it lacks {shard.name}: copy the missing files"
-    ):
+    with pytest.raises(UserError, match=f"incomplete, it lacks {shard.name}: give a complete"):
         evaluate(tmp_path, text=text)
-    for index in ("{", '{"weight_map": {"lm_head.weight": 3}}'):
-        (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(UserError, match="index.json is damaged .*: copy it again"):
-            evaluate(tmp_path, text=text)
 
 
 def change_config(directory: Path, file: str = "config.json", **values) -> None:
@@ -171,12 +135,12 @@ def test_layers_that_config_json_leaves_out_are_refused_for_every_model(root, tm
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_hidden_layers=2, **sizes))
     llama.save_pretrained(tmp_path / "llama")
-    load_checkpoint(root / "gpt2", CPU.device)[1].save_pretrained(tmp_path / "llama")
-    load_checkpoint(tmp_path / "llama", CPU.device)
+    load_checkpoint(root / "gpt2", CPU)[1].save_pretrained(tmp_path / "llama")
+    load_checkpoint(tmp_path / "llama", CPU)
     change_config(tmp_path / "llama", num_hidden_layers=1)
     for name in ("gpt2", "llama"):
         with pytest.raises(UserError, match="weights that its config.json has no place for, .*1"):
-            load_checkpoint(tmp_path / name, CPU.device)
+            load_checkpoint(tmp_path / name, CPU)
 
 
 def test_a_model_that_was_saved_to_return_tuples_is_evaluated_all_the_same(root, tmp_path):
@@ -185,22 +149,6 @@ def test_a_model_that_was_saved_to_return_tuples_is_evaluated_all_the_same(root,
     text = [str(root / "0.txt")]
     found, expected = (evaluate(place / "gpt2", text=text) for place in (tmp_path, root))
     assert found["nats"] == expected["nats"]
-
-
-@pytest.mark.parametrize(
-    ("file", "values"),
-    [
-        ("config.json", {"_attn_implementation": ["eager"]}),
-        ("tokenizer_config.json", {"model_max_length": "many"}),
-        ("generation_config.json", {"note": "\x00"}),
-    ],
-)
-def test_a_wrong_type_in_a_file_of_transformers_is_named(root, tmp_path, file, values):
-    shutil.copytree(root / "masked_mixer", tmp_path / "copy")
-    change_config(tmp_path / "copy", file, **values)
-    (key,) = values
-    with pytest.raises(UserError, match=f"{file} is damaged .*{key}.*: copy the file"):
-        load_checkpoint(tmp_path / "copy", CPU.device)
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -216,104 +164,68 @@ def save_other(directory, model, root) -> Path:
 def test_models_that_are_not_causal_are_refused(root, tmp_path):
     text = [str(root / "0.txt")]
     size = {"vocab_size": 300, "num_hidden_layers": 1, "num_attention_heads": 2}
-    bert = BertLMHeadModel(
-        BertConfig(hidden_size=16, intermediate_size=16, max_position_embeddings=CONTEXT, **size)
-    )
-    with pytest.raises(
-        UserError, match="the model is not causal: with the tokens from 1 on changed"
-    ):
-        evaluate(save_other(tmp_path / "bert", bert, root), text=text)
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=300, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
-    with pytest.raises(UserError, match="is a t5, which is not a causal language model"):
-        evaluate(save_other(tmp_path / "t5", t5, root), text=text)
-
-
-def test_an_unknown_architecture_and_weights_of_another_shape_are_refused(root, tmp_path):
-    text = [str(root / "0.txt")]
-    shutil.copytree(root / "masked_mixer", tmp_path / "copy")
-    config = json.loads((tmp_path / "copy" / "config.json").read_text())
-    del config["auto_map"]  # the code that comes with a checkpoint
-    (tmp_path / "copy" / "config.json").write_text(
-        json.dumps(config | {"model_type": "masked_blender"})
-    )
-    with pytest.raises(
-        UserError,
-        match="no architecture that can be evaluated .*masked_blender.*; allowed: masked_mixer",
-    ):
-        evaluate(tmp_path / "copy", text=text)
-    (tmp_path / "copy" / "config.json").write_text(json.dumps(config | {"hidden_size": 24}))
-    with pytest.raises(UserError, match="cannot be read"):
-        evaluate(tmp_path / "copy", text=text)
+    size |= {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": CONTEXT}
+    bert = save_other(tmp_path / "bert", BertLMHeadModel(BertConfig(**size)), root)
+    with pytest.raises(UserError, match="the model is not causal: with the tokens from 1 on chang"):
+        evaluate(bert, text=text)
+    size = {"vocab_size": 300, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    t5 = save_other(tmp_path / "t5", T5ForConditionalGeneration(T5Config(**size)), root)
+    with pytest.raises(UserError, match="t5 cannot be read .*class .*T5Config"):
+        evaluate(t5, text=text)
 
 
 @pytest.mark.parametrize(
     "kind, field, value, message",
     [
         ("masked_mixer", "hidden_size", "wide", "hidden_size = 'wide'; allowed: int, 1 or more"),
+        ("masked_mixer", "hidden_size", 24, "cannot be read"),  # of another shape than the weights
+        ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: of"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),
-        ("gpt2", "n_layer", -1, "num_hidden_layers -1; allowed: 1 or more"),
+        ("gpt2", "n_layer", -1, "has n_layer -1, but its weights are"),
         ("gpt2", "activation_function", "magic", "magic"),
     ],
 )
 def test_an_edited_config_is_named_with_what_is_wrong(root, tmp_path, kind, field, value, message):
     copy = shutil.copytree(root / kind, tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {field: value}))
+    change_config(copy, **{field: value})
     with pytest.raises(UserError, match=f"checkpoint {copy} .*{message}"):
         evaluate(copy, text=[str(root / "0.txt")])
 
 
 def test_one_token_of_leakage_is_found(root):
-    model, tokenizer = load_checkpoint(root / "masked_mixer", torch.device("cpu"))
+    model, tokenizer = load_checkpoint(root / "masked_mixer", CPU)
     tokens = np.array(tokenizer(documents()[0])["input_ids"])
-    plan = Plan(CONTEXT, CONTEXT)
-    assert check_causality(model, tokens, plan, CPU)["largest_move_before"] == 0
+    assert check_causality(model, tokens, CONTEXT, "fp32")["largest_move_before"] == 0
     # of one token, none can see another
-    assert check_causality(model, tokens, Plan(1, 1), CPU)["window"] == 2
+    assert check_causality(model, tokens, 1, "fp32")["window"] == 2
     model.model.embed_tokens.register_forward_hook(lambda _, __, x: x + 0.01 * x.roll(-1, dims=1))
     with pytest.raises(UserError, match="the model is not causal"):
-        check_causality(model, tokens, plan, CPU)
+        check_causality(model, tokens, CONTEXT, "fp32")
     torch.nn.init.constant_(model.lm_head.weight, torch.inf)  # which is another fault
-    with pytest.raises(
-        UserError,
-        match="the logits are not finite in fp32: use --dtype fp32; if it stays, the checkpoint "
-        "div",
-    ):
-        check_causality(model, tokens, plan, CPU)
+    with pytest.raises(UserError, match="the logits are not finite in fp32: use --dtype fp32; if"):
+        check_causality(model, tokens, CONTEXT, "fp32")
 
 
-@pytest.mark.parametrize(
-    "ids, sizes", [(290, "290 ids, the model 300"), (300, "300 ids, the model 2000")]
-)
-def test_a_tokenizer_of_another_size_is_refused(root, tmp_path, ids, sizes):
-    model, _ = load_checkpoint(root / "masked_mixer", torch.device("cpu"))
-    model_size = int(sizes.split()[-1])
-    model.resize_token_embeddings(model_size)
-    train_tokenizer(documents() * 20, ids).save_pretrained(tmp_path)
+def test_a_tokenizer_of_another_size_is_refused(root, tmp_path):
+    model, _ = load_checkpoint(root / "masked_mixer", CPU)
+    train_tokenizer(documents() * 20, 290).save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
-    if ids < model_size <= ids + 1024:  # padding
-        result = evaluate(tmp_path, text=[str(root / "0.txt")])
-        assert f"vocabulary {model_size}, {model_size - ids} of them unused" in evaluation_report(
-            [result]
-        )
-        return
-    with pytest.raises(
-        UserError, match=f"{sizes}; allowed: as many, or up to 1024 more.*copy the tokenizer"
-    ):
+    result = evaluate(tmp_path, text=[str(root / "0.txt")])
+    assert "vocabulary 300, 10 of them unused" in evaluation_report([result])  # padding
+    model.resize_token_embeddings(2000)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="290 ids, the model 2000; allowed: .*: give the tokenizer"):
         evaluate(tmp_path, text=[str(root / "0.txt")])
 
 
 def test_a_token_that_the_model_lacks_is_refused_only_in_a_text_that_has_it(root, tmp_path):
     """Tokenizers often have a token more than their model, for padding or pictures."""
-    model, tokenizer = load_checkpoint(root / "gpt2", CPU.device)
+    model, tokenizer = load_checkpoint(root / "gpt2", CPU)
     tokenizer.add_tokens(["zyzzyva"])
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    found, expected = (
-        evaluate(place, text=[str(root / "0.txt")]) for place in (tmp_path, root / "gpt2")
-    )
+    text = [str(root / "0.txt")]
+    found, expected = (evaluate(place, text=text) for place in (tmp_path, root / "gpt2"))
     assert found["nats"] == expected["nats"]
     (tmp_path / "with.txt").write_text("a zyzzyva here")
     problem = f"has token {len(tokenizer) - 1}, the model's vocabulary ends at {len(tokenizer) - 2}"
@@ -335,66 +247,27 @@ def test_a_tokenizer_that_loses_text_is_told_beside_the_numbers(root, tmp_path):
     assert "tokenizer loses" not in evaluation_report([result])
 
 
-def test_a_missing_or_unreadable_tokenizer_is_named(root, tmp_path):
+def test_an_unreadable_tokenizer_is_named(root, tmp_path):
     shutil.copytree(root / "masked_mixer", tmp_path / "copy")
     (tmp_path / "copy" / "tokenizer.json").write_text("{")
-    with pytest.raises(
-        UserError, match="tokenizer .*copy.* cannot be read: .*; give .* with tokenizer.json"
-    ):
-        evaluate(tmp_path / "copy", text=[str(root / "0.txt")])
-    (tmp_path / "copy" / "tokenizer.json").unlink()
-    with pytest.raises(
-        UserError, match="lacks tokenizer.json: copy the tokenizer that it was trained with"
-    ):
+    with pytest.raises(UserError, match="tokenizer .*copy.* cannot be read: .*; give .* with tok"):
         evaluate(tmp_path / "copy", text=[str(root / "0.txt")])
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            {"window": CONTEXT + 1},
-            f"window {CONTEXT + 1} is larger than the context of .*: give 1..{CONTEXT}",
-        ),
+        ({"window": CONTEXT + 1}, f"larger than the context of .*: give 1..{CONTEXT}"),
         ({"window": 0, "stride": 0}, "window = 0; allowed: 1 or more; stride = 0; allowed: 1 or"),
         ({"window": 8, "stride": 9}, "stride 9 is outside 1..8"),
-        ({"max_tokens": -1}, "max_tokens = -1; allowed: 0 or more"),
-        ({"dtype": "fp8"}, "dtype = 'fp8'; allowed: fp32, fp16, bf16"),
-        (
-            {"text": [], "hub": "{root}/nowhere"},
-            "cannot read row 1 .* hub dataset .*nowhere test: .*check these names and the network",
-        ),
-        ({"hub": "{root}/dataset"}, "more than one text"),
-        (
-            {"text": []},
-            "does not say which data it was trained on: give --data DIR, --text FILE... or --hub "
-            "NAME",
-        ),
-        ({"text": [], "data": "{root}/no-data"}, "no-data holds no prepared data"),
-        ({"text": ["{root}/none.txt"]}, "none.txt' is no file, no folder"),
-        (
-            {"text": ["{root}/rows.jsonl"]},
-            "has no field 'text'; its fields: content.*eval.py: --text-field",
-        ),
-        ({"text": ["{root}/blank.txt"]}, "no document with text in .*blank.txt"),
-        (
-            {"text": ["{root}/short.txt"]},
-            "short.txt is shorter than 2 tokens, so nothing can be predicted",
-        ),
-        ({"text": ["{root}/latin.txt"]}, "latin.txt is not UTF-8: byte 0xe9 at offset 3"),
+        ({"hub": "dataset"}, "more than one text"),
+        ({"text": []}, "does not say which data it was trained on: give --data DIR, --text FILE"),
+        ({"text": ["rows.jsonl"]}, "has no field 'text'; its fields: content.*: --text-field"),
+        ({"text": ["short.txt"]}, "short.txt is shorter than 2 tokens, so nothing can be pred"),
     ],
 )
-def test_each_bad_input_says_what_was_given_and_what_to_do(root, options, message):
-    for name, content in BAD_TEXTS.items():
-        (root / name).write_bytes(content)
-    options = {"text": [str(root / "0.txt")]} | options
-
-    def fill(value):
-        return value.format(root=root) if isinstance(value, str) else value
-
-    options = {
-        key: [fill(v) for v in value] if isinstance(value, list) else fill(value)
-        for key, value in options.items()
-    }
+def test_each_bad_input_says_what_was_given_and_what_to_do(root, monkeypatch, options, message):
+    (root / "short.txt").write_text("t")  # one token
+    monkeypatch.chdir(root)
     with pytest.raises(UserError, match=message):
-        evaluate(root / "masked_mixer", **options)
+        evaluate(root / "masked_mixer", **({"text": ["0.txt"]} | options))

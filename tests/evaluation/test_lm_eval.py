@@ -193,29 +193,12 @@ def test_the_harness_runs_a_multiple_choice_task_on_a_saved_checkpoint(tmp_path)
     save_checkpoint(tmp_path / "model", "masked_mixer")
     rows = choice_rows()
     (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kwargs = {
-        "data_files": {"test": str(tmp_path / "choices.jsonl")},
-        "cache_dir": str(tmp_path / "cache"),
-    }
+    kwargs = {"data_files": {"test": str(tmp_path / "choices.jsonl")}}
+    kwargs |= {"cache_dir": str(tmp_path / "cache")}
     (tmp_path / "local_choice.yaml").write_text(yaml.safe_dump(CHOICE | {"dataset_kwargs": kwargs}))
-    command = [
-        sys.executable,
-        "-c",
-        WITHOUT_DEFAULT_TASKS,
-        "run",
-        "--model",
-        "hf",
-        "--device",
-        "cpu",
-        "--batch_size",
-        "4",
-    ]
-    command += [
-        "--model_args",
-        f"pretrained={tmp_path / 'model'},trust_remote_code=True",
-        "--tasks",
-        "local_choice",
-    ]
+    command = [sys.executable, "-c", WITHOUT_DEFAULT_TASKS, "run", "--model", "hf"]
+    command += ["--device", "cpu", "--batch_size", "4", "--tasks", "local_choice"]
+    command += ["--model_args", f"pretrained={tmp_path / 'model'},trust_remote_code=True"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "results")]
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     done = subprocess.run(

@@ -8,7 +8,6 @@ One case again: FUZZ_SEED=1234 pytest tests/fuzz -k slice, whose first case it i
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -28,72 +27,27 @@ PATIENCE = 40  # seconds
 LAST = "runs/small/step-4"
 
 
-@dataclass(frozen=True)
-class Command:
-    arguments: tuple[str, ...]
-    reads: tuple[str, ...]  # patterns of the files that it reads
-    options: bool = False  # whether it takes section.key=value
-
-
-TRAIN = ("-m", "mixer.train", "--config", "config.yaml")
-PARQUET = ("data.source=parquet", "data.path=text/b.parquet")
+TRAIN = "train --config config.yaml name=new"
+PARQUET = "data.directory=prepared data.source=parquet data.path=text/b.parquet"
 LIMITED = str(Path(__file__).with_name("limited.py"))
+OF_LAST = f"{LAST}/*"
+TRAINED = f"{LAST}/* {LAST}/trainer_state/*"
+# Commands, and the patterns of the files that they read.
 COMMANDS = {
-    "train anew": Command(
-        (*TRAIN, "name=new", "train.steps=2"), ("config.yaml", "data/*", "text/*"), options=True
-    ),
-    "prepare and train": Command(
-        (*TRAIN, "name=new", "train.steps=2", "data.directory=prepared"),
-        ("config.yaml", "text/*"),
-        options=True,
-    ),
-    "prepare parquet": Command(
-        (*TRAIN, "name=new", "train.steps=1", "data.directory=prepared", *PARQUET),
-        ("text/b.parquet",),
-        options=True,
-    ),
-    "resume": Command(
-        (*TRAIN, "train.steps=6"),
-        ("data/*", "runs/small/*", f"{LAST}/*", f"{LAST}/trainer_state/*"),
-        options=True,
-    ),
-    "evaluate": Command(
-        ("-m", "mixer.eval", "--checkpoint", LAST, "--device", "cpu", "--output", "out"),
-        (f"{LAST}/*", "data/*"),
-    ),
-    "evaluate rows": Command(
-        ("-m", "mixer.eval", "--checkpoint", LAST, "--text", "text/a.jsonl", "--output", "out"),
-        (f"{LAST}/*", "text/*"),
-    ),
-    "generate": Command(
-        ("-m", "mixer.generate", "--checkpoint", LAST, "--prompt", "to be", "--new-tokens", "3"),
-        (f"{LAST}/*",),
-    ),
-    "convert": Command(
-        ("-m", "mixer.convert", "reference.safetensors", "--output", "out"),
-        ("reference.safetensors",),
-    ),
-    "convert back": Command(
-        ("-m", "mixer.convert", LAST, "--back", "--output", "out.safetensors"), (f"{LAST}/*",)
-    ),
-    "export": Command(
-        ("-m", "mixer.export", LAST, "--output", "out", "--license", "mit"),
-        (f"{LAST}/*", f"{LAST}/trainer_state/*"),
-    ),
-    "inspect": Command(
-        ("-m", "mixer.inspect", "--checkpoint", "runs/small/step-2", LAST, "--output", "out"),
-        (f"{LAST}/*", "runs/small/step-2/*"),
-    ),
-    "representation": Command(
-        (
-            *("-m", "mixer.representation", "--checkpoint", LAST, "--text", "text/a.jsonl"),
-            *("--tokens", "4", "--texts", "1", "--steps", "2", "--output", "out"),
-        ),
-        (f"{LAST}/*", "text/*"),
-    ),
-    "report": Command(
-        ("-m", "mixer.report", "runs/small", "--output", "out.png"), ("runs/small/*",)
-    ),
+    f"{TRAIN} train.steps=2": "config.yaml data/* text/*",
+    f"{TRAIN} train.steps=2 data.directory=prepared": "config.yaml text/*",
+    f"{TRAIN} train.steps=1 {PARQUET}": "text/b.parquet",
+    "train --config config.yaml train.steps=6": f"data/* runs/small/* {TRAINED}",
+    f"eval --checkpoint {LAST} --device cpu --output out": f"{OF_LAST} data/*",
+    f"eval --checkpoint {LAST} --text text/a.jsonl --output out": f"{OF_LAST} text/*",
+    f"generate --checkpoint {LAST} --new-tokens 3 --prompt to be": OF_LAST,
+    "convert reference.safetensors --output out": "reference.safetensors",
+    f"convert {LAST} --back --output out.safetensors": OF_LAST,
+    f"export {LAST} --output out --license mit": TRAINED,
+    f"inspect --checkpoint runs/small/step-2 {LAST} --output out": f"{OF_LAST} runs/small/step-2/*",
+    f"representation --checkpoint {LAST} --text text/a.jsonl --tokens 4 --texts 1 --steps 2 "
+    "--output out": f"{OF_LAST} text/*",
+    "report runs/small --output out.png": "runs/small/*",
 }
 
 
@@ -142,22 +96,23 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def spoil(folder: Path, command: Command, random: Random) -> tuple[list[str], str]:
+def spoil(folder: Path, command: str, random: Random) -> tuple[list[str], str]:
     """Spoils an option or a file of a command, or the disk; returns its arguments, and what was
     done.
     """
-    arguments = list(command.arguments)
+    module, *options = command.split()
+    arguments = ["-m", f"mixer.{module}", *options]
     if random.random() < 0.1:
         size = random.randrange(3_000, 40_000)
         return [LIMITED, str(size), *arguments], f"no file beyond {size} bytes"
-    if command.options and random.random() < 0.4:
+    if module == "train" and random.random() < 0.4:
         arguments.append(option(random))
         return arguments, arguments[-1]
     if random.random() < 0.1:
         place = random.randrange(2, len(arguments))
         arguments[place] = random.choice(TEXTS).replace("\0", "")  # which no system passes on
         return arguments, f"argument {place} is {arguments[place]!r:.40}"
-    read = sorted({path for pattern in command.reads for path in folder.glob(pattern)})
+    read = sorted({path for one in COMMANDS[command].split() for path in folder.glob(one)})
     file = random.choice([path for path in read if path.is_file() and path.suffix != ".py"])
     allowed = [*MUTATIONS] if file.suffix in (".json", ".jsonl") else ["bytes", "file"]
     how = random.choice(allowed)
@@ -168,7 +123,7 @@ def problem(folder: Path, seed: int) -> str | None:
     """What is wrong with a case, by its seed; None where nothing is."""
     random = Random(seed)
     name = random.choice([*COMMANDS])
-    arguments, done = spoil(folder, COMMANDS[name], random)
+    arguments, done = spoil(folder, name, random)
     before, printed = files(folder), folder.with_suffix(".printed")
     status = in_folder(folder, printed, *arguments)
     said = printed.read_text(errors="replace") if printed.exists() else ""

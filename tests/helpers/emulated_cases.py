@@ -125,8 +125,9 @@ def main(path, capability, seed, count, operation="any", least=0, most=10000) ->
 def run_cases(library: Path, *arguments) -> subprocess.CompletedProcess:
     """Runs this file: an emulator ends its process when it finds a fault."""
     command = [str(word) for word in (sys.executable, __file__, library, *arguments)]
-    paths = os.pathsep.join([str(Path(cuda.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    root = Path(cuda.__file__).parents[2]
+    paths = [str(root), str(root / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 

@@ -94,10 +94,8 @@ def check(case: Case, device: str) -> None:
         return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
     def by_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor):
-        if not lags:
-            return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias)[0]
-        weights = keyed.strips_of(mixing, decay, case.tokens, case.dtype)
-        return torch.ops.mixer.keyed_conv_by_lag(query, key, value, mixing, bias, *weights)[0]
+        weights = keyed.weights_of(mixing, decay, case.tokens, case.dtype)
+        return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
 
     def exactly(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor):
         if not lags:
@@ -153,7 +151,7 @@ def random_cases(kernels: ModuleType, seed: int, cases: int) -> None:
 
 def watch(kernels: ModuleType) -> list[Tensor]:
     """Has the kernels' weights between NaN, and their outputs between sevens: the list of those."""
-    outputs, pack, strips_of = [], kernels.pack, keyed.strips_of
+    outputs, weights_of = [], keyed.weights_of
 
     def empty(like: Tensor, shape: tuple, dtype: torch.dtype | None = None) -> Tensor:
         output = guarded(torch.full(shape, torch.nan, dtype=dtype or like.dtype), 7.0)
@@ -161,8 +159,9 @@ def watch(kernels: ModuleType) -> list[Tensor]:
         return output
 
     kernels.empty = empty
-    kernels.pack = lambda *inputs: guarded(pack(*inputs), torch.nan)
-    keyed.strips_of = lambda *inputs: tuple(guarded(x, torch.nan) for x in strips_of(*inputs))
+    keyed.weights_of = lambda *inputs: [
+        x if x is None else guarded(x, torch.nan) for x in weights_of(*inputs)
+    ]
     return outputs
 
 
@@ -173,12 +172,13 @@ def operator(_: ModuleType) -> None:
     query, key, value = torch.randn(3, 2, 24, 32)
     leaves = [query, key, value, torch.randn(2, 1, 32, 32), torch.randn(2, 32)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    torch.library.opcheck(torch.ops.mixer.keyed_conv.default, leaves)
+    packed = keyed.weights_of(leaves[3], None, 24, torch.float32)
+    torch.library.opcheck(torch.ops.mixer.keyed_conv.default, [*leaves, *packed])
     owes(leaves, "grad_weight", keyed_conv, plain.keyed_conv)
     decay = torch.tensor([0.0, 0.1])
     leaves[3] = torch.randn(2, 1, 32).requires_grad_()
-    strips = keyed.strips_of(leaves[3], decay, 24, torch.float32)
-    torch.library.opcheck(torch.ops.mixer.keyed_conv_by_lag.default, [*leaves, *strips])
+    strips = keyed.weights_of(leaves[3], decay, 24, torch.float32)
+    torch.library.opcheck(torch.ops.mixer.keyed_conv.default, [*leaves, *strips])
 
     def by_lag(query, key, value, lags, bias, backend="dense"):
         return keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay, backend=backend)

@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def _fork(target: Callable, *arguments) -> multiprocessing.Process:
+def start_process(target: Callable, *arguments) -> multiprocessing.Process:
+    """A function, in a process that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mixer.training.loop", "launching"])
     process = context.Process(target=target, args=arguments, daemon=True)
@@ -82,7 +83,7 @@ def start_python(
     *arguments, output: Path, directory: Path = ROOT, **environment: str
 ) -> multiprocessing.Process:
     """`python SCRIPT ...` or `python -m MODULE ...`; what it prints, errors too, goes to a file."""
-    return _fork(
+    return start_process(
         _program,
         [str(argument) for argument in arguments],
         environment,
@@ -141,7 +142,7 @@ class Launch:
                 else dict(environment or {})
             )
             self.ranks.append(
-                _fork(
+                start_process(
                     _rank,
                     program,
                     [str(argument) for argument in arguments],

@@ -1,5 +1,6 @@
-"""The layers of the author's structured recurrent mixers (arXiv 2605.08696), under the names and
-with the shapes that their state dicts have. Layers that mix tokens take (batch, channels, tokens).
+"""The layers of the author's structured recurrent mixers (arXiv 2605.08696) and of Toeplitz mixers
+(arXiv 2605.06683), under the names and with the shapes that their state dicts have. Layers that mix
+tokens take (batch, channels, tokens).
 """
 
 import torch
@@ -8,12 +9,12 @@ from torch import nn
 
 class Repeat(nn.Module):
     """The author's ColRepeat (a number for each token that takes) or RowRepeat (one for each that
-    gives), with a decay over context // 512 tokens.
+    gives), with a decay over context // 512 tokens; or a Toeplitz layer (one for each lag).
     """
 
     def __init__(self, context: int, kind: str, decay: bool):
         super().__init__()
-        self.kind, self.span = kind, context // 512
+        self.kind, self.span = kind, max(1, context // 512)
         self.weight = nn.Parameter(torch.randn(1, context) / context**0.5)
         self.bias = nn.Parameter(torch.randn(context))
         if decay:
@@ -24,7 +25,7 @@ class Repeat(nn.Module):
         place = torch.arange(tokens)
         lag = (place - place[:, None]).clamp(min=0)  # (from, to)
         numbers = self.weight[0, :tokens]
-        weight = numbers if self.kind == "col" else numbers[:, None]
+        weight = {"col": numbers, "row": numbers[:, None], "lag": numbers[lag]}[self.kind]
         if hasattr(self, "decay_value"):
             weight = weight * self.decay_value.clamp(0.9, 1) ** (lag / self.span)
         return x @ weight.expand(tokens, tokens).triu() + self.bias[:tokens]
@@ -63,12 +64,19 @@ class Block(nn.Module):
 
 
 class RecurrentReference(nn.Module):
-    """kinds: `col` or `row` for each head, one for a mixer without heads."""
+    """kinds: `col`, `row` or `lag` for each head, one for a mixer without heads."""
 
-    def __init__(self, kinds: list[str], context: int, decay: bool, projections: bool = True):
+    def __init__(
+        self,
+        kinds: list[str],
+        context: int,
+        decay: bool,
+        projections: bool = True,
+        width: int = 8,
+        vocabulary: int = 50,
+    ):
         super().__init__()
         torch.manual_seed(3)
-        width, vocabulary = 8, 50
         self.input_layer = nn.Embedding(vocabulary, width)
         self.mixer_blocks = nn.ModuleList(
             Block(

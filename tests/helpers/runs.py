@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,16 @@ def assert_same(run: Path, reference: Path, step: int) -> None:
     assert [name for name in wanted if found[name] != wanted[name]] == []
     assert read_timeless(run) == read_timeless(reference)
     assert not list(run.glob("*.partial"))
+
+
+def killed_after(run: Path, step: int, name: str) -> Path:
+    """A copy of a run under another name, as a kill after its checkpoint of `step` leaves it."""
+    copy = shutil.copytree(run, run.with_name(name), symlinks=True)
+    for checkpoint in copy.glob("step-*"):
+        if int(checkpoint.name[5:]) > step:
+            shutil.rmtree(checkpoint)
+    (copy / "best").unlink(missing_ok=True)
+    return copy
 
 
 def mount_memory(place: Path) -> None:

@@ -138,14 +138,17 @@ def test_what_recurrences_do_not_have_is_refused():
     for settings, words in (
         (
             ["mixing_weight=rows", "mixing_init=shift"],
-            "cannot pass on a single token; .*: reference",
+            "mixing_init = 'shift' .*: reference and zero",
         ),
         (
             ["mixing_weight=columns", "mixer_key_size=4"],
-            "columns with mixer_key_size 4; .*: full, lags",
+            "'columns' and mixer_key_size = 4; .* full and lags",
         ),
-        (["mixing_weight=mixed"], "mixed with one head; allowed: num_mixer_heads of 2 or more"),
-        (["mixing_decay=true"], "mixing_decay with mixing_weight full; .*: rows, columns, mixed"),
+        (["mixing_weight=mixed"], "num_mixer_heads = 1; allowed: num_mixer_heads of 2 or more"),
+        (
+            ["mixing_decay=true"],
+            "mixing_decay = True and .*'full'; .* rows, columns, mixed",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             load_config(None, [f"model.{setting}" for setting in settings])

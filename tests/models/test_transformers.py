@@ -150,24 +150,7 @@ def test_a_device_map_spreads_the_blocks(tmp_path):
     assert spread.model.layers[1].mixing.conv.weight.device.type == "meta"
 
 
-def test_gradient_checkpointing_gives_the_same_gradients():
-    model, ids = small_model(num_mixer_heads=2).train(), tokens()
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model.zero_grad()
-        with torch.profiler.profile() as profile:
-            model(ids, labels=ids).loss.backward()
-        counts = {event.key: event.count for event in profile.key_averages()}
-        # the blocks are computed once more
-        assert counts["token_mixing"] == (4 if checkpointing else 2)
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_gradient_checkpointing_while_training_goes_without_a_cache(monkeypatch):
+def test_gradient_checkpointing_has_the_same_gradients_and_no_cache(monkeypatch):
     model, ids = lively_model().train(), tokens(batch=2, length=6)
     expected, filled = generate(model, ids), model(ids, use_cache=True).past_key_values
     gradients = []
@@ -177,13 +160,16 @@ def test_gradient_checkpointing_while_training_goes_without_a_cache(monkeypatch)
         model.zero_grad()
         said = []
         monkeypatch.setattr(logger, "warning_once", said.append)
-        output = model(ids, labels=ids, use_cache=True)
+        with torch.profiler.profile() as profile:
+            output = model(ids, labels=ids, use_cache=True)
+            output.loss.backward()
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts["token_mixing"] == (4 if checkpointing else 2)  # blocks are computed again
         assert (
             (output.past_key_values is None)
             == checkpointing
             == ("Setting `use_cache=False`" in "".join(said))
         )
-        output.loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
@@ -339,17 +325,11 @@ def test_lora_on_the_linear_layers(tmp_path):
     }
     assert places == {"in_proj", "out_proj", "up_proj", "down_proj"}
     torch.testing.assert_close(adapted(ids, attention_mask=mask).logits, base)
-    optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
-    losses = []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = adapted(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    adapted.eval()
+    for name, part in adapted.named_parameters():
+        if "lora_B" in name:  # zero at the start, where an adapter changes nothing
+            torch.nn.init.normal_(part, std=0.1)
     expected = adapted(ids, attention_mask=mask).logits
+    assert not torch.allclose(expected, base)
     how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     written = adapted.generate(input_ids=ids, **how)
     merged = adapted.merge_and_unload()

@@ -6,7 +6,6 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,21 +93,6 @@ def test_kernels_compile_for_hopper_with_its_own_instructions_and_without_spills
     assert "for 'sm_90a'" in log
     # ptxas says so where it had to wait for each
     assert "wgmma.mma_async instructions are serialized" not in log
-
-
-@needs_nvcc
-@pytest.mark.parametrize("source", ("ampere_product", "ampere_grad_weight"))
-def test_tensor_core_kernels_compile_for_8_0_without_spills(source, tmp_path):
-    """A product and the weight gradient; `make soak` compiles the whole library."""
-    compiler = toolchain.find_compiler()
-    flags = [*build.COMPILE_FLAGS, *toolchain.architecture_flags(compiler, (8, 0))]
-    unit = [str(build.SOURCES / f"{source}.cu"), "-c", "-o", str(tmp_path / "unit.o")]
-    done = subprocess.run(
-        [str(compiler.path), *flags, *unit], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout
-    kernels = kernels_of(done.stdout.decode())
-    assert kernels and [kernel for kernel in kernels if kernel.spilled_bytes] == []
 
 
 @needs_nvcc
@@ -250,15 +234,6 @@ def test_nvcc_that_is_a_link_to_ccache_is_called_by_its_own_name(fake_nvcc):
     real.write_text(f'#!/bin/sh\n[ "${{0##*/}}" = nvcc ] || exit 1\n{real.read_text()}')
     nvcc.symlink_to(real)
     assert toolchain.find_compiler().path == nvcc
-
-
-def test_a_toolkit_in_a_directory_of_any_name_builds(tiny, fake_nvcc):
-    """nvcc is called there, and finds its runtime."""
-    finds = 'for out; do case "$out" in -L*) found=$(ls "${out#-L}");; esac; done'
-    nvcc = fake_nvcc("Ann's $HOME: CUDA 13 (new)", compiles=f'{finds}; echo "$found" > "$out"')
-    (nvcc.parents[1] / "lib").mkdir()
-    (nvcc.parents[1] / "lib" / "libcudart_static.a").touch()
-    assert build.library((8, 0), tiny).read_text() == "libcudart_static.a\n"
 
 
 def test_known_failure_names_its_mend(tiny, fake_nvcc):

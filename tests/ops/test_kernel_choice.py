@@ -1,54 +1,12 @@
-"""Which kernels serve, without a GPU."""
+"""Which calls the kernels take, without a GPU."""
 
-import ctypes
 from types import SimpleNamespace
 
 import pytest
 import torch
-from toolchain import needs_nvcc
 
 from mixer.common.errors import UserError
-from mixer.ops import build, choice, cuda
-
-PROCESSORS = 132
-
-
-pytestmark = needs_nvcc
-
-
-@pytest.fixture(scope="module")
-def library(kernel_cache):
-    return cuda.load(str(build.library((9, 0))))
-
-
-@pytest.mark.parametrize(
-    "capability, dtype, channels, heads, serving",
-    [
-        (90, "bfloat16", 1024, 1, 90),
-        (90, "float16", 1024, 8, 90),
-        (90, "bfloat16", 20, 1, 0),  # rows that do not start on 16 bytes
-        (90, "float32", 1024, 1, 80),
-        (86, "bfloat16", 1024, 1, 80),
-        (75, "float16", 1024, 1, 70),
-        (70, "float16", 1024, 4, 70),
-        (70, "float16", 1020, 1, 0),
-        (70, "bfloat16", 1024, 1, 0),
-        (70, "float32", 1024, 1, 0),
-    ],
-)
-def test_the_fastest_kernels_that_can_serve(library, capability, dtype, channels, heads, serving):
-    params = cuda.Params(
-        batch=2,
-        tokens=512,
-        context=512,
-        columns=512,
-        channels=channels,
-        heads=heads,
-        dtype=cuda.DTYPE_CODES[getattr(torch, dtype)],
-        capability=capability,
-        processors=PROCESSORS,
-    )
-    assert library.mixer_kernels_capability(ctypes.byref(params)) == serving
+from mixer.ops import choice, cuda
 
 
 @pytest.mark.parametrize(
@@ -66,8 +24,8 @@ def test_the_fastest_kernels_that_can_serve(library, capability, dtype, channels
 def test_auto_takes_the_kernels_for_what_they_serve_and_says_why_not(
     monkeypatch, caplog, capability, dtype, tf32, is_aligned, reason
 ):
-    """A GPU whose kernels are built. What the rule takes is what the library serves: see above."""
-    monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, PROCESSORS))
+    """On a GPU whose kernels are built."""
+    monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, 132))
     monkeypatch.setattr(cuda, "allows_tf32", lambda: tf32)
     monkeypatch.setattr(choice, "device_reason", lambda index: None)
     choice.warn_once.cache_clear()

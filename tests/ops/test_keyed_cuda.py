@@ -9,7 +9,7 @@ from keyed_cases import check, drawn
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.convolution import KeyedConv
 from mixer.ops import choice, keyed_conv
-from mixer.ops.strips import strips_of
+from mixer.ops.strips import weights_of
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -36,8 +36,8 @@ def test_weights_by_lag_are_one_operator_to_compiled_code_and_graphs(tokens):
     leaves = [x.bfloat16() for x in leaves[:3]] + leaves[3:]
     leaves = [x.requires_grad_() for x in leaves]
     decay = torch.tensor([0.0, 1 / 64], device="cuda")
-    strips = strips_of(leaves[3], decay, tokens, torch.bfloat16)
-    torch.library.opcheck(torch.ops.mixer.keyed_conv_by_lag.default, [*leaves, *strips])
+    strips = weights_of(leaves[3], decay, tokens, torch.bfloat16)
+    torch.library.opcheck(torch.ops.mixer.keyed_conv.default, [*leaves, *strips])
 
     def conv(query, key, value, lags, bias) -> torch.Tensor:
         return keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay, backend="cuda")

@@ -50,17 +50,22 @@ def test_structure_and_c_struct_agree(tmp_path):
     )
 
 
-def test_driver_older_than_the_build_names_the_toolkit():
-    class Library:
-        mixer_runtime_version = staticmethod(lambda: 13000)
-        mixer_driver_version = staticmethod(lambda: 12040)
-        mixer_error_string = staticmethod(
-            lambda status: b"CUDA driver version is insufficient for CUDA runtime version"
-        )
-
-    message = choice.probe_message(Library(), 35, "NVIDIA X")
-    assert "built with CUDA 13.0, and the driver supports 12.4." in message
-    assert "`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`" in message
+def test_a_build_newer_than_the_driver_names_the_toolkit(monkeypatch):
+    library = SimpleNamespace(
+        mixer_pack=lambda params: 35,
+        mixer_error_string=lambda status: b"CUDA driver version is insufficient",
+    )
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    monkeypatch.setattr(cuda, "kernels", lambda index: library)
+    monkeypatch.setattr(cuda, "add_device", lambda *_: None)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
+    reason = choice.device_reason.__wrapped__(0)
+    assert "do not run on NVIDIA X: " in reason and "mixer_pack failed on cuda:0" in reason
+    assert reason.endswith("`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`")
 
 
 def test_a_refused_launch_names_shapes_and_status(monkeypatch):

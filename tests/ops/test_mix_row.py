@@ -3,84 +3,43 @@ it.
 """
 
 import ctypes
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from emulator import sources
 from mix_row_cases import TYPES, case, exact
 from models import generate, lively_model, padded
 from toolchain import needs_nvcc
 
 from mixer.ops import build, choice, cuda, mix_row, row_operator, toolchain
 
-HERE = Path(__file__).parent
 # so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
 PROCESSORS = {"": 4, toolchain.HOPPER_FLAG: 20}
-# (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, rows that start
-# off 16 bytes, part of a block
-SHAPES = [(1, 1, 64), (3, 2, 20), (2, 3, 5), (20, 1, 136)]
-EMULATED = [  # (CUDA's words, the emulator's, how often)
+# (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, part of a block
+SHAPES = [(1, 1, 64), (3, 2, 24), (2, 3, 8), (20, 1, 136)]
+SHARED = "reinterpret_cast<float*>(emulator::shared_memory(__COUNTER__))"
+EMULATED = [
+    (r"__shared__ float (\w+)\[\w+\];", rf"float* \1 = {SHARED};"),
     (
-        r"(\w+<[^<>;]*>)<<<(\w+), (\w+), 0, \w+>>>\(([^;]*?)\);",
-        r"emulator::launch(\2, \3, [&] { \1(\4); });",
-        1,
+        r"__shared__ float (\w+)\[\w+\]\[([^;]*)\];",
+        rf"auto \1 = reinterpret_cast<float (*)[\2]>({SHARED});",
     ),
-    (
-        r"__shared__ float (\w+)\[(\w+)\];",
-        r"float* \1 = reinterpret_cast<float*>(emulator::shared(4 * \2));",
-        1,
-    ),
-    (
-        r"__shared__ float (\w+)\[(\w+)\]\[(.*)\];",
-        r"auto \1 = reinterpret_cast<float (*)[\3]>(emulator::shared(4 * \2 * (\3)));",
-        1,
-    ),
-    (r"\bblockDim\.", "emulator::block_size.", 2),
-    (r"asm volatile\(\"griddepcontrol.*", "", 2),
-    (r"(void (\w+_cluster)\(\)) \{[^}]*\}", r"\1 { emulator::\2(); }", 2),
-    (
-        r"(void send_to_first\(.*?\)) \{\n(.*\n)*?\}",
-        r"\1 { emulator::send_to_first(place, value); }",
-        1,
-    ),
+    (r'asm volatile\("griddepcontrol[^;]*;[^;]*;', ""),
+    (r"(void (\w+_cluster)\(\)) \{[^}]*\}", r"\1 { emulator::\2(); }"),
+    (r"(void send_to_first\([^)]*\)) \{.*?\n\}", r"\1 { emulator::send_to_first(place, value); }"),
 ]
+EXPORT = """
+extern "C" int mixer_mix_row(const TriangularConvParams* params) { return mix_row(*params); }
+"""
 
 
 @pytest.fixture(scope="module", params=["", toolchain.HOPPER_FLAG], ids=["", "hopper"])
 def library(request, tmp_path_factory) -> ctypes.CDLL:
-    """The kernel's source, with words that the emulator knows, compiled for the CPU."""
     directory = tmp_path_factory.mktemp("emulator")
-    text = (build.SOURCES / "mix_row.cu").read_text()
-    for words, emulated, times in EMULATED:
-        text, count = re.subn(words, emulated, text)
-        assert count == times, f"the emulator knows the kernel no longer: {words}"
-    assert not re.search(r"<<<|__shared__ |\basm\b", text)
-    (directory / "mix_row.inc").write_text(text)
-    nvcc = str(toolchain.find_compiler().path)  # it knows where its headers are
-    flags = [
-        "-shared",
-        "-Xcompiler=-fPIC,-fno-strict-aliasing",
-        "-std=c++17",
-        "-O2",
-        "-w",
-        "-cudart=none",
-    ]
-    flags += [request.param] if request.param else []
-    folders = [f"-I{build.SOURCES}", f"-I{directory}"]
-    subprocess.run(
-        [
-            nvcc,
-            *flags,
-            *folders,
-            str(HERE / "mix_row_emulator.cpp"),
-            "-o",
-            str(directory / "mix_row.so"),
-        ],
-        check=True,
-    )
-    library = ctypes.CDLL(str(directory / "mix_row.so"))
+    text = sources.emulated(build.SOURCES / "mix_row.cu", EMULATED) + EXPORT
+    flags = [request.param] if request.param else []
+    unit = sources.compile_unit("mix_row", "mix_row", text, directory, *flags)
+    library = ctypes.CDLL(str(sources.link([unit], directory)))
     library.processors = PROCESSORS[request.param]
     return library
 
@@ -99,7 +58,7 @@ def kernel(library, monkeypatch) -> list[str]:
         cuda, "add_device", lambda params, index: setattr(params, "processors", library.processors)
     )
     yield calls
-    row_operator.template.cache_clear()
+    cuda.template.cache_clear()
 
 
 @needs_nvcc

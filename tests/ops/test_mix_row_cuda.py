@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 LENGTHS = [1, 7, 129, 1500]
 # (batch, heads, channels of a head)
-SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 10), (1, 2, 20)]
+SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 16), (1, 2, 24)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,20 +116,6 @@ def test_a_compiled_step_writes_the_same(texts, mixing):
     written = model.generate(ids, attention_mask=mask, **COMPILED)
     assert torch.equal(written.sequences[:, -8:], expected)
     assert graphs["unique_graphs"] == 1 and written.past_key_values.captured is not None
-
-
-def test_a_step_that_cannot_be_compiled_is_captured_as_it_is(monkeypatch, caplog):
-    def no_compiler(*arguments, **options):
-        raise RuntimeError("no compiler")
-
-    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
-    monkeypatch.setattr(torch, "compile", lambda *arguments, **options: no_compiler)
-    written = model.generate(ids, **COMPILED)
-    assert (
-        torch.equal(written.sequences[:, -8:], generate(model, ids))
-        and written.past_key_values.captured is not None
-    )
-    assert "could not be compiled, it runs without (RuntimeError: no compiler)" in caplog.text
 
 
 def test_steps_are_captured_once_and_last_through_a_reset():

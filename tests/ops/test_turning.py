@@ -1,4 +1,4 @@
-"""Norm and rotation of queries and keys: plain PyTorch and the Triton kernels."""
+"""The Triton kernels of the norm and rotation of queries and keys, against plain PyTorch."""
 
 import os
 import subprocess
@@ -10,22 +10,7 @@ import pytest
 import torch
 import turning_cases
 
-from mixer.ops.turning import turn
-
 ROOT = Path(__file__).parents[2]
-
-
-def test_a_turned_head_has_length_one_and_products_know_distances_alone():
-    torch.manual_seed(0)
-    query, key = torch.randn(2, 1, 1, 16, dtype=torch.float64).expand(2, 1, 40, 16)
-    angle = torch.arange(40)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
-    rotation = angle.cos()[None].double(), angle.sin()[None].double()
-    query, key = (turn(x, heads=2, rotation=rotation) for x in (query, key))
-    torch.testing.assert_close(key.square().mean(-1), torch.ones(1, 40).double(), rtol=1e-4, atol=0)
-    products = query[0, :, :8] @ key[0, :, :8].T
-    for distance in (-3, 0, 5):
-        along = products.diagonal(distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton here")

@@ -5,56 +5,38 @@ sm_70.
 import nvrtc
 import pytest
 from emulated_cases import run_cases
-from tensor_emulator import sources
+from emulator import sources
 from toolchain import first_and_slow, kernels_of, needs_nvcc
 
 from mixer.ops import build
-
-KERNELS = ["volta_product.cu", "volta_grad_weight.cu"]
-# ------------------------------------------------------------------------- on the CPU
-
-
-def emulated() -> str:
-    return sources.emulated(
-        build.SOURCES, KERNELS, [(r"asm\(.*?\)\);", "emulator::mma(sum, left, right, layouts);")]
-    )
 
 
 @needs_nvcc
 def test_kernels_are_right_on_the_cpu(tmp_path):
     """Random shapes, strides, full weights and lags, types of gradients, sizes of GPU."""
-    library = sources.compiled("volta", emulated(), tmp_path)
+    library = sources.tensor_library("volta", tmp_path)
     result = run_cases(library, 70, 1, 36, "any", 0, 450)
     assert result.returncode == 0, result.stdout[-300:] + result.stderr[-500:]
 
 
 MISTAKES = {
     "a stage is overwritten while it is read": (
-        "    __syncthreads();  // this step's slices",
-        "    // this step's slices",
+        "      __syncthreads();  // this step's slices",
+        "      // this step's slices",
     ),
-    "results overwrite a stage that is read": (
-        "  __syncthreads();  // no stage is read any more",
-        "",
-    ),
-    "two quad pairs take the same columns": (": lane() / 8 % 2;", ": lane() / 4 % 2;"),
+    "two quad pairs take the same columns": (": lane / 8 % 2;", ": lane / 4 % 2;"),
 }
 
 
 @needs_nvcc
 @pytest.mark.parametrize("mistake", first_and_slow(MISTAKES))
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
-    text, (old, new) = emulated(), MISTAKES[mistake]
-    assert text.count(old) == 1
-    wrong = sources.compiled("volta", text.replace(old, new), tmp_path)
+    wrong = sources.tensor_library("volta", tmp_path, MISTAKES[mistake])
     assert run_cases(wrong, 70, 1, 36, "any", 0, 450).returncode == 1
 
 
-# ------------------------------------------------------------------------- for sm_70
-
-
 @nvrtc.needs_nvrtc
-@pytest.mark.parametrize("name", ["volta_product.cu", "volta_grad_weight.cu", "mix_row.cu"])
+@pytest.mark.parametrize("name", ["volta.cu", "mix_row.cu"])
 def test_kernels_compile_for_sm_70_without_spills(name):
     code, log = nvrtc.compile_source(build.SOURCES / name, "sm_70")
     kernels = [kernel for kernel in kernels_of(log) if "bfloat16" not in kernel.name]

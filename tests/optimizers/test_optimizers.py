@@ -10,8 +10,7 @@ from mixer.ops.lags import diagonal_sums, row_parts, toeplitz_rows
 from mixer.ops.plain import triangular_conv
 from mixer.optimizers import muon
 from mixer.optimizers.chained import ChainedOptimizer
-from mixer.optimizers.muon import Muon
-from mixer.optimizers.newton_schulz import STEPS, A, B, C, iterate, normalized
+from mixer.optimizers.muon import STEPS, A, B, C, Muon, iterate, normalized
 from mixer.optimizers.triangular_adamw import TriangularAdamW
 from mixer.training.optim import OptimConfig, build_optimizer
 
@@ -123,25 +122,6 @@ def test_muon_trains_queries_keys_and_values_in_one_matrix_as_three():
     Muon(apart, config.lr, config.weight_decay, config.momentum).step()
     together = torch.cat([block.mixing.in_proj.weight for block in blocks])
     torch.testing.assert_close(together, torch.cat(apart))
-
-
-def test_muons_elementwise_parts_never_get_more_matrices_than_is_quick_to_compile(monkeypatch):
-    torch.manual_seed(0)
-    most = muon.MATRICES
-    parts, whole = twins([(16, 48)] * (2 * most + 3))
-    gradients, sizes = torch.randn(len(whole), 16, 48), []
-
-    def noted(function):
-        return lambda tensors, *rest: sizes.append(len(tensors)) or function(tensors, *rest)
-
-    for parameters, limit in ((parts, most), (whole, len(whole))):
-        monkeypatch.setattr(muon, "MATRICES", limit)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        Muon(parameters, lr=0.01, compile=noted).step()
-    assert sizes == 2 * [most, most, 3] + 2 * [len(whole)]
-    for a, b in zip(parts, whole, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def toeplitz(lags: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,7 @@ def test_runs_are_compared_at_their_ends_and_at_equal_time(tmp_path, capsys):
 def test_what_commands_print_and_report_fits_into_100_columns(
     finished, tmp_path, capsys, monkeypatch
 ):
-    twin = shutil.copytree(finished, tmp_path / "of_another_machine/runs/small", symlinks=True)
+    twin = shutil.copytree(finished, tmp_path / "elsewhere/runs/small", symlinks=True)
     checkpoints = ["--checkpoint", str(twin / "step-12"), str(finished / "step-12")]
     eval.main([*checkpoints, "--stride", "9", "--device", "cpu"])
     inspect.main([*checkpoints[:2], str(twin / "step-8")])
@@ -169,10 +169,11 @@ def test_what_commands_print_and_report_fits_into_100_columns(
         with pytest.raises(SystemExit):
             command()
     said = capsys.readouterr().out.replace(str(tmp_path), "")
-    said += (twin / "eval-step-12/report.md").read_text().replace(str(tmp_path), "")
+    (report,) = twin.glob("eval-step-12-*/report.md")
+    said += report.read_text().replace(str(tmp_path), "")
     said += (twin / "inspect-step-8/index.md").read_text().replace(str(tmp_path), "")
     assert [line for line in said.splitlines() if len(line) > WIDTH] == []
-    assert "another_machine/runs/small/step-12" in said
+    assert "1: small/step-12" in said and "2: small/step-12" in said
 
 
 def test_a_table_has_text_on_the_left_and_numbers_in_one_form():
@@ -198,34 +199,30 @@ def test_columns_that_do_not_fit_go_into_further_tables_with_the_names_of_the_ro
         assert [row[:2] for row in part] == [["model", "lr"], ["a", "1"], ["b", "1"]]
 
 
-DAMAGED = {
-    b'{"step": 2, "lo': "is not JSON",
-    b"[" * 100_000: "is not JSON",
-    b'{"step": 2, "loss": 1}\xff': "is not UTF-8",
-    b"[1, 2]": "is not an object",
-    b"7": "is not an object",
-    b'{"loss": 3.0}': "is not an object",
-    b'{"step": true}': "is not an object",
-    b'{"step": 2, "loss": NaN}': "holds a number that is not finite",
-    b'{"step": 2, "loss": "3"}': "holds a value that is not a number",
-    b'{"step": 2, "loss": [1]}': "holds a value that is not a number",
-    b'{"step": 2, "loss": ' + b"9" * 400 + b"}": "holds a value that is not a number",
-    b'{"step": 2, "loss": ' + b"9" * 5000 + b"}": "holds a value that is not a number",
-}
+DAMAGED = [
+    b'{"step": 2, "lo',
+    b"[" * 100_000,
+    b'{"step": 2, "loss": 1}\xff',
+    b"[1, 2]",
+    b"7",
+    b'{"loss": 3.0}',
+    b'{"step": true}',
+    b'{"step": 2, "loss": NaN}',
+    b'{"step": 2, "loss": "3"}',
+    b'{"step": 2, "loss": [1]}',
+    b'{"step": 2, "loss": ' + b"9" * 400 + b"}",
+    b'{"step": 2, "loss": ' + b"9" * 5000 + b"}",
+]
 
 
-@pytest.mark.parametrize(("damaged", "problem"), DAMAGED.items(), ids=range(len(DAMAGED)))
-def test_a_damaged_line_of_metrics_is_left_out_and_named(tmp_path, damaged, problem):
-    good = b'{"step": 1, "loss": 2.0}\n', b'{"step": 3, "loss": null}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(good[0] + damaged + b"\n\n" + good[1] + b'{"step": 4')
+def test_damaged_lines_of_metrics_are_left_out_and_named(tmp_path):
+    good = [b'{"step": 1, "loss": 2.0}', b'{"step": 3, "loss": null}']
+    lines = [good[0], *DAMAGED, b"", good[1], b'{"step": 4']  # the last one is being written
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     said = []
-    assert read_metrics(tmp_path, said.append) == [
-        {"step": 1, "loss": 2.0},
-        {"step": 3, "loss": None},
-    ]
-    assert said == [f"{tmp_path / 'metrics.jsonl'}: left out line 2 {problem}"] or (
-        problem == "is not an object" and f"left out line 2 {problem} with an" in said[0]
-    )
+    assert read_metrics(tmp_path, said.append) == [*map(json.loads, good)]
+    (said,) = said
+    assert f"{tmp_path / 'metrics.jsonl'}: left out line 2, 3, 4, 5, 6 and 7 more: no JSON" in said
 
 
 def test_the_report_command_says_error_and_exits_2(tmp_path):

@@ -2,13 +2,12 @@
 changes.
 """
 
-import os
 from functools import partial
 
 import pytest
 import torch
 from models import small_model, tokens
-from runs import assert_same, read_lines, read_losses
+from runs import assert_same, killed_after, read_lines, read_losses
 from safetensors.torch import load_file
 from toolchain import needs_gxx
 from torch.nn.functional import cross_entropy
@@ -17,14 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.gelu import gelu, short_gelu
 from mixer.ops import lags
-from mixer.training import parallelize
-from mixer.training.compile import compiled, compiled_parts
+from mixer.training import start
+from mixer.training.compile import compiled, compiled_parts, set_recompute
 from mixer.training.config import load_config
 from mixer.training.gradients import gradient_norm
 from mixer.training.loop import train
 from mixer.training.objective import Objective, short_token_nats, token_nats
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
-from mixer.training.parallelize import set_recompute
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -53,20 +51,14 @@ def compile_quickly(set_option=setattr) -> None:
 def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resumes_exactly(
     write_config, launch, tmp_path
 ):
-    config = write_config(train=TRAIN | {"compile": "blocks"})
-    output = launch("--config", config, "name=whole", processes=2, before=compile_quickly).succeed()
+    saved = {"save_every": 5, "keep": 3}
+    config = write_config(train=TRAIN | {"compile": "blocks"}, checkpoint=saved)
+    on_two = {"processes": 2, "before": compile_quickly}
+    output = launch("--config", config, "name=whole", **on_two).succeed()
     assert "train.compile=blocks: compiled in" in output
-    parts = launch(
-        "--config",
-        config,
-        "name=parts",
-        "checkpoint.save_every=5",
-        processes=2,
-        before=compile_quickly,
-    )
-    parts.until((tmp_path / "runs/parts/step-5").exists).kill()
-    launch("--config", config, "name=parts", processes=2, before=compile_quickly).succeed()
-    whole, parts, eager = (tmp_path / "runs" / name for name in ("whole", "parts", "eager"))
+    whole, eager = tmp_path / "runs/whole", tmp_path / "runs/eager"
+    parts = killed_after(whole, 5, "parts")
+    assert "resuming" in launch("--config", config, "name=parts", **on_two).succeed()
     assert_same(parts, whole, 12)
 
     launch("--config", config, "name=eager", "train.compile=no", "train.batch_size=4").succeed()
@@ -82,29 +74,19 @@ def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resu
     )
 
 
-def test_a_run_compiles_its_optimizer_before_the_first_step_and_six_graphs_besides(
-    write_config, small_run, capsys, monkeypatch
-):
-    """Whatever its layers, steps and last batches."""
+def test_the_model_is_compiled_into_six_graphs(write_config, small_run, capsys, monkeypatch):
+    """Whatever its layers, steps and last batches; the optimizer's are counted below."""
     monkeypatch.setattr(torch, "compile", with_backend("aot_eager"))
+    monkeypatch.setattr(start, "compiled", lambda function, graphs: function)
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
-    compile_it, of_optimizer = parallelize.optimizer_compiler, []
-
-    def noted(*about):
-        before = counts["unique_graphs"]
-        compile = compile_it(*about)
-        of_optimizer.append(counts["unique_graphs"] - before)
-        return compile
-
-    monkeypatch.setattr(parallelize, "optimizer_compiler", noted)
-    config = write_config(model=small_run["model"] | {"num_hidden_layers": 10})
-    options = ["optim.name=muon", "optim.shared_lags=true", "train.compile=blocks"]
-    train(load_config(str(config), [*options, "train.eval_samples=19", "train.steps=7"]))
+    config = write_config(model=small_run["model"] | {"num_hidden_layers": 4})
+    options = ["train.compile=blocks", "train.eval_samples=19", "train.steps=3"]
+    train(load_config(str(config), options))
     assert "train.compile=blocks: compiled in" in capsys.readouterr().out
     # a block, the output layer and the loss, with gradients and without
-    assert of_optimizer[0] > 0 and counts["unique_graphs"] - of_optimizer[0] == 6
+    assert counts["unique_graphs"] == 6
 
 
 @pytest.mark.parametrize(
@@ -135,49 +117,6 @@ def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(backend, 
     # Two functions of Muon for each of three shapes of matrices; two of the lags, and two parts of
     # rows.
     assert counts["unique_graphs"] == 10
-
-
-def fails_for(name: str):
-    """torch.compile without effect, but for the function of this name, which cannot be compiled."""
-
-    def compile(function, **_):
-        def fail(*arguments):
-            raise RuntimeError(f"no kernel for {name}")
-
-        return fail if function.__name__ == name else function
-
-    return compile
-
-
-@pytest.mark.parametrize("name", ["gradient_sums", "update_rows"])
-def test_where_compiling_the_optimizer_fails_a_run_goes_on_without(
-    name, write_config, tmp_path, capsys, monkeypatch
-):
-    config = str(write_config())
-    options = ["optim.name=muon", "optim.shared_lags=true", "train.steps=5"]
-    train(load_config(config, [*options, "name=eager"]))
-    monkeypatch.setattr(torch, "compile", fails_for(name))
-    train(load_config(config, [*options, "name=fallen", "train.compile=blocks"]))
-    said = "compiling the optimizer failed, the run goes on without: RuntimeError: no kernel for "
-    assert capsys.readouterr().out.count(said + name) == 1
-    assert read_losses(tmp_path / "runs/fallen") == read_losses(tmp_path / "runs/eager")
-
-
-def one_process_cannot_compile_the_optimizer() -> None:
-    torch.compile = fails_for("directions" if os.environ["RANK"] == "1" else "")
-
-
-def test_where_one_process_cannot_compile_the_optimizer_all_go_on_without(
-    write_config, launch, tmp_path
-):
-    options = ["--config", write_config(), "optim.name=muon", "train.steps=5"]
-    launch(*options, "name=eager", processes=2).succeed()
-    before = one_process_cannot_compile_the_optimizer
-    output = launch(
-        *options, "name=fallen", "train.compile=blocks", processes=2, before=before
-    ).succeed()
-    assert output.count("goes on without: RuntimeError: no kernel for directions") == 1
-    assert read_losses(tmp_path / "runs/fallen") == read_losses(tmp_path / "runs/eager")
 
 
 def with_backend(name: str):

@@ -11,7 +11,7 @@ from runs import RECIPE, assert_same, read_lines
 
 from mixer.checkpoints.format import damage
 from mixer.common.errors import UserError
-from mixer.training.gradients import Guard, Skipped
+from mixer.training.gradients import Guard
 from mixer.training.optim import OptimConfig, build_optimizer
 
 LONG = {"steps": 200, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
@@ -44,7 +44,7 @@ def bad_loss_at() -> None:
 
 
 @pytest.mark.parametrize(("processes", "settings"), [(1, ()), (2, RECIPE)])
-def test_a_loss_that_is_not_finite_stops_the_run_naming_step_process_and_parameter(
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
     write_config, launch, tmp_path, processes, settings
 ):
     config = write_config(train=LONG, checkpoint={"save_every": 5}, logging={"log_every": 8})
@@ -53,11 +53,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_naming_step_process_and_paramet
     ranks = launch("--config", config, *settings, **options)
     assert set(ranks.wait()) <= {1, 2}
     assert "the gradient of step 12 is not finite" in ranks.output
-    assert (
-        f"on process {processes - 1}: loss nan, gradient of model.embed_tokens.weight and"
-        in ranks.output
-    )
-    assert "on process 0:" not in ranks.output or processes == 1
     run = tmp_path / "runs/small"
     # looked at before saving
     assert damage(run / "step-10") is None and not (run / "step-15").exists()
@@ -103,7 +98,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(
     ranks = launch("--config", config, environment=environment, before=before)
     assert ranks.wait() == [2]
     assert f"4 steps in a row were skipped, up to step {last}" in ranks.output
-    assert "on process 0: loss nan" in ranks.output and advice in ranks.output
+    assert advice in ranks.output
     assert "train.max_skipped_steps = 4" in ranks.output
 
 
@@ -117,13 +112,12 @@ def test_a_run_that_skips_its_steps_to_the_end_does_not_end_well(write_config, l
     assert not any(line["step"] and "validation_loss" in line for line in lines)
 
 
-@pytest.mark.parametrize(("processes", "settings"), [(2, ()), (1, RECIPE)])
 def test_the_loss_scale_falls_until_gradients_fit_and_rises_again_and_is_resumed(
-    write_config, launch, tmp_path, processes, settings
+    write_config, launch, tmp_path
 ):
     config = write_config(train=LONG | {"steps": 20}, checkpoint={"save_every": 5})
-    options = {"processes": processes, "before": scaled_in_fp32}
-    command = ("--config", config, *settings)
+    options = {"processes": 2, "before": scaled_in_fp32}
+    command = ("--config", config, *RECIPE)
     launch(*command, "name=whole", **options).succeed()
     lines = [line for line in read_lines(tmp_path / "runs/whole") if "loss" in line]
     before, counted = 2.0**127, 0
@@ -150,16 +144,14 @@ class Trained:
     def __init__(self, config: OptimConfig, stop_at_first: bool):
         self.model = small_model(num_mixer_heads=2).train()
         self.optimizer = build_optimizer(self.model, config)
-        self.guard = Guard(self.optimizer, False, stop_at_first, torch.device("cpu"))
-        self.steps = 0
+        self.guard = Guard(self.optimizer, False, stop_at_first, 50, torch.device("cpu"))
 
     def step(self, factor: float) -> dict[str, torch.Tensor]:
         """Returns copies of the weights and of all of the optimizer's state, as they are then."""
         self.optimizer.zero_grad()
         (self.model(tokens()).logits.square().mean() * factor).backward()
-        self.steps += 1
         gradients = [parameter.grad for parameter in self.model.parameters()]
-        self.guard.before_step(torch.nn.utils.get_total_norm(gradients), self.steps)
+        self.guard.before_step(torch.nn.utils.get_total_norm(gradients))
         self.optimizer.step()
         return self.state()
 
@@ -182,8 +174,7 @@ def test_a_skipped_step_changes_nothing_in_weights_or_optimizer(config):
     first, second, third, fourth = map(trained.step, [1.0, math.nan, math.inf, 1.0])
     assert changed(first, second) == changed(second, third) == set()
     assert changed(third, fourth) == third.keys() == fourth.keys()
-    assert trained.guard.look() == Skipped(steps=2, first=2, last=3, in_a_row=2)
-    assert trained.guard.look() == Skipped(0, 0, 0, 0)
+    assert [trained.guard.look(4, str), trained.guard.look(4, str)] == [2, 0]
 
 
 @pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
@@ -191,6 +182,5 @@ def test_after_the_first_bad_step_nothing_changes_until_it_is_looked_at(config):
     trained = Trained(config, stop_at_first=True)
     first, *later = map(trained.step, [1.0, math.nan, 1.0, 1.0])
     assert all(changed(first, state) == set() for state in later)
-    found = trained.guard.look()
-    with pytest.raises(UserError, match="the gradient of step 2 is not finite: traced 2"):
-        trained.guard.require_finite(found, 50, lambda step: f"traced {step}", last_good=str)
+    with pytest.raises(UserError, match="the gradient of step 2 is not finite"):
+        trained.guard.look(4, last_good=str)

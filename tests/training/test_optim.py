@@ -124,4 +124,4 @@ def test_a_new_optimizer_is_one_function_and_resumes_exactly(write_config, launc
     assert len(state) > 10 and all(name.endswith("/average") for name in state)
     refused = launch(*command, "name=parts", "optim.name=muon")
     assert refused.wait() == [2]
-    assert "optim.name: 'signs' in the checkpoint, now 'muon'" in refused.output
+    assert "optim.name is 'signs' in the checkpoint, now 'muon'" in refused.output

@@ -5,13 +5,13 @@ steps.
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from runs import ROOT, read_lines
 
-from mixer.common.hardware import peak_tflops
 from mixer.distributed.world import World
 from mixer.models.architecture import model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -23,7 +23,7 @@ WANTED = {"step", "tokens", "loss", "lr", "grad_norm", "skipped_steps", "tokens_
 WANTED |= {"useful_tflops", "seconds", "data_wait_share", "peak_memory_gb"}
 
 
-def test_useful_flops_of_the_papers_model_by_hand_and_the_share_of_each_known_peak(monkeypatch):
+def test_useful_flops_of_the_papers_model_by_hand_and_the_share_of_the_peak(monkeypatch):
     run = load_config(str(ROOT / "configs/v100.yaml"), [])
     with torch.device("meta"):
         flops = MaskedMixerForCausalLM(model_config(run.model, 8000, 0)).flops_per_token()["useful"]
@@ -34,22 +34,12 @@ def test_useful_flops_of_the_papers_model_by_hand_and_the_share_of_each_known_pe
     head = 2 * 1024 * 8000
     assert flops == 3 * (mlp + mixing + head) == 879_673_344  # backward is twice the forward
 
-    device = torch.device("cuda")
-    for name, precision, peak in [
-        ("Tesla V100-SXM2-32GB", "fp16", 125),
-        ("Tesla V100S-PCIE-32GB", "fp16", 130),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H200 NVL", "bf16", 835),
-        ("NVIDIA H200", "fp16", 989),
-    ]:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        line = throughput(400_000, flops, 4, device, precision)
-        assert line["useful_tflops"] == pytest.approx(351.87, abs=0.01)
-        assert line["peak_share"] == pytest.approx(351.87 / (4 * peak), rel=1e-4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")
+    line = throughput(400_000, flops, 4, torch.device("cuda"), "bf16")
+    assert line["useful_tflops"] == pytest.approx(351.87, abs=0.01)
+    assert line["peak_share"] == pytest.approx(351.87 / (4 * 835), rel=1e-4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Unheard-of 9000")
-    assert peak_tflops(device, "bf16") is None and "peak_share" not in throughput(
-        1, flops, 1, device, "bf16"
-    )
+    assert "peak_share" not in throughput(1, flops, 1, torch.device("cuda"), "bf16")
 
 
 def test_the_timer_leaves_out_saving_and_evaluation_and_counts_waiting(monkeypatch):
@@ -69,17 +59,17 @@ def test_the_timer_leaves_out_saving_and_evaluation_and_counts_waiting(monkeypat
 
 
 def slow_evaluation() -> None:
-    """The evaluation before the first step takes 4 seconds."""
+    """Each evaluation takes a thousand seconds, by the timer's clock."""
     from mixer.training import loop
 
-    real = loop.validation_loss
+    real, clock, passed = loop.validate, time.perf_counter, [0]
+    telemetry.time = SimpleNamespace(perf_counter=lambda: clock() + passed[0])
 
-    def validation_loss(*arguments):
-        loop.validation_loss = real
-        time.sleep(4)
+    def validate(*arguments):
+        passed[0] += 1000
         return real(*arguments)
 
-    loop.validation_loss = validation_loss
+    loop.validate = validate
 
 
 def test_lines_hold_what_they_should_without_the_time_of_evaluation_and_steps_are_profiled(
@@ -95,9 +85,8 @@ def test_lines_hold_what_they_should_without_the_time_of_evaluation_and_steps_ar
         assert set(line) == WANTED
         assert line["tokens"] == line["step"] * 8 * 32
         assert line["tokens_per_second"] == pytest.approx(4 * 8 * 32 / line["seconds"])
-        assert 0 <= line["data_wait_share"] <= 1
+        assert line["seconds"] < 1000 and 0 <= line["data_wait_share"] <= 1
         assert 0.1 < line["peak_memory_gb"] < 8  # torch alone takes some hundred megabytes
-    assert lines[0]["seconds"] < 4
     trace = tmp_path / "runs/small/profile-step-5.json"
     assert f"profile of steps 5 to 7: {trace}" in output
     events = json.loads(trace.read_text())["traceEvents"]
@@ -147,9 +136,3 @@ def test_between_logging_steps_nothing_is_read_from_the_device(
     config = write_config(data=data, logging={"log_every": 4}, checkpoint={"save_every": 0})
     output = launch("--config", config, "train.eval_every=0", before=count_reads).succeed()
     assert json.loads(re.search(r"READ AT (\[.*\])", output).group(1)) == [4, 8, 12]
-
-
-def test_a_profile_of_a_step_that_is_not_trained_is_missed_aloud(write_config, finished, launch):
-    options = ["logging.profile_step=5", "logging.profile_steps=3", "train.steps=13"]
-    output = launch("--config", write_config(), *options).succeed()
-    assert output.count("no profile: step 5 (logging.profile_step) was not trained") == 1

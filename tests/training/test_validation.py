@@ -13,7 +13,7 @@ from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
 from mixer.distributed.world import World
-from mixer.training.validation import validation_loss
+from mixer.training.validation import token_scores
 
 CONTEXT = 16
 
@@ -23,7 +23,8 @@ class OneNat(torch.nn.Module):
 
     def forward(self, inputs, targets):
         self.inputs = [*getattr(self, "inputs", []), *inputs.tolist()]
-        return (targets != -100).float()
+        scored = targets != -100
+        return scored.float(), scored & (targets % 2 == 0)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -38,9 +39,7 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
     sizes, model = token_bytes(tokenizer), OneNat()
     for samples in (7, 50, 0):
         model.inputs = []
-        loss, bits, count = validation_loss(
-            model, validation, sizes, samples, 8, World(Accelerator())
-        )
+        found = token_scores(model, validation, sizes, samples, 8, World(Accelerator()))
         chosen = samples or len(validation)
         first = [row[0] for row in model.inputs]
         picked = np.arange(chosen) * len(validation) // chosen
@@ -49,5 +48,8 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
         scored = targets[targets != -100]
         text = scored[scored != tokenizer.eos_token_id]
         size = sum(map(len, tokenizer.convert_ids_to_tokens(text)))  # a symbol for each byte
-        assert (loss, count) == (1, len(scored))
-        assert bits == pytest.approx(count / math.log(2) / size)
+        assert (found["validation_loss"], found["validation_tokens"]) == (1, len(scored))
+        bits = len(scored) / math.log(2) / size
+        assert found["validation_bits_per_byte"] == pytest.approx(bits)
+        even = (scored % 2 == 0).sum().item()
+        assert found["validation_accuracy"] == pytest.approx(even / len(scored))

@@ -15,6 +15,6 @@ trainer        what transformers' Trainer needs
 cache, memory  the inputs of earlier tokens or their sum, kept while a text is generated
 captured_step  a decoding step as a CUDA graph
 
-plain, lags and options only pass on files of mixer/ops and mixer/common, which saved models have in
-their place.
+These files are copied beside every saved model, so their imports are relative. plain, lags and
+options only pass on files of mixer/ops and mixer/common, which saved models have in their place.
 """

@@ -1,7 +1,4 @@
-"""Queries and keys, their norm and rotation, and attention: keyed mixing without a mixing weight.
-
-This file is copied beside every saved model, so its imports are relative.
-"""
+"""Queries and keys, their norm and rotation, and attention: keyed mixing without a weight."""
 
 import torch
 import torch.nn.functional as F

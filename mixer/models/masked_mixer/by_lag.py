@@ -1,7 +1,5 @@
 """Convolutions with a weight by lag: one number for each distance of two tokens, so that nothing
 grows with the square of the context.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import torch

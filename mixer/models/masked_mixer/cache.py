@@ -3,8 +3,6 @@
 A token keeps the position that it has in its own text, counted from 0, whatever padding surrounds
 it in the batch. The mixing weight has a row for every position, so a padded text must be mixed as
 if it stood alone. `Places` computes these positions from the attention mask.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 from collections.abc import Callable

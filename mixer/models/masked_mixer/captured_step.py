@@ -2,8 +2,6 @@
 
 A step consists of many small kernels, and the host may need longer to launch them than the GPU to
 run them. A replay launches all of them at once.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import threading
@@ -13,9 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
-
-logger = logging.get_logger(__name__)
 
 # (input_ids, memories, positions) -> (batch, 1, channels); see MaskedMixerModel.
 Blocks = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
@@ -60,34 +55,22 @@ class CapturedStep:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             if compiled:
-                step = self._compile()
-            # Once without a graph, for what libraries set up on first use.
+                step = self._compiled()
+            # Once without a graph, for what the compiler and libraries set up on first use.
             step(self.input_ids, self.memories, self.positions)
         current.wait_stream(stream)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.x = step(self.input_ids, self.memories, self.positions)  # (batch, 1, channels)
 
-    def _compile(self) -> Blocks:
-        """The blocks, compiled and tuned for single tokens. If the compiler fails, the blocks as
-        they are, with a warning.
-        """
+    def _compiled(self) -> Blocks:
+        """The blocks, compiled and tuned for single tokens."""
         from torch._inductor import config
 
         options = {"coordinate_descent_tuning": True}
         # Programmatic dependent launch, on Hopper: a kernel starts while the one before it ends.
         if hasattr(config.triton, "enable_pdl"):
             options["triton.enable_pdl"] = True
-        compiled = torch.compile(self.blocks, fullgraph=True, dynamic=False, options=options)
-        try:
-            compiled(self.input_ids, self.memories, self.positions)
-            return compiled
-        except Exception as error:  # if it is not the compiler's, the step below raises it again
-            reason = str(error).strip().partition("\n")[0]
-            logger.warning_once(
-                "compile_config: a decoding step could not be compiled, it runs without "
-                f"({type(error).__name__}: {reason}); torch.compile needs Triton and a C compiler"
-            )
-            return self.blocks
+        return torch.compile(self.blocks, fullgraph=True, dynamic=False, options=options)
 
     def fits(self, blocks: Blocks, cache, input_ids: Tensor, positions: Tensor) -> bool:
         """Whether this graph is of this model, these memories and these shapes, and all tensors are

@@ -2,8 +2,6 @@
 
 An option is written once, as a field of `MixerOptions`. The configuration of a run (`model.*`), its
 checks and `python train.py --help` all come from there.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import dataclasses
@@ -114,6 +112,11 @@ class MixerOptions:
         "blocks start as the identity: their output projections are zero, and the embedding is "
         "smaller",
     )
+    kaiming_init: bool = option(
+        False,
+        "linear layers and random mixing weights start with a variance of 2 / inputs, and without "
+        "biases, as in the author's Toeplitz and recurrent mixers; else as PyTorch's layers do",
+    )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
     final_norm: bool = option(False, "a LayerNorm before lm_head")
@@ -198,89 +201,78 @@ def copy_code(directory: Path) -> None:
 
 def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule that options break together, each being allowed by itself."""
-    hidden, heads = options.hidden_size, options.num_mixer_heads
-    problems = []
-    if hidden % heads:
-        allowed = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
-        problems.append(
-            f"num_mixer_heads is {heads}, which does not divide hidden_size {hidden}; "
-            f"allowed: {allowed}"
-        )
-    if options.mixer_gate and options.mixer_expansion:
-        problems.append("mixer_gate and mixer_expansion are both true; allowed: one of them")
-    if options.mixer_gate and not options.mixer_projections:
-        problems.append(
-            "mixer_gate is true and mixer_projections false, but the gate has linear layers of its "
-            "own, which cannot be left out; leave out mixer_projections"
-        )
-    size, every, blocks = (
-        options.mixer_key_size,
-        options.mixer_keyed_every,
-        options.num_hidden_layers,
-    )
-    if size and options.mixer_expansion:
-        problems.append(f"mixer_key_size is {size} and mixer_expansion true; allowed: one of them")
-    if size and options.mixer_gate and every == 1:
-        problems.append(
-            f"mixer_key_size is {size} and mixer_gate true, but keyed mixing in every block leaves "
-            "none to gated mixing; allowed: one of them, or mixer_keyed_every of 2 or more"
-        )
-    if size and not options.mixer_projections:
-        problems.append(
-            f"mixer_key_size is {size} and mixer_projections false, but queries, keys and values "
-            "are projections; leave out mixer_projections"
-        )
-    needs_keys = ("attention", "key_norm", "rotary", "key_shift")
-    needs_keys = [f"mixer_{name}" for name in needs_keys] + ["value_embeddings"]
-    given = [name for name in needs_keys if getattr(options, name) and not size]
-    if given:
-        problems.append(f"{', '.join(given)} without mixer_key_size; give one, such as 64")
-    if options.mixer_rotary and size % 2:
-        problems.append(f"mixer_key_size is {size} with mixer_rotary; allowed: even numbers")
-    if options.value_embeddings and every > 1 and options.value_embeddings % every:
-        problems.append(
-            f"value_embeddings is {options.value_embeddings} with mixer_keyed_every {every}; "
-            "allowed: a multiple of it, as keyed mixing alone has values to add to"
-        )
-    if size and options.mixing_weight == "lags" and options.mixing_init != "shift":
-        problems.append(
-            f"mixing_init is {options.mixing_init} with mixer_key_size {size} and mixing_weight "
-            "lags; allowed with them: shift"
-        )
-    if size and options.mixer_kernel_size > 1:
-        problems.append(
-            f"mixer_key_size is {size} and mixer_kernel_size {options.mixer_kernel_size}; allowed "
-            "with keyed mixing: a mixer_kernel_size of 1"
-        )
-    problems += recurrence_problems(options)
-    if every > (blocks if size else 1):
-        problems.append(
-            f"mixer_keyed_every is {every} with mixer_key_size {size} and {blocks} blocks; "
-            f"allowed: 1 to {blocks} with mixer_key_size of 1 or more"
-        )
-    return problems
-
-
-def recurrence_problems(options: MixerOptions) -> list[str]:
-    """As `shape_problems`, of recurrent mixing weights."""
-    form, problems = options.mixing_weight, []
-    if form not in RECURRENT:
-        if options.mixing_decay:
-            forms = ", ".join(RECURRENT)
-            problems.append(f"mixing_decay with mixing_weight {form}; allowed with it: {forms}")
-        return problems
-    if options.mixer_key_size:
-        problems.append(
-            f"mixing_weight is {form} with mixer_key_size {options.mixer_key_size}; allowed with "
-            "keyed mixing: full, lags"
-        )
-    if options.mixing_init == "shift":
-        problems.append(
-            f"mixing_init is shift with mixing_weight {form}, which cannot pass on a single token; "
-            "allowed with it: reference, zero"
-        )
-    if form == "mixed" and options.num_mixer_heads < 2:
-        problems.append(
-            "mixing_weight is mixed with one head; allowed: num_mixer_heads of 2 or more"
-        )
-    return problems
+    hidden, heads, blocks = options.hidden_size, options.num_mixer_heads, options.num_hidden_layers
+    size, every = options.mixer_key_size, options.mixer_keyed_every
+    form, start = options.mixing_weight, options.mixing_init
+    gate, expansion = options.mixer_gate, options.mixer_expansion
+    divisors = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
+    of_keys = ("attention", "key_norm", "rotary", "key_shift")
+    of_keys = [f"mixer_{name}" for name in of_keys] + ["value_embeddings"]
+    of_keys = [name for name in of_keys if getattr(options, name)]
+    # Whether it is broken, the options, and what is allowed.
+    rules = [
+        (hidden % heads, "num_mixer_heads hidden_size", f"heads that divide it: {divisors}"),
+        (gate and expansion, "mixer_gate mixer_expansion", "one of them"),
+        (size and expansion, "mixer_key_size mixer_expansion", "one of them"),
+        (
+            size and gate and every == 1,
+            "mixer_key_size mixer_gate mixer_keyed_every",
+            "one of the first two, or mixer_keyed_every of 2 or more, for blocks of both",
+        ),
+        (
+            (gate or size) and not options.mixer_projections,
+            "mixer_gate mixer_key_size mixer_projections",
+            "mixer_projections true: gated and keyed mixing have linear layers of their own",
+        ),
+        (
+            of_keys and not size,
+            " ".join([*of_keys, "mixer_key_size"]),
+            "a mixer_key_size, such as 64",
+        ),
+        (options.mixer_rotary and size % 2, "mixer_rotary mixer_key_size", "even sizes"),
+        (
+            options.value_embeddings % every,
+            "value_embeddings mixer_keyed_every",
+            "a multiple of it, as keyed mixing alone has values to add to",
+        ),
+        (
+            size and options.mixer_kernel_size > 1,
+            "mixer_key_size mixer_kernel_size",
+            "with keyed mixing, a mixer_kernel_size of 1",
+        ),
+        (
+            every > (blocks if size else 1),
+            "mixer_keyed_every mixer_key_size num_hidden_layers",
+            f"with mixer_key_size of 1 or more, 1 to {blocks}",
+        ),
+        (
+            size and form == "lags" and start != "shift",
+            "mixing_init mixer_key_size mixing_weight",
+            "mixing_init shift",
+        ),
+        (
+            options.mixing_decay and form not in RECURRENT,
+            "mixing_decay mixing_weight",
+            f"with mixing_decay, {', '.join(RECURRENT)}",
+        ),
+        (
+            size and form in RECURRENT,
+            "mixing_weight mixer_key_size",
+            "with keyed mixing, full and lags",
+        ),
+        (
+            start == "shift" and form in RECURRENT,
+            "mixing_init mixing_weight",
+            "reference and zero, as such weights cannot pass on a single token",
+        ),
+        (
+            form == "mixed" and heads < 2,
+            "mixing_weight num_mixer_heads",
+            "num_mixer_heads of 2 or more",
+        ),
+    ]
+    return [
+        f"{' and '.join(f'{n} = {getattr(options, n)!r}' for n in names.split())}; allowed: {right}"
+        for is_broken, names, right in rules
+        if is_broken
+    ]

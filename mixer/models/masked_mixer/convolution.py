@@ -1,7 +1,5 @@
 """The convolutions that mix tokens: `TriangularConv`, by a learned lower-triangular weight (arXiv
 2409.01482, section 2), and `KeyedConv`, whose weights are scaled by how well tokens fit.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import math
@@ -29,7 +27,7 @@ from .plain import (
 # another place in this list on. Every fourth of them looks at the token before.
 LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
 SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
-# And over how many tokens the weights of keyed mixing fall to 1/e, block after block likewise.
+# Over so many tokens the initial weights of keyed mixing fall to 1/e, by block and head as above.
 SPANS = (64, 256, math.inf, 256)
 
 
@@ -52,6 +50,7 @@ class TriangularConv(nn.Module):
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.backend, self.initial = config.mixing_backend, config.mixing_init
         self.form, self.has_decay = config.mixing_weight, config.mixing_decay
+        self.kaiming = config.kaiming_init
         self.block = 0  # the number of the block that it stands in, which the model sets
         self.make_weight()
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
@@ -109,7 +108,12 @@ class TriangularConv(nn.Module):
     def _draw(self) -> None:
         bound = 1 / math.sqrt(self.context * self.taps)
         for parameter in self.parameters(recurse=False):
-            initialization.uniform_(parameter, -bound, bound)
+            if self.kaiming:
+                initialization.normal_(parameter, std=math.sqrt(2) * bound)
+            else:
+                initialization.uniform_(parameter, -bound, bound)
+        if self.kaiming:
+            initialization.zeros_(self.bias)
 
     def _start(self) -> None:
         """Turns drawn weights into those that `initial` asks for."""

@@ -1,7 +1,4 @@
-"""Counting the floating-point operations of a model, part by part.
-
-This file is copied beside every saved model, so its imports are relative.
-"""
+"""Counting the floating-point operations of a model, part by part."""
 
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ formula of the error function is accurate enough (Abramowitz and Stegun, Handboo
 Functions, 7.1.26), and its exponential is the one that the derivative needs. Phi is off by at most
 3e-7, while the result is rounded to 8 or 11 bits. Each operation counts: dev/LOG.md, "GELU in fewer
 operations".
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import math

@@ -1,7 +1,5 @@
 """What `generate()` of transformers needs from the model: its kind of cache, and clear errors for
 prompts that cannot be continued.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import torch
@@ -107,6 +105,8 @@ class Generation(GenerationMixin):
         if generation_config.max_length > context:
             asked, room = generation_config.max_length, context - input_ids_length
             remedy = f" or give max_new_tokens={room} or less" if room > 0 else ""
+            if self.config.mixing_weight == "lags":
+                remedy += f", or call model.extend_context({asked}) first"
             raise ValueError(
                 f"the prompt has {input_ids_length} tokens and {asked - input_ids_length} new ones "
                 f"were asked for, {asked} together; the model's context is {context}: shorten the "

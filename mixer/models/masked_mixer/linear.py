@@ -1,7 +1,4 @@
-"""nn.Linear, with a faster form for the one case of a compiled decoding step.
-
-This file is copied beside every saved model, so its imports are relative.
-"""
+"""nn.Linear, with a faster form for the one case of a compiled decoding step."""
 
 import torch
 import torch.nn.functional as F

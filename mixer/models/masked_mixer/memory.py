@@ -2,8 +2,6 @@
 
 A new token is mixed with all tokens before it, so generation keeps what the convolution was given
 for each of them. A new token then costs one row of the mixing weight instead of the whole triangle.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import math

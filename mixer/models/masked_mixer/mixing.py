@@ -3,8 +3,6 @@
 A `TokenMixing` is what a block calls. The variants below are built around one or two convolutions,
 and `VARIANTS` chooses between them. A new variant is one class here, a line in VARIANTS and a field
 of MixerOptions in configuration.py.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 from collections.abc import Callable, Sequence

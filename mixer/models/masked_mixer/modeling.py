@@ -120,11 +120,15 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Each layer gets PyTorch's own defaults, as in the reference implementation, so that runs
-        of the two can be compared.
+        """Each layer gets the author's initial weights, so that runs of the two can be compared:
+        PyTorch's own defaults, or those of kaiming_init.
         """
         if isinstance(module, TriangularConv):
             module.reset_parameters()
+        elif isinstance(module, nn.Linear) and self.config.kaiming_init:
+            initialization.kaiming_normal_(module.weight)
+            if module.bias is not None:
+                initialization.zeros_(module.bias)
         elif isinstance(module, nn.Linear):
             initialization.kaiming_uniform_(module.weight, a=math.sqrt(5))
             if module.bias is not None:

@@ -1,8 +1,6 @@
 """Mixing weights that are a recurrence (arXiv 2605.08696): W[i, j] = scale[i] d^(i - j) by row, or
 scale[j] d^(i - j) by column. Later tokens need no more of earlier ones than a running sum, so
 generation keeps one number for each channel, however long the text.
-
-This file is copied beside every saved model, so its imports are relative.
 """
 
 import math

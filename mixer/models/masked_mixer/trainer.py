@@ -1,7 +1,4 @@
-"""What transformers' Trainer needs from the model: its loss is shifted, and the labels that count.
-
-This file is copied beside every saved model, so its imports are relative.
-"""
+"""What transformers' Trainer needs of the model: a shifted loss, and the labels that count."""
 
 from functools import wraps
 

@@ -1,13 +1,120 @@
-// What the sm_80 kernels share besides tensor_tile.cuh: asynchronous copies bring slices to three
-// stages of shared memory, and fragments are loaded from there and multiplied. One mma takes 32
-// bytes of depth, so a slice is two steps.
+// The sm_80 set: the instructions that CUDA C++ does not offer, and how slices are multiplied.
+// Asynchronous copies bring them to three stages of shared memory, and fragments are loaded from
+// there and multiplied. One mma takes 32 bytes of depth, so a slice is two steps.
 #pragma once
 
-#include "ampere_mma.cuh"
+#include "tensor_tile.cuh"
 
 namespace ampere {
 
 using namespace tensor;
+
+// A fragment of one warp: 16 rows of a factor and 32 bytes of depth (16 values of 16 bits, or 8 of
+// 32), in four parts of 8 rows and 16 bytes. Of each part, lane l holds 4 bytes: row l / 4, bytes 4
+// (l % 4) ... The parts are in the order in which mma takes its registers. The right factor's rows
+// are columns of the result, and its fragment serves two mma.
+//
+//               left: depth 0-15 B  16-31 B      right: depth 0-15 B  16-31 B
+//     rows 0-7            part 0    part 2                    part 0    part 1
+//     rows 8-15           part 1    part 3                    part 2    part 3
+struct Fragment {
+  uint32_t part[4];
+};
+
+// Which rows (0: 0-7, 1: 8-15) and which half of the depth a part holds.
+__host__ __device__ constexpr int row_half(Side side, int part) {
+  return side == kLeft ? part % 2 : part / 2;
+}
+__host__ __device__ constexpr int depth_half(Side side, int part) {
+  return side == kLeft ? part / 2 : part % 2;
+}
+
+// ----------------------------------------------------------------------------------- shared memory
+
+// The instructions below take addresses in shared memory as 32-bit numbers.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Starts an asynchronous copy of 16 bytes from global to shared memory. If not `valid`, it writes
+// 16 zero bytes and does not read `global`.
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// Commits this thread's copies since the last commit as a group.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all but the newest `kPending` groups of this thread have arrived.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t shared) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared));
+  return value;
+}
+
+// Loads four matrices of 8 rows by 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8.
+// Of each matrix it receives the 4 bytes at row l / 4, bytes 4 (l % 4) ...
+__device__ __forceinline__ Fragment load_matrices(uint32_t shared) {
+  Fragment f;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(f.part[0]), "=r"(f.part[1]), "=r"(f.part[2]), "=r"(f.part[3])
+               : "r"(shared));
+  return f;
+}
+
+// The same for 8 x 8 matrices of 16-bit values, each transposed: lane l receives rows 2 (l % 4) and
+// 2 (l % 4) + 1 of column l / 4.
+__device__ __forceinline__ Fragment load_matrices_transposed(uint32_t shared) {
+  Fragment f;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(f.part[0]), "=r"(f.part[1]), "=r"(f.part[2]), "=r"(f.part[3])
+               : "r"(shared));
+  return f;
+}
+
+// ---------------------------------------------------------------------------------------- products
+
+// sum += left right, 16 x 8 values. Lane l holds
+//   sum[0], sum[1]: row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1; sum[2], sum[3]: the same
+//   columns of row l / 4 + 8.
+// right0, right1: parts 0 and 1, or 2 and 3, of the right fragment.
+template <typename Element>
+__device__ __forceinline__ void mma(float (&sum)[4], const Fragment& left, uint32_t right0,
+                                    uint32_t right1);
+
+#define MIXER_MMA(Element, shape_and_types)                                                        \
+  template <>                                                                                      \
+  __device__ __forceinline__ void mma<Element>(float (&sum)[4], const Fragment& left,              \
+                                               uint32_t right0, uint32_t right1) {                 \
+    asm("mma.sync.aligned." shape_and_types                                                        \
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                         \
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                   \
+        : "r"(left.part[0]), "r"(left.part[1]), "r"(left.part[2]), "r"(left.part[3]),              \
+          "r"(right0), "r"(right1));                                                               \
+  }
+
+MIXER_MMA(__half, "m16n8k16.row.col.f32.f16.f16.f32")
+MIXER_MMA(__nv_bfloat16, "m16n8k16.row.col.f32.bf16.bf16.f32")
+MIXER_MMA(float, "m16n8k8.row.col.f32.tf32.tf32.f32")
+#undef MIXER_MMA
+
+// Rounds to the nearest tf32 (10 bits of mantissa), ties away from zero. The mma itself would
+// truncate, which biases the result.
+__device__ __forceinline__ uint32_t round_to_tf32(uint32_t value) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(value)));
+  return rounded;
+}
 
 constexpr int kStages = 3;
 constexpr int kMmaDepthBytes = 32;
@@ -89,6 +196,10 @@ __device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice
 // A warp's part of the result: groups of 16 rows by 8 columns, in mma's layout.
 struct Accumulator {
   float value[kWarpGroups][2 * kWarpGroups][4] = {};
+
+  __device__ __forceinline__ float at(int group, int half, int block, int i) const {
+    return value[group][block][2 * half + i];
+  }
 };
 
 struct Fragments {
@@ -108,25 +219,6 @@ __device__ __forceinline__ void round_factors<float>(Fragments& fragments) {
       fragments.left[group].part[part] = round_to_tf32(fragments.left[group].part[part]);
       fragments.right[group].part[part] = round_to_tf32(fragments.right[group].part[part]);
     }
-  }
-}
-
-// sum += left right for one group of 16 rows and one of 16 columns.
-template <typename Element>
-__device__ __forceinline__ void multiply_groups(Accumulator& sum, const Fragments& fragments,
-                                                int row_group, int column_group) {
-  const Fragment& left = fragments.left[row_group];
-  const Fragment& right = fragments.right[column_group];
-  mma<Element>(sum.value[row_group][2 * column_group], left, right.part[0], right.part[1]);
-  mma<Element>(sum.value[row_group][2 * column_group + 1], left, right.part[2], right.part[3]);
-}
-
-template <typename Element>
-__device__ __forceinline__ void multiply_row_group(Accumulator& sum, const Fragments& fragments,
-                                                   int row_group) {
-#pragma unroll
-  for (int column_group = 0; column_group < kWarpGroups; ++column_group) {
-    multiply_groups<Element>(sum, fragments, row_group, column_group);
   }
 }
 
@@ -170,8 +262,8 @@ struct Pipeline {
   Fragments fragments[2];
 
   template <typename Load>
-  __device__ __forceinline__ Pipeline(uint32_t stages, int first_column, Load&& load)
-      : stages(stages),
+  __device__ __forceinline__ Pipeline(unsigned char* memory, int first_column, Load&& load)
+      : stages(shared_address(memory)),
         own(own_offsets<LeftLayout, RightLayout>(first_column)),
         filling(stages),
         reading(stages) {
@@ -224,6 +316,44 @@ struct Pipeline {
   __device__ __forceinline__ void load_fragments(int mma_step) {
     ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step],
                                                                           reading, own, mma_step);
+  }
+};
+
+// ----------------------------------------------------------------------------------------- the set
+
+template <typename Element_>
+struct Set {
+  using Element = Element_;
+  using Accumulator = ampere::Accumulator;
+  using Fragments = ampere::Fragments;
+  template <typename LeftLayout, typename RightLayout, int kColumnStep>
+  using Pipeline = ampere::Pipeline<Element, LeftLayout, RightLayout, kColumnStep>;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  static constexpr bool kIsHere = false;
+#else
+  static constexpr bool kIsHere = true;
+#endif
+  static constexpr int kSharedBytes = ampere::kSharedBytes;
+  static constexpr int kMmaDepth = ampere::kMmaDepth<Element>;
+  static constexpr bool kOneLoop = false;
+
+  // Of each 16 x 8 values a lane holds two neighbours in each of two rows, kHalfRows apart. The
+  // four lanes of a *quad*, whose numbers differ in kLowBit and kHighBit, hold a row.
+  static constexpr int kHalfRows = 8;
+  static constexpr int kLowBit = 1, kHighBit = 2;
+  __device__ __forceinline__ static int value_row(int lane) { return lane / 4; }
+  __device__ __forceinline__ static int quad_place(int lane) { return lane % 4; }
+
+  // sum += left right for one group of 16 rows and one of 16 columns.
+  template <typename LeftLayout, typename RightLayout>
+  __device__ __forceinline__ static void multiply_groups(Accumulator& sum,
+                                                         const Fragments& fragments, int row_group,
+                                                         int column_group) {
+    const Fragment& left = fragments.left[row_group];
+    const Fragment& right = fragments.right[column_group];
+    mma<Element>(sum.value[row_group][2 * column_group], left, right.part[0], right.part[1]);
+    mma<Element>(sum.value[row_group][2 * column_group + 1], left, right.part[2], right.part[3]);
   }
 };
 

@@ -47,14 +47,10 @@ __global__ void __launch_bounds__(kWarps * kWarp)
 
 cudaError_t grad_bias(const TriangularConvParams& params) {
   const int64_t blocks = static_cast<int64_t>(params.heads) * params.context;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.dtype, [&](auto element) {
-    return dispatch_dtype(params.gradient_dtype, [&](auto gradient) {
-      grad_bias_kernel<decltype(element), decltype(gradient)>
-          <<<static_cast<unsigned>(blocks), kWarps * kWarp, 0, stream>>>(params);
-      return cudaGetLastError();
-    });
+  return dispatch_dtypes(params, [&](auto element, auto gradient) {
+    grad_bias_kernel<decltype(element), decltype(gradient)>
+        <<<static_cast<unsigned>(blocks), kWarps * kWarp, 0, stream>>>(params);
+    return cudaGetLastError();
   });
 }

@@ -26,7 +26,6 @@
 #include "hopper_tile.cuh"
 #include "kernels.h"
 #include "lags.cuh"
-#include "triangle.cuh"
 
 namespace hopper {
 namespace {
@@ -224,26 +223,12 @@ __device__ __forceinline__ void store_gradient(const WeightArguments<Plan>& argu
   }
 }
 
-__device__ __forceinline__ void store_float(void* values, int dtype, int64_t index, float value) {
-  if (dtype == MIXER_FLOAT16) {
-    static_cast<__half*>(values)[index] = from_float<__half>(value);
-  } else if (dtype == MIXER_BFLOAT16) {
-    static_cast<__nv_bfloat16*>(values)[index] = from_float<__nv_bfloat16>(value);
-  } else {
-    static_cast<float*>(values)[index] = value;
-  }
-}
-
 // The place, in a block's partial tile, of group `group` of thread `thread`'s sums.
 struct Place {
   int row, column;
   __device__ __forceinline__ Place(int thread, int group)
       : row(thread / kWarpgroup * kBox + thread % kWarpgroup / 32 * 16 + thread % 32 / 4),
         column(group * 8 + thread % 4 * 2) {}
-};
-
-struct WeightBarriers {
-  Ring<kStages, true> ring;
 };
 
 // The loader: one thread.
@@ -264,12 +249,12 @@ __device__ __forceinline__ void load_operands(const WeightArguments<Plan>& argum
         barrier_wait(&ring.empty[at.slot], at.parity ^ 1);
         barrier_arrive_expect(full, (tile.row_blocks + column_boxes) * kBoxBytes);
         for (int box = 0; box < column_boxes; ++box) {
-          load_box(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
-                   item.tile.head, tile.first_column + box * kBox + down, step.sample);
+          load_box<false>(stage + (kRowBlocks + box) * kBoxBytes, &arguments.x, full, channel,
+                          item.tile.head, tile.first_column + box * kBox + down, step.sample);
         }
         for (int row_block = rank; row_block < tile.row_blocks; row_block += kClusterSize) {
-          load_box_for_all(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
-                           item.tile.head, tile.first_row + row_block * kBox + down, step.sample);
+          load_box<true>(stage + row_block * kBoxBytes, &arguments.dy, full, channel,
+                         item.tile.head, tile.first_row + row_block * kBox + down, step.sample);
         }
         step.advance(item.along(), arguments.chunks);
       }
@@ -450,7 +435,7 @@ __device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& argumen
 }
 
 constexpr int kWeightSharedBytes =
-    1024 + kStages * kStageBytes + 1024 + 2 * kStages * static_cast<int>(sizeof(uint64_t));
+    1024 + kStages * kStageBytes + 1024 + static_cast<int>(sizeof(Ring<kStages, true>));
 
 template <typename Element, typename Plan>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
@@ -458,14 +443,14 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
   extern __shared__ char shared[];
   char* stages = shared + (1024 - shared_address(shared) % 1024) % 1024;
   char* ones = stages + kStages * kStageBytes;  // 8 rows of 64 ones
-  auto& barriers = *reinterpret_cast<WeightBarriers*>(ones + 1024);
+  auto& ring = *reinterpret_cast<Ring<kStages, true>*>(ones + 1024);
   for (int i = threadIdx.x; i < 8 * kBox; i += kThreads)
     reinterpret_cast<Element*>(ones)[i] = from_float<Element>(1.0f);
   fence_async_proxy();
   if (threadIdx.x == 0) {
     prefetch_map(&arguments.dy);
     prefetch_map(&arguments.x);
-    barriers.ring.init(1);
+    ring.init(1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -476,15 +461,14 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     give_registers<kLoaderRegisters>();
     const int warp = threadIdx.x % kWarpgroup / 32;
     if (warp == 0) {
-      if (threadIdx.x % 32 == 0) load_operands(arguments, stages, barriers.ring);
+      if (threadIdx.x % 32 == 0) load_operands(arguments, stages, ring);
     } else if constexpr (std::is_same<Plan, hopper::Plan>::value) {
       write_zeros(arguments, blockIdx.x * 3 + warp - 1, gridDim.x * 3);
     }
     __syncwarp();
   } else {
     take_registers<kMultiplierRegisters>();
-    multiply<Element>(arguments, warpgroup, shared_address(stages), shared_address(ones),
-                      barriers.ring);
+    multiply<Element>(arguments, warpgroup, shared_address(stages), shared_address(ones), ring);
   }
   cluster_sync();  // the other block may still write into our shared memory
 }
@@ -530,9 +514,7 @@ __global__ void __launch_bounds__(kMultiplyingThreads)
   }
 }
 
-int clusters(const TriangularConvParams& params) {
-  return std::max(1, params.processors / kClusterSize);
-}
+int clusters(const TriangularConvParams& params) { return params.processors / kClusterSize; }
 
 // The number of splits that finishes first: rounds of all clusters, each a split's depth plus its
 // fixed cost.
@@ -620,24 +602,19 @@ cudaError_t launch(const TriangularConvParams& params, const WeightArguments<Pla
 
 template <typename Plan>
 cudaError_t compute(const TriangularConvParams& params, const Plan& plan) {
+  cudaError_t status = cudaSuccess;
   float* workspace = static_cast<float*>(params.workspace);
-  WeightArguments<Plan> arguments = {{},
-                                     {},
+  WeightArguments<Plan> arguments = {encode_dy(params, status),
+                                     encode_x(params, status),
                                      params.dweight,
                                      params.dbias,
                                      workspace,
                                      workspace + partial_floats(plan),
                                      params.tokens,
                                      params.context,
-                                     params.gradient_dtype,
+                                     params.weight_dtype,
                                      chunks_of_sample(params),
                                      plan};
-  cudaError_t status = encode_activations(&arguments.dy, params.dy, params.dy_batch_stride,
-                                          params.dy_token_stride, params);
-  if (status == cudaSuccess) {
-    status = encode_activations(&arguments.x, params.x, params.x_batch_stride,
-                                params.x_token_stride, params);
-  }
   if (status != cudaSuccess) return status;
   return params.dtype == MIXER_FLOAT16 ? launch<__half>(params, arguments)
                                        : launch<__nv_bfloat16>(params, arguments);
@@ -647,8 +624,6 @@ template <typename Plan>
 int64_t workspace_bytes(const Plan& plan) {
   return (partial_floats(plan) + sum_floats(plan)) * sizeof(float);
 }
-
-}  // namespace
 
 int64_t grad_weight_workspace(const TriangularConvParams& params) {
   return params.lag_zero > 0 ? workspace_bytes(make_lag_plan(params))
@@ -660,4 +635,10 @@ cudaError_t grad_weight(const TriangularConvParams& params) {
                              : compute(params, make_plan(params));
 }
 
+}  // namespace
 }  // namespace hopper
+
+KernelSet hopper_kernels() {
+  using namespace hopper;
+  return {forward, grad_input, grad_weight_workspace, grad_weight, true};
+}

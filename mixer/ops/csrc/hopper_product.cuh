@@ -111,6 +111,18 @@ struct ProductBarriers {
   }
 };
 
+// A thread's position in the ring of stages, and in that of their full barriers.
+template <typename Shape>
+struct StagePosition : RingPosition<Shape::kStages> {
+  RingPosition<Shape::kFullBarriers> full = {};
+
+  template <typename... Stages>  // none: one
+  __device__ __forceinline__ void advance(Stages... stages) {
+    RingPosition<Shape::kStages>::advance(stages...);
+    full.advance(stages...);
+  }
+};
+
 // The tiles of this cluster: for (Tiles tiles(...); tiles.valid(); tiles.next()).
 //
 // While there are column tiles enough for all clusters, each cluster takes one, row tile by row
@@ -186,7 +198,9 @@ struct Tile {
   }
   // Steps of a thread block: all steps of the tile, or, if it works alone, up to its own last one.
   __device__ __forceinline__ int steps(int rank) const {
-    if (Shape::kShared) return first_block + row_blocks;
+    return Shape::kShared ? first_block + row_blocks : own_steps(rank);
+  }
+  __device__ __forceinline__ int own_steps(int rank) const {
     int most = 0;
 #pragma unroll
     for (int box = 0; box < Shape::kRowBoxes; ++box)
@@ -197,9 +211,16 @@ struct Tile {
   __device__ __forceinline__ int steps_of(int row_block) const {
     return row_block < row_blocks ? first_block + row_block + 1 : 0;
   }
-  // Number of row blocks that multiply at a step.
+  // Number of row blocks that multiply at a step: of the tile, and of a thread block.
   __device__ __forceinline__ int readers(int step) const {
     return row_blocks - max(0, step - first_block);
+  }
+  __device__ __forceinline__ int own_readers(int step, int rank) const {
+    int boxes = 0;
+#pragma unroll
+    for (int box = 0; box < Shape::kRowBoxes; ++box)
+      boxes += step < steps_of(row_block_of(box, rank));
+    return boxes;
   }
   // First token of a block.
   __device__ __forceinline__ int token(int block) const {
@@ -225,54 +246,24 @@ struct Loader {
   char* shared;
   ProductBarriers<Shape>& barriers;
   int rank;
-  RingPosition<Shape::kStages> at = {};
-  RingPosition<Shape::kFullBarriers> at_full = {};
-
-  // The number of steps of each row box of this thread block.
-  struct Limits {
-    int steps[Shape::kRowBoxes];
-    __device__ __forceinline__ Limits(const Tile<Shape>& tile, int rank) {
-#pragma unroll
-      for (int box = 0; box < Shape::kRowBoxes; ++box)
-        steps[box] = tile.steps_of(row_block_of(box, rank));
-    }
-    __device__ __forceinline__ int longest() const {
-      int most = 0;
-#pragma unroll
-      for (int box = 0; box < Shape::kRowBoxes; ++box) most = max(most, steps[box]);
-      return most;
-    }
-    // The number of row boxes that are multiplied at a step.
-    __device__ __forceinline__ int count(int step) const {
-      int boxes = 0;
-#pragma unroll
-      for (int box = 0; box < Shape::kRowBoxes; ++box) boxes += step < steps[box];
-      return boxes;
-    }
-  };
+  StagePosition<Shape> at = {};
 
   __device__ __forceinline__ void wait_for_stage() {
     barrier_wait(&barriers.ring.empty[at.slot], at.parity ^ 1);
   }
-  __device__ __forceinline__ uint64_t* full() { return &barriers.ring.full[at_full.slot]; }
+  __device__ __forceinline__ uint64_t* full() { return &barriers.ring.full[at.full.slot]; }
   __device__ __forceinline__ char* box(int index) const { return shared + index * kBoxBytes; }
-  __device__ __forceinline__ void advance() {
-    at.advance();
-    at_full.advance();
-  }
-
   // Loads the columns of x or dy.
   __device__ __forceinline__ void run_columns() {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
       const Tile<Shape> tile(arguments, tiles);
-      const Limits limits(tile, rank);
       Chunk chunks[Shape::kColumnBoxes];
 #pragma unroll
       for (int box = 0; box < Shape::kColumnBoxes; ++box)
         chunks[box] = Chunk(tile.chunk + box, arguments.chunks);
 #pragma unroll 1
-      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
-        const int own_readers = limits.count(step);
+      for (int step = 0; step < tile.steps(rank); ++step, at.advance()) {
+        const int own_readers = tile.own_readers(step, rank);
         wait_for_stage();
         if (Shape::kShared) {
           load_shared_columns(tile, chunks, step, tile.readers(step), own_readers);
@@ -280,7 +271,7 @@ struct Loader {
           if (!Shape::kResident) barriers.ring.loaded(at.slot);
         } else {
           load_own_columns(tile, chunks, step);
-          release_idle(limits.count(0) - own_readers);
+          release_idle(tile.own_readers(0, rank) - own_readers);
         }
       }
     }
@@ -297,7 +288,7 @@ struct Loader {
     barrier_arrive_expect(full(), Shape::kColumnBoxes * kBoxBytes);
 #pragma unroll
     for (int box = 0; box < Shape::kColumnBoxes; ++box) {
-      load_box(column_box(box), &arguments.input, full(), chunks[box].channel, tile.head,
+      load_box<false>(column_box(box), &arguments.input, full(), chunks[box].channel, tile.head,
                tile.token(step), chunks[box].sample);
     }
   }
@@ -312,7 +303,7 @@ struct Loader {
 #pragma unroll
     for (int pair = 0; pair < Shape::kColumnBoxes; pair += kClusterSize) {
       const Chunk &first = chunks[pair], &second = chunks[pair + 1];
-      load_box_for_all(column_box(pair + rank), &arguments.input, full(),
+      load_box<true>(column_box(pair + rank), &arguments.input, full(),
                        rank == 0 ? first.channel : second.channel, tile.head, tile.token(step),
                        rank == 0 ? first.sample : second.sample);
     }
@@ -329,14 +320,15 @@ struct Loader {
 
   // Loads the row boxes of W for a step; `place(box)` is where they go.
   template <typename Place>
-  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, const Limits& limits, int step,
-                                            uint64_t* barrier, Place place) {
-    barrier_arrive_expect(barrier, limits.count(step) * kBoxBytes);
+  __device__ __forceinline__ void load_rows(const Tile<Shape>& tile, int step, uint64_t* barrier,
+                                            Place place) {
+    barrier_arrive_expect(barrier, tile.own_readers(step, rank) * kBoxBytes);
     const int depth = tile.token(step), lag_zero = arguments.lag_zero;
 #pragma unroll
     for (int box = 0; box < Shape::kRowBoxes; ++box) {
-      if (step >= limits.steps[box]) continue;
-      const int result = tile.token(tile.first_block + row_block_of(box, rank));
+      const int row_block = row_block_of(box, rank);
+      if (step >= tile.steps_of(row_block)) continue;
+      const int result = tile.token(tile.first_block + row_block);
       const int row = Shape::kTransposed ? depth : result;
       const int column = Shape::kTransposed ? result : depth;
       load_weight(place(box), &arguments.weight, barrier,
@@ -349,11 +341,10 @@ struct Loader {
   __device__ __forceinline__ void run_rows() {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
       const Tile<Shape> tile(arguments, tiles);
-      const Limits limits(tile, rank);
 #pragma unroll 1
-      for (int step = 0; step < tile.steps(rank); ++step, advance()) {
+      for (int step = 0; step < tile.steps(rank); ++step, at.advance()) {
         wait_for_stage();
-        load_rows(tile, limits, step, full(), [&](int row_box) {
+        load_rows(tile, step, full(), [&](int row_box) {
           return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box);
         });
         barriers.ring.loaded(at.slot);
@@ -368,12 +359,11 @@ struct Loader {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
       if (new_head) {
         const Tile<Shape> tile(arguments, tiles);
-        const Limits limits(tile, rank);
         barrier_wait(&barriers.weight_empty, parity);
         parity ^= 1;
         // step 0 also signals a new head
-        for (int step = 0; step < max(1, limits.longest()); ++step) {
-          load_rows(tile, limits, step, &barriers.weight_full[step],
+        for (int step = 0; step < max(1, tile.own_steps(rank)); ++step) {
+          load_rows(tile, step, &barriers.weight_full[step],
                     [&](int row_box) { return box(resident_box(row_box, rank) + step); });
         }
       }
@@ -450,8 +440,7 @@ struct Multiplier {
   uint32_t left;    // operand: its row block of W, in stage 0 or, if resident, at step 0
   uint32_t right;   // operand: its columns in stage 0
   char* box;        // output box; if in_place, its first column box in stage 0
-  RingPosition<Shape::kStages> at = {};
-  RingPosition<Shape::kFullBarriers> at_full = {};
+  StagePosition<Shape> at = {};
   uint32_t weight_parity = 0, residual_parity = 0, turn_parity;
 
   __device__ __forceinline__ Multiplier(const ProductArguments& arguments, char* shared,
@@ -488,7 +477,7 @@ struct Multiplier {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
-      barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+      barrier_wait(&barriers.ring.full[at.full.slot], at.full.parity);
       const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
       const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
       wgmma_fence();
@@ -499,10 +488,8 @@ struct Multiplier {
       slot = at.slot;
       if (!in_place || step + 1 < steps) barriers.ring.release(slot);
       at.advance();
-      at_full.advance();
     }
     at.advance(left_out);
-    at_full.advance(left_out);
     pin(sum);
     return slot;
   }
@@ -515,11 +502,10 @@ struct Multiplier {
     __syncwarp();
 #pragma unroll 1
     for (int stage = 0; stage < steps; ++stage) {
-      barrier_wait(&barriers.ring.full[at_full.slot], at_full.parity);
+      barrier_wait(&barriers.ring.full[at.full.slot], at.full.parity);
       __syncwarp();
       barriers.ring.release(at.slot);
       at.advance();
-      at_full.advance();
     }
     if (takes_turns() && is_first) {
       wait_for_turn();
@@ -536,7 +522,7 @@ struct Multiplier {
   __device__ __forceinline__ void load_residual(const Tile<Shape>& tile, int column_box,
                                                 char* place) const {
     const Chunk chunk(tile.chunk + first_box + column_box, arguments.chunks);
-    load_box(place, &arguments.residual, &barriers.residual[index], chunk.channel, tile.head,
+    load_box<false>(place, &arguments.residual, &barriers.residual[index], chunk.channel, tile.head,
              tile.token(tile.first_block + row_block), chunk.sample);
   }
   __device__ __forceinline__ void wait_for_residual() {
@@ -692,8 +678,6 @@ void set_tiles(const TriangularConvParams& params, ProductArguments& arguments) 
   const int64_t least_tiles = ceil_div(blocks, Shape::kRowBlocks);
   arguments.height = static_cast<int32_t>(2 * ceil_div(blocks, 2 * least_tiles));
   arguments.row_tiles = static_cast<int32_t>(ceil_div(blocks, arguments.height));
-  arguments.heads = params.heads;
-  arguments.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
   arguments.columns = static_cast<int32_t>(
       ceil_div(int64_t(params.batch) * arguments.chunks, Shape::kColumnBoxes));
 }
@@ -731,26 +715,30 @@ cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& a
 }
 
 template <bool kTransposed, bool kWithResidual>
-cudaError_t launch_type(const TriangularConvParams& params, ProductArguments& arguments) {
+cudaError_t launch_product(const TriangularConvParams& params) {
+  cudaError_t status = cudaSuccess;
+  ProductArguments arguments = {};
+  arguments.weight = encode_weight(params, status);
+  arguments.input = kTransposed ? encode_dy(params, status) : encode_x(params, status);
+  if (kWithResidual) {
+    arguments.residual =
+        encode_activations(params, params.residual, params.residual_batch_stride,
+                           params.residual_token_stride, status);
+  }
+  arguments.output = encode_activations(params, kTransposed ? params.dx : params.y,
+                                        int64_t(params.tokens) * params.channels, params.channels,
+                                        status);
+  arguments.bias = kTransposed ? nullptr : params.bias;
+  arguments.bias_dtype = params.weight_dtype;
+  arguments.tokens = params.tokens;
+  arguments.context = params.context;
+  arguments.lag_zero = params.lag_zero;
+  arguments.heads = params.heads;
+  arguments.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
+  if (status != cudaSuccess) return status;
   return params.dtype == MIXER_FLOAT16
              ? launch_shape<__half, kTransposed, kWithResidual>(params, arguments)
              : launch_shape<__nv_bfloat16, kTransposed, kWithResidual>(params, arguments);
-}
-
-// The maps and values that all instances need.
-template <bool kTransposed>
-cudaError_t make_arguments(const TriangularConvParams& params, ProductArguments* arguments) {
-  arguments->tokens = params.tokens;
-  arguments->context = params.context;
-  arguments->lag_zero = params.lag_zero;
-  cudaError_t status = encode_weight(&arguments->weight, params);
-  if (status != cudaSuccess) return status;
-  status = kTransposed ? encode_activations(&arguments->input, params.dy, params.dy_batch_stride,
-                                            params.dy_token_stride, params)
-                       : encode_activations(&arguments->input, params.x, params.x_batch_stride,
-                                            params.x_token_stride, params);
-  if (status != cudaSuccess) return status;
-  return encode_output(&arguments->output, kTransposed ? params.dx : params.y, params);
 }
 
 }  // namespace hopper

@@ -78,27 +78,23 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
 }
 
 // Arrives at the same barrier of another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+__device__ __forceinline__ void barrier_arrive_at(const uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+__device__ __forceinline__ void barrier_wait(const uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier),
+      "@!done bra again;\n}" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  barrier_wait(shared_address(barrier), parity);
 }
 
 // Position in a ring of `kSlots` barriers: the slot, and the parity of the rounds so far.
@@ -123,23 +119,21 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Loads one box of a (batch, tokens, heads, channels) tensor. Coordinates are innermost first;
-// elements outside the tensor are zero.
+// Loads one box of a (batch, tokens, heads, channels) tensor, with kForAll to the same place in every
+// block of the cluster; the bytes count on each block's own barrier. Coordinates are innermost
+// first; elements outside the tensor are zero.
+template <bool kForAll>
 __device__ __forceinline__ void load_box(void* box, const CUtensorMap* map, uint64_t* barrier,
                                          int channel, int head, int token, int sample) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(shared_address(box)), "l"(map), "r"(shared_address(barrier)), "r"(channel), "r"(head),
-      "r"(token), "r"(sample)
-      : "memory");
-}
-
-// The same, multicast to the same place in every block of the cluster; the bytes count on each
-// block's own barrier.
-__device__ __forceinline__ void load_box_for_all(void* box, const CUtensorMap* map,
-                                                 uint64_t* barrier, int channel, int head,
-                                                 int token, int sample) {
+  if (!kForAll) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2];"
+        ::"r"(shared_address(box)), "l"(map), "r"(shared_address(barrier)), "r"(channel),
+        "r"(head), "r"(token), "r"(sample)
+        : "memory");
+    return;
+  }
   const uint16_t everyone = (1 << kClusterSize) - 1;
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

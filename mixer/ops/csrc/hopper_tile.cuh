@@ -36,8 +36,7 @@ struct Ring {
   // whole round of the ring behind, and arrivals of two rounds would count in one phase.
   __device__ __forceinline__ void loaded(int stage) {
 #pragma unroll
-    for (int rank = 0; rank < kClusterSize; ++rank)
-      barrier_arrive_at(shared_address(&empty[stage]), rank);
+    for (int rank = 0; rank < kClusterSize; ++rank) barrier_arrive_at(&empty[stage], rank);
   }
 
   // Called by all lanes of a warp when its products on the stage have ended.
@@ -46,7 +45,7 @@ struct Ring {
     if (!kShared) {
       if (lane == 0) barrier_arrive(&empty[stage]);
     } else if (lane < kClusterSize) {
-      barrier_arrive_at(shared_address(&empty[stage]), lane);
+      barrier_arrive_at(&empty[stage], lane);
     }
   }
 
@@ -55,7 +54,7 @@ struct Ring {
   __device__ __forceinline__ void release_for_warpgroup(int stage) {
 #pragma unroll
     for (int i = 0; i < (kShared ? kClusterSize : 1) * kWarpgroup / 32; ++i) {
-      barrier_arrive_at(shared_address(&empty[stage]), kShared ? i % kClusterSize : cluster_rank());
+      barrier_arrive_at(&empty[stage], kShared ? i % kClusterSize : cluster_rank());
     }
   }
 };

@@ -135,9 +135,8 @@ cudaError_t finish_lags(const TriangularConvParams& params, const LagPlan& plan,
                         const float* sums) {
   const int64_t blocks =
       ceil_div(static_cast<int64_t>(params.heads) * params.context, kLagThreads);
-  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.gradient_dtype, [&](auto gradient) {
+  return dispatch_dtype(params.weight_dtype, [&](auto gradient) {
     finish_lags_kernel<Parts, decltype(gradient)>
         <<<static_cast<unsigned>(blocks), kLagThreads, 0, stream>>>(params, plan, sums);
     return cudaGetLastError();

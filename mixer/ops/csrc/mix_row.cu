@@ -15,8 +15,6 @@
 // (dev/LOG.md).
 //
 // A position outside the memory gives NaN, and nothing is written to the memory.
-#include <type_traits>
-
 #include "kernels.h"
 #include "numeric.cuh"
 
@@ -36,18 +34,11 @@ constexpr int kVectorBytes = 16;
 // blocks with more threads are kLeastAcross wide
 constexpr int kMostSums = kThreads / kWarp * kMostAcross * (kVectorBytes / 2);
 
-// Some channels of a token as loaded from memory: 16 bytes, or one channel if rows are not 16-byte
-// aligned. They are unpacked only when they are multiplied; unpacking earlier would make the next
-// loads wait for this one. A single channel is loaded as raw bits, because below compute capability
-// 8.0 CUDA 12.0 has no streaming load of a bf16.
+// Some channels of a token as loaded from memory are 16 bytes. They are unpacked only when they are
+// multiplied; unpacking earlier would make the next loads wait for this one.
 template <typename Element>
-using Bits = std::conditional_t<sizeof(Element) == 2, unsigned short, unsigned int>;
-template <typename Element, int kVector>
-using Vector = std::conditional_t<kVector == 1, Bits<Element>, uint4>;
-
-template <typename Element, int kVector>
-__device__ __forceinline__ void add_product(float* sum, float factor,
-                                            const Vector<Element, kVector>& vector) {
+__device__ __forceinline__ void add_product(float* sum, float factor, const uint4& vector) {
+  constexpr int kVector = kVectorBytes / sizeof(Element);
   const Element* values = reinterpret_cast<const Element*>(&vector);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) sum[k] += factor * to_float(values[k]);
@@ -73,10 +64,10 @@ __device__ __forceinline__ void send_to_first(float* place, float value) {
 
 // Blocks: (batch, heads, slices, splits). A slice is `across` vectors of a head's channels; a split
 // is a share of the tokens; the splits of a slice form a cluster. Threads: (rows, across).
-template <typename Element, typename Weight, int kVector>
+template <typename Element, typename Weight>
 __global__ void __launch_bounds__(kMostThreads, 1)
     mix_row_kernel(const TriangularConvParams params, int across, int slices, int splits) {
-  using Read = Vector<Element, kVector>;
+  constexpr int kVector = kVectorBytes / sizeof(Element);
   __shared__ float sums[kMostSums];
 #ifdef MIXER_HOPPER
   __shared__ float sent[kMostSplits][kLeastAcross * kVectorBytes / 2];
@@ -108,28 +99,28 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
   float sum[kVector] = {};
   for (int first = split * share + row; first < end; first += rows * kAhead) {
-    Read vectors[kAhead];
+    uint4 vectors[kAhead];
     Weight factors[kAhead];
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       // no branch, so that all loads are in flight at once
       const int token = min(first + ahead * rows, end - 1);
       vectors[ahead] =
-          __ldcs(reinterpret_cast<const Read*>(memory + static_cast<int64_t>(token) * width));
+          __ldcs(reinterpret_cast<const uint4*>(memory + static_cast<int64_t>(token) * width));
       factors[ahead] = weight[token];
     }
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       if (first + ahead * rows < end)
-        add_product<Element, kVector>(sum, to_float(factors[ahead]), vectors[ahead]);
+        add_product<Element>(sum, to_float(factors[ahead]), vectors[ahead]);
     }
   }
   if (split == 0 && row == 0 && exists && channel < width) {
     const Element* x = static_cast<const Element*>(params.x) + sample * params.x_batch_stride +
                        static_cast<int64_t>(head) * width + channel;
-    const Read vector = *reinterpret_cast<const Read*>(x);
-    *reinterpret_cast<Read*>(memory + position * width) = vector;
-    add_product<Element, kVector>(sum, to_float(weight[position]), vector);
+    const uint4 vector = *reinterpret_cast<const uint4*>(x);
+    *reinterpret_cast<uint4*>(memory + position * width) = vector;
+    add_product<Element>(sum, to_float(weight[position]), vector);
   }
 
   // The channel that this thread finishes. Its bias and residual are requested now, so that their
@@ -141,7 +132,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   float bias = 0;
   Element residual = from_float<Element>(0.0f);
   if (finishes && exists && params.bias != nullptr) {
-    bias = load_float(params.bias, params.bias_dtype,
+    bias = load_float(params.bias, params.weight_dtype,
                       static_cast<int64_t>(head) * params.context + position);
   }
   if (finishes && params.residual != nullptr) {
@@ -184,21 +175,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       from_float<Element>(exists ? total : nanf(""));
 }
 
-// Whether every row of the memory and of x is 16-byte aligned.
-bool is_aligned(const TriangularConvParams& params, int vector) {
-  const int64_t together = params.memory_batch_stride | params.memory_head_stride |
-                           params.x_batch_stride |
-                           static_cast<int64_t>(params.channels / params.heads);
-  const uintptr_t addresses =
-      reinterpret_cast<uintptr_t>(params.memory) | reinterpret_cast<uintptr_t>(params.x);
-  // a vector's size is a power of two
-  return together % vector == 0 && addresses % kVectorBytes == 0;
-}
-
-template <typename Element, typename Weight, int kVector>
+template <typename Element, typename Weight>
 cudaError_t launch(const TriangularConvParams& params) {
   const int64_t pairs = static_cast<int64_t>(params.batch) * params.heads;
-  const int64_t vectors = params.channels / params.heads / kVector;
+  const int64_t vectors = params.channels / params.heads * sizeof(Element) / kVectorBytes;
   const auto blocks = [&](int across) { return pairs * ceil_div(vectors, across); };
   const int64_t wanted = 2 * static_cast<int64_t>(params.processors);
   int across = kMostAcross;
@@ -208,7 +188,6 @@ cudaError_t launch(const TriangularConvParams& params) {
          2 * splits * blocks(across) <= params.processors)
     splits *= 2;
   const int threads = across == kLeastAcross && blocks(across) < wanted ? kMostThreads : kThreads;
-  if (blocks(across) > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const unsigned grid = static_cast<unsigned>(blocks(across) * splits);
   const int slices = static_cast<int>(ceil_div(vectors, across));
   const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
@@ -225,10 +204,10 @@ cudaError_t launch(const TriangularConvParams& params) {
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight, kVector>, params, across,
+  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight>, params, across,
                             slices, splits);
 #else
-  mix_row_kernel<Element, Weight, kVector><<<grid, threads, 0, stream>>>(
+  mix_row_kernel<Element, Weight><<<grid, threads, 0, stream>>>(
       params, across, slices, splits);
   return cudaGetLastError();
 #endif
@@ -237,15 +216,7 @@ cudaError_t launch(const TriangularConvParams& params) {
 }  // namespace
 
 cudaError_t mix_row(const TriangularConvParams& params) {
-  return dispatch_dtype(params.dtype, [&](auto element) {
-    using Element = decltype(element);
-    constexpr int kVector = kVectorBytes / sizeof(Element);
-    const bool aligned = is_aligned(params, kVector);
-    if (params.weight_dtype == params.dtype) {
-      return aligned ? launch<Element, Element, kVector>(params)
-                     : launch<Element, Element, 1>(params);
-    }
-    if (params.weight_dtype != MIXER_FLOAT32) return cudaErrorInvalidValue;
-    return aligned ? launch<Element, float, kVector>(params) : launch<Element, float, 1>(params);
+  return dispatch_dtypes(params, [&](auto element, auto weight) {
+    return launch<decltype(element), decltype(weight)>(params);
   });
 }

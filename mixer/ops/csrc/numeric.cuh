@@ -1,4 +1,4 @@
-// Number types: values are stored as Element and computed in fp32.
+// Number types (values are stored as Element and computed in fp32), and the tiles of a triangle.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,15 +22,24 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
   return __float2bfloat16_rn(value);
 }
 
-// Reads a value of any type, for values that are read once per row (the bias): a template instance
-// per type would not pay off.
-__device__ __forceinline__ float load_float(const void* values, int dtype, int64_t index) {
-  if (dtype == MIXER_FLOAT16) return to_float(static_cast<const __half*>(values)[index]);
-  if (dtype == MIXER_BFLOAT16) return to_float(static_cast<const __nv_bfloat16*>(values)[index]);
-  return static_cast<const float*>(values)[index];
+// Calls `function` with a zero of the type that `dtype` names: on the GPU, for values that are used
+// too rarely for a kernel of each type, such as the bias; and on the host.
+template <typename Function>
+__device__ __forceinline__ auto with_dtype(int dtype, Function function) {
+  if (dtype == MIXER_FLOAT16) return function(__half());
+  if (dtype == MIXER_BFLOAT16) return function(__nv_bfloat16());
+  return function(float());
 }
-
-// Calls `function` with a zero of the type that `dtype` names.
+__device__ __forceinline__ float load_float(const void* values, int dtype, int64_t index) {
+  return with_dtype(dtype, [&](auto zero) {
+    return to_float(static_cast<const decltype(zero)*>(values)[index]);
+  });
+}
+__device__ __forceinline__ void store_float(void* values, int dtype, int64_t index, float value) {
+  with_dtype(dtype, [&](auto zero) {
+    static_cast<decltype(zero)*>(values)[index] = from_float<decltype(zero)>(value);
+  });
+}
 template <typename Function>
 cudaError_t dispatch_dtype(int dtype, Function function) {
   switch (dtype) {
@@ -41,9 +50,32 @@ cudaError_t dispatch_dtype(int dtype, Function function) {
   }
 }
 
+// Calls `function` with zeros of the types of x and of the weight, which has x's type or is fp32.
+template <typename Function>
+cudaError_t dispatch_dtypes(const TriangularConvParams& params, Function function) {
+  return dispatch_dtype(params.dtype, [&](auto element) {
+    return params.weight_dtype == params.dtype ? function(element, element)
+                                               : function(element, float());
+  });
+}
+
 __host__ __device__ constexpr int64_t ceil_div(int64_t value, int64_t step) {
   return (value + step - 1) / step;
 }
 
-// Grids are one-dimensional: y and z are limited to 65,535 blocks, which batch * heads can exceed.
-constexpr int64_t kMaxBlocks = 2147483647;
+__host__ __device__ __forceinline__ int64_t lower_tiles(int tokens, int tile) {
+  const int64_t tiles = ceil_div(tokens, tile);
+  return tiles * (tiles + 1) / 2;
+}
+
+// Tiles are numbered along the rows of the triangle: row_tile * (row_tile + 1) / 2 + column_tile.
+struct LowerTile {
+  int row, column;  // in tiles
+};
+
+__device__ __forceinline__ LowerTile locate_lower_tile(int tile) {
+  int row = static_cast<int>((sqrtf(8.0f * tile + 1.0f) - 1.0f) / 2.0f);
+  while (row * (row + 1) / 2 > tile) --row;
+  while ((row + 1) * (row + 2) / 2 <= tile) ++row;
+  return {row, tile - row * (row + 1) / 2};
+}

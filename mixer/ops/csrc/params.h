@@ -17,7 +17,8 @@
 //
 // For mix_row, `tokens` is the length of the memory, and x, residual and y hold one token.
 //
-// Pointers that an operation does not use are null.
+// A head's channels fill a multiple of 16 bytes, and every row begins at one. No size is 0. Pointers
+// that an operation does not use are null.
 #pragma once
 
 #include <stdint.h>
@@ -28,16 +29,16 @@ enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
 typedef struct TriangularConvParams {
   const void* x;         // dtype
-  const void* weight;    // weight_dtype; read by pack and mix_row
+  const void* weight;    // weight_dtype, as bias, dweight and dbias; read by pack and mix_row
   void* packed;          // dtype; written by pack, read by forward and grad_input
-  const void* bias;      // bias_dtype, or null
+  const void* bias;      // or null
   const void* residual;  // dtype, or null
   void* y;               // dtype, contiguous
   const void* dy;        // dtype
   void* dx;              // dtype, contiguous
-  void* dweight;         // gradient_dtype, contiguous
-  void* dbias;           // gradient_dtype, contiguous, or null
-  void* workspace;       // mixer_grad_weight_workspace() bytes, 16-byte aligned; null if that is 0
+  void* dweight;         // contiguous
+  void* dbias;           // contiguous, or null
+  void* workspace;       // mixer_grad_weight_workspace() bytes, 16-byte aligned
   // memory of mix_row: dtype, (batch, heads, tokens, channels of a head), the last two dimensions
   // dense
   void* memory;
@@ -52,7 +53,7 @@ typedef struct TriangularConvParams {
 
   int32_t batch, tokens, channels, context, heads, columns;
   int32_t lag_zero;      // the strip's column of lag 0 in row 0; 0 for a full weight
-  int32_t dtype, weight_dtype, bias_dtype, gradient_dtype;
+  int32_t dtype, weight_dtype;
   int32_t device;        // index of the CUDA device
   int32_t capability;    // 10 * major + minor of that device
   int32_t processors;    // number of streaming multiprocessors

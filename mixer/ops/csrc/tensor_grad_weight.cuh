@@ -1,10 +1,10 @@
-// What grad-weight shares on the tensor cores of sm_70 and sm_80. Two kernels: the first computes
-// the lower 128 x 128 tiles, with the sum over (batch, channels) cut into `splits` ranges whose
-// partial tiles go to the workspace in fp32; the second (grad_weight_finish.cuh) adds them in a
-// fixed order. For a weight by lag see lags.cuh.
+// dweight[h,i,j] = sum over batch and channels of dy[b,i,c] * x[b,j,c] for j <= i < tokens, exact
+// zeros elsewhere, on the tensor cores of sm_70 and sm_80. Two kernels: the first computes the lower
+// 128 x 128 tiles, with the sum over (batch, channels) cut into `splits` ranges whose partial tiles
+// go to the workspace (splits, heads, lower tiles, 128, 128) in fp32; the second adds them in a fixed
+// order, without atomics, so results are reproducible bit for bit. For a weight by lag see lags.cuh.
 #pragma once
 
-#include "grad_weight_finish.cuh"
 #include "lags.cuh"
 #include "tensor_tile.cuh"
 
@@ -30,8 +30,7 @@ inline int choose_splits(const TriangularConvParams& params) {
   constexpr double kPartialTileCost = 0.1;
   constexpr double kRangeCost = 0.3;        // waiting for one more value in each thread's sum
   const int64_t tiles = lower_tiles(params.tokens, kTile) * params.heads;
-  const int64_t places =
-      static_cast<int64_t>(params.processors > 0 ? params.processors : 1) * kBlocksResident;
+  const int64_t places = static_cast<int64_t>(params.processors) * kBlocksResident;
   const int64_t slices = slice_count(params);
   int best = 1;
   double least = 0;
@@ -165,8 +164,7 @@ inline int64_t partial_blocks(const TriangularConvParams& params, int splits) {
 using Parts = LagParts<kTile, kTile, kTile>;
 
 inline LagPlan make_lag_plan(const TriangularConvParams& params) {
-  return LagPlan(params, max(1, params.processors) * kBlocksResident, kTile, slice_count(params),
-                 1);
+  return LagPlan(params, params.processors * kBlocksResident, kTile, slice_count(params), 1);
 }
 
 // Floats of the workspace: the tiles, then the sums along the diagonals of pieces.
@@ -179,7 +177,6 @@ inline int64_t workspace_bytes(const TriangularConvParams& params) {
     const LagPlan plan = make_lag_plan(params);
     return (tile_floats(plan) + int64_t(plan.pieces()) * Parts::kSums) * sizeof(float);
   }
-  if (grad_weight_finish::is_empty(params)) return 0;
   return partial_blocks(params, choose_splits(params)) * kTileSize * sizeof(float);
 }
 
@@ -218,22 +215,154 @@ __device__ __forceinline__ void for_each_task(const TriangularConvParams& params
   }
 }
 
-// Launches both kernels; launch(blocks, splits or plan) launches the first.
-template <typename Launch>
-cudaError_t launch_grad_weight(const TriangularConvParams& params, Launch&& launch) {
-  using grad_weight_finish::finish;
+// `Plan` is the number of splits, or LagPlan.
+template <typename Set, typename Plan>
+__global__ void __launch_bounds__(kThreads, kBlocksResident)
+    partial_kernel(const TriangularConvParams params, const Plan plan) {
+  if constexpr (Set::kIsHere) {
+    using Element = typename Set::Element;
+    using Layout = KMajor<Element>;
+    alignas(128) __shared__ unsigned char memory[Set::kSharedBytes];
+    for_each_task(params, plan, [&](const Task& task) {
+      GradWeightLoader<Element> loader(params, task);
+      typename Set::Accumulator sum;
+      int unloaded = task.steps;
+      const auto load = [&](auto& copies) {
+        if (--unloaded >= 0) loader(copies);
+      };
+      typename Set::template Pipeline<Layout, Layout, kGroupColumnStep> pipeline(
+          memory, first_group_column(), load);
+      pipeline.run(task.steps, load, [&](const typename Set::Fragments& fragments) {
+        multiply_lower_groups(task.on_diagonal(), [&](int row_group, int column_group) {
+          Set::template multiply_groups<Layout, Layout>(sum, fragments, row_group, column_group);
+        });
+      });
+#pragma unroll
+      for (int group = 0; group < kWarpGroups; ++group) {
+#pragma unroll
+        for (int block = 0; block < 2 * kWarpGroups; ++block) {
+          const int row = group_row(group) + Set::value_row(lane());
+          const int column = first_group_column() + block / 2 * kGroupColumnStep + block % 2 * 8 +
+                             Set::quad_place(lane()) * 2;
+          float* const place = task.tile + row * kTile + column;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            *reinterpret_cast<float2*>(place + half * Set::kHalfRows * kTile) =
+                make_float2(sum.at(group, half, block, 0), sum.at(group, half, block, 1));
+          }
+        }
+      }
+    });
+  }
+}
+
+template <typename Set, typename Plan>
+cudaError_t launch_partial(const TriangularConvParams& params, int64_t blocks, const Plan& plan) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  partial_kernel<Set, Plan><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, plan);
+  return cudaGetLastError();
+}
+
+// ------------------------------------------------------------------------------- the second kernel
+
+constexpr int kFinishThreads = 256;
+constexpr int kFinishVector = 4;  // columns per thread
+constexpr int kFinishRows = 4;    // rows per thread, so that many reads are in flight at once
+
+// Writes the part of the vector that lies left of `context`.
+template <typename Gradient>
+__device__ __forceinline__ void store_vector(Gradient* row, int column, int context,
+                                             const float (&value)[kFinishVector]) {
+  struct alignas(kFinishVector * sizeof(Gradient)) Vector { Gradient value[kFinishVector]; };
+  Vector vector;
+#pragma unroll
+  for (int i = 0; i < kFinishVector; ++i) vector.value[i] = from_float<Gradient>(value[i]);
+  if (context % kFinishVector == 0) {
+    *reinterpret_cast<Vector*>(row + column) = vector;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFinishVector; ++i) {
+      if (column + i < context) row[column + i] = vector.value[i];
+    }
+  }
+}
+
+// Rows of dweight per block, all in one tile.
+constexpr int kBlockRows = kFinishRows * kFinishThreads * kFinishVector / kTile;
+
+// Blocks, fastest index first: column tiles of dweight, groups of kBlockRows rows, heads.
+template <typename Gradient>
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_kernel(const TriangularConvParams params, int splits) {
+  constexpr int kAcross = kTile / kFinishVector, kDown = kFinishThreads / kAcross;  // threads
+  static_assert(kTile % kBlockRows == 0, "a block's rows are of one tile");
+  const int column_tiles = static_cast<int>(ceil_div(params.context, kTile));
+  const int row_groups = static_cast<int>(ceil_div(params.context, kBlockRows));
+  const int row_group = blockIdx.x / column_tiles % row_groups;
+  const int64_t head = blockIdx.x / column_tiles / row_groups;
+  const LowerTile tile = {row_group * kBlockRows / kTile,
+                          static_cast<int>(blockIdx.x) % column_tiles};
+  const int row0 = row_group * kBlockRows + threadIdx.x / kAcross;
+  const int across = threadIdx.x % kAcross * kFinishVector, column = tile.column * kTile + across;
+
+  float value[kFinishRows][kFinishVector] = {};
+  if (tile.column <= tile.row && tile.row * kTile < params.tokens) {
+    const int64_t tiles = lower_tiles(params.tokens, kTile);
+    const int64_t split_stride = tiles * params.heads * kTile * kTile;
+    const float* partial =
+        static_cast<const float*>(params.workspace) + across +
+        (head * tiles + tile.row * (tile.row + 1) / 2 + tile.column) * kTile * kTile;
+    for (int split = 0; split < splits; ++split, partial += split_stride) {
+#pragma unroll
+      for (int i = 0; i < kFinishRows; ++i) {
+        const float4 added =
+            __ldcs(reinterpret_cast<const float4*>(partial + (row0 + i * kDown) % kTile * kTile));
+        value[i][0] += added.x;
+        value[i][1] += added.y;
+        value[i][2] += added.z;
+        value[i][3] += added.w;
+      }
+    }
+  }
+  if (column >= params.context) return;
+#pragma unroll
+  for (int i = 0; i < kFinishRows; ++i) {
+    const int row = row0 + i * kDown;
+    if (row >= params.context) continue;
+#pragma unroll
+    for (int c = 0; c < kFinishVector; ++c) {
+      if (column + c > row || row >= params.tokens) value[i][c] = 0.0f;
+    }
+    Gradient* const gradient =
+        static_cast<Gradient*>(params.dweight) + (head * params.context + row) * params.context;
+    store_vector(gradient, column, params.context, value[i]);
+  }
+}
+
+cudaError_t finish(const TriangularConvParams& params, int splits) {
+  const int64_t blocks = static_cast<int64_t>(params.heads) * ceil_div(params.context, kTile) *
+                         ceil_div(params.context, kBlockRows);
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  return dispatch_dtype(params.weight_dtype, [&](auto gradient) {
+    finish_kernel<decltype(gradient)>
+        <<<static_cast<unsigned>(blocks), kFinishThreads, 0, stream>>>(params, splits);
+    return cudaGetLastError();
+  });
+}
+
+// -------------------------------------------------------------------------------------------------
+
+template <typename Set>
+cudaError_t launch_grad_weight(const TriangularConvParams& params) {
   if (params.lag_zero > 0) {
     const LagPlan plan = make_lag_plan(params);
-    const cudaError_t status = launch(static_cast<unsigned>(plan.workers), plan);
+    const cudaError_t status = launch_partial<Set>(params, plan.workers, plan);
     const float* sums = static_cast<const float*>(params.workspace) + tile_floats(plan);
     return status == cudaSuccess ? finish_lags<Parts>(params, plan, sums) : status;
   }
-  if (grad_weight_finish::is_empty(params)) return finish<kTile>(params, 0, 0);
   const int splits = choose_splits(params);
-  const int64_t blocks = partial_blocks(params, splits);
-  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const cudaError_t status = launch(static_cast<unsigned>(blocks), splits);
-  return status == cudaSuccess ? finish<kTile>(params, params.tokens, splits) : status;
+  const cudaError_t status = launch_partial<Set>(params, partial_blocks(params, splits), splits);
+  return status == cudaSuccess ? finish(params, splits) : status;
 }
 
 }  // namespace tensor

@@ -1,6 +1,7 @@
-// What forward (kTransposed = false) and grad-input (kTransposed = true) share on the tensor cores
-// of sm_70 and sm_80: which block computes which tile, and what it loads. Row tile [r, r + 128) of
-// y reads tokens [0, r + 128); row tile [r, r + 128) of dx reads tokens [r, tokens).
+// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over j <= i of W[h,i,j] * x[b,j,c] and (kTransposed)
+// dx[b,j,c] = sum over i >= j of W[h,i,j] * dy[b,i,c], on the tensor cores of sm_70 and sm_80. One
+// kernel does both: transposing only flips the triangle. Row tile [r, r + 128) of y reads tokens
+// [0, r + 128); row tile [r, r + 128) of dx reads tokens [r, tokens).
 //
 // The columns of the result are (sample, channel of a head) as one dimension, so that a narrow head
 // wastes no part of a tile. A vector of 16 bytes never crosses from one sample into the next.
@@ -125,5 +126,218 @@ struct ProductLoader {
     }
   }
 };
+
+// ----------------------------------------------------------------------------------------- storing
+//
+// From registers to global memory. Bias and residual are added before the only rounding.
+
+// How many columns of a row a lane stores at once, and how it gets them. In a block of 8 columns
+// each lane of a quad holds 2. For 16-bit types a lane stores 8 columns: the quad exchanges its
+// parts of 4 blocks.
+template <typename Set, typename Element>
+struct Piece {
+  using Bits = uint4;
+  static constexpr int kBlocks = 4;
+  static constexpr int kLaneColumns = 8;
+
+  union Pair {
+    uint32_t bits;
+    Element value[2];
+  };
+
+  // Transposes the words in a quad: word i of lane q and word q of lane i change places.
+  __device__ __forceinline__ static void exchange(uint32_t (&word)[4]) {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      const int bit = distance == 1 ? Set::kLowBit : Set::kHighBit;
+      const bool upper = read_lane() & bit;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & distance) continue;
+        uint32_t &low = word[i], &high = word[i + distance];
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
+        low = upper ? other : low;
+        high = upper ? high : other;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void add(float (&value)[kBlocks][2], uint4 added) {
+    uint32_t word[4] = {added.x, added.y, added.z, added.w};
+    exchange(word);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Pair pair = {word[i]};
+      value[i][0] += to_float(pair.value[0]);
+      value[i][1] += to_float(pair.value[1]);
+    }
+  }
+
+  __device__ __forceinline__ static uint4 round(const float (&value)[kBlocks][2]) {
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Pair pair;
+      pair.value[0] = from_float<Element>(value[i][0]);
+      pair.value[1] = from_float<Element>(value[i][1]);
+      word[i] = pair.bits;
+    }
+    exchange(word);
+    return make_uint4(word[0], word[1], word[2], word[3]);
+  }
+};
+
+template <typename Set>
+struct Piece<Set, float> {
+  using Bits = float2;
+  static constexpr int kBlocks = 1;
+  static constexpr int kLaneColumns = 2;
+
+  __device__ __forceinline__ static void add(float (&value)[1][2], float2 added) {
+    value[0][0] += added.x;
+    value[0][1] += added.y;
+  }
+
+  __device__ __forceinline__ static float2 round(const float (&value)[1][2]) {
+    return make_float2(value[0][0], value[0][1]);
+  }
+};
+
+// Stores a warp's part of a tile.
+template <typename Set, bool kTransposed>
+__device__ __forceinline__ void store_result(const typename Set::Accumulator& sum,
+                                             const TriangularConvParams& params, const Tile& tile) {
+  using Element = typename Set::Element;
+  using Piece = tensor::Piece<Set, Element>;
+  const int lane = read_lane();
+  const int width = params.channels / params.heads;
+  const int64_t column = tile.column0 + warp_column() * kWarpTile +
+                         Set::quad_place(lane) * Piece::kLaneColumns;
+  const int64_t first_channel = static_cast<int64_t>(tile.head) * width;
+  const bool has_bias = !kTransposed && params.bias != nullptr;
+  const bool has_residual = !kTransposed && params.residual != nullptr;
+  Element* const output = static_cast<Element*>(kTransposed ? params.dx : params.y) + first_channel;
+  const Element* const residual = static_cast<const Element*>(params.residual) + first_channel;
+
+#pragma unroll
+  for (int half_group = 0; half_group < 2 * kWarpGroups; ++half_group) {
+    const int group = half_group / 2, half = half_group % 2;
+    const int row = tile.row0 + group_row(group) + half * Set::kHalfRows + Set::value_row(lane);
+    const bool row_inside = row < params.tokens;
+    float bias = 0.0f;
+    if (has_bias && row_inside) {
+      bias = load_float(params.bias, params.weight_dtype,
+                        static_cast<int64_t>(tile.head) * params.context + row);
+    }
+    int64_t sample = column / width;
+    int channel = static_cast<int>(column - sample * width);
+#pragma unroll
+    for (int block = 0; block < 2 * kWarpGroups; block += Piece::kBlocks) {
+      const bool inside = row_inside && sample < params.batch;
+      float value[Piece::kBlocks][2];
+#pragma unroll
+      for (int i = 0; i < 2 * Piece::kBlocks; ++i)
+        value[i / 2][i % 2] = sum.at(group, half, block + i / 2, i % 2) + bias;
+      if (has_residual) {
+        const int64_t place =
+            sample * params.residual_batch_stride + row * params.residual_token_stride + channel;
+        typename Piece::Bits added = {};
+        if (inside) added = *reinterpret_cast<const typename Piece::Bits*>(residual + place);
+        Piece::add(value, added);
+      }
+      const typename Piece::Bits bits = Piece::round(value);
+      const int64_t place = (sample * params.tokens + row) * params.channels + channel;
+      if (inside) __stcg(reinterpret_cast<typename Piece::Bits*>(output + place), bits);
+      for (channel += 8 * Piece::kBlocks; channel >= width; channel -= width) ++sample;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------ kernel
+
+template <typename Set, bool kTransposed>
+__global__ void __launch_bounds__(kThreads, kBlocksResident)
+    product_kernel(const TriangularConvParams params) {
+  if constexpr (Set::kIsHere) {
+    using Element = typename Set::Element;
+    using Fragments = typename Set::Fragments;
+    using Loader = ProductLoader<Element, kTransposed>;
+    using LeftLayout = typename Loader::WeightLayout;
+    using RightLayout = typename Loader::InputLayout;
+    constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
+    alignas(128) __shared__ unsigned char memory[Set::kSharedBytes];
+
+    const Tile tile = locate<kTransposed>(params, blockIdx.x);
+    Loader loader(params, tile);
+    const auto load = [&](auto& copies) {
+      if (!loader.done()) loader(copies);
+    };
+    typename Set::template Pipeline<LeftLayout, RightLayout, 16> pipeline(
+        memory, warp_column() * kWarpTile, load);
+
+    const auto slices = [](int tokens) { return (max(tokens, 0) + kSliceDepth - 1) / kSliceDepth; };
+    const int before = kTransposed ? 0 : slices(tile.row0);
+    const int diagonal = slices(min(params.tokens - tile.row0, kTile));
+    const int after = kTransposed ? slices(params.tokens - tile.row0 - kTile) : 0;
+    typename Set::Accumulator sum;
+    const auto multiply_row_group = [&](const Fragments& fragments, int group) {
+#pragma unroll
+      for (int column_group = 0; column_group < kWarpGroups; ++column_group) {
+        Set::template multiply_groups<LeftLayout, RightLayout>(sum, fragments, group,
+                                                               column_group);
+      }
+    };
+    const auto multiply_all = [&](const Fragments& fragments) {
+#pragma unroll
+      for (int group = 0; group < kWarpGroups; ++group) multiply_row_group(fragments, group);
+    };
+    // `lead`: first row of the tile - first token of the step. Skips the groups of 16 rows whose W
+    // is all zero, so that an infinity or NaN in x does not spread beyond its 16 tokens.
+    const auto multiply_triangle = [&](const Fragments& fragments, int lead) {
+      // lets the compiler resolve, in unrolled steps, which groups are skipped
+      __builtin_assume(warp_row() < 2);
+#pragma unroll
+      for (int group = 0; group < kWarpGroups; ++group) {
+        const int group_lead = lead + group_row(group);
+        // the largest row of W - column of W over the group's 16 rows and the step's tokens
+        const int most = kTransposed ? Set::kMmaDepth - 1 - group_lead : group_lead + 15;
+        if (most >= 0) multiply_row_group(fragments, group);
+      }
+    };
+    if constexpr (Set::kOneLoop) {
+      int lead = kTransposed ? 0 : tile.row0;
+      pipeline.run(before + diagonal + after, load, [&](const Fragments& fragments) {
+        const bool on_diagonal = kTransposed ? lead > -kTile : lead < Set::kMmaDepth;
+        on_diagonal ? multiply_triangle(fragments, lead) : multiply_all(fragments);
+        lead -= Set::kMmaDepth;
+      });
+    } else {
+      // When unrolled, each step on the diagonal knows which groups it skips. Measured: faster for
+      // forward, slower for grad-input.
+      constexpr int kUnrolled = kTransposed ? 1 : kTile / kSliceDepth;
+      pipeline.run(before, load, multiply_all);
+#pragma unroll(kUnrolled)
+      for (int slice = 0; slice < kTile / kSliceDepth; ++slice) {
+        if (slice >= diagonal) continue;
+        int lead = -slice * kSliceDepth;
+        pipeline.run(1, load, [&](const Fragments& fragments) {
+          multiply_triangle(fragments, lead);
+          lead -= Set::kMmaDepth;
+        });
+      }
+      pipeline.run(after, load, multiply_all);
+    }
+    store_result<Set, kTransposed>(sum, params, tile);
+  }
+}
+
+template <typename Set, bool kTransposed>
+cudaError_t launch_product(const TriangularConvParams& params) {
+  const int64_t blocks = row_tiles(params) * column_tiles(params) * params.heads;
+  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
+  product_kernel<Set, kTransposed>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
 
 }  // namespace tensor

@@ -5,15 +5,22 @@
 // or 16 of 32. (The rows of the left factor are rows of the result, those of the right factor its
 // columns.)
 //
-// The two sets of kernels differ in how they bring 16-byte vectors from global to shared memory. A
-// loader hands each vector to its `copies`, which have copy<Layout>(side, i, global, inside) for
-// the i-th vector of this thread in the slice of the left or the right factor: the vector at
-// `global`, or zeros if not `inside`; then `global` is not read.
+// The kernels are templates of a set, volta::Set or ampere::Set<Element>, which has
+//   kIsHere            whether this build's GPU has its instructions
+//   Pipeline           brings slices to shared memory, and fragments of them to registers
+//   Accumulator        a warp's part of the result
+//   multiply_groups    adds one product of fragments to 16 x 16 values of it
+//   value_row, quad_place and so on: where in the 16 x 16 a lane's values are
+//   kOneLoop           whether a product's steps are one loop, which takes fewer registers
+//
+// A loader hands each vector of 16 bytes to a pipeline's `copies`, which have copy<Layout>(side, i,
+// global, inside) for the i-th vector of this thread in the slice of the left or the right factor:
+// the vector at `global`, or zeros if not `inside`; then `global` is not read.
 #pragma once
 
 #include <type_traits>
 
-#include "triangle.cuh"
+#include "numeric.cuh"
 
 namespace tensor {
 
@@ -43,6 +50,15 @@ struct Sizes {
 };
 
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+// The same, read again at each call. Values that are used outside the main loop, or rarely inside
+// it, then occupy no registers in the loop.
+__device__ __forceinline__ int read_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ int warp_row() { return threadIdx.x / 64; }
 __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2; }
 

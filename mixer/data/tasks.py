@@ -1,0 +1,141 @@
+"""Tasks that show what a model can do. Their samples are made when they are asked for:
+
+copy     random tokens, a separator, and the same tokens again
+recall   key-value pairs among random tokens, then each key again with its value, in another order
+         (multi-query associative recall, arXiv 2312.04927)
+needle   recall of one pair
+
+Only the answers are scored: the copied tokens, and the values at the end.
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mixer.common.errors import UserError
+from mixer.data.config import DataConfig, check
+from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
+from mixer.data.order import hash_number, mixed
+from mixer.data.tokenizer import END_OF_TEXT
+
+SAMPLES = {"train": 2**32, "validation": 2048}
+HASHED = 64  # samples of a split, by which it is told whether a later version makes the same ones
+STEP = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64, between two numbers of a sample
+
+
+class TaskSamples:
+    """One split of a task as samples of `context` tokens, in the place of a TokenFile.
+
+    A sample is a pure function of the task's settings, the split, the context and the sample's
+    index. It is made by arithmetic on 64-bit integers, and so is the same with every version of
+    numpy. Token 0 is EOS: the separator of a copy, and padding. The lower half of the other tokens
+    are keys, and the upper half are values and the random tokens around the pairs.
+
+    Raises UserError for more pairs than the context or the vocabulary has room for.
+    """
+
+    packed = False  # unlike packed text, only some targets are scored
+
+    def __init__(self, config: DataConfig, split: str, context: int):
+        self.task, self.context, self.vocabulary = config.source, context, config.vocab_size
+        self.keys = (config.vocab_size - 1) // 2
+        self.seed = np.uint64(hash_number(f"{config.source} {split}"))
+        self.samples, self.answers = SAMPLES[split], np.zeros(context + 1, dtype=bool)
+        most = min((context + 1) // 4, self.keys)
+        self.pairs = 1 if self.task == "needle" else config.pairs or most
+        if context < 3 or self.pairs > most:
+            raise UserError(
+                f"data.source = {self.task} with data.pairs = {config.pairs} does not fit into a "
+                f"context of {context} with data.vocab_size = {self.vocabulary}; allowed: a "
+                f"context of 3 or more, and at most {most} pairs"
+            )
+        if self.task == "copy":
+            self.copied = context // 2
+            self.answers[self.copied + 1 : 2 * self.copied + 1] = True
+        else:
+            self.body = context + 1 - 2 * self.pairs  # tokens before the questions
+            self.answers[self.body + 1 :: 2] = True
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def batch(self, indices) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of the samples `indices`, each int64 (batch, context); targets that
+        are no answers are -100.
+        """
+        rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
+        make = self._copy if self.task == "copy" else self._recall
+        make(rows, np.asarray(indices, dtype=np.uint64))
+        rows = torch.from_numpy(rows)
+        targets = rows[:, 1:].masked_fill(torch.from_numpy(~self.answers[1:]), -100)
+        return rows[:, :-1].contiguous(), targets
+
+    def _copy(self, rows: np.ndarray, indices: np.ndarray) -> None:
+        (drawn,) = self._draws(indices, self.copied)
+        rows[:, : self.copied] = 1 + drawn % np.uint64(self.vocabulary - 1)
+        rows[:, self.copied + 1 : 2 * self.copied + 1] = rows[:, : self.copied]
+
+    def _recall(self, rows: np.ndarray, indices: np.ndarray) -> None:
+        body, pairs = self.body, self.pairs
+        drawn, keys, places, order = self._draws(indices, body, self.keys, body // 2, pairs)
+        first = 1 + self.keys  # the first value
+        rows[:, :body] = first + (drawn % np.uint64(self.vocabulary - first)).astype(np.int64)
+        keys, places = 1 + _shuffled(keys, pairs), 2 * _shuffled(places, pairs)
+        np.put_along_axis(rows, places, keys, axis=1)  # before what is then its value
+        values, order = np.take_along_axis(rows, places + 1, axis=1), _shuffled(order, pairs)
+        rows[:, body::2] = np.take_along_axis(keys, order, axis=1)
+        rows[:, body + 1 :: 2] = np.take_along_axis(values, order, axis=1)
+
+    def _draws(self, indices: np.ndarray, *counts: int) -> list[np.ndarray]:
+        """Arrays of random 64-bit numbers, (batch, count) for each of `counts`."""
+        places = np.arange(1, sum(counts) + 1, dtype=np.uint64) * STEP
+        drawn = mixed(mixed(indices ^ self.seed)[:, None] + places)
+        return np.split(drawn, np.cumsum(counts)[:-1], axis=1)
+
+
+def _shuffled(drawn: np.ndarray, count: int) -> np.ndarray:
+    """(batch, n) random numbers -> (batch, count) different integers below n."""
+    return np.argsort(drawn, axis=1, kind="stable")[:, :count]
+
+
+def task_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Token 17 is the word 17."""
+    words = {END_OF_TEXT: 0} | {str(number): number for number in range(1, vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def open_task(
+    config: DataConfig, context: int
+) -> tuple[Manifest, list[TaskSamples], PreTrainedTokenizerFast]:
+    """A task in the place of prepared data: what its manifest would say, both splits, and the
+    tokenizer. Raises UserError for settings that do not go together.
+    """
+    check(config)
+    splits = [TaskSamples(config, split, context) for split in SPLITS]
+    tokenizer = task_tokenizer(config.vocab_size)
+    specification = tokenizer.backend_tokenizer.to_str()
+    values = {
+        "dtype": "int64",
+        "vocab_size": config.vocab_size,
+        "eos_token_id": 0,
+        "tokenizer_sha256": hashlib.sha256(specification.encode()).hexdigest(),
+        "tokenizer_bytes": 0,
+        "settings": {name: getattr(config, name) for name in ("source", "vocab_size", "pairs")},
+        "splits": dict(zip(SPLITS, map(_recorded, splits), strict=True)),
+    }
+    return Manifest(**values, fingerprint=fingerprint(values)), splits, tokenizer
+
+
+def _recorded(samples: TaskSamples) -> SplitManifest:
+    """Counts of a split; its tokens are the answers."""
+    tokens = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
+    answers = len(samples) * int(samples.answers.sum())
+    sizes = {"bytes": 0, "words": 0, "tokens": answers, "max_token_id": samples.vocabulary - 1}
+    return SplitManifest(
+        len(samples), **sizes, tokens_sha256=tokens.hexdigest(), documents_sha256=""
+    )

@@ -1,0 +1,82 @@
+"""Texts as vectors, for retrieval (arXiv 2409.01482): the state of a text's last token, the loss of
+pairs of texts, and how often a text finds its partner.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+CANDIDATES = (32, 1024, 8192)
+MOST_PAIRS = max(CANDIDATES)  # that are compared with each other
+
+
+def text_vectors(model: PreTrainedModel, texts: Tensor) -> Tensor:
+    """The states of the last tokens, divided by their norms.
+
+    texts: (batch, tokens) int64, with -100 behind the end of each, where no token of a causal model
+    can see it. Returns (batch, hidden) fp32.
+    """
+    states = model.base_model(texts.clamp(min=0), use_cache=False).last_hidden_state
+    last = ((texts >= 0).sum(1) - 1).clamp(min=0)
+    return F.normalize(states.take_along_dim(last[:, None, None], 1)[:, 0].float(), dim=-1)
+
+
+def info_nce(queries: Tensor, targets: Tensor, first: int, temperature: float) -> Tensor:
+    """-log p in nats of each query's own target, (queries,), with p a softmax over all targets'
+    cosines / temperature (arXiv 1807.03748).
+
+    queries, targets: (number, hidden), of norm 1; query i belongs to target first + i.
+    """
+    with torch.autocast(queries.device.type, enabled=False):  # bf16 has 8 bits for a cosine
+        scores = queries @ targets.T / temperature
+    own = torch.arange(first, first + len(queries), device=queries.device)
+    return F.cross_entropy(scores, own, reduction="none")
+
+
+def top1(queries: Tensor, targets: Tensor) -> dict[str, float]:
+    """The share of queries, (pairs, hidden), whose own target is the nearest of so many, up to the
+    number of pairs, as top1_of_32 and so on. Pairs are dealt out to groups of that size.
+    """
+    shares = {}
+    for count in CANDIDATES:
+        if groups := len(queries) // count:
+            # A group has every groups-th pair: neighbours, often of one document, are in others.
+            query, target = (
+                side[: count * groups].double().view(count, groups, -1).transpose(0, 1)
+                for side in (queries, targets)
+            )
+            nearest = (query @ target.mT).argmax(-1)  # (groups, count)
+            own = torch.arange(count, device=nearest.device)
+            shares[f"top1_of_{count}"] = (nearest == own).double().mean().item()
+    return shares
+
+
+@torch.no_grad()
+def pair_vectors(
+    embed: Callable[[Tensor, Tensor], Tensor],
+    pairs: Any,
+    count: int,
+    batch_size: int,
+    place: tuple[torch.device, int, int],
+) -> Tensor:
+    """(2, count, hidden) fp32: the vectors of `count` pairs, spread evenly over a PairFile. Those
+    that other processes compute are zero: the sum over all processes has all.
+
+    embed: from queries and targets, (batch, tokens) each, to vectors (2, batch, hidden); all
+    processes call it as often, and with one shape, which may be compiled.
+    place: this process's device, its number, and how many there are.
+    """
+    device, index, processes = place
+    parts, step = [], batch_size * processes
+    for start in range(0, count, step):
+        numbers = torch.arange(start, start + step).clamp(max=count - 1)
+        own = slice(index * batch_size, (index + 1) * batch_size)
+        batch = pairs.batch((numbers[own] * len(pairs) // count).tolist())
+        made = embed(*(texts.to(device) for texts in batch))
+        parts.append(made.new_zeros(2, step, made.shape[-1]))
+        parts[-1][:, own] = made
+    return torch.cat(parts, 1)[:, :count]

@@ -1,0 +1,336 @@
+"""train.objective=contrastive: texts become vectors by which they find their partners."""
+
+import json
+import math
+import random
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from launching import free_port, start_process
+from runs import FSDP, assert_same, read_lines
+from texts import quiet
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from mixer.common.errors import UserError
+from mixer.data.config import DataConfig
+from mixer.data.pairs import PairFile
+from mixer.data.prepare import prepare
+from mixer.data.tokenizer import load_tokenizer
+from mixer.evaluation.evaluate import EvalOptions, evaluate
+from mixer.export import export
+from mixer.models.architecture import ModelConfig, model_class, model_config
+from mixer.models.retrieval import info_nce, text_vectors, top1
+from mixer.training.config import load_config
+from mixer.training.loop import train
+from mixer.training.objective import Contrastive
+
+TEMPERATURE = 0.1
+MODELS = {
+    "flat": {},
+    "tied": {"tie_word_embeddings": True},
+    "lags": {"mixing_weight": "lags", "num_mixer_heads": 2},
+    "gated": {"mixer_gate": True, "num_mixer_heads": 2, "final_norm": True},
+    "keyed": {"mixer_key_size": 4, "num_mixer_heads": 2, "value_embeddings": 1},
+    "qwen3": {"architecture": "qwen3", "num_attention_heads": 2},
+    "llama": {"architecture": "llama", "num_attention_heads": 2},
+}
+CONTRASTIVE = ("name=pairs", "train.objective=contrastive", "model.max_position_embeddings=16")
+
+
+def model_of(kind: str):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 8}
+    config = model_config(ModelConfig(**(sizes | MODELS[kind])), vocab_size=50, eos_token_id=0)
+    torch.manual_seed(0)
+    return model_class(config)(config).double()
+
+
+def some_texts(pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 1 to 8 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(0, 50, (2, pairs, 8), generator=generator)
+    lengths = torch.randint(1, 9, (2, pairs, 1), generator=generator)
+    return tuple(texts.masked_fill(torch.arange(8) >= lengths, -100))
+
+
+def naive_loss(model, queries, targets) -> torch.Tensor:
+    """The mean InfoNCE, a text and a pair at a time."""
+
+    def vector(text):
+        states = model.base_model(text[text >= 0][None]).last_hidden_state
+        return states[0, -1] / states[0, -1].norm()
+
+    targets = [vector(text) for text in targets]
+    losses = []
+    for number, query in enumerate(map(vector, queries)):
+        powers = [torch.exp(query @ target / TEMPERATURE) for target in targets]
+        losses.append(-torch.log(powers[number] / sum(powers)))
+    return sum(losses) / len(losses)
+
+
+def gradients(loss: torch.Tensor, model) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
+
+
+@pytest.fixture
+def in_fp64(monkeypatch):
+    """What is computed in fp32 otherwise."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_loss_and_its_gradients_are_those_of_a_naive_one_whatever_the_lengths(kind, in_fp64):
+    model, texts = model_of(kind), some_texts(6)
+    wanted_loss = naive_loss(model, *texts)
+    wanted = gradients(wanted_loss, model)
+    loss = Contrastive(model, TEMPERATURE).train()(*texts).mean() / 16
+    assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-9)
+    found = gradients(loss, model)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-7, atol=1e-10)
+
+
+def gradients_of_a_share(rank: int, processes: int, port: int, file: str) -> None:
+    torch.Tensor.float = torch.Tensor.double
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=processes)
+    objective = Contrastive(model_of("gated"), TEMPERATURE, dist.group.WORLD).train()
+    parallel = DistributedDataParallel(objective)  # which takes means
+    own = (side.chunk(processes)[rank] for side in some_texts(6))
+    found = gradients(parallel(*own).mean() / 16, objective.model)
+    if rank == 0:
+        torch.save(found, file)
+    dist.destroy_process_group()
+
+
+def test_the_gradient_of_two_processes_is_that_of_one_with_the_whole_batch(tmp_path):
+    file = str(tmp_path / "gradients.pt")
+    port = free_port()
+    ranks = [start_process(gradients_of_a_share, rank, 2, port, file) for rank in range(2)]
+    for rank in ranks:
+        rank.join()
+    model = model_of("gated")
+    wanted, found = gradients(naive_loss(model, *some_texts(6)), model), torch.load(file)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-7, atol=1e-10)
+
+
+def test_top_1_is_counted_among_the_candidates_of_each_group():
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.nn.functional.normalize(torch.randn(1100, 8, generator=generator), dim=-1)
+    queries = targets + 0.2 * torch.randn(1100, 8, generator=generator)
+    nearest = [
+        (queries[first:1088:34] @ targets[first:1088:34].T).argmax(1) == torch.arange(32)
+        for first in range(34)
+    ]
+    scores = queries[:1024] @ targets[:1024].T
+    among_all = (scores.argmax(1) == torch.arange(1024)).float().mean().item()
+    shares = top1(queries, targets)
+    assert shares.keys() == {"top1_of_32", "top1_of_1024"}
+    assert shares["top1_of_32"] == pytest.approx(torch.cat(nearest).float().mean().item())
+    assert shares["top1_of_1024"] == pytest.approx(among_all)
+    assert 0.1 < shares["top1_of_1024"] < shares["top1_of_32"] < 1
+    same = torch.ones(64, 8)
+    assert top1(same, same)["top1_of_32"] == 1 / 32, "vectors that are all alike find nothing"
+    assert info_nce(same, same, 0, 0.02).mean().item() == pytest.approx(math.log(64))
+
+
+# ------------------------------------------------------------------------- data
+
+
+def made_pairs(count: int) -> list[dict]:
+    """Both texts of a pair end with the same two words and a full stop, after other words."""
+    generator = random.Random(0)
+    words = [one + other for one in "bcdfghjk" for other in "aeiou"]
+
+    def text(end: tuple[str, str]) -> str:
+        return " ".join([*generator.choices(words, k=generator.randint(0, 9)), *end, "."])
+
+    ends = generator.sample(list(permutations(words, 2)), count)
+    return [{"summary": text(end), "story": text(end)} for end in ends]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_the_two_fields_of_a_row_are_a_pair_and_stay_in_one_split(source, tmp_path):
+    rows = made_pairs(200)
+    rows[3] |= {"summary": "one\0<|endoftext|>"}
+    left_out = [{"summary": "alone"}, {"summary": " ", "story": "x"}]
+    table = Dataset.from_list(rows[:100] + left_out + rows[100:])
+    write = {"jsonl": table.to_json, "parquet": table.to_parquet}[source]
+    write(str(tmp_path / f"pairs.{source}"))
+    files = {"path": str(tmp_path / f"pairs.{source}"), "directory": str(tmp_path / "data")}
+    fields = {"text_field": "summary", "pair_field": "story", "vocab_size": 300}
+    said = []
+    prepare(DataConfig(source=source, validation_fraction=0.2, **files, **fields), said.append)
+    assert any("have no text in field 'summary' or 'story'" in line for line in said)
+    tokenizer, found = load_tokenizer(tmp_path / "data"), []
+    for split in ("train", "validation"):
+        pairs = PairFile(tmp_path / "data", split, context=20, say=quiet)
+        for query, target in zip(*pairs.batch(range(len(pairs))), strict=True):
+            found.append([tokenizer.decode(side[side >= 0]) for side in (query, target)])
+    assert len(found) == 200 and 20 < len(pairs) < 70
+    wanted = {
+        tuple(tokenizer.decode(tokenizer.encode(row[name])[:20]) for name in ("summary", "story"))
+        for row in rows[:3] + rows[4:]
+    }
+    assert wanted < set(map(tuple, found))
+    assert ["one <|endoftext|>", rows[3]["story"][:20]] in [[q, t[:20]] for q, t in found]
+
+
+def test_passages_of_books_are_pairs_with_the_next_one_and_share_no_token(tmp_path):
+    lengths = (3, 100, 64, 63, 200)
+    for number, length in enumerate(lengths):
+        text = "".join(chr(97 + (number + place) % 26) for place in range(length))
+        (tmp_path / f"{number}.txt").write_text(text)
+    (tmp_path / "other").write_text("z" * 99)
+    files = {"path": str(tmp_path / "*.txt"), "validation_path": str(tmp_path / "other")}
+    files |= {"directory": str(tmp_path / "data"), "vocab_size": 257}  # a token is a byte
+    prepare(DataConfig(source="text", **files), quiet)
+    pairs = PairFile(tmp_path / "data", "train", context=16, say=quiet)
+    assert len(pairs) == sum(length // 32 for length in lengths)
+    tokenizer = load_tokenizer(tmp_path / "data")
+    joined = torch.cat(pairs.batch(range(len(pairs))), dim=1)
+    found = "".join(tokenizer.decode(row) for row in joined)
+    wanted = [(tmp_path / f"{n}.txt").read_text()[: of // 32 * 32] for n, of in enumerate(lengths)]
+    assert found == "".join(wanted)
+    with pytest.raises(
+        UserError, match="no document in the validation split .* two passages of 50"
+    ):
+        PairFile(tmp_path / "data", "validation", context=50, say=quiet)
+
+
+# ------------------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def pairs_config(write_config, small_run, tmp_path):
+    """A run on pairs of texts that have two words in common."""
+    lines = [json.dumps(row) for row in made_pairs(1500)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    data = {"source": "jsonl", "path": str(tmp_path / "pairs.jsonl"), "vocab_size": 400}
+    data |= {"text_field": "summary", "pair_field": "story", "validation_fraction": 0.05}
+    data |= {"directory": str(tmp_path / "data")}
+    train = {"steps": 60, "batch_size": 32, "eval_every": 20, "eval_samples": 0}
+    optim = {"lr": 5e-3, "warmup_steps": 5}
+    return write_config(data=data, train=train, optim=optim)
+
+
+@pytest.mark.parametrize("architecture", ["masked_mixer", "qwen3"])
+def test_a_language_model_learns_to_find_partners_and_others_load_it(
+    pairs_config, architecture, tmp_path, capsys
+):
+    """From text to vectors, as docs/retrieval.md says."""
+    common = [CONTRASTIVE[2], f"model.architecture={architecture}"]
+    train(load_config(str(pairs_config), [*common, "name=language", "train.steps=20"]))
+    start = f"train.init_from={tmp_path / 'runs/language/step-20'}"
+    train(load_config(str(pairs_config), [*common, *CONTRASTIVE, start]))
+    run = tmp_path / "runs/pairs"
+    shares = [line["top1_of_32"] for line in read_lines(run) if "top1_of_32" in line]
+    assert len(shares) == 4 and shares[-1] > shares[0] + 0.2
+
+    checkpoint = run / "step-60"
+    head, before = (
+        AutoModelForCausalLM.from_pretrained(path).get_output_embeddings().weight
+        for path in (checkpoint, tmp_path / "runs/language/step-20")
+    )
+    assert torch.equal(head, before), "the output layer has no part in it"
+    capsys.readouterr()
+    evaluate([EvalOptions(checkpoint=str(checkpoint), pairs=str(tmp_path / "data"))])
+    (file,) = run.glob("retrieval-step-60-data*/report.json")
+    (report,) = json.loads(file.read_text())
+    assert report["top1_of_32"] == pytest.approx(shares[-1], abs=0.02)
+    assert "top1 of 32" in capsys.readouterr().out
+    saved = [checkpoint]
+    if architecture == "masked_mixer":
+        saved.append(tmp_path / "exported")
+        export(checkpoint, saved[1], "apache-2.0")
+    for directory in saved:
+        assert_transformers_has_the_same_vectors(directory)
+    pytest.importorskip("sentence_transformers")
+    for directory in saved:
+        assert_sentence_transformers_has_the_same_vectors(directory)
+
+
+TEXTS = ["ba", "ka and more", "bo cut at the context " * 9]
+
+
+def trained_vectors(checkpoint) -> np.ndarray:
+    """(3, hidden), of TEXTS as in training."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rows = torch.full((3, 16), -100)
+    ids = AutoTokenizer.from_pretrained(checkpoint)(TEXTS, truncation=True)["input_ids"]
+    for row, own in zip(rows, ids, strict=True):
+        row[: len(own)] = torch.tensor(own)
+    vectors = text_vectors(model, rows).detach().numpy()
+    assert np.abs(vectors[0] - vectors[1]).max() > 0.01
+    return vectors
+
+
+def assert_transformers_has_the_same_vectors(checkpoint) -> None:
+    model = AutoModel.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for side in ("left", "right"):
+        how = {"padding": True, "padding_side": side, "return_tensors": "pt"}
+        padded = tokenizer(TEXTS, truncation=True, **how)
+        states = model(**padded).last_hidden_state.detach()
+        last = padded["attention_mask"].cumsum(1).argmax(1)
+        found = torch.nn.functional.normalize(states[torch.arange(3), last], dim=-1)
+        np.testing.assert_allclose(found.numpy(), trained_vectors(checkpoint), atol=1e-5)
+
+
+def assert_sentence_transformers_has_the_same_vectors(checkpoint) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    loaded = SentenceTransformer(str(checkpoint), device="cpu")
+    for side in ("left", "right"):
+        loaded.tokenizer.padding_side = side
+        found = loaded.encode(TEXTS)
+        np.testing.assert_allclose(found, trained_vectors(checkpoint), atol=1e-5)
+
+
+def test_two_processes_learn_what_one_does_and_a_killed_run_ends_with_the_same_bits(
+    pairs_config, launch, tmp_path
+):
+    command = ("--config", pairs_config, *CONTRASTIVE, "train.steps=12", "train.eval_every=6")
+    launch(*command, "name=one").succeed()
+    two = (*command, "train.batch_size=16", "checkpoint.save_every=4", "optim.name=muon")
+    launch(*two, "name=whole", processes=2).succeed()
+    run = launch(*two, "name=killed", processes=2)
+    run.until(lambda: (tmp_path / "runs/killed/step-8").is_dir()).kill()
+    launch(*two, "name=killed", processes=2).succeed()
+    assert_same(tmp_path / "runs/killed", tmp_path / "runs/whole", 12)
+    launch(*command, "name=two", "train.batch_size=16", processes=2).succeed()
+    one, two = (read_lines(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert len(one) == len(two) == 12 + 3
+    for line, other in zip(one, two, strict=True):
+        for key in {"loss", "validation_loss", "grad_norm", "top1_of_32", "tokens"} & line.keys():
+            assert other[key] == pytest.approx(line[key], rel=1e-4), (line["step"], key)
+    assert one[-1]["tokens"] == 12 * 32 * 2 * 16
+
+
+def test_a_model_sharded_by_fsdp_learns_the_same(pairs_config, launch, tmp_path):
+    command = ("--config", pairs_config, *CONTRASTIVE, "train.steps=6", "train.eval_every=0")
+    launch(*command, "name=one").succeed()
+    launch(*command, "name=two", "train.batch_size=16", processes=2, environment=FSDP).succeed()
+    one, two = (read_lines(tmp_path / "runs" / name) for name in ("one", "two"))
+    for line, other in zip(one, two, strict=True):
+        for key in {"loss", "validation_loss", "grad_norm"} & line.keys():
+            assert other[key] == pytest.approx(line[key], rel=1e-4), (line["step"], key)
+
+
+def test_what_cannot_be_contrastive_is_refused(pairs_config, write_config, finished):
+    with pytest.raises(UserError, match="would not see each other; allowed: 1"):
+        more = "train.gradient_accumulation_steps=2"
+        load_config(str(pairs_config), [*CONTRASTIVE, more])
+    with pytest.raises(
+        UserError, match="train.objective is 'language' in the checkpoint, now 'contr"
+    ):
+        train(load_config(str(write_config()), ["train.objective=contrastive", "train.steps=14"]))
