@@ -20,7 +20,7 @@ from accelerate.utils import (
 )
 from torch import Tensor
 
-from mixer.common.errors import UserError, end_at_interrupt
+from mixer.common.errors import UserError, end_at_interrupt, first_line
 from mixer.common.ranks import is_launched
 
 LOST_CONTACT = (
@@ -167,10 +167,12 @@ def leave_with_error(error: BaseException) -> None:
     if first:
         told = [f"error: {error}\n"]
         text = "".join(told if isinstance(error, UserError) else traceback.format_exception(error))
+        said = f"process {rank} failed:\n{text}"
         if any(sign in text for sign in LOST_CONTACT):
-            text += "another process of this run ended without saying why: it was killed, "
-            text += "for example by the system for lack of memory\n"
-        print(f"process {rank} failed:\n{text}", end="", file=sys.stderr)
+            said = f"process {rank} ends, as another process of this run ended without saying why: "
+            said += "it was killed, for example by the system for lack of memory "
+            said += f"({first_line(error)})\n"
+        print(said, end="", file=sys.stderr)
     else:
         print(f"process {rank} ends, as another process failed first", file=sys.stderr)
     sys.stdout.flush()

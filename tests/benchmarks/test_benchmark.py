@@ -5,6 +5,7 @@ wrong backend.
 import inspect
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -250,16 +251,24 @@ def test_a_training_step_is_timed(tmp_path):
 
 
 @pytest.mark.slow
-def test_scaling_runs_the_trainer_on_one_and_on_two_processes(tmp_path):
-    script, output = ROOT / "benchmarks" / "scaling.py", tmp_path / "scaling"
-    options = ["--models", "flat", "--samples", "2", "--processes", "1,2", "--repeats", 1]
-    options += ["--window", 1, "--precision", "no", "--output", output, "--commit", "abc123"]
-    small = ["model.hidden_size=16", "model.num_hidden_layers=1", "train.compile=no"]
-    small += [f"data.directory={tmp_path / 'data'}", "data.max_documents=20", "data.vocab_size=400"]
+def test_what_several_processes_do_together_is_measured_once(tmp_path):
+    script, output = ROOT / "benchmarks" / "several_gpus.py", tmp_path / "several"
+    options = ["--processes", "1,2", "--repeats", 1, "--kills", 1, "--output", output]
+    options += ["--only", "start", "fsdp", "kill", "resume", "--commit", "abc123"]
+    small = ["model.hidden_size=16", "model.num_hidden_layers=1", "train.mixed_precision=no"]
+    small += ["model.max_position_embeddings=32", "data.max_documents=20", "data.vocab_size=400"]
     small += ["data.validation_fraction=0.5"]
-    done = run_python(script, *options, *small, output=tmp_path / "printed")
+    command = [script, *options, *small]
+    done = run_python(*command, output=tmp_path / "printed", patience=600)
     assert done.returncode == 0, done.stdout
     result, text = results(output)
-    assert [(row["samples"], row["gpus"]) for row in result["rows"]] == [(2, 1), (2, 2)]
-    assert all(row["tokens_per_second"][0] > 0 for row in result["rows"])
-    assert "| flat | 2 x 512 | 1 |" in text and "commit abc123" in text
+    start, ddp, fsdp, kill, resume = result["rows"].values()
+    (said,) = start["said"]
+    assert re.fullmatch(r"rank [01] made data in [0-9.]+ s", said)
+    assert ddp["tokens_per_second"] > 0 < fsdp["tokens_per_second"] and ddp["tokens"] == 32 * 32
+    assert kill["the same bits"] and kill["left alive"] == [0]
+    assert kill["named by the launcher"] == kill["killed ranks"]
+    assert resume["losses"] == 10 and resume["most apart (relative)"] < 1e-5
+    assert "| hidden size 2048, FSDP | 1,024 | 2 |" in text and "commit abc123" in text
+    again = run_python(*command, output=tmp_path / "again")
+    assert again.returncode == 0 and again.stdout.strip() == text.strip()

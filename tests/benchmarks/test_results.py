@@ -13,6 +13,7 @@ REPORTS = {
     "keyed_mixing": "keyed_mixing",
     "model_sizes": "mixer.comparison.report",
     "recipe": "mixer.comparison.report",
+    "several_gpus": "several_gpus",
     "token_mixing": "token_mixing_report",
     "training_step": "training_step",
 }

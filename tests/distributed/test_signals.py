@@ -197,6 +197,7 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named_as_the_cause(
     ranks.ranks[0].join(60)
     assert ranks.ranks[0].exitcode == 1 and time.monotonic() - began < 30
     assert "another process of this run ended without saying why: it was killed" in ranks.output
+    assert "process 0 failed" not in ranks.output and "Traceback" not in ranks.output
 
 
 def test_a_configuration_error_is_shown_once_by_several_processes(write_config, launch):

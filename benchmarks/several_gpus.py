@@ -1,0 +1,298 @@
+"""What the GPUs of one host do together, by real runs of train.py:
+
+    python benchmarks/several_gpus.py --output PATH [--processes 1,2,4,8] [--only PART ...] \\
+        [--repeats 3] [--kills 5] [section.key=value ...]
+
+start   All processes start at once, without data and kernels: which of them makes these.
+speed   Tokens/s with DDP on several GPUs against so many times one.
+fsdp    Tokens/s and memory with FSDP against DDP, at hidden size 2048.
+kill    One process gets SIGKILL at a random step, and the same command goes on; several times.
+        Whether the run ends with the bits of the undisturbed one, which is that of `start`.
+resume  Half of the processes go on from a checkpoint of all, then all again, with the same global
+        batch: how far the losses are from those of the undisturbed run.
+
+All parts but `speed` take the largest number of processes. Speeds are measured in rounds. A run's
+tokens/s are the median of its windows of logged steps after the first, which holds the start.
+
+PATH.json has each row when it is measured, and the same command measures those that are missing.
+PATH-runs has data, kernels and runs, and can be deleted. Without a GPU the processes are on CPUs;
+then give overrides for a small model.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+from saving import file_of, markdown, measured_by, numbers, origin, parser_of, save
+
+from mixer.common.checksums import sha256
+from mixer.common.errors import UserError, run_command
+from mixer.common.provenance import ROOT
+from mixer.common.yaml_file import read_yaml
+from mixer.reporting.metrics_file import read_metrics, series
+
+PARTS = ("start", "speed", "fsdp", "kill", "resume")
+# The text of configs/comparison.yaml, which is on every machine.
+TEXT = ["data.source=builtin", "data.path=", "data.subset=packages", "data.max_documents=5200"]
+TEXT += ["data.validation_fraction=0.02", "model.max_position_embeddings=512"]
+TEXT += ["train.eval_every=0", "train.eval_samples=8"]
+FLAT = ["--config", "configs/comparison.yaml", *TEXT]
+KEYED = ["--config", "configs/keyed.yaml", *TEXT]
+KEYED += ["model.mixing_weight=lags", "optim.shared_lags=false"]
+LARGE = [*FLAT, "model.hidden_size=2048"]
+SPEEDS = [("flat", FLAT, 32), ("flat", FLAT, 128), ("keyed by lag", KEYED, 128)]
+WINDOWS, WINDOW_SAMPLES = 5, 640  # logged windows after the first, samples of a GPU in each
+MEASURED = ("tokens_per_second", "peak_memory_gb")  # of a window, as the metrics have them
+# What accelerate launch tells its processes where its configuration file asks for FSDP.
+ASKED = read_yaml(ROOT / "configs/accelerate/1x8_fsdp.yaml")["fsdp_config"]
+FSDP = {"ACCELERATE_USE_FSDP": "true"} | {key.upper(): str(ASKED[key]) for key in ASKED}
+
+# The run that is killed or goes on with other processes, and the undisturbed one.
+SAVE, STEPS, BATCH = 50, 350, 64
+SMALL = [*FLAT, "model.hidden_size=512", "model.num_hidden_layers=4", "logging.log_every=10"]
+SMALL += ["optim.schedule=constant", "optim.warmup_steps=10"]
+SMALL += [f"checkpoint.save_every={SAVE}", "checkpoint.keep=100"]
+PATIENCE = 60  # seconds in which all processes must end when one was killed
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    counts = [count for count in (1, 2, 4, 8) if count <= max(2, torch.cuda.device_count())]
+    add("--processes", type=numbers, default=counts)
+    add("--only", nargs="+", choices=PARTS, default=PARTS)
+    add("--repeats", type=int, default=3, help="rounds of speeds")
+    add("--kills", type=int, default=5, choices=range(1, STEPS // SAVE - 1))
+    options, overrides = parser.parse_known_args()
+    if options.processes[0] != 1 or options.processes[-1] == 1:
+        raise UserError(f"--processes {options.processes}; allowed: 1 and larger numbers after it")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # ends the run of the moment, too
+    file, folder = (file_of(options.output, end) for end in (".json", "-runs"))
+    bench = Bench(folder.absolute(), overrides, options.processes[-1])
+    result = measured_by(options) | {"rows": {}}
+    if file.exists():
+        before = json.loads(file.read_text())
+        if before["commit"] != result["commit"]:
+            raise UserError(f"{file} was measured at another commit; give another --output")
+        result["rows"] = before["rows"]
+    for name, measure in measurements(bench, options).items():
+        if name not in result["rows"] and name.split()[0] in options.only:
+            result["rows"][name] = measure()
+            print(name, result["rows"][name], flush=True)
+            save(result, table(result), options.output)
+    print(table(result))
+
+
+def measurements(bench: "Bench", options: argparse.Namespace) -> dict[str, Callable[[], dict]]:
+    """What measures each row, by its name, which begins with the part."""
+    found = {"start": partial(start, bench)}
+    for number in range(1, options.repeats + 1):
+        for model, settings, samples in SPEEDS:
+            against = f"speed {model} {samples}, 1, round {number}"
+            for count in options.processes:
+                row = {"model": model, "samples": samples, "gpus": count, "against": against}
+                name = f"speed {model} {samples}, {count}, round {number}"
+                found[name] = partial(speed, bench, row, settings)
+        for engine, environment in (("DDP", {}), ("FSDP", FSDP)):
+            row = {"model": f"hidden size 2048, {engine}", "samples": 32, "gpus": bench.count}
+            row["against"] = f"fsdp DDP, round {number}"
+            name = f"fsdp {engine}, round {number}"
+            found[name] = partial(speed, bench, row, LARGE, **environment)
+    found["kill"] = partial(kill, bench, options.kills)
+    return found | {"resume": partial(resume, bench)}
+
+
+# ------------------------------------------------------------------------- runs
+
+
+@dataclass
+class Bench:
+    """Starts runs on several processes by torchrun, as users do. Each row is measured by some.
+
+    folder: of the runs' directories, outputs (NAME.txt), data and kernels.
+    overrides: of all runs. They go after a run's own settings.
+    count: the largest number of processes.
+    """
+
+    folder: Path
+    overrides: list[str]
+    count: int
+
+    @contextmanager
+    def run(
+        self, name: str, count: int, settings: list[str], program="train.py", **environment: str
+    ) -> Iterator[subprocess.Popen]:
+        """The launcher of a run. It is stopped if the block fails."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        command = [sys.executable, *(torchrun if count > 1 else []), program, *settings]
+        command += [*self.overrides, f"name={name}", f"output_dir={self.folder}"]
+        command += [f"data.directory={self.folder}/data"]
+        environment = os.environ | {"MIXER_CACHE": f"{self.folder}/cache"} | environment
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / f"{name}.txt", "w") as output:
+            to_file = {"stdout": output, "stderr": subprocess.STDOUT}
+            launcher = subprocess.Popen(command, cwd=ROOT, env=environment, **to_file)
+        try:
+            yield launcher
+        finally:
+            launcher.terminate()
+            launcher.wait()
+
+    def until(self, happened: Callable[[], bool], launcher: subprocess.Popen, name: str) -> None:
+        """Waits for what a run brings about. Raises UserError if it has ended before."""
+        while not happened():
+            if launcher.poll() is not None and not happened():
+                raise UserError(f"the run {name} has ended:\n{self.printed(name)[-4000:]}")
+            time.sleep(0.005)
+
+    def whole_run(self, name: str, *arguments, **environment: str) -> None:
+        with self.run(name, *arguments, **environment) as launcher:
+            self.until(lambda: launcher.poll() == 0, launcher, name)
+
+    def printed(self, name: str) -> str:
+        return (self.folder / f"{name}.txt").read_text()
+
+    def step(self, name: str) -> int:
+        """The last step that a run has logged; 0 before the first."""
+        metrics = self.folder / name / "metrics.jsonl"
+        steps = re.findall('"step": ([0-9]+)', metrics.read_text()) if metrics.exists() else []
+        return int(steps[-1]) if steps else 0
+
+    def fresh(self, name: str) -> Path:
+        """A directory of the folder, once it is gone."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        return self.folder / name
+
+    def undisturbed(self) -> Path:
+        """The run of `start`."""
+        run = self.folder / "undisturbed"
+        if not (run / f"step-{STEPS}").exists():
+            start(self)
+        return run
+
+
+# ------------------------------------------------------------------------- parts
+
+
+def start(bench: Bench) -> dict:
+    for name in ("data", "cache", "undisturbed"):
+        run = bench.fresh(name)
+    began, arguments = time.monotonic(), (run.name, bench.count, small(BATCH))
+    with bench.run(*arguments, program="benchmarks/noting.py") as launcher:
+        bench.until(lambda: bench.step(run.name) > 0, launcher, run.name)
+        seconds = round(time.monotonic() - began, 1)
+        bench.until(lambda: launcher.poll() == 0, launcher, run.name)
+    said = re.findall("^rank .* made .*|^.*: auto takes .*", bench.printed(run.name), re.MULTILINE)
+    return {"processes": bench.count, "seconds to the first loss": seconds, "said": said}
+
+
+def small(samples: int, steps: int = STEPS) -> list[str]:
+    return [*SMALL, f"train.batch_size={samples}", f"train.steps={steps}"]
+
+
+def speed(bench: Bench, row: dict, settings: list[str], **environment: str) -> dict:
+    """row: what is measured, and the name of the row that it is set against."""
+    window = max(WINDOW_SAMPLES // row["samples"], 1)
+    settings = [*settings, f"train.batch_size={row['samples']}", "optim.warmup_steps=1"]
+    settings += [f"train.steps={window * (WINDOWS + 1)}", f"logging.log_every={window}"]
+    settings += ["checkpoint.save_every=0", "checkpoint.save_last=false"]
+    run = bench.fresh("speed")
+    bench.whole_run(run.name, row["gpus"], settings, **environment)
+    windows = [line for line in read_metrics(run) if "loss" in line][1:]
+    row |= {key: median(line[key] for line in windows) for key in MEASURED}
+    return row | {"tokens": windows[0]["tokens"] // windows[0]["step"] // row["gpus"]}
+
+
+def kill(bench: Bench, kills: int) -> dict:
+    wanted, run, drawn = bench.undisturbed(), bench.fresh("killed"), random.Random(0)
+    arguments, ends = (run.name, bench.count, small(BATCH)), []
+    for number in range(1, kills + 1):
+        # The lines of steps after the last save are there until the run has begun again.
+        step = max(SAVE * number + drawn.randrange(SAVE), bench.step(run.name) + 1)
+        with bench.run(*arguments) as launcher:
+            bench.until(lambda step=step: bench.step(run.name) >= step, launcher, run.name)
+            bench.until(lambda: any(run.glob("step-*[0-9]")), launcher, run.name)
+            rank, step = drawn.randrange(bench.count), bench.step(run.name)
+            ends.append({"killed ranks": rank, "after steps": step} | end(launcher, rank))
+        cause = re.search(r"Root Cause.*?rank +: (\d+)", bench.printed(run.name), re.DOTALL)
+        ends[-1]["named by the launcher"] = cause and int(cause[1])
+    bench.whole_run(*arguments)
+    row = {"processes": bench.count, "the same bits": outcome(run) == outcome(wanted)}
+    return row | {key: [one[key] for one in ends] for key in ends[0]}
+
+
+def end(launcher: subprocess.Popen, rank: int) -> dict:
+    """Kills a process of a run. The others must end by themselves; those that have not in PATIENCE
+    are killed, too.
+    """
+    processes, began = psutil.Process(launcher.pid).children(), time.monotonic()
+    next(one for one in processes if one.environ()["RANK"] == str(rank)).kill()
+    _, alive = psutil.wait_procs([*processes, psutil.Process(launcher.pid)], PATIENCE)
+    seconds = round(time.monotonic() - began, 1)
+    for process in alive:
+        process.kill()
+    return {"seconds to the end": seconds, "left alive": len(alive)}
+
+
+def outcome(run: Path) -> tuple:
+    """All losses, and the SHA-256 of the last checkpoint's weights and optimizer state."""
+    files = sorted((run / f"step-{STEPS}").rglob("*.safetensors"))
+    return series(read_metrics(run), "loss"), [(file.name, sha256(file)) for file in files]
+
+
+def resume(bench: Bench) -> dict:
+    wanted, run = bench.undisturbed(), bench.fresh("resumed")
+    half, steps = bench.count // 2, (STEPS - 2 * SAVE, STEPS - SAVE)
+    begin = f"checkpoint.resume={wanted}/step-{steps[0]}"
+    bench.whole_run(run.name, half, [*small(2 * BATCH, steps[1]), begin])
+    bench.whole_run(run.name, bench.count, small(BATCH))
+    ours, theirs = (dict(zip(*outcome(one)[0], strict=True)) for one in (run, wanted))
+    apart = [abs(ours[step] / theirs[step] - 1) for step in ours]
+    row = {"processes": [bench.count, half, bench.count], "losses": len(apart)}
+    return row | {"most apart (relative)": float(f"{max(apart):.1e}")}
+
+
+# ------------------------------------------------------------------------- report
+
+
+def table(result: dict) -> str:
+    rows, speeds, told = result["rows"], {}, []
+    for name, row in rows.items():
+        if "model" in row:
+            speeds.setdefault((row["model"], row["tokens"], row["gpus"]), []).append(row)
+        else:
+            told.append(f"- **{name}**: " + "; ".join(f"{key} {row[key]}" for key in row))
+    head = ["model", "tokens a GPU", "GPUs", "tokens/s", "share of perfect, or of DDP"]
+    lines = []
+    for (model, tokens, count), rounds in speeds.items():
+        rate, memory = (median(row[key] for row in rounds) for key in MEASURED)
+        shares = [share(row, rows[row["against"]]) for row in rounds]
+        cells = [model, f"{tokens:,}", str(count), f"{rate:,.0f}", f"{median(shares):.3f}"]
+        apart = f"{min(shares):.3f} to {max(shares):.3f}"
+        lines.append([*cells, apart, f"{memory:.1f}"])
+    found = markdown([*head, "over the rounds", "GB"], lines)
+    return "\n".join([found, "", *told, "", f"Measured on {origin(result)}.", ""])
+
+
+def share(row: dict, other: dict) -> float:
+    """Tokens/s of a GPU as a share of those of another row."""
+    return row["tokens_per_second"] / row["gpus"] / (other["tokens_per_second"] / other["gpus"])
+
+
+if __name__ == "__main__":
+    run_command(main)
