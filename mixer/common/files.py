@@ -39,15 +39,20 @@ def whole_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def whole_directory(directory: Path, new: bool = False) -> Iterator[Path]:
     """`whole_file` for several files: what is written into the directory that it yields appears in
-    `directory` when all of it is on the disk. Files of the same names are replaced, and others
-    stay. With `new`, `check_new` is asked again, as another process may have written there.
+    `directory` when all of it is on the disk, with the directory itself if that is new. In one that
+    exists, files of the same names are replaced one by one, and others stay. With `new`,
+    `check_new` is asked again, as another process may have written there.
     """
-    # Inside the directory, which may be a mounted disk.
-    with _all_or_nothing(directory, directory / directory.resolve().name) as stage:
+    # Inside a directory that exists, which may be a mounted disk.
+    inside = directory / directory.resolve().name if directory.is_dir() else directory
+    with _all_or_nothing(directory, inside) as stage:
         if new:
             check_new(directory)
         stage.mkdir()
         yield stage
+        if not directory.is_dir():
+            publish(stage, directory)
+            return
         _let_others_read(*stage.iterdir())
         flush_tree(stage)
         for file in stage.iterdir():

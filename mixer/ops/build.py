@@ -68,7 +68,6 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
         compiler = find_compiler()
         flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
         with whole_directory(directory) as stage:
-            directory.chmod(0o755)  # whatever the umask: others must not write there
             if rebuild or not path.exists():  # no other process has built it meanwhile
                 build(stage, sources, compiler, flags, directory.with_suffix(".failed.log"))
     return path
@@ -117,6 +116,7 @@ def build(
     architecture = flags[-1].rpartition("=")[2]
     said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
     print(said, file=sys.stderr, flush=True)
+    directory.chmod(0o755)  # whatever the umask: others must not write there
     work = directory / "objects"
     work.mkdir()
     (work / "build.ninja").write_text(ninja_file(sources, compiler, flags))
