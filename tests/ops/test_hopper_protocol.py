@@ -19,7 +19,7 @@ UNITS = ["hopper_forward", "hopper_grad_input", "hopper_grad_weight"]
 JOBS = 2
 CASES = 45  # of each plan, each in a process of its own
 # This seed shows all mistakes soon, and a run ends at the first failure.
-MUTANT_SEED, MUTANT_CASES = 3, 300
+MUTANT_SEED, MUTANT_CASES = 3, 1500
 PLANS = {"resident": (1, 256), "resident_alone": (257, 512), "streamed": (513, 2000)}  # tokens
 
 pytestmark = needs_nvcc
