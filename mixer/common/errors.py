@@ -25,12 +25,6 @@ class NotFinite(UserError):
     """
 
 
-class Interrupted(UserError):
-    """Work ended by what is outside of it, such as a network or a killed process: given the same
-    command again, it goes on from what is done.
-    """
-
-
 # What a system refuses for reasons outside of the program: no space, no access, a broken disk, a
 # path that cannot be, or output whose reader has ended.
 SYSTEM_REFUSALS = {

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,10 @@ from mixer.common.errors import UserError
 from mixer.common.file_systems import if_supported
 from mixer.common.locks import locked, missing_directories, remove_empty
 from mixer.common.options import is_plain_text
+from mixer.common.ranks import rank
+from mixer.common.say import say_on_stderr
 
+STAGE = ".partial-"  # the names of what is being written begin with this
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
@@ -83,9 +87,18 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
     UserError about `output`.
     """
     missing = missing_directories(place.parent)
-    stage = place.with_name(f".partial-{place.name}")
+    # The host is in the name because locks do not reach across machines on every file system.
+    stage = place.with_name(f"{STAGE}{socket.gethostname()}-{place.name}")
+    lock = place.with_name(f"{STAGE}{place.name}.lock")
+
+    def waiting() -> None:
+        if rank() == 0:
+            say_on_stderr(
+                f"waiting for another process, which writes {output} ({lock} is its lock)"
+            )
+
     try:
-        with locked(place.with_name(f".partial-{place.name}.lock")):
+        with locked(lock, waiting):
             try:
                 _remove(stage)  # what a killed process has left
                 yield stage
@@ -130,7 +143,7 @@ def check_new(output: Path) -> None:
     what `whole_directory` writes there or a killed one has left.
     """
     names = os.listdir(output) if output.is_dir() else []
-    filled = any(not name.startswith(".partial-") for name in names)
+    filled = any(not name.startswith(STAGE) for name in names)
     if filled or (output.exists() and not output.is_dir()):
         raise UserError(f"{output} exists already; choose another --output, or delete it")
     check_writable(output)

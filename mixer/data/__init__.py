@@ -1,13 +1,12 @@
 """From documents to batches, in the order of the data:
 
 config        the settings
-sources       where documents come from: files, or parts of a hub dataset
-readers       the texts of a part
-corpus        the documents of all parts, the split of each, and batches of them
+sources       where documents come from: files, or a hub dataset
+readers       the texts of a file or dataset
+corpus        the documents, and the split of each
 tokenizer     trained on them, or an existing one
-tokenise      a batch becomes tokens
-workers       processes that do this, in order
-token_writer  appends the tokens to the token files, and keeps how far it is
+workers       processes that do a task, in order
+tokenise      documents become token files
 manifest      what a directory of prepared data holds, and checks of it
 prepare       all of this, once for a directory
 token_file    a split of prepared data as samples

@@ -1,62 +1,20 @@
-"""The documents of a corpus: one iterator over them whatever the source, the split of each, and
-batches of them for the workers.
+"""The documents of a corpus: one iterator over them whatever the source, and the split of each.
 
 A document is one `str`. Sources are read as a stream, so memory use does not grow with the corpus.
 """
 
 import itertools
-import operator
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
-from mixer.data.config import DataConfig, check, validation_source
+from mixer.data.config import DataConfig, validation_source
 from mixer.data.readers import part_texts
 from mixer.data.sources import BETWEEN, Part, source_parts, text_hash
 
-Corpus = list[tuple[str, Part]]  # see corpus_parts
-FixedSplits = dict[int, str]  # the split by the hash of a text, see fixed_splits
 MOST_MISSING = 0.1  # share of rows without the text field; with more, that is no field of all rows
-BATCH_CHARACTERS = 1 << 20  # a batch has at least this many, but for the last one of a source
-
-
-def corpus_parts(config: DataConfig, say: Say = say_on_stderr) -> Corpus:
-    """(split, part) of all parts of the corpus, in the order of the documents. The split is ""
-    where each document has its own (`split_of`).
-
-    Raises UserError for a source that cannot be read, as early as that can be known.
-    """
-    check(config)
-    held_out = validation_source(config)
-    if held_out is None:
-        return [("", part) for part in source_parts(config, say)]
-    validation = source_parts(held_out, say, "data.validation_path")
-    # Errors in the validation text are found now, not after hours with the training text.
-    next(documents(validation, held_out))
-    training = source_parts(config, say)
-    _refuse_common_files(training, validation)
-    splits = {"train": training, "validation": validation}
-    return [(split, part) for split, parts in splits.items() for part in parts]
-
-
-def _refuse_common_files(training: list[Part], validation: list[Part]) -> None:
-    def files(parts: list[Part]) -> dict:  # by what all links to a file have in common
-        found = {part.file: os.stat(part.file) for part in parts if part.file}
-        return {(status.st_dev, status.st_ino): file for file, status in found.items()}
-
-    common = files(training).keys() & files(validation)
-    if common:
-        raise UserError(
-            f"{min(map(str, map(files(training).get, common)))} belongs to both data.path and "
-            "data.validation_path: the model would be validated on what it is trained on; move the "
-            "validation text out of data.path, or name the training files alone"
-        )
-
-
-# --- documents, and what is left out -----------------------------------------
 
 
 def is_document(text: str | None) -> bool:
@@ -73,7 +31,7 @@ def documents(
     parts: Iterable[Part], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
     """The documents of the parts, the first `max_documents` of them; with `blank`, texts of white
-    space count as documents. Says how many rows have no text.
+    space count as documents. Says at the end how many rows have no text.
 
     Raises UserError for text that is not UTF-8, too many rows without the text field, and where
     there is no document.
@@ -86,145 +44,104 @@ def documents(
             yield text
             if found == config.max_documents:
                 break
+    where = config.path or "the standard library"
     if not found:
-        raise _no_documents(config)
-    say_left_out(found, missing, config, say)
-
-
-def say_left_out(found: int, missing: int, config: DataConfig, say: Say) -> None:
-    """Says how many rows have no text beside the documents found. Raises UserError for too many."""
+        raise UserError(f"the corpus is empty: no document with text in {where}")
     names = " or ".join(map(repr, filter(None, (config.text_field, config.pair_field))))
-    field = f"have no text in field {names}"
-    problem = "are not UTF-8" if config.source == "builtin" else field
+    problem = "are not UTF-8" if config.source == "builtin" else f"have no text in field {names}"
+    left_out = f"{missing:,} of {found + missing:,} entries of {where} {problem}"
     if missing > MOST_MISSING * (found + missing):
         raise UserError(
-            f"{missing:,} of {found + missing:,} entries of {_where(config)} {problem}; at most "
-            f"{MOST_MISSING:.0%} may be left out. Give a field of all rows as data.text_field "
-            "(eval.py: --text-field), or remove the other rows"
+            f"{left_out}; at most {MOST_MISSING:.0%} may be left out. Give a field of all rows as "
+            "data.text_field (eval.py: --text-field), or remove the other rows"
         )
     if missing:
-        say(f"left out: {missing:,} of {found + missing:,} entries of {_where(config)} {problem}")
-
-
-def _no_documents(config: DataConfig) -> UserError:
-    return UserError(f"the corpus is empty: no document with text in {_where(config)}")
-
-
-def _where(config: DataConfig) -> str:
-    return config.path or "the standard library"
+        say(f"left out: {left_out}")
 
 
 # --- splits ------------------------------------------------------------------
 
 
-def split_of(text: str, validation_fraction: float, fixed: FixedSplits) -> str:
-    """The split of a document, where a share of the documents is held out: "train" or "validation".
-
-    It follows a hash of the text, so a document keeps its split when the corpus grows or is
-    reordered, and exact copies of it land in the same split.
-    """
-    hashed = text_hash(text)
-    by_hash = "validation" if hashed < validation_fraction * 2**64 else "train"
-    return fixed.get(hashed, by_hash)
-
-
-def fixed_splits(corpus: Corpus, config: DataConfig) -> FixedSplits:
-    """Two documents that `split_of` does not split by hash, so that neither split is empty: the
-    first is for training, the next that is no copy of it for validation. A corpus with a validation
-    text of its own has none, and neither has one whose first documents are held out.
-
-    Raises UserError for a corpus without a document for each split.
-    """
-    texts = _to_be_split(corpus, config)
-    split, first = next(texts, (None, None))
-    if first is None:
-        raise _no_documents(config)
-    if split:
-        if next(training_documents(corpus, config, {}), None) is None:
-            raise UserError(
-                f"data.validation_documents = {config.validation_documents} leaves no document of "
-                f"{_where(config)} for training; give fewer"
-            )
-        return {}
-    other = next((text for _, text in texts if text != first), None)
-    if other is None:
-        raise UserError(
-            f"the corpus ({config.source} {config.path}) is a single document (copies do not "
-            "count), so none is left for validation: each split holds whole documents. Give at "
-            "least two documents (a text file is one), or a validation text of its own "
-            "(data.validation_path, for the hub data.validation_split)"
-        )
-    return {text_hash(first): "train", text_hash(other): "validation"}
-
-
-def training_documents(corpus: Corpus, config: DataConfig, fixed: FixedSplits) -> Iterator[str]:
-    """The documents of the training split, in order."""
-    for split, text in _to_be_split(corpus, config):
-        if (split or split_of(text, config.validation_fraction, fixed)) == "train":
-            yield from texts_of(text, bool(config.pair_field))
-
-
-def _to_be_split(corpus: Corpus, config: DataConfig) -> Iterator[tuple[str, str]]:
-    """(split of its part, document) of all documents but those of a validation text of its own."""
-    corpus = [(split, part) for split, part in corpus if split != "validation"]
-    for row in rows(corpus, config, Place()):
-        if is_document(row.text):
-            yield row.split, row.text
-
-
-# --- rows, and batches of them for the workers -------------------------------
-
-
-class Place(NamedTuple):
-    """How far a corpus was read: `rows` rows of its part number `part`."""
-
-    part: int = 0
-    rows: int = 0
-
-
-class Row(NamedTuple):
-    split: str  # of its part or place; "" if each document has its own (`split_of`)
-    text: str | None
-    end: Place  # after it
-
-
 @dataclass(frozen=True)
-class Batch:
-    """The texts of consecutive rows, those that are no documents included."""
+class Corpus:
+    """What is prepared: a text of which some documents are held out, or a text for each split."""
 
-    split: str
-    texts: list[str | None]
-    end: Place
+    config: DataConfig
+    training: list[Part]
+    validation: list[Part]  # empty where the validation documents are some of `training`
 
+    @classmethod
+    def open(cls, config: DataConfig, say: Say = say_on_stderr) -> "Corpus":
+        """Finds the files. Raises UserError for a source that cannot be read, and a split without
+        a document, as early as that can be known.
+        """
+        validation, held_out = [], validation_source(config)
+        if held_out:
+            validation = source_parts(held_out, say, "data.validation_path")
+            # Errors in the validation text are found now, not after hours with the training text.
+            next(documents(validation, held_out))
+        corpus = cls(config, source_parts(config, say), validation)
+        corpus._refuse_common_files()
+        corpus._refuse_an_empty_split()
+        return corpus
 
-def rows(corpus: Corpus, config: DataConfig, start: Place, documents: int = 0) -> Iterator[Row]:
-    """The corpus from `start` on, before which there are `documents`. It ends at `max_documents`
-    (0: all), which a validation text of its own does not count for.
-    """
-    skip, held_out = start.rows, config.validation_documents
-    for number in range(start.part, len(corpus)):
-        split, part = corpus[number]
-        most = config.max_documents if split != "validation" else 0
-        if most and documents >= most:
-            continue
-        for row, text in enumerate(itertools.islice(part_texts(part), skip, None), skip + 1):
-            by_place = held_out and ("validation" if documents < held_out else "train")
-            yield Row(split or by_place or "", text, Place(number, row))
-            documents += is_document(text)
-            if most and documents == most:
-                break
-        skip = 0
+    def documents(self, say: Say) -> Iterator[tuple[str, str]]:
+        """(split, document) of all documents, in order. Says how many rows have no text."""
+        if self.validation:
+            for text in documents(self.validation, validation_source(self.config), say=say):
+                yield "validation", text
+        yield from self._of_training(say)
 
+    def training_texts(self) -> Iterator[str]:
+        """The texts of the documents of the training split, in order."""
+        for split, document in self._of_training():
+            if split == "train":
+                yield from texts_of(document, bool(self.config.pair_field))
 
-def batches(read: Iterable[Row]) -> Iterator[Batch]:
-    """Rows of one split each, in their order."""
-    for split, of_split in itertools.groupby(read, key=operator.attrgetter("split")):
-        texts, size = [], 0
-        for row in of_split:
-            texts.append(row.text)
-            size += 1 + len(row.text or "")
-            if size >= BATCH_CHARACTERS:
-                yield Batch(split, texts, row.end)
-                texts, size = [], 0
-        if texts:
-            yield Batch(split, texts, row.end)
+    def _of_training(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
+        """(split, document) of the documents in `training`.
+
+        Where a share of them is held out, the split follows a hash of the text, so a document keeps
+        its split when the corpus grows or is reordered, and exact copies land in the same split.
+        Neither split is empty: the first document is for training, and the next that is no copy of
+        it for validation.
+        """
+        first = other = None
+        for number, text in enumerate(documents(self.training, self.config, say=say)):
+            if self.validation:
+                held_out = False
+            elif self.config.validation_documents:
+                held_out = number < self.config.validation_documents
+            elif first is None or text == first:
+                first, held_out = text, False
+            elif other is None or text == other:
+                other, held_out = text, True
+            else:
+                held_out = text_hash(text) < self.config.validation_fraction * 2**64
+            yield "validation" if held_out else "train", text
+
+    def _refuse_an_empty_split(self) -> None:
+        found = {"validation"} if self.validation else set()
+        for split, _ in self._of_training():
+            found.add(split)
+            if len(found) == 2:
+                return
+        raise UserError(
+            f"the corpus ({self.config.source} {self.config.path}) has documents for "
+            f"{found.pop()} alone: each split holds whole documents, and copies stay on one side. "
+            "Give more documents (a text file is one), a smaller data.validation_documents, or a "
+            "validation text of its own (data.validation_path, for the hub data.validation_split)"
+        )
+
+    def _refuse_common_files(self) -> None:
+        def files(parts: list[Part]) -> dict:  # by what all links to a file have in common
+            found = {part.file: os.stat(part.file) for part in parts if part.file}
+            return {(status.st_dev, status.st_ino): file for file, status in found.items()}
+
+        training = files(self.training)
+        if common := training.keys() & files(self.validation):
+            raise UserError(
+                f"{min(str(training[file]) for file in common)} belongs to both data.path and "
+                "data.validation_path: the model would be validated on what it is trained on; move "
+                "the validation text out of data.path, or name the training files alone"
+            )

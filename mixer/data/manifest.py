@@ -14,8 +14,9 @@ and for both
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
@@ -24,10 +25,6 @@ from mixer.common.say import Say, say_on_stderr
 
 FORMAT = 1
 SPLITS = ("train", "validation")
-# Of manifest.json.
-KINDS = {"format": int, "fingerprint": str, "dtype": str, "vocab_size": int, "eos_token_id": int}
-KINDS |= {"tokenizer_sha256": str, "tokenizer_bytes": int, "settings": dict, "splits": dict}
-LATER_KINDS = {"tokenizer_files": dict, "tokenizer_loses": str}  # earlier versions wrote none
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class SplitManifest:
     bytes: int
     words: int
     tokens: int
-    max_token_id: int
     tokens_sha256: str
     documents_sha256: str
 
@@ -55,7 +51,6 @@ class Manifest:
     vocab_size: int
     eos_token_id: int
     tokenizer_sha256: str
-    tokenizer_bytes: int  # bytes of text the BPE was trained on; 0 for an existing tokenizer
     settings: dict
     splits: dict[str, SplitManifest]
     fingerprint: str
@@ -74,20 +69,14 @@ class Manifest:
                 f"{directory} holds no prepared data (no manifest.json); prepare it first, or "
                 "correct data.directory"
             )
-        remedy = f"delete {directory} and prepare again"
-        values = read_json(file, remedy, required=KINDS, optional=LATER_KINDS)
-        if values["format"] != FORMAT:
-            raise UserError(
-                f"{file} has format {values['format']}, this code reads {FORMAT}; delete "
-                f"{directory} and prepare again"
-            )
+        again = f"copy it again, or delete {directory} and prepare again"
+        values = read_json(file, again, required={"fingerprint": str})
         if values["fingerprint"] != fingerprint(values):
             raise UserError(
-                f"{file} is not what preparing wrote (its fingerprint differs); copy it again, "
-                f"or delete {directory} and prepare again"
+                f"{file} is not what preparing wrote (its fingerprint differs): {again}"
             )
-        splits = {name: SplitManifest(**counts) for name, counts in values["splits"].items()}
-        return cls(**values | {"splits": splits})
+        splits = {name: _known(SplitManifest, counts) for name, counts in values["splits"].items()}
+        return _known(cls, values | {"splits": splits})
 
     def verify(
         self, directory: str | Path, splits: Iterable[str] = (), say: Say = say_on_stderr
@@ -113,6 +102,11 @@ class Manifest:
         for name, problem in problems.items():
             remedy = f"put it back, or delete {directory} and prepare again"
             raise UserError(f"{directory / name} {problem}; {remedy}")
+
+
+def _known(kind: type, values: dict) -> Any:
+    """An instance of a dataclass; earlier versions wrote more values than it has."""
+    return kind(**{item.name: values[item.name] for item in fields(kind) if item.name in values})
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:

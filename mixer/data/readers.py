@@ -1,26 +1,23 @@
-"""The texts of a part of a source: a text a file, or a text a row. All are read as a stream, except
-for the file of a `text` source, which is one document.
-"""
+"""The texts of a part of a source: a text a file, or a text a row. Rows are read as a stream."""
 
 import bz2
 import codecs
+import glob
 import gzip
 import io
 import json
 import lzma
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mixer.common.errors import Interrupted, UserError, first_line, is_refusal
+from mixer.common.errors import UserError, first_line
 from mixer.data.config import DataConfig
-from mixer.data.sources import BETWEEN, COMPRESSED, Part, open_dataset, python_text
+from mixer.data.sources import BETWEEN, COMPRESSED, Part, python_text
 
 LONGEST_LINE = 1 << 30  # bytes; a line is held in memory
 PARQUET_ROWS = 256  # read at once
 ROWS_WITHOUT_FIELD = 1000  # a file that begins with this many has another field for its text
-WHITE_SPACE = re.compile(r"\s*")
 
 
 def part_texts(part: Part) -> Iterator[str | None]:
@@ -30,21 +27,14 @@ def part_texts(part: Part) -> Iterator[str | None]:
     Raises UserError for text that is not UTF-8, a file in which no row has the text field, a field
     that is not text, and whatever else cannot be read.
     """
-    config, number, unit = part.config, 1, "row"
-
-    def place() -> str:
-        is_one_text = config.source in ("builtin", "text")
-        return part.name if is_one_text else f"{unit} {number} of {part.name}"
-
+    number = 1
     try:
-        read = READERS[config.source]
-        if config.source == "jsonl" and _has_row_a_line(part.file):
-            read, unit = _line_texts, "line"
-        for text in read(part):
+        for text in READERS[part.config.source](part):
             if not isinstance(text, str | None):
                 raise UserError(
-                    f"field {config.text_field!r} of {place()} holds {type(text).__name__}, not "
-                    "text; give a field of text as data.text_field (eval.py: --text-field)"
+                    f"field {part.config.text_field!r} of row {number} of {part.name} holds "
+                    f"{type(text).__name__}, not text; give a field of text as data.text_field "
+                    "(eval.py: --text-field)"
                 )
             if text:
                 text.encode()  # half of a surrogate pair, which JSON can spell, is no text
@@ -52,19 +42,12 @@ def part_texts(part: Part) -> Iterator[str | None]:
             number += 1
     except UserError:
         raise
-    except Exception as error:
-        raise _cannot_read(place(), config, error) from error
-
-
-def _cannot_read(place: str, config: DataConfig, error: Exception) -> UserError:
-    """The error for what a library raised: datasets, pyarrow, json, zlib and the network each have
-    kinds of their own.
-    """
-    remedy = "correct the file, or copy it again if it is cut short"
-    if config.source == "hub":
-        remedy = "check these names and the network; for .zst files, pip install backports.zstd"
-    kind = Interrupted if config.source == "hub" or is_refusal(error) else UserError
-    return kind(f"cannot read {place}: {first_line(error)}; {remedy}")
+    except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
+        remedy = "correct it (iconv converts text to UTF-8), or copy it again if it is cut short"
+        if part.config.source == "hub":
+            remedy = "check its names and the network; for .zst files, pip install backports.zstd"
+        place = f"row {number} of {part.name}"
+        raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
 
 
 # --- files, compressed or not ------------------------------------------------
@@ -93,14 +76,7 @@ def _read(read: Callable[[int], bytes]) -> bytes:
 
 def _file_text(part: Part) -> Iterator[str]:
     with _open(part.file) as file:
-        raw = file.read()  # bytes, not text mode: line ends stay as they are
-    try:
-        yield raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{part.file} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}. "
-            f"Convert it (for example `iconv -f LATIN1 -t UTF-8 {part.file}`), or leave it out"
-        ) from None
+        yield file.read().decode("utf-8")  # bytes, not text mode: line ends stay as they are
 
 
 # --- rows: jsonl, parquet, hub -----------------------------------------------
@@ -108,12 +84,12 @@ def _file_text(part: Part) -> Iterator[str]:
 
 def _field_texts(part: Part, rows: Iterable[object]) -> Iterator[str | None]:
     """The text field of each row, or both of its pair of texts; "" for an empty row."""
-    name, fields, seen, found = part.config.text_field, (), 0, False
-    for row in rows:
+    fields, found = (), False
+    for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"it holds {type(row).__name__}, not an object")
-        fields, seen, found = fields or row.keys(), seen + bool(row), found or name in row
-        if seen > ROWS_WITHOUT_FIELD and not found:
+        fields, found = fields or row.keys(), found or part.config.text_field in row
+        if fields and not found and number >= ROWS_WITHOUT_FIELD:
             break
         yield _text(row, part.config) if row else ""
     if fields and not found:
@@ -136,30 +112,16 @@ def _no_field(part: Part, fields: Iterable[str]) -> UserError:
     )
 
 
-def _has_row_a_line(path: Path) -> bool:
-    with _open(path) as file:
-        first = file.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8).strip()
-    return first.startswith(b"{") and first.endswith(b"}")
-
-
-def _line_texts(part: Part) -> Iterator[str | None]:
+def _json_texts(part: Part) -> Iterator[str | None]:
+    """A row a line, or all of the file one array of rows."""
+    with _open(part.file) as file:
+        is_array = file.read(10).removeprefix(codecs.BOM_UTF8).startswith(b"[")
     with _open(part.file) as file:
         lines = iter(lambda: _read(file.readline), b"")
-        yield from _field_texts(part, (json.loads(line) if line.strip() else {} for line in lines))
-
-
-def _value_texts(part: Part) -> Iterator[str | None]:
-    """Of a JSON file without a row a line: an array of rows, or rows of several lines."""
-
-    def rows() -> Iterator:
-        with _open(part.file) as file:
-            text = _read(file.read).decode("utf-8-sig").rstrip()
-        decoder, place = json.JSONDecoder(), 0
-        while place < len(text):
-            value, place = decoder.raw_decode(text, WHITE_SPACE.match(text, place).end())
-            yield from value if isinstance(value, list) else [value]
-
-    return _field_texts(part, rows())
+        rows = (json.loads(line) if line.strip() else {} for line in lines)
+        if is_array:
+            rows = json.loads(_read(file.read))
+        yield from _field_texts(part, rows)
 
 
 def _parquet_texts(part: Part) -> Iterator[str | None]:
@@ -175,20 +137,21 @@ def _parquet_texts(part: Part) -> Iterator[str | None]:
 
 
 def _hub_texts(part: Part) -> Iterator[str | None]:
-    config = part.config
-    try:
-        rows = open_dataset(config.path, config.subset, config.split)
-        if part.count > 1:
-            rows = rows.shard(num_shards=part.count, index=part.number)
-        yield from _field_texts(part, rows)
-    except StopIteration:  # how `datasets` says that the files hold no row at all
-        return
+    from datasets import load_dataset
+
+    path, split = part.config.path, part.config.split
+    if Path(path, "state.json").is_file():  # written by save_to_disk, which knows no splits
+        files = {split: f"{glob.escape(path)}/*.arrow"}
+        rows = load_dataset("arrow", data_files=files, split=split, streaming=True)
+    else:
+        rows = load_dataset(path, part.config.subset or None, split=split, streaming=True)
+    yield from _field_texts(part, rows)
 
 
 READERS = {
     "builtin": lambda part: [python_text(part.file)],
     "text": _file_text,
-    "jsonl": _value_texts,
+    "jsonl": _json_texts,
     "parquet": _parquet_texts,
     "hub": _hub_texts,
 }

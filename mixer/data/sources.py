@@ -1,10 +1,9 @@
-"""Where documents come from: the parts of a source, which are its files, or those of a hub dataset.
+"""Where documents come from: the parts of a source, which are its files, or a dataset of the hub.
 
 The parts, one after the other, give the documents in an order that does not change.
 """
 
 import fnmatch
-import functools
 import glob
 import hashlib
 import os
@@ -29,27 +28,15 @@ LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a source, or part `number` of the `count` parts of a hub dataset."""
+    """A file of a source, or all of a hub dataset."""
 
     config: DataConfig
     file: Path | None = None
-    number: int = 0
-    count: int = 1
 
     @property
     def name(self) -> str:
-        if self.file:
-            return str(self.file)
         dataset = filter(None, (self.config.path, self.config.subset, self.config.split))
-        return f"part {self.number + 1} of {self.count} of hub dataset {' '.join(dataset)}"
-
-    @property
-    def identity(self) -> tuple:
-        """Differs from an earlier one if another part was meant, or its file has changed."""
-        if not self.file:
-            return self.number, self.count
-        status = self.file.stat()
-        return str(self.file.absolute()), status.st_size, status.st_mtime_ns
+        return str(self.file or f"hub dataset {' '.join(dataset)}")
 
 
 def source_parts(
@@ -59,7 +46,7 @@ def source_parts(
     user has given the path as.
     """
     if config.source == "hub":
-        return _hub_parts(config)
+        return [Part(config)]
     builtin = config.source == "builtin"
     files = _builtin_files(config) if builtin else local_files(config, say, option)
     return [Part(config, file) for file in files]
@@ -203,26 +190,3 @@ def _matches(pattern: Path) -> list[Path]:
         else:
             places = [place / part for place in places if (place / part).exists()]
     return places
-
-
-# --- datasets of the hub -----------------------------------------------------
-
-
-def _hub_parts(config: DataConfig) -> list[Part]:
-    """A part for each file of the dataset."""
-    try:
-        rows = open_dataset(config.path, config.subset, config.split)
-    except Exception:  # reading it raises the same, with a message
-        return [Part(config)]
-    count = rows.num_shards if hasattr(rows, "shard") else 1  # datasets 3.0 has no shards
-    return [Part(config, None, number, count) for number in range(count)]
-
-
-@functools.lru_cache(maxsize=2)  # opening lists the files of the dataset, maybe over a network
-def open_dataset(path: str, subset: str, split: str):
-    from datasets import load_dataset
-
-    if Path(path, "state.json").is_file():  # written by save_to_disk, which knows no splits
-        files = {split: f"{glob.escape(path)}/*.arrow"}
-        return load_dataset("arrow", data_files=files, split=split, streaming=True)
-    return load_dataset(path, subset or None, split=split, streaming=True)

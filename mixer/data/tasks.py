@@ -124,7 +124,6 @@ def open_task(
         "vocab_size": config.vocab_size,
         "eos_token_id": 0,
         "tokenizer_sha256": hashlib.sha256(specification.encode()).hexdigest(),
-        "tokenizer_bytes": 0,
         "settings": {name: getattr(config, name) for name in ("source", "vocab_size", "pairs")},
         "splits": dict(zip(SPLITS, map(_recorded, splits), strict=True)),
     }
@@ -135,7 +134,7 @@ def _recorded(samples: TaskSamples) -> SplitManifest:
     """Counts of a split; its tokens are the answers."""
     tokens = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
     answers = len(samples) * int(samples.answers.sum())
-    sizes = {"bytes": 0, "words": 0, "tokens": answers, "max_token_id": samples.vocabulary - 1}
+    sizes = {"bytes": 0, "words": 0, "tokens": answers}
     return SplitManifest(
         len(samples), **sizes, tokens_sha256=tokens.hexdigest(), documents_sha256=""
     )

@@ -1,82 +1,116 @@
-"""Tokenises a batch of texts: the task of a worker."""
+"""Tokenises documents in worker processes, and writes the token files in the documents' order."""
 
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-from mixer.data.corpus import Batch, FixedSplits, is_document, split_of, texts_of
-from mixer.data.manifest import SPLITS
+from mixer.common.checksums import sha256
+from mixer.common.say import Say
+from mixer.data.corpus import texts_of
+from mixer.data.manifest import SPLITS, SplitManifest
 from mixer.data.tokenizer import pieces, token_encoder
+from mixer.data.workers import results
 
+BATCH_CHARACTERS = 1 << 20  # a batch has at least this many, but for the last one
+REPORT_SECONDS = 5.0
 
-@dataclass
-class Counts:
-    """Counts of one split. missing: rows without text; where both splits are cut from one source,
-    all of them count for `train`.
-    """
-
-    missing: int = 0
-    documents: int = 0
-    bytes: int = 0
-    words: int = 0
-    tokens: int = 0
-    max_token_id: int = 0
-
-    def __add__(self, other: "Counts") -> "Counts":
-        *sums, _ = map(sum, zip(astuple(self), astuple(other), strict=True))
-        return Counts(*sums, max(self.max_token_id, other.max_token_id))
+Batch = list[tuple[str, str]]  # (split, document) of each
 
 
 @dataclass
 class Tokens:
-    """The tokens of one split of a batch, as the token files hold them."""
+    """The tokens of one split of a batch, as the token files hold them, and its text's size."""
 
-    counts: Counts = field(default_factory=Counts)
     ids: bytearray = field(default_factory=bytearray)
     ends: list[int] = field(default_factory=list)  # where each document ends, in tokens
+    bytes: int = 0
+    words: int = 0
 
 
 @dataclass(frozen=True)
 class Tokenise:
-    """Makes tokens of the documents of a batch, for each split."""
+    """The task of a worker: the tokens of a batch, for each split."""
 
     specification: str  # of the tokenizer
-    dtype: str
+    dtype: str  # of the token files, such as <u2
     eos: int
-    validation_fraction: float
-    fixed: FixedSplits
-    are_pairs: bool = False
+    are_pairs: bool
 
     def __call__(self, batch: Batch) -> dict[str, Tokens]:
         splits = {name: Tokens() for name in SPLITS}
-        for text in batch.texts:
-            if is_document(text):
-                split = batch.split or split_of(text, self.validation_fraction, self.fixed)
-                self._add(text, splits[split])
-            splits[batch.split or "train"].counts.missing += text is None
-        for tokens in splits.values():
-            ids = np.frombuffer(tokens.ids, self._file_type)
-            tokens.counts.max_token_id = int(ids.max(initial=0))
+        eos = np.array([self.eos], self.dtype).tobytes()
+        for split, document in batch:
+            tokens = splits[split]
+            for text in texts_of(document, self.are_pairs):
+                for piece in pieces(text):
+                    tokens.ids += self._encode(piece)
+                tokens.ids += eos
+                tokens.bytes += len(text.encode())
+                tokens.words += len(text.split())
+            tokens.ends.append(len(tokens.ids) // len(eos))
         return splits
-
-    def _add(self, text: str, tokens: Tokens) -> None:
-        counts = tokens.counts
-        for part in texts_of(text, self.are_pairs):
-            for piece in pieces(part):
-                tokens.ids += self._encode(piece)
-            tokens.ids += np.array([self.eos], self._file_type).tobytes()
-            counts.bytes += len(part.encode())
-            counts.words += len(part.split())
-        counts.documents += 1
-        counts.tokens = len(tokens.ids) // self._file_type.itemsize
-        tokens.ends.append(counts.tokens)
-
-    @cached_property
-    def _file_type(self) -> np.dtype:
-        return np.dtype(self.dtype).newbyteorder("<")
 
     @cached_property
     def _encode(self) -> Callable[[str], bytes]:
-        return token_encoder(self.specification, self._file_type)
+        return token_encoder(self.specification, np.dtype(self.dtype))
+
+
+def write_tokens(
+    documents: Iterable[tuple[str, str]], task: Tokenise, workers: int, directory: Path, say: Say
+) -> dict[str, SplitManifest]:
+    """Writes the token files of the (split, document) pairs, and returns what each split holds.
+    Every few seconds `say` is told how far it is.
+    """
+    counts = {name: dict.fromkeys(("documents", "bytes", "words", "tokens"), 0) for name in SPLITS}
+    began = said = time.perf_counter()
+    with ExitStack() as opened:
+        names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "docs.bin")]
+        files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
+        # closing ends the workers, also where writing fails
+        for splits in opened.enter_context(closing(results(task, batches(documents), workers))):
+            for name, tokens in splits.items():
+                count = counts[name]
+                files[f"{name}.bin"].write(tokens.ids)
+                ends = np.array(tokens.ends, "<u8") + np.uint64(count["tokens"])
+                files[f"{name}.docs.bin"].write(ends.tobytes())
+                count["documents"] += len(tokens.ends)
+                count["bytes"] += tokens.bytes
+                count["words"] += tokens.words
+                count["tokens"] += tokens.ends[-1] if tokens.ends else 0
+            if time.perf_counter() - said > REPORT_SECONDS:
+                said = time.perf_counter()
+                say(_report(counts, said - began))
+    say(_report(counts, time.perf_counter() - began))
+    return {name: _recorded(directory, name, count) for name, count in counts.items()}
+
+
+def batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
+    batch, size = [], 0
+    for split, document in documents:
+        batch.append((split, document))
+        size += len(document)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _report(counts: dict[str, dict[str, int]], seconds: float) -> str:
+    done = {key: sum(count[key] for count in counts.values()) for key in counts["train"]}
+    return (
+        f"tokenised: {done['documents']} documents ({counts['validation']['documents']} of them "
+        f"for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens in "
+        f"{seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s, "
+        f"{done['tokens'] / seconds:.0f} tokens/s)"
+    )
+
+
+def _recorded(directory: Path, split: str, counts: dict[str, int]) -> SplitManifest:
+    tokens, documents = (sha256(directory / f"{split}.{kind}") for kind in ("bin", "docs.bin"))
+    return SplitManifest(**counts, tokens_sha256=tokens, documents_sha256=documents)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,9 +18,8 @@ from contextlib import suppress
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 
-from mixer.common.errors import Interrupted, UserError
+from mixer.common.errors import UserError
 
 FEW = 4  # jobs that are done before a worker has started
 PACKAGE = Path(__file__).parents[1]
@@ -32,6 +32,9 @@ package.__path__ = [{str(PACKAGE)!r}]
 from mixer.data.workers import serve
 serve(int(sys.argv[1]))
 """
+# Each worker is one of several that share the cores.
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+ONE_THREAD |= {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def available_cores() -> int:
@@ -42,45 +45,43 @@ def available_cores() -> int:
 
 
 def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
-    """(job, `task(job)`) of each job, in the order of the jobs, computed by at most `most`
-    processes. Few jobs are done in this process.
+    """`task(job)` of each job, in the order of the jobs, computed by at most `most` processes (0:
+    one for each core). Few jobs are done in this process.
 
     At most 2 * `most` jobs are held at a time; task, jobs and results are pickled. An exception of
     the task is raised here. Raises UserError if a worker is killed. The workers end when the
     generator does.
     """
-    jobs = iter(jobs)
+    jobs, most = iter(jobs), most or available_cores()
     first = list(islice(jobs, FEW))
     jobs = chain(first, jobs)
     if most == 1 or len(first) < FEW:
-        yield from ((job, task(job)) for job in jobs)
+        yield from map(task, jobs)
         return
     workers: list[_Worker] = []
-    idle: SimpleQueue[_Worker] = SimpleQueue()
+    own = threading.local()  # each thread has a worker, and waits for it
 
-    def do(job: object) -> tuple:
-        worker = idle.get()
-        try:
-            return job, worker.do(job)
-        finally:
-            idle.put(worker)
+    def do(job: object) -> object:
+        if not hasattr(own, "worker"):
+            own.worker = _Worker(task)
+            workers.append(own.worker)
+        return own.worker.do(job)
 
-    threads, given = ThreadPoolExecutor(most), deque()  # a thread waits for each busy worker
+    threads, given = ThreadPoolExecutor(most), deque()
     try:
         for job in jobs:
-            if len(workers) < most:
-                workers.append(_Worker(task))
-                idle.put(workers[-1])
             given.append(threads.submit(do, job))
             if len(given) == 2 * most:
                 yield given.popleft().result()
         while given:
             yield given.popleft().result()
     finally:
+        threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.process.kill()
-        threads.shutdown(cancel_futures=True)
+        threads.shutdown()
         for worker in workers:
+            worker.process.kill()  # one that was just starting
             worker.process.wait()
             worker.connection.close()
 
@@ -94,14 +95,7 @@ class _Worker:
             [sys.executable, "-c", START, str(other_end.fileno())],
             pass_fds=[other_end.fileno()],
             stdin=subprocess.DEVNULL,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                # Each worker is one of several that share the cores.
-                "TOKENIZERS_PARALLELISM": "false",
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
+            env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         other_end.close()
         self.connection.send(task)
@@ -113,9 +107,9 @@ class _Worker:
         except (EOFError, OSError):
             status = self.process.wait()
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
-            raise Interrupted(
+            raise UserError(
                 f"a worker process ended {how} before it was done; if memory is short, set a "
-                "smaller data.workers. Started again, the preparation goes on from what is done"
+                "smaller data.workers"
             ) from None
         if isinstance(result, Exception):
             raise result
@@ -133,7 +127,6 @@ def serve(descriptor: int) -> None:
             try:
                 result = task(job)
             except Exception as error:
-                if not isinstance(error, UserError | OSError):  # a mistake of ours
-                    error.add_note(f"In a worker process:\n{traceback.format_exc()}")
+                error.add_note(f"In a worker process:\n{traceback.format_exc()}")
                 result = error
             connection.send(result)

@@ -16,9 +16,10 @@ import pyarrow
 import pytest
 from texts import HARD, documents_of, quiet
 
+from mixer.common import files
 from mixer.common.errors import UserError
 from mixer.common.locks import locked
-from mixer.data import corpus, readers
+from mixer.data import readers, tokenise
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.workers import START
@@ -61,17 +62,15 @@ def test_lines_are_read_alike_whatever_compresses_them(tmp_path, suffix):
     assert documents_of(text) == [data.decode()]
     for line, problem in ((b'{"text": "\\ud83d"}\n', "surrogates"), (b'{"text": \n', "Expecting")):
         file.write_bytes(COMPRESSIONS[suffix](data + line + lines(rows)))
-        with pytest.raises(UserError, match=f"cannot read line 2005 of {file}: .*{problem}"):
+        with pytest.raises(UserError, match=f"cannot read row 2005 of {file}: .*{problem}"):
             documents_of(settings(file))
     file.write_bytes(COMPRESSIONS[suffix](data)[:-30])
     with pytest.raises(UserError, match=f"cannot read .*{file}: .*cut short"):
         documents_of(settings(file))
 
 
-@pytest.mark.parametrize(
-    "rows", [b'[{"text": "one"}, {"text": "two"}]', b"[\n%s,\n%s\n]", b"%s\n%s"]
-)
-def test_rows_of_several_lines_are_read_too(tmp_path, monkeypatch, rows):
+@pytest.mark.parametrize("rows", [b'[{"text": "one"}, {"text": "two"}]', b"[\n%s,\n%s\n]"])
+def test_an_array_of_rows_is_read_too(tmp_path, monkeypatch, rows):
     if b"%" in rows:
         rows %= (b'{\n "text": "one"\n}', b'{\n "text": "two", "n": 3\n}')
     (tmp_path / "rows.json").write_bytes(rows)
@@ -146,7 +145,7 @@ def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsy
 
 
 def test_a_refused_or_failed_preparation_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 200)
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 200)
     (tmp_path / "t").mkdir()
     (tmp_path / "t/tokenizer.json").write_text("{}")
     rows = [{"text": f"document {n}"} for n in range(100)]
@@ -163,41 +162,19 @@ def test_a_refused_or_failed_preparation_leaves_nothing_behind(tmp_path, monkeyp
             assert set(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["progress.json", "train.bin"])
-def test_damage_to_an_unfinished_preparation_is_named_and_the_next_one_works(
-    tmp_path, monkeypatch, name
-):
-    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 200)
-    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": f"document {n}"} for n in range(100)]))
-    config = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "d"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("mixer.data.token_writer._report", interrupt)  # of all that was written
-        prepare(config, quiet)
-    (file,) = tmp_path.glob(f"d.partial-*/{name}")
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(UserError, match=f"{name} is .*give the same command again"):
-        prepare(config, quiet)
-    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
-    prepare(config, quiet)
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
-def test_a_preparation_says_that_it_waits_for_another_one(tmp_path):
+def test_a_preparation_says_that_it_waits_for_another_one(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "one"}, {"text": "two"}]))
     config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "d")), []
-    other = locked(tmp_path / "d.lock")
+    other = locked(tmp_path / ".partial-d.lock")
     other.__enter__()
 
     def say(line: str) -> None:
         said.append(line)
-        if len(said) == 1:
-            other.__exit__(None, None, None)
+        other.__exit__(None, None, None)
 
-    prepare(config, say)
-    assert "waiting for another process" in said[0] and "d.lock" in said[0]
+    monkeypatch.setattr(files, "say_on_stderr", say)
+    prepare(config, quiet)
+    assert len(said) == 1 and "waiting for another process" in said[0] and "d.lock" in said[0]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["d", "rows.jsonl"]
 
 

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
-from mixer.data import corpus, token_writer
+from mixer.data import tokenise
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
@@ -35,7 +35,7 @@ FILES = ("train.bin", "train.docs.bin", "validation.bin", "validation.docs.bin",
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 3000)
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 3000)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_the_token_files_are_those_of_every_version_and_number_of_workers(
     assert hashlib.sha256(b"".join(found[:4])).hexdigest()[:16] == golden
     prepare(dataclasses.replace(config, directory="workers", workers=3), quiet)
     assert written("workers") == found
-    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 10**9)
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 10**9)
     prepare(dataclasses.replace(config, directory="batch", workers=1), quiet)
     assert written("batch") == found
 
@@ -138,16 +138,16 @@ def test_parquet_hub_and_jsonl_give_the_same_tokens(tmp_path, tokenizer):
 # --- what is killed ----------------------------------------------------------
 
 
-def _rows_done(folder: Path) -> int:
-    files = list(folder.glob("killed.partial-*/progress.json"))
-    return json.loads(files[0].read_text())["place"][1] if files else -1
-
-
-def _start_and_kill(config: DataConfig, rows: int) -> None:
-    """Kills a preparation when this many rows are done."""
+def _start_and_kill(config: DataConfig, size: int) -> None:
+    """Kills a preparation when this many bytes of tokens are written."""
     process = multiprocessing.get_context("fork").Process(target=prepare, args=(config, quiet))
     process.start()
-    while process.is_alive() and _rows_done(Path(config.directory).parent) < rows:
+
+    def written() -> int:
+        files = Path(config.directory).parent.glob(".partial-*/train.bin")
+        return sum(file.stat().st_size for file in files)
+
+    while process.is_alive() and written() < size:
         time.sleep(0.001)
     children = psutil.Process(process.pid).children() if process.is_alive() else []
     process.kill()
@@ -156,51 +156,25 @@ def _start_and_kill(config: DataConfig, rows: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_killed_preparation_leaves_nothing_that_passes_for_data_and_goes_on(
+def test_a_killed_preparation_leaves_nothing_that_passes_for_data(
     tmp_path, tokenizer, monkeypatch, workers
 ):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the killed processes are forks
-    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 20_000)
     rows = (json.dumps({"text": text}) + "\n" for text in made_texts(2000))
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     config = DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"), tokenizer=tokenizer)
     config.workers, config.directory = workers, str(tmp_path / "whole")
     prepare(config, quiet)
     found = written(config.directory)
-    config.directory, before = str(tmp_path / "killed"), 0
-    for rows in [0, *sorted(random.Random(workers).choices(range(1, 1500), k=KILLS)), 2000]:
-        _start_and_kill(config, rows)
-        if Path(config.directory).exists():  # the last kill may come late
-            assert TokenFile(config.directory, "train", 8) and rows > 0
-            break
-        done = _rows_done(tmp_path)
-        assert done >= max(rows, before)  # nothing that was finished is lost
-        before = done
-    lines = []
-    prepare(config, lines.append)
-    assert not lines or "going on after" in lines[0]
-    assert written(config.directory) == found
-    assert not list(tmp_path.glob("killed.partial-*"))
-
-
-def test_it_goes_on_with_the_tokenizer_that_it_began_with(tmp_path, tokenizer, monkeypatch):
-    """Also where another one stands in its place by now: tokens of both would be no text."""
-    folder = shutil.copytree(tokenizer, tmp_path / "tokenizer")
-    mixed_corpus(tmp_path / "corpus")
-    config = DataConfig(source="jsonl", path=str(tmp_path / "corpus"), tokenizer=str(folder))
-    config.workers, config.directory = 1, str(tmp_path / "undisturbed")
-    prepare(config, quiet)
-    config.directory = str(tmp_path / "prepared")
-    appends = iter([token_writer.append] * 3)
-    with monkeypatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(token_writer, "append", lambda *parts: next(appends)(*parts))
-        prepare(config, quiet)
-    content = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(content.replace('"Ġ"', '"swap"'))
-    lines = []
-    prepare(config, lines.append)
-    assert "going on after" in lines[0]
-    assert written(config.directory) == written(tmp_path / "undisturbed")
+    config.directory = str(tmp_path / "killed")
+    for size in [0, *random.Random(workers).choices(range(1, len(found[0])), k=KILLS), 10**9]:
+        _start_and_kill(config, size)
+        if Path(config.directory).exists():  # the last kill comes too late
+            assert TokenFile(config.directory, "train", 8) and size > 0
+            shutil.rmtree(config.directory) if size < 10**9 else None
+    assert prepare(config, quiet) and written(config.directory) == found
+    assert not list(tmp_path.glob(".partial-*"))
 
 
 def test_a_worker_that_is_killed_is_named_and_the_others_end():

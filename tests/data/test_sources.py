@@ -81,13 +81,13 @@ def test_source_errors_say_what_to_do(tmp_path):
     (tmp_path / "blank.txt").write_text("\n")
     (tmp_path / "rows.jsonl").write_text('{"body": "x", "id": 3}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
-    (tmp_path / "none.jsonl").write_text("")
+    (tmp_path / "none.jsonl").write_text("\n")
     refused("'csv'; allowed: builtin, text, jsonl, parquet, hub", source="csv")
     refused("data.path is empty", source="text")
     refused("data.path is 'mine', which source 'builtin' does not read", path="mine")
     refused("data.path: .* is no file", source="text", path=str(tmp_path / "missing.txt"))
     refused(
-        r"latin.txt is not UTF-8: byte 0xe9 at offset 3.*iconv",
+        "latin.txt: .*0xe9 in position 3.*iconv",
         source="text",
         path=str(tmp_path / "latin.txt"),
     )
@@ -99,7 +99,7 @@ def test_source_errors_say_what_to_do(tmp_path):
     refused(
         "holds int, not text", source="jsonl", path=str(tmp_path / "rows.jsonl"), text_field="id"
     )
-    refused("cannot read line 2 of .*broken", source="jsonl", path=str(tmp_path / "broken.jsonl"))
+    refused("cannot read row 2 of .*broken", source="jsonl", path=str(tmp_path / "broken.jsonl"))
     refused("corpus is empty", source="jsonl", path=str(tmp_path / "none.jsonl"))
     refused("data.subset is 'sample-10BT'; source builtin allows packages", subset="sample-10BT")
     refused("vocab_size = 256; allowed: 257 or more", vocab_size=256)

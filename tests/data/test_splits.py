@@ -9,10 +9,9 @@ from texts import HARD, config_of, corpus, decoded_documents, made_texts, quiet
 
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.corpus import corpus_parts
+from mixer.data.corpus import Corpus
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
-from mixer.data.readers import part_texts
 
 WRITTEN_BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
 
@@ -43,25 +42,26 @@ def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
     assert [split.documents for split in prepare(config, quiet).splits.values()] == [1, 1]
     for name, texts in (("single", made_texts(1)), ("copies", made_texts(1) * 3)):
         refused = config_of(tmp_path / name, texts)
-        with pytest.raises(UserError, match="single document.*Give at least two"):
+        with pytest.raises(UserError, match="documents for train alone.*Give more documents"):
             prepare(refused, quiet)
         assert not Path(refused.directory).exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_first_documents_are_held_out_in_their_order(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr("mixer.data.corpus.BATCH_CHARACTERS", 3000)  # several batches
+    monkeypatch.setattr("mixer.data.tokenise.BATCH_CHARACTERS", 3000)  # several batches
     texts = [*made_texts(40), made_texts(1)[0], HARD]
     config = config_of(tmp_path, texts, validation_documents=7, workers=workers)
-    manifest = prepare(config, quiet)
+    prepare(config, quiet)
     assert decoded_documents(config.directory, "validation") == texts[:7]
     assert decoded_documents(config.directory, "train") == texts[7:]
-    assert manifest.tokenizer_bytes == manifest.splits["train"].bytes
     changed = dataclasses.replace(config, validation_documents=8)
     with pytest.raises(UserError, match="data.validation_documents: prepared with 7, now 8"):
         prepare(changed, quiet)
     none = dataclasses.replace(config, validation_documents=42, directory=str(tmp_path / "none"))
-    with pytest.raises(UserError, match="validation_documents = 42 leaves no document of"):
+    with pytest.raises(
+        UserError, match="for validation alone.*a smaller data.validation_documents"
+    ):
         prepare(none, quiet)
 
 
@@ -80,7 +80,6 @@ def test_a_validation_text_of_its_own_is_all_of_the_validation_split(tmp_path):
         counts = manifest.splits[split]
         assert counts.documents == len(texts)
         assert counts.bytes == sum(len(text.encode()) for text in texts)
-    assert manifest.tokenizer_bytes == manifest.splits["train"].bytes
     assert prepare(config, quiet) == manifest
     elsewhere = dataclasses.replace(config, validation_path=str(tmp_path / "elsewhere"))
     with pytest.raises(UserError, match="data.validation_path: prepared with '.*/held out', now"):
@@ -98,9 +97,8 @@ def test_a_validation_text_may_be_rows_of_a_file_or_a_split_of_the_hub(tmp_path)
     hub = dict(source="hub", path=str(tmp_path), validation_split="test")
     for settings in (rows, hub):
         config = DataConfig(**settings, vocab_size=300)
-        parts = corpus_parts(config)
-        found = [(split, text) for split, part in parts for text in part_texts(part)]
-        assert found == [("train", "a b"), ("train", "c"), ("validation", "held out")]
+        found = list(Corpus.open(config).documents(quiet))
+        assert found == [("validation", "held out"), ("train", "a b"), ("train", "c")]
 
 
 def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_path):

@@ -92,14 +92,12 @@ def test_damaged_files_are_refused_on_opening(damaged):
             TokenFile(damaged, "train", 8)
 
     manifest = json.loads((damaged / "manifest.json").read_text())
-    manifest["splits"]["train"]["max_token_id"] = 300
+    manifest["splits"]["train"]["words"] = 300
     good = (damaged / "manifest.json").read_text()
     (damaged / "manifest.json").write_text(json.dumps(manifest))
     refused("manifest.json is not what preparing wrote")
     (damaged / "manifest.json").write_text(good[:-20])
     refused("manifest.json is damaged.*prepare again")
-    (damaged / "manifest.json").write_text(good.replace('"format": 1', '"format": 99'))
-    refused("has format 99")
     (damaged / "manifest.json").write_text(good)
     other = train_tokenizer(made_texts(50, seed=5), 300)
     kept = (damaged / "tokenizer/tokenizer.json").read_bytes()

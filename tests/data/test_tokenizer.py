@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
-from mixer.data import corpus as corpus_module
+from mixer.data import tokenise
 from mixer.data import tokenizer as module
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import (
@@ -55,7 +55,7 @@ def test_existing_tokenizer_is_used_from_a_directory(tmp_path):
     manifest = prepare(
         config_of(tmp_path, made_texts(30, seed=1), tokenizer=str(tmp_path / "tok")), quiet
     )
-    assert (manifest.vocab_size, manifest.tokenizer_bytes) == (350, 0)
+    assert manifest.vocab_size == 350
     assert (tmp_path / "prepared/tokenizer/tokenizer.json").read_bytes() == (
         tmp_path / "tok/tokenizer.json"
     ).read_bytes()
@@ -245,7 +245,7 @@ def test_a_tokenizer_that_loses_text_is_told_and_counted(tmp_path, backend, said
 
 
 def test_a_word_that_a_tokenizer_cannot_encode_is_one_line_of_a_worker_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "BATCH_CHARACTERS", 10)
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 10)
     tokenizer = saved(tmp_path / "tok", words_alone(None))
     before = set(tmp_path.rglob("*"))
     for workers in (1, 2):
