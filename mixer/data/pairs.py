@@ -24,7 +24,7 @@ class PairFile:
     def __init__(self, directory: str | Path, split: str, context: int, say: Say = say_on_stderr):
         self.file, self.context = TokenFile(directory, split, context, say), context
         self.are_rows = "pair_field" in self.file.manifest.settings
-        sizes = np.diff(self.file.document_ends.astype(np.int64), prepend=0) - 1  # without EOS
+        sizes = np.diff(self.file.document_ends, prepend=0) - 1  # without EOS
         each = np.ones_like(sizes) if self.are_rows else sizes // (2 * context)
         self.before = np.concatenate([[0], np.cumsum(each)])  # pairs before each document, and all
         if not len(self):
@@ -49,9 +49,9 @@ class PairFile:
 
     def _pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         document = int(np.searchsorted(self.before, index, side="right")) - 1
-        start = int(self.file.document_ends[document - 1]) if document else 0
+        start, end = self.file.document(document)
         if self.are_rows:
-            tokens = self.file.read(start, int(self.file.document_ends[document]) - 1)
+            tokens = self.file.read(start, end - 1)
             middle = int((tokens == self.file.manifest.eos_token_id).argmax())
             return tokens[:middle], tokens[middle + 1 :]
         start += 2 * self.context * (index - int(self.before[document]))

@@ -19,11 +19,11 @@ from mixer.data.corpus import Corpus
 from mixer.data.manifest import Manifest, fingerprint, tokenizer_files
 from mixer.data.tokenise import Tokenise, write_tokens
 from mixer.data.tokenizer import (
-    TrainingSample,
     existing_tokenizer,
     load_tokenizer,
     loss_of_text,
     train_tokenizer,
+    training_sample,
     vocabulary_size,
 )
 
@@ -103,8 +103,7 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     tokenizer = load_tokenizer(directory)  # as training reads it
     vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
     dtype, file_type = ("uint16", "<u2") if vocab_size <= 1 << 16 else ("uint32", "<u4")
-    specification = tokenizer.backend_tokenizer.to_str()
-    task = Tokenise(specification, file_type, eos, are_pairs=bool(config.pair_field))
+    task = Tokenise(tokenizer.backend_tokenizer, file_type, eos, bool(config.pair_field))
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,
@@ -129,13 +128,9 @@ def _tokenizer(
         if loses := loss_of_text(tokenizer, corpus.training_texts()):
             say(loses)
         return tokenizer, loses
-    sample, began = TrainingSample(corpus.training_texts()), time.perf_counter()
-    tokenizer = train_tokenizer(sample, config.vocab_size)
-    part = "the first " if sample.is_part else ""
+    began = time.perf_counter()
+    tokenizer = train_tokenizer(training_sample(corpus.training_texts()), config.vocab_size)
     too_small = len(tokenizer) < config.vocab_size
     note = f" (the corpus is too small for {config.vocab_size})" if too_small else ""
-    say(
-        f"tokenizer: {len(tokenizer)} tokens, trained on {part}{sample.bytes / 1e6:.1f} MB "
-        f"in {time.perf_counter() - began:.1f} s{note}"
-    )
+    say(f"tokenizer: {len(tokenizer)} tokens in {time.perf_counter() - began:.1f} s{note}")
     return tokenizer, ""

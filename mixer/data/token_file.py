@@ -12,14 +12,12 @@ from mixer.common.errors import UserError
 from mixer.common.say import Say, say_on_stderr
 from mixer.data.manifest import Manifest
 
-DOCUMENTS_AT_ONCE = 4096  # of unpacked data, where rows are found
-
 
 class TokenFile:
     """One split of prepared data as samples of `context` tokens. `len()` is the number of samples.
 
-    Samples are read from the file when asked for, so memory does not grow with the data, nor with
-    what was read of it.
+    Samples are read from the file when asked for. Memory does not grow with what was read, and with
+    the data only by 8 bytes a document, where it is not packed.
 
     Packed (the setting the data was prepared with): sample i is tokens[i * context : (i + 1) *
     context + 1], inputs all but its last, targets all but its first; so every token but the first
@@ -48,17 +46,17 @@ class TokenFile:
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
-        self.file = os.open(self.directory / f"{split}.bin", os.O_RDONLY)
-        weakref.finalize(self, os.close, self.file)
-        self.rows_before = None if self.packed else self._count_rows(counts.documents)
+        self.files = {}
+        for kind in ("bin", "docs.bin"):
+            self.files[kind] = os.open(self.directory / f"{split}.{kind}", os.O_RDONLY)
+            weakref.finalize(self, os.close, self.files[kind])
+        self.rows_before = None if self.packed else self._count_rows()
         self.samples = (counts.tokens - 1) // context if self.packed else int(self.rows_before[-1])
         if self.samples < 1:
-            share = "larger" if split == "validation" else "smaller"
             raise UserError(
                 f"the {split} split of {directory} has {counts.tokens} tokens, and a context of "
-                f"{context} needs at least {context + 1}; choose a shorter context, more text, or "
-                f"a {share} data.validation_fraction, and another data.directory for a new text or "
-                "fraction"
+                f"{context} needs at least {context + 1}; choose a shorter context, or more text "
+                "(for validation, a larger data.validation_fraction) and another data.directory"
             )
 
     @cached_property
@@ -69,21 +67,14 @@ class TokenFile:
     @cached_property
     def document_ends(self) -> np.ndarray:
         """(documents,): where each document ends in the file, memory-mapped."""
-        return np.memmap(self.directory / f"{self.split}.docs.bin", "<u8", "r")
+        return np.memmap(self.directory / f"{self.split}.docs.bin", "<i8", "r")
 
-    def _count_rows(self, documents: int) -> np.ndarray:
-        """How many rows there are before every DOCUMENTS_AT_ONCE-th document, and in all."""
-        counts = [self._row_ends(first)[-1] for first in range(0, documents, DOCUMENTS_AT_ONCE)]
-        return np.cumsum([0, *counts])
-
-    def _row_ends(self, first: int) -> np.ndarray:
-        """Rows from document `first` up to the end of each of the next DOCUMENTS_AT_ONCE; n tokens
-        make n - 1 targets.
-        """
-        ends = self.document_ends[first : first + DOCUMENTS_AT_ONCE].astype(np.int64)
-        before = int(self.document_ends[first - 1]) if first else 0
-        targets = np.diff(ends, prepend=before) - 1
-        return np.cumsum(targets > 1 if self.cut else -(-targets // self.context))
+    def _count_rows(self) -> np.ndarray:
+        """(documents + 1,): the rows before each document, and all; n tokens make n - 1 targets."""
+        ends = np.fromfile(self.directory / f"{self.split}.docs.bin", "<i8")
+        targets = np.diff(ends, prepend=0) - 1
+        rows = targets > 1 if self.cut else -(-targets // self.context)
+        return np.concatenate([[0], np.cumsum(rows)])
 
     def __len__(self) -> int:
         return self.samples
@@ -107,24 +98,27 @@ class TokenFile:
         """Where sample `index` starts and ends in the file; at most context + 1 tokens."""
         if self.packed:
             return index * self.context, index * self.context + self.context + 1
-        part = int(np.searchsorted(self.rows_before, index, side="right")) - 1
-        first, row = part * DOCUMENTS_AT_ONCE, index - int(self.rows_before[part])
-        row_ends = self._row_ends(first)
-        offset = int(np.searchsorted(row_ends, row, side="right"))
-        document, row = first + offset, row - (int(row_ends[offset - 1]) if offset else 0)
-        begin = int(self.document_ends[document - 1]) if document else 0
-        start, end = begin + row * self.context, int(self.document_ends[document])
+        document = int(np.searchsorted(self.rows_before, index, side="right")) - 1
+        begin, end = self.document(document)
+        start = begin + (index - int(self.rows_before[document])) * self.context
         return start, min(start + self.context + (not self.cut), end - self.cut)
 
+    def document(self, number: int) -> tuple[int, int]:
+        """Where document `number` starts and ends in the file, EOS included."""
+        ends = self._read("docs.bin", np.dtype("<u8"), max(number - 1, 0), number + 1)
+        return int(ends[0]) if number else 0, int(ends[-1])
+
     def read(self, start: int, end: int) -> np.ndarray:
-        """Tokens [start, end). Not through a memory map, whose pages would count as this process's
-        memory.
-        """
-        size = self.dtype.itemsize
-        data = os.pread(self.file, (end - start) * size, start * size)
+        """Tokens [start, end)."""
+        return self._read("bin", self.dtype, start, end)
+
+    def _read(self, kind: str, dtype: np.dtype, start: int, end: int) -> np.ndarray:
+        """Not through a memory map, whose pages would count as this process's memory."""
+        size = dtype.itemsize
+        data = os.pread(self.files[kind], (end - start) * size, start * size)
         if len(data) != (end - start) * size:
             raise UserError(
-                f"{self.directory / self.split}.bin ends before token {end}: it was cut short "
+                f"{self.directory / self.split}.{kind} ends before number {end}: it was cut short "
                 f"while it was in use; put it back, or delete {self.directory} and prepare again"
             )
-        return np.frombuffer(data, self.dtype)
+        return np.frombuffer(data, dtype)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from mixer.common.checksums import sha256
 from mixer.common.say import Say
@@ -36,7 +37,7 @@ class Tokens:
 class Tokenise:
     """The task of a worker: the tokens of a batch, for each split."""
 
-    specification: str  # of the tokenizer
+    tokenizer: Tokenizer
     dtype: str  # of the token files, such as <u2
     eos: int
     are_pairs: bool
@@ -57,7 +58,7 @@ class Tokenise:
 
     @cached_property
     def _encode(self) -> Callable[[str], bytes]:
-        return token_encoder(self.specification, np.dtype(self.dtype))
+        return token_encoder(self.tokenizer, np.dtype(self.dtype))
 
 
 def write_tokens(

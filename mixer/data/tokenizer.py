@@ -102,34 +102,27 @@ def _read_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-class TrainingSample:
+def training_sample(texts: Iterable[str]) -> Iterator[str]:
     """The beginning of the texts, in the short pieces that `train_tokenizer` takes: enough for any
     vocabulary, and little enough for the memory.
     """
-
-    def __init__(self, texts: Iterable[str]):
-        self.texts, self.bytes, self.is_part = texts, 0, False
-
-    def __iter__(self) -> Iterator[str]:
-        seen, size = set(), 0  # the distinct words, and what they take
-        for text in self.texts:
-            if self.bytes >= SAMPLE_BYTES:
-                self.is_part = True
+    read, distinct, size = 0, set(), 0  # size: what the distinct words take
+    for text in texts:
+        if read >= SAMPLE_BYTES:
+            return
+        for piece in pieces(text, TRAINING_PIECE):
+            read += len(piece.encode())
+            new = set(DISTINCT_WORD.findall(piece)) - distinct
+            distinct |= new
+            size += sum(len(word.encode()) + 8 for word in new)  # 8: each costs some itself
+            if size > DISTINCT_BYTES:
                 return
-            for piece in pieces(text, TRAINING_PIECE):
-                self.bytes += len(piece.encode())
-                new = set(DISTINCT_WORD.findall(piece)) - seen
-                seen |= new
-                size += sum(len(word.encode()) + 8 for word in new)  # 8: each costs some itself
-                if size > DISTINCT_BYTES:
-                    self.is_part = True
-                    return
-                yield piece
+            yield piece
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE of at most `vocab_size` tokens: any text comes back exactly, and the same
-    texts, such as a `TrainingSample`, give the same BPE.
+    texts, such as a `training_sample`, give the same BPE.
 
     There is no normaliser and no prefix space, and all 256 bytes are in the vocabulary, so nothing
     is ever unknown. `<|endoftext|>` is id 0: EOS and padding.
@@ -155,17 +148,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     )
 
 
-def raw_encoder(tokenizer: "PreTrainedTokenizerFast") -> Callable[[list[str]], list[list[int]]]:
+def raw_encoder(backend: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
     """A function from texts to their token ids: nothing added, truncated or padded, on all cores.
 
     Text that spells a special token, such as a literal `<|endoftext|>`, is tokenised as the text it
     is: only the preparation itself puts a separator between documents.
     """
-    return _raw_encoder(tokenizer.backend_tokenizer.to_str())
-
-
-def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
-    backend = Tokenizer.from_str(specification)
+    backend = Tokenizer.from_str(backend.to_str())
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -183,19 +172,19 @@ def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
     return encode
 
 
-def token_encoder(specification: str, dtype: np.dtype) -> Callable[[str], bytes]:
+def token_encoder(backend: Tokenizer, dtype: np.dtype) -> Callable[[str], bytes]:
     """A function from a text to the bytes of its token ids, the same ids that `raw_encoder` gives.
 
-    specification: the content of a tokenizer.json. Made for one process among several: it uses no
-    threads. A byte-level BPE with GPT-2's pattern is 3 to 5 times as fast as with `raw_encoder`
-    (on one core), since the tokens of the words seen so far are kept.
+    Made for one process among several: it uses no threads. A byte-level BPE with GPT-2's pattern is
+    3 to 5 times as fast as with `raw_encoder` (on one core), since the tokens of the words seen so
+    far are kept.
     """
-    ids = _raw_encoder(specification)
+    ids = raw_encoder(backend)
 
     def encode(text: str) -> bytes:
         return np.array(ids([text])[0], dtype).tobytes()
 
-    if not _cuts_words_as_gpt2(json.loads(specification)):
+    if not _cuts_words_as_gpt2(json.loads(backend.to_str())):
         return encode
     words = _Words(encode)
     return lambda text: b"".join(map(words.__getitem__, WORD.findall(text)))
@@ -267,21 +256,20 @@ def loss_of_text(tokenizer: "PreTrainedTokenizerFast", texts: Iterable[str]) -> 
 
     Counted are the characters that are missing in what its tokens decode to.
     """
-    encode, decode = raw_encoder(tokenizer), tokenizer.backend_tokenizer.decode
-    lost, documents, changed, read = Counter(), 0, 0, 0
+    encode, decode = raw_encoder(tokenizer.backend_tokenizer), tokenizer.backend_tokenizer.decode
+    lost, read = Counter(), 0
     for text in texts:
         text = text[: PIECE - read]
-        missing = Counter(text) - Counter(decode(encode([text])[0]))
-        lost += missing
-        documents, changed, read = documents + 1, changed + bool(missing), read + len(text)
+        lost += Counter(text) - Counter(decode(encode([text])[0]))
+        read += len(text)
         if read == PIECE:
             break
     if not lost:
         return ""
     most = ", ".join(repr(character) for character, _ in lost.most_common(3))
     return (
-        f"the tokenizer loses {lost.total() / read:.2%} of the characters ({most}...), in "
-        f"{changed:,} of {documents:,} documents sampled: bits per byte of the text look too low"
+        f"the tokenizer loses {lost.total() / read:.2%} of the characters of a sample ({most}...): "
+        "bits per byte of the text look too low"
     )
 
 

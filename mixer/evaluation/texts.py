@@ -49,7 +49,7 @@ def text_of(
     name: str, texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, max_tokens: int
 ) -> Text:
     """The documents, no more than are needed for `max_tokens` targets; 0: all."""
-    encode, sample, left = raw_encoder(tokenizer), [], max_tokens or float("inf")
+    encode, sample, left = raw_encoder(tokenizer.backend_tokenizer), [], max_tokens or float("inf")
     text = Text(name, [], 0, 0, "the documents")
     for document in texts:
         ids = itertools.chain(*encode(list(pieces(document))))
@@ -130,7 +130,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
         )
     streams = [split.tokens]
     if not split.packed:
-        streams = np.split(split.tokens, split.document_ends[:-1].astype(np.int64))
+        streams = np.split(split.tokens, split.document_ends[:-1])
     counts, name = split.manifest.splits["validation"], directory.resolve().name
     sizes = counts.bytes, counts.words, "the manifest", split.manifest.tokenizer_loses
     text = Text(f"validation split of {name}", streams, *sizes)

@@ -86,6 +86,6 @@ def test_a_file_cut_short_while_in_use_is_named(large, small_run, tmp_path):
     data = TokenFile(directory, "train", 32)
     (directory / "train.bin").open("r+b").truncate(64)
     with pytest.raises(
-        UserError, match="train.bin ends before token .* cut short while it was in use"
+        UserError, match="train.bin ends before number .* cut short while it was in use"
     ):
         data.batch([100])
