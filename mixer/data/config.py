@@ -9,7 +9,12 @@ from mixer.common.options import option, option_problems
 FILE_SOURCES = ("text", "jsonl", "parquet")
 TASKS = ("copy", "recall", "needle")  # see mixer/data/tasks.py
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
-BUILTIN_SUBSETS = ("", "packages")
+# Options that name text, and the sources that read them. Others refuse them.
+READ_BY = {
+    "path": (*FILE_SOURCES, "hub"),
+    "validation_path": FILE_SOURCES,
+    "validation_split": ("hub",),
+}
 # Options that these sources alone use. A configuration may set them all the same: other sources are
 # chosen on the command line, over its own.
 OF_SOURCES = {
@@ -132,37 +137,20 @@ def check(config: DataConfig) -> None:
         raise UserError("; ".join(problems))
     if config.source in TASKS:
         return
+    for name, sources in READ_BY.items():
+        if getattr(config, name) and config.source not in sources:
+            raise UserError(
+                f"data.{name} is {getattr(config, name)!r}, which source {config.source!r} does "
+                f"not read; allowed with data.source {', '.join(sources)}: set one of these, or "
+                f"data.{name}="
+            )
     if config.source != "builtin" and not config.path:
         wanted = "a dataset's name" if config.source == "hub" else "a file, directory or glob"
         raise UserError(f"data.path is empty; source {config.source!r} needs {wanted} there")
-    if config.source == "builtin" and config.path:
-        raise UserError(
-            f"data.path is {config.path!r}, which source 'builtin' does not read: set data.source "
-            "to what is there (text, jsonl, parquet, hub), or data.path= for the standard library"
-        )
-    if config.source == "builtin" and config.subset not in BUILTIN_SUBSETS:
+    if config.source == "builtin" and config.subset not in ("", "packages"):
         raise UserError(
             f"data.subset is {config.subset!r}; source builtin allows packages (the source of the "
-            "installed packages too), or nothing for the standard library alone: set "
-            "data.subset=packages or data.subset="
-        )
-    if not config.directory:
-        raise UserError("data.directory is empty; set it to where the prepared files should go")
-    _check_validation(config)
-
-
-def _check_validation(config: DataConfig) -> None:
-    """Raise UserError for settings of the validation text that do not go together."""
-    if config.validation_path and config.source not in FILE_SOURCES:
-        instead = "; set data.validation_split instead" if config.source == "hub" else ""
-        raise UserError(
-            f"data.validation_path is {config.validation_path!r}, which source {config.source!r} "
-            f"cannot read; allowed with text, jsonl and parquet{instead}"
-        )
-    if config.validation_split and config.source != "hub":
-        raise UserError(
-            f"data.validation_split is {config.validation_split!r}, and source {config.source!r} "
-            "has no splits; allowed with hub (for files, set data.validation_path)"
+            "installed packages too), or nothing for the standard library alone"
         )
     if config.validation_split and config.validation_split == config.split:
         raise UserError(
