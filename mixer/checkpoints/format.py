@@ -107,7 +107,7 @@ def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """
     files = read_json(checkpoint / LISTING, REMEDY)
     for name, known in files.items():
-        if problem := object_problem(known, {"size": int, "sha256": str}, {}):
+        if problem := object_problem(known, {"size": int, "sha256": str}):
             raise UserError(f"{checkpoint / LISTING} is damaged ({name!r}: {problem}): {REMEDY}")
     return files
 

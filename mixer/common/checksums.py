@@ -6,14 +6,12 @@ directory, for as long as its size and its times of change stay the same.
 
 import hashlib
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from mixer.common.say import Say, say_on_stderr
 
-READ_BYTES = 8 << 20
-REPORT_SECONDS = 5.0
+LARGE = 2e9  # bytes
 
 
 def cache_home() -> Path:
@@ -26,35 +24,28 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixer"
 
 
-def sha256(path: Path, say: Say = say_on_stderr) -> str:
-    """The file's SHA-256 in hex digits. `say` is told every few seconds how far it is."""
-    found, size, done = hashlib.sha256(), os.path.getsize(path), 0
-    reported = time.monotonic()
-    with open(path, "rb", buffering=0) as file:
-        while data := file.read(READ_BYTES):
-            found.update(data)
-            done += len(data)
-            if time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                say(f"comparing {path} with its SHA-256: {done / 1e9:.1f} of {size / 1e9:.1f} GB")
-    return found.hexdigest()
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
     """Whether the file's SHA-256 is `recorded`. A file that was found good before is not read,
-    where the cache directory can be used.
+    where the cache directory can be used. `say` is told of a file that takes long.
 
     Raises OSError where the file cannot be read.
     """
-    try:
+    note = None
+    with suppress(OSError, RuntimeError):
         note = note_of(path, recorded)
         note.parent.mkdir(parents=True, exist_ok=True)
         if note.exists():
             return True
-    except (OSError, RuntimeError):
-        return sha256(path, say) == recorded
-    is_good = sha256(path, say) == recorded
-    if is_good:
+    if (size := os.path.getsize(path)) > LARGE:
+        say(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once on this machine")
+    is_good = sha256(path) == recorded
+    if is_good and note:
         with suppress(OSError):
             note.touch()
     return is_good

@@ -15,20 +15,17 @@ NONE = type(None)
 
 
 def read_json(
-    file: Path,
-    remedy: str,
-    required: Mapping[str, Kind] | None = None,
-    optional: Mapping[str, Kind] | None = None,
+    file: Path, remedy: str, required: Mapping[str, Kind] | None = None
 ) -> dict[str, Any]:
     """The object that a JSON file holds.
 
-    required, optional: the types of its keys' values; other keys are not checked. A bool is no int.
-    Raises UserError that ends in `remedy`, which says what to do.
+    required: the types of its keys' values; other keys are not checked. A bool is no int. Raises
+    UserError that ends in `remedy`, which says what to do.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         _require_plain_text(values)
-        problem = object_problem(values, required or {}, optional or {})
+        problem = object_problem(values, required or {})
     except OSError as error:
         raise UserError(f"{file} cannot be read ({first_line(error)}): {remedy}") from None
     except (ValueError, RecursionError) as error:
@@ -38,22 +35,18 @@ def read_json(
     return values
 
 
-def object_problem(
-    values: Any, required: Mapping[str, Kind], optional: Mapping[str, Kind]
-) -> str | None:
+def object_problem(values: Any, required: Mapping[str, Kind]) -> str | None:
     """What is wrong with an object from a JSON file, see `read_json`; None if nothing is."""
     if not isinstance(values, dict):
         return f"it holds {type(values).__name__}, allowed: an object with keys"
-    missing = [key for key in required if key not in values]
-    if missing:
+    if missing := [key for key in required if key not in values]:
         return f"{', '.join(missing)} missing"
-    wrong = []
-    for key, kind in {**required, **optional}.items():
+    for key, kind in required.items():
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if key in values and type(values[key]) not in kinds:
+        if type(values[key]) not in kinds:
             allowed = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
-            wrong.append(f"{key} = {repr(values[key])[:60]}, allowed: {allowed}")
-    return "; ".join(wrong) or None
+            return f"{key} = {repr(values[key])[:60]}, allowed: {allowed}"
+    return None
 
 
 def _require_plain_text(values: Any) -> None:

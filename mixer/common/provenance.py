@@ -31,14 +31,9 @@ def in_words(hardware: dict) -> str:
 
 
 def commit() -> str:
-    """The hash of the checkout's commit, or "unknown" if this code is not in its own checkout.
-
-    The package may be installed inside another project's checkout, whose commit is not ours.
-    """
-    top = _first_line("git", "rev-parse", "--show-toplevel")
-    if top == UNKNOWN or Path(top).resolve() != ROOT:
-        return UNKNOWN
-    return _first_line("git", "rev-parse", "HEAD")
+    """The hash of the checkout's commit, or "unknown" if this code is not in its own checkout."""
+    is_ours = (ROOT / ".git").exists()  # not one that the package is installed inside of
+    return _first_line("git", "rev-parse", "HEAD") if is_ours else UNKNOWN
 
 
 def _first_line(*command: str) -> str:

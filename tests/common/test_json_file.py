@@ -14,10 +14,10 @@ WRONG = {
     b"[1]": "it holds list, allowed: an object with keys",
     b"null": "it holds NoneType, allowed: an object with keys",
     b'{"name": "x"}': "size missing",
-    b'{"size": "1"}': "size = '1', allowed: int",
-    b'{"size": true}': "size = True, allowed: int",
+    b'{"size": "1", "name": null}': "size = '1', allowed: int",
+    b'{"size": true, "name": null}': "size = True, allowed: int",
     b'{"size": 1, "name": 2}': "name = 2, allowed: str or null",
-    b'{"size": 1, "other": {"deep": ["\\ud800"]}}': "surrogates not allowed",
+    b'{"size": 1, "name": "x", "other": {"deep": ["\\ud800"]}}': "surrogates not allowed",
     b'{"size": 1, "name": "a\\u0000"}': "it holds a null character",
 }
 
@@ -27,7 +27,7 @@ def test_what_is_wrong_is_named(tmp_path, content, problem):
     file = tmp_path / "notes.json"
     file.write_bytes(content)
     with pytest.raises(UserError) as raised:
-        read_json(file, "copy it again", required={"size": int}, optional={"name": (str, NONE)})
+        read_json(file, "copy it again", {"size": int, "name": (str, NONE)})
     message = str(raised.value)
     assert message.startswith(f"{file} ") and message.endswith(": copy it again")
     assert problem in message
@@ -40,5 +40,5 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path):
 
 def test_what_is_right_is_returned_with_all_of_its_keys(tmp_path):
     (tmp_path / "notes.json").write_text('{"size": 3, "name": null, "é": [{"x": 0.5}]}', "utf-8")
-    found = read_json(tmp_path / "notes.json", "", {"size": int}, {"name": (str, NONE), "no": int})
+    found = read_json(tmp_path / "notes.json", "", {"size": int, "name": (str, NONE)})
     assert found == {"size": 3, "name": None, "é": [{"x": 0.5}]}
