@@ -23,7 +23,6 @@ from mixer.common.errors import UserError
 from mixer.common.json_file import read_json
 from mixer.common.say import Say, say_on_stderr
 
-FORMAT = 1
 SPLITS = ("train", "validation")
 
 
@@ -54,7 +53,6 @@ class Manifest:
     settings: dict
     splits: dict[str, SplitManifest]
     fingerprint: str
-    format: int = FORMAT
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 of each by its name
     tokenizer_loses: str = ""  # of a sample of the text, in words; see tokenizer.loss_of_text
 
@@ -84,24 +82,23 @@ class Manifest:
         """Raise UserError unless the files of the tokenizer and of the splits have their recorded
         SHA-256, which is compared once on each machine. `say` is told how far it is.
         """
-        directory = Path(directory)
-        of_tokenizer = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
-        recorded = {f"tokenizer/{name}": value for name, value in of_tokenizer.items()}
+        directory, found = Path(directory), tokenizer_files(Path(directory))
+        recorded = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
+        # A file that was added may change what the tokenizer does.
+        names = recorded.keys() | (found.keys() if self.tokenizer_files else ())
+        wrong = [f"tokenizer/{name}" for name in names if found.get(name) != recorded.get(name)]
         for split in splits:
-            recorded[f"{split}.bin"] = self.splits[split].tokens_sha256
-            recorded[f"{split}.docs.bin"] = self.splits[split].documents_sha256
-        problems = {}
-        if self.tokenizer_files:
-            new = set(tokenizer_files(directory)) - set(self.tokenizer_files)
-            problems = dict.fromkeys((f"tokenizer/{name}" for name in new), "is new")
-        for name, value in recorded.items():
-            if not (directory / name).is_file():
-                problems[name] = "is missing"
-            elif not has_sha256(directory / name, value, say):
-                problems[name] = "is not what preparing wrote (its SHA-256 differs)"
-        for name, problem in problems.items():
-            remedy = f"put it back, or delete {directory} and prepare again"
-            raise UserError(f"{directory / name} {problem}; {remedy}")
+            counts = self.splits[split]
+            hashes = {"bin": counts.tokens_sha256, "docs.bin": counts.documents_sha256}
+            for kind, value in hashes.items():
+                file = directory / f"{split}.{kind}"
+                if not (file.is_file() and has_sha256(file, value, say)):
+                    wrong.append(file.name)
+        if wrong:
+            raise UserError(
+                f"{directory / wrong[0]} is not what preparing wrote (its SHA-256 differs); put "
+                f"that back, or delete {directory} and prepare again"
+            )
 
 
 def _known(kind: type, values: dict) -> Any:

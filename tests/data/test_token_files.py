@@ -1,7 +1,6 @@
 """Token files: samples have every token once as a target, and a damaged file is refused."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -87,43 +86,31 @@ def test_rows_that_are_cut_hold_the_beginning_of_a_document_without_its_end(tmp_
 
 
 def test_damaged_files_are_refused_on_opening(damaged):
-    def refused(match):
-        with pytest.raises(UserError, match=match):
+    def refused(name, content, match="is not what preparing wrote .*; put that back, or delete"):
+        file = damaged / name
+        good = file.read_bytes() if file.exists() else None
+        file.unlink() if content is None else file.write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} {match}"):
             TokenFile(damaged, "train", 8)
+        file.unlink(missing_ok=True) if good is None else file.write_bytes(good)
 
-    manifest = json.loads((damaged / "manifest.json").read_text())
-    manifest["splits"]["train"]["words"] = 300
-    good = (damaged / "manifest.json").read_text()
-    (damaged / "manifest.json").write_text(json.dumps(manifest))
-    refused("manifest.json is not what preparing wrote")
-    (damaged / "manifest.json").write_text(good[:-20])
-    refused("manifest.json is damaged.*prepare again")
-    (damaged / "manifest.json").write_text(good)
-    other = train_tokenizer(made_texts(50, seed=5), 300)
-    kept = (damaged / "tokenizer/tokenizer.json").read_bytes()
-    other.save_pretrained(str(damaged / "tokenizer"))
-    refused("tokenizer.json is not what preparing wrote")
-    (damaged / "tokenizer/tokenizer.json").write_bytes(kept)
-    config = damaged / "tokenizer/tokenizer_config.json"
-    kept = config.read_text()
-    for content in (kept.replace("<|endoftext|>", "a"), kept[: len(kept) // 2]):
-        config.write_text(content)
-        refused("tokenizer_config.json is not what preparing wrote .*; put it back")
-    config.unlink()
-    refused("tokenizer_config.json is missing; put it back")
-    config.write_text(kept)
-    (damaged / "tokenizer/special_tokens_map.json").write_text('{"eos_token": "a"}')
-    refused("special_tokens_map.json is new; put it back")
-    (damaged / "tokenizer/special_tokens_map.json").unlink()
-    TokenFile(damaged, "train", 8)
+    manifest = (damaged / "manifest.json").read_bytes()
+    changed = json.loads(manifest)
+    changed["splits"]["train"]["words"] = 300
+    wrong = "is not what preparing wrote .*: copy it again, or delete"
+    refused("manifest.json", json.dumps(changed).encode(), wrong)
+    refused("manifest.json", manifest[:-20], "is damaged.*: copy it again, or delete")
+    other = train_tokenizer(made_texts(50, seed=5), 300).backend_tokenizer.to_str()
+    refused("tokenizer/tokenizer.json", other.encode())
+    config = (damaged / "tokenizer/tokenizer_config.json").read_bytes()
+    for content in (config.replace(b"<|endoftext|>", b"a"), config[: len(config) // 2], None):
+        refused("tokenizer/tokenizer_config.json", content)
+    refused("tokenizer/special_tokens_map.json", b'{"eos_token": "a"}')  # a new file
     for name in ("train.bin", "train.docs.bin"):
         content = (damaged / name).read_bytes()
-        (damaged / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        refused(rf"{name} is not what preparing wrote .*SHA-256 differs\); put it back, or delete")
-        (damaged / name).write_bytes(content)
-    os.truncate(damaged / "train.bin", 100)
-    refused("train.bin is not what preparing wrote")
-    (damaged / "train.bin").unlink()
-    refused("train.bin is missing")
+        for changed in (content[:-1] + bytes([content[-1] ^ 1]), content[:100], None):
+            refused(name, changed)
+    TokenFile(damaged, "train", 8)
     (damaged / "manifest.json").unlink()
-    refused("no manifest.json")
+    with pytest.raises(UserError, match="no manifest.json"):
+        TokenFile(damaged, "train", 8)
