@@ -27,17 +27,14 @@ def test_an_epoch_has_each_sample_once_whatever_their_number(samples):
 def test_the_order_looks_random():
     samples = 100_000
     order = SampleOrder(samples, seed=5).indices(0, samples)
-    places = np.arange(samples)
-    assert abs(np.corrcoef(order, places)[0, 1]) < 0.02
+    assert abs(np.corrcoef(order, np.arange(samples))[0, 1]) < 0.02
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
-    assert (
-        np.abs(np.bincount(order[: samples // 10] * 20 // samples, minlength=20) / 500 - 1).max()
-        < 0.2
-    )
+    first = np.bincount(order[: samples // 10] * 20 // samples, minlength=20)
+    assert np.abs(first / 500 - 1).max() < 0.2
     assert (np.diff(order) == 1).sum() < 10  # two neighbours stay neighbours about once
-    others = [SampleOrder(samples, seed=6).indices(0, samples)]
-    others += [SampleOrder(samples, seed=5).indices(samples, samples)]  # the next epoch
-    assert all((order == other).sum() < 10 for other in others)
+    other, next_epoch = SampleOrder(samples, seed=6), SampleOrder(samples, seed=5)
+    assert (order == other.indices(0, samples)).sum() < 10
+    assert (order == next_epoch.indices(samples, samples)).sum() < 10
 
 
 def test_the_position_is_all_that_a_resume_needs():
@@ -49,7 +46,4 @@ def test_the_position_is_all_that_a_resume_needs():
             for start in range(0, 200, step)
         ]
         assert np.array_equal(np.concatenate(parts), whole)
-    order = SampleOrder(37, 0)
-    assert np.array_equal(order.indices(150, 20), whole[150:170])
-    assert np.array_equal(order.indices(10, 20), whole[10:30])
-    assert len(order.indices(5, 0)) == 0
+    assert len(SampleOrder(37, 0).indices(5, 0)) == 0

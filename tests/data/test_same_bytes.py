@@ -123,8 +123,8 @@ def test_parquet_hub_and_jsonl_give_the_same_tokens(tmp_path, tokenizer):
     rows.select(range(30)).to_json(tmp_path / "hub/train-0.jsonl")
     rows.select(range(30, 62)).to_json(tmp_path / "hub/train-1.jsonl")
     rows.to_parquet(tmp_path / "rows.parquet", batch_size=7)
-    rows.save_to_disk(tmp_path / "saved")
-    places = {"hub": "hub", "jsonl": "hub", "parquet": "rows.parquet", "saved": "saved"}
+    rows.save_to_disk(tmp_path / "[saved]")
+    places = {"hub": "hub", "jsonl": "hub", "parquet": "rows.parquet", "saved": "[saved]"}
     found = []
     for name, place in places.items():
         source = name if name != "saved" else "hub"
