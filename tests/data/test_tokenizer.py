@@ -33,12 +33,9 @@ HAN = "".join(map(chr, range(0x4E00, 0x59B8)))
 
 def test_trained_tokenizer_is_exactly_reversible_and_deterministic():
     texts = made_texts(200)
-    tokenizer = train_tokenizer(texts, 500)
+    tokenizer, again = (train_tokenizer(texts, 500) for _ in range(2))
     assert len(tokenizer) == 500
-    assert (
-        tokenizer.backend_tokenizer.to_str()
-        == train_tokenizer(texts, 500).backend_tokenizer.to_str()
-    )
+    assert tokenizer.backend_tokenizer.to_str() == again.backend_tokenizer.to_str()
     generator = random.Random(1)
     everything = [*range(0xD800), *range(0xE000, 0x110000)]  # all of Unicode but the surrogates
     noise = "".join(map(chr, generator.choices(everything, k=2000)))
@@ -49,32 +46,18 @@ def test_trained_tokenizer_is_exactly_reversible_and_deterministic():
     assert token_bytes(tokenizer)[tokenizer.eos_token_id] == 0
 
 
-def test_existing_tokenizer_is_used_from_a_directory(tmp_path):
-    train_tokenizer(made_texts(100), 350).save_pretrained(str(tmp_path / "tok"))
-    manifest = prepare(
-        config_of(tmp_path, made_texts(30, seed=1), tokenizer=str(tmp_path / "tok")), quiet
-    )
-    assert manifest.vocab_size == 350
-    assert (tmp_path / "prepared/tokenizer/tokenizer.json").read_bytes() == (
-        tmp_path / "tok/tokenizer.json"
-    ).read_bytes()
-    with pytest.raises(
-        UserError, match="tokenizer .* cannot be read: .*; give the name of a hub .* or a directory"
-    ):
-        prepare(
-            config_of(tmp_path / "other", ["a b", "c"], tokenizer=str(tmp_path / "nowhere/at/all")),
-            quiet,
-        )
-
-
-def test_a_tokenizer_that_would_cut_texts_does_not_cut_documents(tmp_path):
+def test_a_tokenizer_of_a_directory_is_used_and_cuts_no_document(tmp_path):
     tokenizer = train_tokenizer(made_texts(100), 350)
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.save_pretrained(str(tmp_path / "tok"))
     texts = made_texts(20, seed=1)
-    prepare(config_of(tmp_path, texts, tokenizer=str(tmp_path / "tok")), quiet)
+    config = config_of(tmp_path, texts, tokenizer=str(tmp_path / "tok"))
+    assert prepare(config, quiet).vocab_size == 350
     found = [decoded_documents(tmp_path / "prepared", side) for side in ("train", "validation")]
     assert sorted(sum(found, [])) == sorted(texts)
+    config = config_of(tmp_path / "other", texts, tokenizer=str(tmp_path / "nowhere/at/all"))
+    with pytest.raises(UserError, match="cannot be read: .*; give the name of a hub .* or a dir"):
+        prepare(config, quiet)
 
 
 def test_the_tokenizer_is_trained_without_the_validation_text(tmp_path):
@@ -132,11 +115,8 @@ def test_tokens_are_those_of_the_tokenizer_itself(monkeypatch):
     trained = train_tokenizer([*made_texts(50), HARD], 400)
     encode = token_encoder(trained.backend_tokenizer, np.dtype("<u2"))
     generator = random.Random(0)
-    edges = [
-        *" \n\t\r\x1c\x1d\x1f\x85\xa0\u2028\u3000'\"-_.,09aZsté²Ⅷ日🙂\u0301\u200b",
-        "'ll",
-        "  ",
-    ]
+    edges = ["'ll", "  "]
+    edges += " \n\t\r\x1c\x1d\x1f\x85\xa0\u2028\u3000'\"-_.,09aZsté²Ⅷ日🙂\u0301\u200b"
     texts = ["".join(generator.choices(edges, k=2000)) for _ in range(50)]
     anything = [*range(0xD800), *range(0xE000, 0x30000)]
     texts += [
