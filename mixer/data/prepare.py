@@ -53,8 +53,14 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         return manifest
-    with whole_directory(Path(config.directory).absolute()) as stage:
-        return _existing(config) or _write(config, stage, say)
+    try:
+        with whole_directory(Path(config.directory).absolute()) as stage:
+            return _existing(config) or _write(config, stage, say)
+    except UserError:
+        # Where locks do not reach across machines, another one may have been first.
+        if (manifest := _existing(config)) is None:
+            raise
+        return manifest
 
 
 def _existing(config: DataConfig) -> Manifest | None:

@@ -5,6 +5,7 @@ data. Real processes, real signals, real files.
 import dataclasses
 import json
 import multiprocessing
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from runs import file_limit
 from texts import HARD, config_of, decoded_documents, made_texts, quiet
 
+from mixer.common import files
 from mixer.common.errors import UserError
 from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
@@ -110,16 +112,30 @@ def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"lines", "prepared", "texts", "tok"}
 
 
+def test_another_machine_may_be_first_where_locks_do_not_reach(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "locked", lambda *_: nullcontext())
+    hosts = iter(("one", "other"))
+    monkeypatch.setattr("socket.gethostname", lambda: next(hosts))
+    config, made = config_of(tmp_path, made_texts(5)), []
+
+    def say(line: str) -> None:
+        if line.startswith("tokenizer"):
+            made.append(prepare(config, quiet))
+
+    assert [prepare(config, say)] == made
+    assert {path.name for path in tmp_path.iterdir()} == {"prepared", "texts"}
+
+
 def test_a_disk_that_fills_anywhere_is_one_error_and_with_space_the_same_data_is_prepared(tmp_path):
     whole = config_of(tmp_path, made_texts(40))
     prepare(whole, quiet)
-    files = [file for file in (tmp_path / "prepared").rglob("*") if file.is_file()]
-    for size in sorted({file.stat().st_size for file in files}):
+    written = [file for file in (tmp_path / "prepared").rglob("*") if file.is_file()]
+    for size in sorted({file.stat().st_size for file in written}):
         config = dataclasses.replace(whole, directory=str(tmp_path / str(size)))
         with file_limit(size - 1), pytest.raises(UserError, match="File too large.* space"):
             prepare(config, quiet)
         assert not Path(config.directory).exists()
         prepare(config, quiet)
-        for file in files:
+        for file in written:
             made = Path(config.directory) / file.relative_to(tmp_path / "prepared")
             assert made.read_bytes() == file.read_bytes()
