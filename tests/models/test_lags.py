@@ -47,9 +47,9 @@ def test_initial_lags_are_those_that_full_weights_start_from(start):
 def test_a_model_reads_and_writes_beyond_its_context(kind):
     model, ids = small_model(**MIXINGS[kind]), tokens(batch=2, length=30)
     before = model(ids[:, :12]).logits
-    with pytest.raises(ValueError, match="the input has 30 tokens, the model's context is 12"):
+    with pytest.raises(ValueError, match="the input has 30 tokens; .* the model's context of 12"):
         model(ids)
-    with pytest.raises(ValueError, match=r"or call model.extend_context\(38\) first"):
+    with pytest.raises(ValueError, match=r"or call model.extend_context\(38\)"):
         generate(model, ids)
     model.extend_context(40)
     assert torch.allclose(model(ids).logits[:, :12], before, atol=1e-6)

@@ -224,7 +224,6 @@ def test_operations_counted_by_hand():
     mixing = 2 * 2 * 16 * (12 + 1) / 2  # two blocks, (tokens + 1) / 2 products a token
     assert counts["useful"] == 3 * (linear + mixing)
     assert counts["token_mixing"] == 3 * mixing
-    assert counts["executed"] == 3 * (linear + 2 * 2 * 16 * 12)
     heads = small_model(num_mixer_heads=2).flops_per_token()  # in- and out-projection besides
     assert heads["useful"] == 3 * (linear + 2 * 2 * 2 * 16 * 16 + mixing)
     bare = small_model(num_mixer_heads=2, mixer_projections=False).flops_per_token()
@@ -234,14 +233,6 @@ def test_operations_counted_by_hand():
     # In one block of two, queries and keys of half as many numbers as channels.
     keyed = small_model(num_mixer_heads=4, mixer_key_size=2, mixer_keyed_every=2).flops_per_token()
     assert keyed["useful"] == 3 * (linear + 2 * 16 * (16 + 16 + 16) + 1.25 * mixing)
-    kernels = small_model(mixing_backend="cuda", num_mixer_heads=4, mixer_key_size=2)
-    parts = 2 * (2 * 16 * (8 + 8 + 16 + 16))  # projections of two blocks
-    products = 7 * 2 * 8 + 5 * 2 * 16  # of a pair: seven with keys and five with values in a step
-    assert kernels.flops_per_token()["executed"] == 3 * (linear + parts) + 2 * 12 * products
-    # The kernels multiply tiles of 64 rows up to the diagonal: 129 rows are three of them.
-    products = 64 * 64 + 64 * 128 + 1 * 129
-    tiled = small_model(mixing_backend="cuda", max_position_embeddings=129).flops_per_token()
-    assert tiled["executed"] == pytest.approx(3 * (linear + 2 * 2 * 16 * products / 129))
 
 
 def test_a_profile_shows_the_time_in_token_mixing():

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import initialization
 
 from .convolution import TriangularConv
-from .flops import Flops
 from .lags import toeplitz
 from .memory import Memory, is_first
 from .operators import triangular_conv
@@ -139,7 +138,7 @@ class RecurrentConv(TriangularConv):
     def _remembered(self, x: Tensor, memory: Memory, positions: Tensor) -> Tensor:
         """The sums of new tokens, from those in a memory on, which takes each text's last one."""
         first = is_first(memory)
-        state = memory if isinstance(memory, Tensor) else memory.extend(x)
+        state = memory.extend(x)
         sums = self._sums(x, None if first else state)
         if x.shape[1] == 1:
             last, none = sums[:, 0], positions < 0
@@ -150,10 +149,6 @@ class RecurrentConv(TriangularConv):
         state.copy_(torch.where(none, state, last))
         return sums.to(x.dtype)
 
-    def flops(self, tokens: int) -> Flops:
-        """Of one sequence: `useful` has two products for each channel and tap, by d and by scale;
-        `executed` has those of the triangle.
-        """
-        useful = 2 * self.channels * (1 + self.taps) * tokens
-        executed = super().flops(tokens).executed // self.taps
-        return Flops(useful, executed, token_mixing=useful)
+    def flops(self, tokens: int) -> int:
+        """For each channel, products by d and by the scale of each tap."""
+        return 2 * self.channels * (1 + self.taps) * tokens
