@@ -144,7 +144,7 @@ def test_what_recurrences_do_not_have_is_refused():
             ["mixing_weight=columns", "mixer_key_size=4"],
             "'columns' and mixer_key_size = 4; .* full and lags",
         ),
-        (["mixing_weight=mixed"], "num_mixer_heads = 1; allowed: num_mixer_heads of 2 or more"),
+        (["mixing_weight=mixed"], "num_mixer_heads = 1; allowed: 2 heads or more"),
         (
             ["mixing_decay=true"],
             "mixing_decay = True and .*'full'; .* rows, columns, mixed",
