@@ -12,7 +12,7 @@ gradient along each diagonal, and an update of a is added to W along the diagona
 never kept. The order of summation is fixed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -56,37 +56,16 @@ class TriangularAdamW(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "shared_lags": 0.0}
         super().__init__(params, defaults)
-        self.gradient_sums, self.lag_changes = compile(gradient_sums), compile(lag_changes)
-        self.update_rows = compile(update_rows)
-        self.sums: dict[nn.Parameter, Tensor] = {}  # see gradient_norm
-
-    @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        """The norm of all gradients, from the triangles alone. The sums along diagonals, which come
-        from the same reading of memory, are kept for the next step, until which the gradients must
-        not change.
-        """
-        squares = []
-        for weights, _, _ in self._chunks():
-            sums, found = self.gradient_sums([weight.grad for weight in weights])
-            self.sums |= zip(weights, sums, strict=True)
-            squares += found
-        return torch.nn.utils.get_total_norm(squares, norm_type=1).sqrt()
+        self.lag_changes, self.update_rows = compile(lag_changes), compile(update_rows)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        for weights, parts, group in self._chunks():
-            self._update(weights, parts, group)
-        self.sums = {}
-
-    def _chunks(self) -> Iterator[tuple[list[nn.Parameter], list[tuple[int, int]], dict]]:
-        """Weights that are worked on together, the parts of their rows, and their group."""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             parts = row_parts(weights[0].shape[-1]) if weights else []
             size = max(1, MATRICES // max(1, len(parts)))
             for start in range(0, len(weights), size):
-                yield weights[start : start + size], parts, group
+                self._update(weights[start : start + size], parts, group)
 
     def _update(
         self, weights: list[nn.Parameter], parts: list[tuple[int, int]], group: dict
@@ -97,10 +76,8 @@ class TriangularAdamW(torch.optim.Optimizer):
         settings = (self._numbers(states, group), group["betas"], group["eps"])
         changes = None
         if share := group["shared_lags"]:
-            known = all(weight in self.sums for weight in weights)
-            sums = [self.sums[w] for w in weights] if known else self.gradient_sums(gradients)[0]
             lag_moments = [[state[key] for state in states] for key in LAG_MOMENTS]
-            changes = self.lag_changes(sums, *lag_moments, share, *settings)
+            changes = self.lag_changes(gradients, *lag_moments, share, *settings)
         for first, end in parts:
             # The compiler would write the whole matrix for a change of its part, so it gets parts.
             rows = [
@@ -142,14 +119,6 @@ class TriangularAdamW(torch.optim.Optimizer):
 # Lists hold a tensor for each weight; a weight is (heads, taps, context, context).
 
 
-def gradient_sums(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What one reading of the gradients of mixing weights gives: their sums along the diagonals,
-    (heads, taps, context) each, and tensors whose numbers add up to the sum of all squares.
-    """
-    found = [diagonal_sums(gradient) for gradient in gradients]
-    return [sums for sums, _ in found], [part for _, parts in found for part in parts]
-
-
 def change(
     gradient: Tensor,
     first: Tensor,
@@ -176,7 +145,7 @@ def change(
 
 
 def lag_changes(
-    sums: list[Tensor],
+    gradients: list[Tensor],
     first_moments: list[Tensor],
     second_moments: list[Tensor],
     share: float,
@@ -184,11 +153,10 @@ def lag_changes(
     betas: tuple[float, float],
     eps: float,
 ) -> list[Tensor]:
-    """AdamW's update of the lags, `share` as fast as that of the weights: what is to be added to
-    the weights along their diagonals. All tensors are (heads, taps, context).
-
-    sums: of the weights' gradients along the diagonals.
+    """AdamW's update of the lags, `share` as fast as that of the weights with these gradients: what
+    is to be added to the weights along their diagonals, (heads, taps, context) as the moments.
     """
+    sums = [diagonal_sums(gradient) for gradient in gradients]
     tensors = zip(sums, first_moments, second_moments, numbers.unbind(), strict=True)
     return [share * change(*one, betas, eps) for one in tensors]
 

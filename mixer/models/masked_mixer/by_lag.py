@@ -24,7 +24,7 @@ class LagConv(TriangularConv):
     def set_mixing_weight(self, weight: Tensor) -> None:
         self.lags.zero_()
         numbers = torch.arange(self.context, 0, -1, device=weight.device)  # on each diagonal
-        self.lags.copy_(diagonal_sums(weight - self.mixing_weight())[0] / numbers)
+        self.lags.copy_(diagonal_sums(weight - self.mixing_weight()) / numbers)
 
     def operands(self) -> dict[str, Tensor]:
         return {"lags": self.lags}
