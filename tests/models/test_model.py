@@ -235,12 +235,6 @@ def test_operations_counted_by_hand():
     assert keyed["useful"] == 3 * (linear + 2 * 16 * (16 + 16 + 16) + 1.25 * mixing)
 
 
-def test_a_profile_shows_the_time_in_token_mixing():
-    with torch.profiler.profile() as profile:
-        small_model()(tokens())
-    assert {event.key: event.count for event in profile.key_averages()}["token_mixing"] == 2
-
-
 def test_options_that_do_not_go_together_are_refused():
     keyed = {"mixer_key_size": 2}
     for change, words in (
