@@ -94,20 +94,6 @@ def test_padded_texts_go_on_behind_the_context_as_each_alone(form, how):
     assert torch.equal(written, torch.cat(alone))
 
 
-@torch.no_grad()
-def test_padding_does_not_enter_a_sum():
-    model = lively_model(mixing_weight="rows", **HEADS)
-    ids, mask = tokens(batch=2, length=6), torch.ones(2, 6, dtype=torch.int64)
-    mask[0, 3] = mask[0, 5] = 0
-    cache = MixingCache(model.config)
-    for end in range(1, 7):
-        model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache)
-    alone = MixingCache(model.config)
-    model(ids[:1, mask[0].bool()], past_key_values=alone)
-    for found, expected in zip(cache.layers, alone.layers, strict=True):
-        torch.testing.assert_close(found.keys[:1], expected.keys)
-
-
 def test_a_state_keeps_more_digits_than_half_precision():
     model, ids = small_model(mixing_weight="mixed", **HEADS).bfloat16(), tokens()
     cache = model(ids[:, :8], use_cache=True).past_key_values

@@ -24,7 +24,7 @@ from transformers.utils import can_return_tuple
 # Imports are relative because these files are copied beside every saved model, and transformers
 # loads them from there. Up to 5.9 it finds only what this file itself imports.
 from .attention import rotations
-from .by_lag import LagConv
+from .by_lag import LagConv  # noqa: F401
 from .cache import MixingCache, Places
 from .captured_step import CapturedStep  # noqa: F401
 from .configuration import RECURRENT, MaskedMixerConfig
@@ -397,17 +397,15 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
         Raises ValueError for other mixing weights, which have no numbers for more tokens, and for a
         context below the present one.
         """
-        present = self.config.max_position_embeddings
-        convolutions = [part for part in self.modules() if isinstance(part, TriangularConv)]
-        kinds = {type(part) for part in convolutions}
-        if context < present or not all(issubclass(kind, LagConv) for kind in kinds):
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        present, form = self.config.max_position_embeddings, self.config.mixing_weight
+        if context < present or form != "lags":
             raise ValueError(
-                f"extend_context({context}) of a model with a context of {present} and mixing "
-                f"weights of {names}; allowed: a longer context, for mixing_weight 'lags'"
+                f"extend_context({context}) of a model with mixing_weight {form!r} and a context "
+                f"of {present}; allowed: a longer context, for 'lags'"
             )
-        for part in convolutions:
-            part.extend(context)
+        for part in self.modules():
+            if isinstance(part, TriangularConv):
+                part.extend(context)
         self.config.max_position_embeddings = context
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
