@@ -4,7 +4,6 @@ however it is asked.
 
 import copy
 
-import accelerate
 import pytest
 import torch
 from models import MIXINGS, SETTINGS, generate, lively_model, padded, prompts, small_model, tokens
@@ -114,20 +113,6 @@ def test_a_static_cache_writes_the_same(variant, how):
         generate(model, ids, attention_mask=mask, cache_implementation="static", **settings),
         expected,
     )
-
-
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_a_static_cache_is_made_where_all_parameters_stay_in_their_place(offloaded):
-    model, ids = lively_model(), tokens(batch=1, length=4)
-    expected = generate(model, ids)
-    if offloaded:
-        accelerate.cpu_offload(model, "cpu")
-    how = {"cache_implementation": "static", "return_dict_in_generate": True}
-    written = model.generate(
-        ids, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **how
-    )
-    assert torch.equal(written.sequences[:, -8:], expected)
-    assert written.past_key_values.static is not offloaded
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])

@@ -45,11 +45,14 @@ class MixingCache(Cache):
 
     def step(self, blocks: Callable[..., Tensor], input_ids: Tensor, positions: Tensor) -> Tensor:
         """blocks(input_ids, memories, positions) for one new token of each text, from a CUDA graph
-        where that is possible. `blocks` is a method of the model.
+        where that is possible: `blocks` is a method of the model, which is on one GPU.
         """
         if not self.static or not can_capture(input_ids):
             return blocks(input_ids, self.layers, positions)
         if self.captured is None or not self.captured.fits(blocks, self, input_ids, positions):
+            parameters = blocks.__self__.parameters()
+            if any(parameter.device != input_ids.device for parameter in parameters):
+                return blocks(input_ids, self.layers, positions)  # hooks bring them for each step
             self.captured = CapturedStep(blocks, self, input_ids, positions)
         return self.captured(self, input_ids, positions)
 

@@ -2,7 +2,6 @@
 prompts that cannot be continued.
 """
 
-import torch
 from transformers import GenerationMixin
 
 from .cache import MixingCache
@@ -23,11 +22,7 @@ class Generation(GenerationMixin):
         if given or not static:  # transformers checks these settings
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if generation_config.use_cache is not False and not given:
-            # A graph needs all parameters in their place, on one device. Those that a hook brings
-            # there for each step are on "meta" before.
-            devices = {parameter.device for parameter in self.parameters()}
-            in_place = len(devices) == 1 and torch.device("meta") not in devices
-            model_kwargs["past_key_values"] = MixingCache(self.config, static and in_place)
+            model_kwargs["past_key_values"] = MixingCache(self.config, static)
 
     def _validate_generated_length(self, generation_config, input_ids_length, *args):
         super()._validate_generated_length(generation_config, input_ids_length, *args)

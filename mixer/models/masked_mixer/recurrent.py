@@ -42,14 +42,6 @@ class RecurrentConv(TriangularConv):
         columns = self.scale[self.by_row :, :, None] * powers[self.by_row :]
         return torch.cat([rows, columns])
 
-    @torch.no_grad()
-    def set_mixing_weight(self, weight: Tensor) -> None:
-        """Sets the scale to what comes nearest with the present decay."""
-        powers = toeplitz(self._powers(0, self.context), self.context)[:, None]
-        products, squares = weight * powers, powers.square()
-        for heads, dim in ((slice(self.by_row), -1), (slice(self.by_row, None), -2)):
-            self.scale[heads] = products[heads].sum(dim) / squares[heads].sum(dim)
-
     def kind_of(self, name: str) -> str:
         return "vectors"
 
