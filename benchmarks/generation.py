@@ -24,17 +24,15 @@ import time
 import torch
 from saving import markdown, measured_by, numbers, origin, parser_of, save
 from torch import Tensor
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
 from mixer.ops import choice
 
-STATIC_CACHE = {"cache_implementation": "static"}
 CACHES = {  # and the options of generate that make them
     "cached": {},
-    "cached, static": STATIC_CACHE,
-    "cached, static, compiled": STATIC_CACHE | {"compile_config": CompileConfig()},
+    "cached, static": {"cache_implementation": "static"},
     "uncached": {"use_cache": False},
 }
 SHORTER = 8  # memory is measured of a prompt so much shorter, too
@@ -127,8 +125,7 @@ def calls(options: argparse.Namespace) -> list[tuple[str, str, int]]:
         mixer = [("mixer", cache, options.new) for cache in CACHES if cache != "uncached"]
         fewer = max(options.new // 4, 2)
         return [*mixer, ("mixer", "uncached", fewer), ("Llama", "cached", options.new)]
-    fastest = "cached, static, compiled"
-    mixers = [(name, fastest, options.new) for name in ("mixer", "rows", "columns")]
+    mixers = [(name, "cached, static", options.new) for name in ("mixer", "rows", "columns")]
     llamas = [("Llama", cache, options.new) for cache in ("cached", "cached, static")]
     return mixers + llamas
 

@@ -81,5 +81,5 @@ def grad_weight(
     dweight = (dy @ x.mT).sum(1, dtype=wide).tril()
     dbias = F.pad(dy.sum((1, 3), dtype=wide), (0, missing))
     dweight = F.pad(dweight, (0, missing, 0, missing))
-    dweight = diagonal_sums(dweight)[0] if by_lag else dweight
+    dweight = diagonal_sums(dweight) if by_lag else dweight
     return dweight.to(dtype), (dbias if with_bias else dbias[0, :0].clone()).to(dtype)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from mixer.checkpoints.reference_format import compare, without_prefix
+from mixer.checkpoints.reference_format import count_blocks, fill, without_prefix
 from mixer.common.errors import UserError
 from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -47,10 +47,10 @@ def from_recurrent(source: Mapping[str, Tensor], form: str | None) -> MaskedMixe
         )
     source = without_prefix(source, "input_layer", NAME)
     model = MaskedMixerForCausalLM(_config(source, form)).eval()
-    pieces = dict(_pieces(model))
-    compare(source, pieces, NAME)
-    for key, piece in pieces.items():
-        piece.copy_(1 - source[key].float() if key.endswith("decay_value") else source[key])
+    for key in source:
+        if key.endswith("decay_value"):
+            source[key] = 1 - source[key].float()
+    fill(dict(_pieces(model)), source, NAME)
     return model
 
 
@@ -79,54 +79,42 @@ def to_recurrent(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
 def _pieces(model: MaskedMixerForCausalLM) -> Iterator[tuple[str, Tensor]]:
     """(the author's key, the part of our parameters with its numbers) for every tensor."""
     config, tensors = model.config, model.state_dict()
+    heads = config.num_mixer_heads
     yield "input_layer.weight", tensors["model.embed_tokens.weight"]
     yield "output_layer.weight", tensors["lm_head.weight"]
     for number in range(config.num_hidden_layers):
         block, ours = f"mixer_blocks.{number}.", f"model.layers.{number}."
         for name, kind in itertools.product(LAYERS, ("weight", "bias")):
             yield f"{block}{name}.{kind}", tensors[f"{ours}{LAYERS[name]}.{kind}"]
-        yield from _mixing_pieces(config, f"{block}{MIXING}", f"{ours}mixing.", tensors)
-
-
-def _mixing_pieces(
-    config: MaskedMixerConfig, theirs: str, ours: str, tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """As `_pieces`, of one block's token mixing, whose keys begin with `theirs` and `ours`."""
-    heads = config.num_mixer_heads
-    width = config.hidden_size // heads
-    for kind in ("weight", "bias") if heads > 1 and config.mixer_projections else ():
-        yield f"{theirs}out_proj.{kind}", tensors[f"{ours}out_proj.{kind}"]
-        for head, rows in enumerate(tensors[f"{ours}in_proj.{kind}"].split(width)):
-            yield f"{theirs}proj_head.{head}.{kind}", rows
-    for head in range(heads):
-        name = f"{theirs}mixer_heads.{head}." if heads > 1 else theirs
-        yield f"{name}weight", tensors[f"{ours}conv.scale"][head]
-        yield f"{name}bias", tensors[f"{ours}conv.bias"][head]
-        if config.mixing_decay:
-            yield f"{name}decay_value", tensors[f"{ours}conv.decay"][head : head + 1]
+        block, ours = f"{block}{MIXING}", f"{ours}mixing."
+        for kind in ("weight", "bias") if heads > 1 and config.mixer_projections else ():
+            yield f"{block}out_proj.{kind}", tensors[f"{ours}out_proj.{kind}"]
+            for head, rows in enumerate(tensors[f"{ours}in_proj.{kind}"].chunk(heads)):
+                yield f"{block}proj_head.{head}.{kind}", rows
+        for head in range(heads):
+            name = f"{block}mixer_heads.{head}." if heads > 1 else block
+            yield f"{name}weight", tensors[f"{ours}conv.scale"][head]
+            yield f"{name}bias", tensors[f"{ours}conv.bias"][head]
+            if config.mixing_decay:
+                yield f"{name}decay_value", tensors[f"{ours}conv.decay"][head : head + 1]
 
 
 def _config(source: Mapping[str, Tensor], form: str) -> MaskedMixerConfig:
-    """The sizes of the model, from the tensors of the first block. `compare` checks later whether
-    the other blocks agree.
-    """
+    """As that of reference_format."""
     first = f"mixer_blocks.0.{MIXING}"
     head = re.compile(rf"{re.escape(first)}mixer_heads\.\d+\.weight")
     heads = sum(head.fullmatch(key) is not None for key in source)
     scale = f"{first}mixer_heads.0." if heads else first
-    mlp = "mixer_blocks.0.channel_mixing_layer.0.weight"
-    for key in ("input_layer.weight", f"{scale}weight", mlp):
-        if key not in source or source[key].dim() != 2:
-            raise UserError(f"{key} is missing or no matrix, but tells the sizes of {NAME}")
-    numbers = {key.split(".")[1] for key in source if key.startswith("mixer_blocks.")}
-    vocabulary, hidden = source["input_layer.weight"].shape
     try:
+        vocabulary, hidden = source["input_layer.weight"].shape
+        _, context = source[f"{scale}weight"].shape
+        width, _ = source["mixer_blocks.0.channel_mixing_layer.0.weight"].shape
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
-            num_hidden_layers=next(n for n in itertools.count() if str(n) not in numbers),
-            max_position_embeddings=source[f"{scale}weight"].shape[1],
-            intermediate_size=source[mlp].shape[0],
+            num_hidden_layers=count_blocks(source, "mixer_blocks"),
+            max_position_embeddings=context,
+            intermediate_size=width,
             num_mixer_heads=max(heads, 1),
             mixer_projections=not heads or f"{first}out_proj.weight" in source,
             mixing_weight=form,
@@ -134,5 +122,5 @@ def _config(source: Mapping[str, Tensor], form: str) -> MaskedMixerConfig:
             mlp_first=True,
             hidden_act="silu",
         )
-    except ValueError as error:
-        raise UserError(f"the weights are not those of {NAME}: {error}") from None
+    except (KeyError, ValueError) as error:
+        raise UserError(f"the weights do not tell the sizes of {NAME} ({error})") from None

@@ -5,9 +5,10 @@ ours under other names, with the axes of a convolution in another order, and wit
 each head where ours has one for all heads.
 
 The reference masks its convolution weights in each forward, so their upper triangles may hold
-anything; here they become zero. Three forms of it have the same logits and are read too: without
+anything; here they become zero. Other forms of it have the same logits and are read too: without
 biases in the convolutions; with Linear layers in place of convolutions of kernel size 1
-(torch_compile=True); and with a tied weight saved once (safetensors.torch.save_model).
+(torch_compile=True); with heads under the name `conv`; and with a tied weight saved once
+(safetensors.torch.save_model).
 
 A state dict does not say everything about a model, and what it does not say is assumed to be as in
 the paper; ASSUMED says what. No look at the weights could tell.
@@ -37,11 +38,8 @@ NAMES = {  # ours, and the reference's
     "mlp.up_proj": "patch_ff.0",
     "mlp.down_proj": "patch_ff.2",
 }
-HEADS = "mixerhead"  # the name of a block's heads; that of some versions is conv
-PREFIXES = r"(?:(?:model|module|_orig_mod)\.)*"  # what wrappers put before every key
-CONVOLUTION = re.compile(  # the weight of one, in a block with heads, an expanded or a flat one
-    r"(mixerblocks\.\d+\.(?:(?:mixerhead|conv)\.convs\.\d+|conv\.[02]|conv))\.weight"
-)
+# A convolution's weight: of a head, of one of two (expanded), or of the only one (flat).
+CONVOLUTION = re.compile(r"(mixerblocks\.\d+\.(?:mixerhead\.convs\.\d+|conv\.[02]|conv)\.)weight")
 ASSUMED = (
     "plain mixing: masked convolutions, and no softmax over their weights or outputs. The file "
     "does not say so: a softmax mixer has the same keys and shapes"
@@ -72,22 +70,19 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     return {name: weights[other] for name, other in names if other in weights} | weights
 
 
+@torch.no_grad()
 def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
     """The model of a LanguageMixer's state dict, in fp32 and eval mode, as ASSUMED.
 
     Raises UserError naming every key that is unknown or missing, and every tensor whose shape does
     not fit the others.
     """
-    source = _with_convolutions(without_prefix(source))
-    heads = HEADS if any(f".{HEADS}." in key for key in source) else "conv"
-    model = MaskedMixerForCausalLM(_config(source, heads)).eval()
-    tensors = _tensors(model)
-    pieces = dict(_pieces(tensors, model.config, heads))
-    compare(source, pieces)
-    for key, piece in pieces.items():
-        piece.copy_(source[key])
-    for name, conv in _convolutions(model):
-        conv.set_mixing_weight(tensors[f"{name}.weight"])
+    source = _in_one_form(source)
+    model = MaskedMixerForCausalLM(_config(source)).eval()
+    fill(dict(_pieces(model.state_dict(), model.config)), source)
+    for module in model.modules():
+        if isinstance(module, TriangularConv):
+            module.weight.tril_()
     return model
 
 
@@ -109,33 +104,18 @@ def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
             f"the reference implementation does not have {', '.join(absent)}; this model cannot be "
             "converted to its format"
         )
-    pieces = _pieces(_tensors(model), config, HEADS)
+    tensors = {name: x for name, x in model.state_dict().items() if not name.endswith(".lags")}
+    for name, module in model.named_modules():
+        if isinstance(module, TriangularConv):
+            tensors[f"{name}.weight"] = module.mixing_weight().detach().tril()
+    pieces = _pieces(tensors, config)
     return {key: piece.clone(memory_format=torch.contiguous_format) for key, piece in pieces}
 
 
-def _convolutions(model: MaskedMixerForCausalLM) -> Iterator[tuple[str, TriangularConv]]:
-    for name, module in model.named_modules():
-        if isinstance(module, TriangularConv):
-            yield name, module
-
-
-def _tensors(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
-    """The model's parameters by name, which may be written to, except the weights of convolutions:
-    there, copies of the weights that tokens are mixed with.
-    """
-    tensors = {name: x for name, x in model.state_dict().items() if not name.endswith(".lags")}
-    for name, conv in _convolutions(model):
-        tensors[f"{name}.weight"] = conv.mixing_weight().detach().tril()
-    return tensors
-
-
 def _pieces(
-    tensors: dict[str, Tensor], config: MaskedMixerConfig, heads: str
+    tensors: Mapping[str, Tensor], config: MaskedMixerConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Views of the model's tensors, under the reference's names and with its axes.
-
-    heads: the reference's name for the heads of a block.
-    """
+    """Views of the model's tensors, under the reference's names and with its axes."""
     several = config.num_mixer_heads > 1
     layers = {"conv": "conv.0" if config.mixer_expansion else "conv", "second_conv": "conv.2"}
     for name, tensor in tensors.items():
@@ -150,12 +130,12 @@ def _pieces(
         elif not several:
             yield f"{block}{layers[layer]}.{kind}", tensor[0]
         elif layer == "out_proj":
-            yield f"{block}{heads}.out_proj.{kind}", tensor
+            yield f"{block}mixerhead.out_proj.{kind}", tensor
         else:
             parts = tensor if layer == "conv" else tensor.chunk(config.num_mixer_heads)
+            theirs = {"conv": "convs", "in_proj": "proj_head"}[layer]
             for head, piece in enumerate(parts):
-                names = {"conv": "convs", "in_proj": "proj_head"}
-                yield f"{block}{heads}.{names[layer]}.{head}.{kind}", piece
+                yield f"{block}mixerhead.{theirs}.{head}.{kind}", piece
 
 
 def without_prefix(
@@ -164,7 +144,7 @@ def without_prefix(
     """The state dict without what wrappers put before every key, known by that of the embedding.
     model: names it in an error.
     """
-    pattern = re.compile(rf"({PREFIXES}){embedding}\.weight")
+    pattern = re.compile(rf"((?:(?:model|module|_orig_mod)\.)*){embedding}\.weight")
     prefixes = {match.group(1) for key in source if (match := pattern.fullmatch(key))}
     if len(prefixes) != 1:
         raise UserError(
@@ -175,46 +155,45 @@ def without_prefix(
     return {key.removeprefix(*prefixes): tensor for key, tensor in source.items()}
 
 
-def _with_convolutions(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with Linear layers (out, in) as convolutions (out, in, 1); with biases of zero
-    if no convolution has any.
+def _in_one_form(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict without a prefix, with heads under the name `mixerhead`, Linear layers (out,
+    in) as convolutions (out, in, 1), and biases of zero if no convolution has any.
     """
-    source = dict(source)
-    names = [match.group(1) for key in source if (match := CONVOLUTION.fullmatch(key))]
-    no_biases = not any(f"{name}.bias" in source for name in names)
-    for name in names:
-        weight = source[f"{name}.weight"]
+    source = {
+        re.sub(r"\.conv\.(convs|proj_head|out_proj)\.", r".mixerhead.\1.", key): tensor
+        for key, tensor in without_prefix(source).items()
+    }
+    layers = [match.group(1) for key in source if (match := CONVOLUTION.fullmatch(key))]
+    no_biases = not any(f"{layer}bias" in source for layer in layers)
+    for layer in layers:
+        weight = source[f"{layer}weight"]
         if weight.dim() == 2:
-            source[f"{name}.weight"] = weight[..., None]
-        if no_biases and weight.dim() > 1:
-            source[f"{name}.bias"] = weight.new_zeros(weight.shape[0])
+            source[f"{layer}weight"] = weight[..., None]
+        if no_biases:
+            source[f"{layer}bias"] = weight.new_zeros(weight.shape[:1])
     return source
 
 
-def _config(source: Mapping[str, Tensor], heads: str) -> MaskedMixerConfig:
-    """The sizes of the model, from the tensors of the first block. `compare` checks later whether
-    the other blocks agree.
+def _config(source: Mapping[str, Tensor]) -> MaskedMixerConfig:
+    """The sizes of the model, from the tensors of the first block. `fill` checks later whether the
+    other blocks agree.
     """
     first = "mixerblocks.0."
-    of_heads = re.compile(rf"{re.escape(first)}{heads}\.convs\.\d+\.weight")
-    count, is_expanded = sum(map(bool, map(of_heads.fullmatch, source))), False
-    conv = f"{first}{heads}.convs.0"
-    if not count:
-        is_expanded = f"{first}conv.0.weight" in source
-        conv = f"{first}conv.0" if is_expanded else f"{first}conv"
-    numbers = {key.split(".")[1] for key in source if key.startswith("mixerblocks.")}
+    of_heads = re.compile(r"mixerblocks\.0\.mixerhead\.convs\.\d+\.weight")
+    heads = sum(of_heads.fullmatch(key) is not None for key in source)
+    is_expanded = f"{first}conv.0.weight" in source
+    conv = "mixerhead.convs.0" if heads else "conv.0" if is_expanded else "conv"
     try:
         vocabulary, hidden = source["wte.weight"].shape
-        context, _, taps = source[f"{conv}.weight"].shape
+        context, _, taps = source[f"{first}{conv}.weight"].shape
         width, _ = source[f"{first}patch_ff.0.weight"].shape
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
-            # Those without a gap. A block behind one is an unknown key.
-            num_hidden_layers=next(n for n in itertools.count() if str(n) not in numbers),
+            num_hidden_layers=count_blocks(source, "mixerblocks"),
             max_position_embeddings=context,
             intermediate_size=width,
-            num_mixer_heads=max(count, 1),
+            num_mixer_heads=max(heads, 1),
             mixer_kernel_size=taps,
             mixer_expansion=is_expanded,
         )
@@ -225,9 +204,15 @@ def _config(source: Mapping[str, Tensor], heads: str) -> MaskedMixerConfig:
         ) from None
 
 
-def compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor], model: str = NAME) -> None:
-    """Raises UserError, naming the model, unless `source` has just the keys and shapes of
-    `pieces`.
+def count_blocks(source: Mapping[str, Tensor], prefix: str) -> int:
+    """How many blocks there are without a gap. A block behind one is an unknown key."""
+    numbers = {key.split(".")[1] for key in source if key.startswith(f"{prefix}.")}
+    return next(number for number in itertools.count() if str(number) not in numbers)
+
+
+def fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], model: str = NAME) -> None:
+    """Copies `source` into tensors under the same keys. Raises UserError, naming the model, unless
+    it has just their keys and shapes.
     """
     shapes, wanted = ({key: tuple(of[key].shape) for key in of} for of in (source, pieces))
     problems = [f"unknown: {key} {shapes[key]}" for key in sorted(shapes.keys() - wanted)]
@@ -243,3 +228,5 @@ def compare(source: Mapping[str, Tensor], pieces: Mapping[str, Tensor], model: s
             f"the weights are not those of {model} that can be converted; nothing is "
             f"guessed:\n  {listing}"
         )
+    for key, piece in pieces.items():
+        piece.copy_(source[key])

@@ -50,22 +50,21 @@ def model_problems(model: ModelConfig) -> list[str]:
     """One line for each rule that the options break together, each being allowed by itself."""
     if option_problems(model):  # the rules below need options that are allowed by themselves
         return []
-    is_mixer = model.architecture == "masked_mixer"
-    defaults = ModelConfig()
+    is_mixer, defaults = model.architecture == "masked_mixer", ModelConfig()
     problems = [
         f"{name} is {getattr(model, name)!r}, which architecture {model.architecture} does not "
         "have; leave it out"
         for name in (OF_TRANSFORMERS if is_mixer else OF_MIXERS)
         if getattr(model, name) != getattr(defaults, name)
     ]
-    problems += shape_problems(model) if is_mixer else []
-    if not is_mixer and not problems:
-        heads = attention_heads(model)
-        if model.hidden_size % (2 * heads):  # a rotary embedding turns pairs of channels
-            problems.append(
-                f"num_attention_heads is {heads}; allowed: 1 or more, that divide hidden_size "
-                f"{model.hidden_size} into heads of an even number of channels"
-            )
+    if is_mixer:
+        return problems + shape_problems(model)
+    heads = attention_heads(model)
+    if model.hidden_size % (2 * heads):  # a rotary embedding turns pairs of channels
+        problems.append(
+            f"num_attention_heads is {heads}; allowed: 1 or more, that divide hidden_size "
+            f"{model.hidden_size} into heads of an even number of channels"
+        )
     return problems
 
 

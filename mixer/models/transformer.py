@@ -2,6 +2,7 @@
 with what the training loop needs. Qwen3 is that Llama with RMS-normed queries and keys.
 """
 
+from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, Qwen3ForCausalLM
 
 from mixer.models.masked_mixer.modeling import in_autocast_type
@@ -22,23 +23,14 @@ class Transformer:
         """As MaskedMixerForCausalLM.flops_per_token. In causal attention a token attends to
         (tokens + 1) / 2 tokens on average.
 
-        `token_mixing` is attention without its projections. `executed` counts the scores once more,
-        because the backward pass of flash attention computes them again (arXiv 2205.14135). It
-        leaves out the masked halves of the tiles on the diagonal.
+        `token_mixing` is attention without its projections.
         """
         config = self.config
         tokens = config.max_position_embeddings if tokens is None else tokens
-        hidden = config.hidden_size
-        # q, k, v, o; gate, up, down
-        linear = 2 * (4 * hidden * hidden + 3 * hidden * config.intermediate_size)
-        others = config.num_hidden_layers * linear + 2 * hidden * config.vocab_size
-        # one of the two products of attention: the scores, or the sum of the values
-        product = config.num_hidden_layers * 2 * hidden * (tokens + 1) / 2
-        return {
-            "useful": 3.0 * (others + 2 * product),
-            "executed": 3.0 * (others + 2 * product) + product,
-            "token_mixing": 3.0 * 2 * product,
-        }
+        linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        # the scores, and the sum of the values
+        mixing = config.num_hidden_layers * 2 * 2 * config.hidden_size * (tokens + 1) / 2
+        return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}
 
 
 class Llama(Transformer, LlamaForCausalLM):

@@ -32,7 +32,7 @@ class _Toeplitz(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        sums, _ = diagonal_sums(gradient)
+        sums = diagonal_sums(gradient)
         return F.pad(sums, (0, ctx.context - sums.shape[-1])), None
 
 
@@ -90,17 +90,15 @@ def row_parts(context: int) -> list[tuple[int, int]]:
     return list(zip(ends[:-1], ends[1:], strict=True))
 
 
-def diagonal_sums(matrix: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Sums along the diagonals on and below the main one, (..., context, context) -> (...,
-    context), and tensors whose numbers add up to the sum of the squares there.
-
-    Entry l of the sums is the sum over i of matrix[..., i, i - l].
+def diagonal_sums(matrix: Tensor) -> Tensor:
+    """Sums along the diagonals on and below the main one: (..., context, context) -> (...,
+    context). Entry l is the sum over i of matrix[..., i, i - l].
     """
     context = matrix.shape[-1]
     flat = matrix.flatten(-2)
     place = torch.arange(context, device=matrix.device)
-    corner = matrix[..., 0, :1]  # row 0 has the diagonal of lag 0 alone
-    total, squares = F.pad(corner, (0, context - 1)), [corner.square()]
+    # Row 0 has the diagonal of lag 0 alone.
+    total = F.pad(matrix[..., 0, :1], (0, context - 1))
     for first, end in row_parts(context):
         first = max(first, 1)
         # A step of context + 1 numbers goes down a diagonal. So in rows of that many numbers each
@@ -113,8 +111,7 @@ def diagonal_sums(matrix: Tensor) -> tuple[Tensor, list[Tensor]]:
         live = torch.where(lag <= place[first:end, None], skewed, 0)
         for sums in column_sums(live).unbind(-2):
             total = total + F.pad(sums.flip(-1), (0, context - end))
-        squares.append(column_sums(live.square()))
-    return total, squares
+    return total
 
 
 def column_sums(matrix: Tensor) -> Tensor:

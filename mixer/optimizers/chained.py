@@ -54,11 +54,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
 def _prepare_gradients(
     part: torch.optim.Optimizer, found_inf: Tensor | None, scale: Tensor | None
 ) -> None:
-    for group in part.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None and scale is not None:
-                gradient.div_(scale.to(gradient.device))
-            if gradient is not None and found_inf is not None:
-                bad = found_inf.to(gradient.device) > 0
-                gradient.copy_(torch.where(bad, 0, gradient))
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        if scale is not None:
+            gradient.div_(scale.to(gradient.device))
+        if found_inf is not None:
+            gradient.masked_fill_(found_inf.to(gradient.device) > 0, 0)

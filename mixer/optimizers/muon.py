@@ -27,14 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Matrices are stacked to be multiplied together, up to so many elements: it bounds the memory.
-LARGEST_STACK = 1 << 26
-# Matrices that the compiled functions are made for: it bounds the time to compile them, which grows
-# by more than the number.
+# Matrices that are worked on together. It bounds the memory, and the time to compile functions of
+# so many, which grows by more than the number.
 MATRICES = 16
 A, B, C = 3.4445, -4.7750, 2.0315  # as torch.optim.Muon
-# a I + b G + c G^2 = c (G + SHIFT I)^2 + REST I: a product of matrices and additions to diagonals.
-SHIFT, REST = B / (2 * C), A - B**2 / (4 * C)
 # torch.optim.Muon does five. A fifth costs more and trains no better. It would also need a new Gram
 # matrix of X, since rounding errors in G grow from step to step.
 STEPS = 4
@@ -95,10 +91,10 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     for matrix in self._matrices(parameter):
                         by_shape[matrix[0].shape].append(matrix)
-            for shape, matrices in by_shape.items():
-                size = max(1, LARGEST_STACK // shape.numel())
-                for start in range(0, len(matrices), size):
-                    self._update(*zip(*matrices[start : start + size], strict=True), settings)
+            for matrices in by_shape.values():
+                for start in range(0, len(matrices), MATRICES):
+                    some = matrices[start : start + MATRICES]
+                    self._update(*zip(*some, strict=True), settings)
 
     def _matrices(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Each matrix of a parameter, with its gradient and its momentum."""
@@ -121,17 +117,13 @@ class Muon(torch.optim.Optimizer):
         device = matrices[0].device
         skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
         scale = torch.ones((), device=device) if scale is None else scale.to(device)
-        stacks = [
-            self.directions(*some, settings["momentum"], skip, scale)
-            for some in in_parts(gradients, momenta)
-        ]
-        updates = self._orthogonalize(torch.cat(stacks) if len(stacks) > 1 else stacks[0])
+        stacked = self.directions(gradients, momenta, settings["momentum"], skip, scale)
+        updates = self._orthogonalize(stacked)
         rows, columns = matrices[0].shape
         # A tensor: a compiled function would be compiled anew for another number.
         rate = torch.full((), settings["lr"], device=device) * (1 - skip)
         size = 0.2 * math.sqrt(max(rows, columns))
-        for some in in_parts(matrices, updates):
-            self.apply(*some, rate, settings["weight_decay"], size)
+        self.apply(matrices, updates, rate, settings["weight_decay"], size)
 
     def _orthogonalize(self, stacked: Tensor) -> Tensor:
         """`iterate`, each process for its share of the matrices."""
@@ -147,12 +139,6 @@ class Muon(torch.optim.Optimizer):
         every = stacked.new_empty(share * processes, *stacked.shape[1:])
         all_gather(every, own, group=self.group)
         return every[: len(stacked)]
-
-
-def in_parts(*sequences: Sequence[Tensor] | Tensor) -> Iterator[list[Sequence[Tensor] | Tensor]]:
-    """Sequences of the same length in parts of MATRICES entries."""
-    for start in range(0, len(sequences[0]), MATRICES):
-        yield [sequence[start : start + MATRICES] for sequence in sequences]
 
 
 def directions(
@@ -209,23 +195,14 @@ def iterate(x: Tensor) -> Tensor:
     gram = _multiply(x.mT, x) if tall else _multiply(x, x.mT)
     product = None
     for step in range(STEPS):
-        polynomial = _polynomial(gram)
+        # a I + b G + c G^2 of G = gram / SCALE^2
+        polynomial = torch.baddbmm(gram, gram, gram, beta=B / SCALE**2, alpha=C / SCALE**4)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(A)
         product = polynomial if product is None else _multiply(polynomial, product)
         if step < STEPS - 1:
             gram = _multiply(_multiply(polynomial, gram), polynomial)
     # `product` is symmetric. A transposed result would be slow to read for what comes next.
     return _multiply(x, product, 1 / SCALE) if tall else _multiply(product, x, 1 / SCALE)
-
-
-def _polynomial(gram: Tensor) -> Tensor:
-    """a I + b G + c G^2 for G = gram / SCALE^2. gram is changed on the way, and restored."""
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    kept = diagonal.clone()
-    diagonal.add_(SHIFT * SCALE**2)
-    result = _multiply(gram, gram, C / SCALE**4)
-    diagonal.copy_(kept)
-    result.diagonal(dim1=-2, dim2=-1).add_(REST)
-    return result
 
 
 def _multiply(left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:

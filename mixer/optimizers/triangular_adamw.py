@@ -12,7 +12,7 @@ gradient along each diagonal, and an update of a is added to W along the diagona
 never kept. The order of summation is fixed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -56,37 +56,16 @@ class TriangularAdamW(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "shared_lags": 0.0}
         super().__init__(params, defaults)
-        self.gradient_sums, self.lag_changes = compile(gradient_sums), compile(lag_changes)
-        self.update_rows = compile(update_rows)
-        self.sums: dict[nn.Parameter, Tensor] = {}  # see gradient_norm
-
-    @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        """The norm of all gradients, from the triangles alone. The sums along diagonals, which come
-        from the same reading of memory, are kept for the next step, until which the gradients must
-        not change.
-        """
-        squares = []
-        for weights, _, _ in self._chunks():
-            sums, found = self.gradient_sums([weight.grad for weight in weights])
-            self.sums |= zip(weights, sums, strict=True)
-            squares += found
-        return torch.nn.utils.get_total_norm(squares, norm_type=1).sqrt()
+        self.lag_changes, self.update_rows = compile(lag_changes), compile(update_rows)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        for weights, parts, group in self._chunks():
-            self._update(weights, parts, group)
-        self.sums = {}
-
-    def _chunks(self) -> Iterator[tuple[list[nn.Parameter], list[tuple[int, int]], dict]]:
-        """Weights that are worked on together, the parts of their rows, and their group."""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             parts = row_parts(weights[0].shape[-1]) if weights else []
             size = max(1, MATRICES // max(1, len(parts)))
             for start in range(0, len(weights), size):
-                yield weights[start : start + size], parts, group
+                self._update(weights[start : start + size], parts, group)
 
     def _update(
         self, weights: list[nn.Parameter], parts: list[tuple[int, int]], group: dict
@@ -94,42 +73,38 @@ class TriangularAdamW(torch.optim.Optimizer):
         states = [self._state(weight, group) for weight in weights]
         moments = [[state[key] for state in states] for key in MOMENTS]
         gradients = [weight.grad for weight in weights]
-        numbers, lag_numbers = self._numbers(weights, group)
+        settings = (self._numbers(states, group), group["betas"], group["eps"])
         changes = None
-        if group["shared_lags"]:
-            known = all(weight in self.sums for weight in weights)
-            sums = [self.sums[w] for w in weights] if known else self.gradient_sums(gradients)[0]
+        if share := group["shared_lags"]:
             lag_moments = [[state[key] for state in states] for key in LAG_MOMENTS]
-            settings = (lag_numbers, group["betas"], group["eps"])
-            changes = self.lag_changes(sums, *lag_moments, *settings)
+            changes = self.lag_changes(gradients, *lag_moments, share, *settings)
         for first, end in parts:
             # The compiler would write the whole matrix for a change of its part, so it gets parts.
             rows = [
                 [tensor[..., first:end, :end] for tensor in tensors]
                 for tensors in (weights, gradients, *moments)
             ]
-            self.update_rows(*rows, changes, numbers, group["betas"], group["eps"])
+            self.update_rows(*rows, changes, *settings)
 
-    def _numbers(self, weights: list[nn.Parameter], group: dict) -> tuple[Tensor, Tensor]:
-        """The `numbers` of `update_rows` and of `lag_changes`, (weights, 5) each; counts the step.
+    def _numbers(self, states: list[dict[str, Tensor]], group: dict) -> Tensor:
+        """The `numbers` of `change`, and the learning rate times the weight decay: (weights, 5).
+        Counts the step.
 
         A tensor: compiled functions would be compiled anew for other numbers. A row for each
         weight: what reads the same memory would be compiled into one large kernel.
         """
-        steps = [self.state[weight]["step"] for weight in weights]
+        steps = [state["step"] for state in states]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        zero = torch.zeros((), device=weights[0].device)
+        zero = torch.zeros((), device=steps[0].device)
         skip = zero if skip is None else skip.to(zero)
         scale = zero + 1 if scale is None else scale.to(zero)
         torch._foreach_add_(steps, [1 - skip] * len(steps))  # of one tensor it waits for the GPU
 
         step, (beta1, beta2) = torch.stack(steps).double(), group["betas"]
-        rate = group["lr"] / (1 - beta1**step)
-        root = (1 - beta2**step).sqrt()
-        decay = torch.full_like(step, group["lr"] * group["weight_decay"])
-        rest = (root, decay, skip.expand_as(step), scale.expand_as(step))
-        rates = (rate, rate * group["shared_lags"])
-        return tuple(torch.stack([r, *rest], 1).to(weights[0].dtype) for r in rates)
+        rate, root = group["lr"] / (1 - beta1**step), (1 - beta2**step).sqrt()
+        skip, scale = skip.double().expand_as(step), scale.double().expand_as(step)
+        decay = group["lr"] * group["weight_decay"] * (1 - skip)
+        return torch.stack([rate, root, skip, scale, decay], 1).to(states[0][MOMENTS[0]].dtype)
 
     def _state(self, weight: nn.Parameter, group: dict) -> dict[str, Tensor]:
         state = self.state[weight]
@@ -141,42 +116,49 @@ class TriangularAdamW(torch.optim.Optimizer):
         return state
 
 
-def gradient_sums(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What one reading of the gradients of mixing weights, (heads, taps, context, context) each,
-    gives: their sums along the diagonals, (heads, taps, context) each, and tensors whose numbers
-    add up to the sum of all squares.
+# Lists hold a tensor for each weight; a weight is (heads, taps, context, context).
+
+
+def change(
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> Tensor:
+    """AdamW's update without weight decay (arXiv 1711.05101): what is to be added to a parameter
+    with this gradient and these moments, which are updated. All have one shape.
+
+    numbers: the learning rate divided by 1 - beta1^step, the root of 1 - beta2^step, 1 where
+    nothing is to be changed (a gradient that is not finite does no harm then), and what the
+    gradient is divided by.
     """
-    found = [diagonal_sums(gradient) for gradient in gradients]
-    return [sums for sums, _ in found], [part for _, parts in found for part in parts]
+    (rate, root, skip, scale), (beta1, beta2) = numbers[:4].unbind(), betas
+    gradient, skipped = gradient / scale, skip > 0
+    new_first = torch.lerp(first, gradient, 1 - beta1)
+    new_second = beta2 * second + (1 - beta2) * gradient.square()
+    found = -rate * new_first / (new_second.sqrt() / root + eps)
+    first.copy_(torch.where(skipped, first, new_first))
+    second.copy_(torch.where(skipped, second, new_second))
+    return torch.where(skipped, 0, found)
 
 
 def lag_changes(
-    sums: list[Tensor],
+    gradients: list[Tensor],
     first_moments: list[Tensor],
     second_moments: list[Tensor],
+    share: float,
     numbers: Tensor,
     betas: tuple[float, float],
     eps: float,
 ) -> list[Tensor]:
-    """AdamW's update of the lags (arXiv 1711.05101, without weight decay): what is to be added to
-    the weights along their diagonals, (heads, taps, context) each.
-
-    Args:
-        sums: of the weights' gradients along the diagonals, (heads, taps, context) each.
-        first_moments, second_moments: of the lags' gradients, likewise; updated.
-        numbers: as those of `update_rows`, with the lags' learning rate.
+    """AdamW's update of the lags, `share` as fast as that of the weights with these gradients: what
+    is to be added to the weights along their diagonals, (heads, taps, context) as the moments.
     """
-    beta1, beta2 = betas
-    changes = []
-    tensors = zip(sums, first_moments, second_moments, strict=True)
-    for place, (gradient, first, second) in enumerate(tensors):
-        rate, root, _, skip, scale = numbers[place].unbind()
-        gradient, skipped = gradient / scale, skip > 0
-        first.copy_(torch.where(skipped, first, torch.lerp(first, gradient, 1 - beta1)))
-        second.copy_(torch.where(skipped, second, beta2 * second + (1 - beta2) * gradient.square()))
-        change = -rate * first / (second.sqrt() / root + eps)
-        changes.append(torch.where(skipped, 0, change))
-    return changes
+    sums = [diagonal_sums(gradient) for gradient in gradients]
+    tensors = zip(sums, first_moments, second_moments, numbers.unbind(), strict=True)
+    return [share * change(*one, betas, eps) for one in tensors]
 
 
 def update_rows(
@@ -189,26 +171,14 @@ def update_rows(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """AdamW's update (arXiv 1711.05101) of a part of the rows of all weights, in place.
+    """AdamW's update of a part of the rows of all weights, in place: (heads, taps, rows, columns)
+    each, where the last column is that of the last row's diagonal.
 
-    Args:
-        weights, gradients, first_moments, second_moments: (heads, taps, rows, columns) each, where
-            the last column is that of the last row's diagonal.
-        changes: by the lag, to be added along the diagonals, (heads, taps, context) each, or None.
-        numbers: for each weight the learning rate divided by 1 - beta1^step, the root of 1 -
-            beta2^step, the learning rate times the weight decay, 1 where nothing is to be changed
-            (gradients that are not finite do no harm then), and what gradients are divided by.
+    changes: by the lag, to be added along the diagonals, (heads, taps, context) each, or None.
     """
-    beta1, beta2 = betas
     tensors = zip(weights, gradients, first_moments, second_moments, strict=True)
-    for place, (weight, gradient, first, second) in enumerate(tensors):
-        rate, root, decay, skip, scale = numbers[place].unbind()
-        gradient = gradient / scale
-        new_first = torch.lerp(first, gradient, 1 - beta1)
-        new_second = beta2 * second + (1 - beta2) * gradient.square()
-        new = weight - decay * weight - rate * new_first / (new_second.sqrt() / root + eps)
+    for place, (weight, *others) in enumerate(tensors):
+        new = weight - numbers[place, 4] * weight + change(*others, numbers[place], betas, eps)
         if changes is not None:
             new = new + toeplitz_rows(changes[place], *weight.shape[-2:])
-        weight.copy_(torch.where(skip > 0, weight, new))
-        first.copy_(torch.where(skip > 0, first, new_first))
-        second.copy_(torch.where(skip > 0, second, new_second))
+        weight.copy_(new)

@@ -209,7 +209,7 @@ def test_generation_is_measured_against_no_cache_and_a_llama(tmp_path):
     done = run_python(*command, output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
     result, text = results(tmp_path / "toy")
-    caches = ("cached", "cached, static", "cached, static, compiled", "uncached")
+    caches = ("cached", "cached, static", "uncached")
     kinds = {("Llama", "cached"), *(("mixer", cache) for cache in caches)}
     measured = {(row["model"], row["cache"], row["batch"]) for row in result["generate"]}
     assert measured == {(*kind, batch) for kind in kinds for batch in (1, 2)}

@@ -7,6 +7,7 @@ import torch
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models import masked_mixer
 from mixer.models.masked_mixer.convolution import TriangularConv
+from mixer.models.masked_mixer.recurrent import RecurrentConv
 
 # The model's code, which is saved beside its weights.
 CODE = [p for p in Path(masked_mixer.__file__).parent.glob("*.py") if p.name != "__init__.py"]
@@ -91,7 +92,9 @@ def lively_model(**variant):
             if not parameter.any():  # what starts at zero would hide a mistake
                 parameter.normal_()
         for module in model.modules():
-            if isinstance(module, TriangularConv):
+            if isinstance(module, RecurrentConv):
+                module.scale.mul_(8)
+            elif isinstance(module, TriangularConv):
                 module.set_mixing_weight(8 * module.mixing_weight())
     return model
 

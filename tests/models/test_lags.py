@@ -8,25 +8,12 @@ from safetensors.torch import load_file
 
 from mixer import MaskedMixerForCausalLM
 from mixer.common.errors import UserError
-from mixer.ops.lags import toeplitz
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
 BY_LAG = ["model.mixing_weight=lags", "model.num_mixer_heads=2", "model.mixing_init=shift"]
 
 CONTEXT = "model.max_position_embeddings=24"  # no other size of the small run
-
-
-@pytest.mark.parametrize("length", (1, 7, 10))
-def test_a_lags_gradient_is_the_sum_over_its_diagonal(length):
-    lags = torch.randn(2, 3, 10, dtype=torch.float64, requires_grad=True)
-    weight, slope = toeplitz(lags, length), torch.randn(2, 3, length, length).double()
-    position = torch.arange(length)
-    lag = position[:, None] - position
-    expected = torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0)  # autograd sums by itself
-    assert torch.equal(weight, expected)
-    found, known = (torch.autograd.grad((y * slope).sum(), lags)[0] for y in (weight, expected))
-    assert torch.allclose(found, known, rtol=1e-12)
 
 
 @pytest.mark.parametrize("start", ("zero", "shift", "keyed"))
@@ -48,15 +35,15 @@ def test_initial_lags_are_those_that_full_weights_start_from(start):
 def test_a_model_reads_and_writes_beyond_its_context(kind):
     model, ids = small_model(**MIXINGS[kind]), tokens(batch=2, length=30)
     before = model(ids[:, :12]).logits
-    with pytest.raises(ValueError, match="the input has 30 tokens, the model's context is 12"):
+    with pytest.raises(ValueError, match="the input has 30 tokens; .* the model's context of 12"):
         model(ids)
-    with pytest.raises(ValueError, match=r"or call model.extend_context\(38\) first"):
+    with pytest.raises(ValueError, match=r"or call model.extend_context\(38\)"):
         generate(model, ids)
     model.extend_context(40)
     assert torch.allclose(model(ids).logits[:, :12], before, atol=1e-6)
     written = generate(model, ids)
     assert torch.equal(written, generate(model, ids, use_cache=False))
-    with pytest.raises(ValueError, match="weights of TriangularConv; allowed: a longer context"):
+    with pytest.raises(ValueError, match="mixing_weight 'full' .*; allowed: a longer context"):
         small_model().extend_context(40)
 
 

@@ -65,9 +65,6 @@ def test_a_form_is_the_convolution_with_its_weight(form, taps):
     full.bias.data.copy_(conv.bias)
     x = torch.randn(2, context, 8, dtype=torch.float64, requires_grad=True)
     assert torch.allclose(conv(x), full(x), rtol=1e-9)
-    scale, decay = conv.scale.clone(), conv.decay.clone()
-    conv.set_mixing_weight(conv.mixing_weight())  # keeps what has this form
-    assert torch.allclose(conv.scale, scale) and torch.equal(conv.decay, decay)
     conv.decay.data.clamp_(0.01, 0.09)  # no slope at the ends of what is allowed
     parameters = tuple(conv.parameters())
     assert torch.autograd.gradcheck(lambda x, *_: conv(x), (x, *parameters))
@@ -92,20 +89,6 @@ def test_padded_texts_go_on_behind_the_context_as_each_alone(form, how):
     alone = [generate(model, p[None], new=20, use_cache=False, **how) for p in prompts()]
     written = generate(model, ids, new=20, attention_mask=mask, **how)
     assert torch.equal(written, torch.cat(alone))
-
-
-@torch.no_grad()
-def test_padding_does_not_enter_a_sum():
-    model = lively_model(mixing_weight="rows", **HEADS)
-    ids, mask = tokens(batch=2, length=6), torch.ones(2, 6, dtype=torch.int64)
-    mask[0, 3] = mask[0, 5] = 0
-    cache = MixingCache(model.config)
-    for end in range(1, 7):
-        model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache)
-    alone = MixingCache(model.config)
-    model(ids[:1, mask[0].bool()], past_key_values=alone)
-    for found, expected in zip(cache.layers, alone.layers, strict=True):
-        torch.testing.assert_close(found.keys[:1], expected.keys)
 
 
 def test_a_state_keeps_more_digits_than_half_precision():
@@ -144,7 +127,7 @@ def test_what_recurrences_do_not_have_is_refused():
             ["mixing_weight=columns", "mixer_key_size=4"],
             "'columns' and mixer_key_size = 4; .* full and lags",
         ),
-        (["mixing_weight=mixed"], "num_mixer_heads = 1; allowed: num_mixer_heads of 2 or more"),
+        (["mixing_weight=mixed"], "num_mixer_heads = 1; allowed: 2 heads or more"),
         (
             ["mixing_decay=true"],
             "mixing_decay = True and .*'full'; .* rows, columns, mixed",
@@ -158,10 +141,6 @@ def test_what_recurrences_do_not_have_is_refused():
         load_config(None, ["model.mixing_weight=rows", "optim.shared_lags=true"])
     model = small_model(mixing_weight="rows")
     with pytest.raises(
-        ValueError, match="cache cannot forget the wrong ones; leave out prompt loo"
+        ValueError, match="a sum, which cannot forget tokens: leave out prompt lookup"
     ):
         model.generate(tokens(1), max_new_tokens=4, prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="past_key_values .* so it is another model's"):
-        model(tokens(1), past_key_values=MixingCache(small_model().config))
-    with pytest.raises(ValueError, match=r"weight is rows, .*; use mixing.convolution\(config\)"):
-        TriangularConv(model.config)

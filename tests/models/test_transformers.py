@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import types
@@ -17,15 +16,14 @@ from transformers import (
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.masked_mixer import operators, plain
 from mixer.models.masked_mixer.configuration import AUTO_MAP
-from mixer.models.masked_mixer.modeling import logger
 
+SETTINGS = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
 LOAD_ELSEWHERE = """
 import sys, torch
 if {hidden}: sys.modules["mixer"] = None  # as if it were not installed
@@ -150,7 +148,7 @@ def test_a_device_map_spreads_the_blocks(tmp_path):
     assert spread.model.layers[1].mixing.conv.weight.device.type == "meta"
 
 
-def test_gradient_checkpointing_has_the_same_gradients_and_no_cache(monkeypatch):
+def test_gradient_checkpointing_has_the_same_gradients_and_no_cache():
     model, ids = lively_model().train(), tokens(batch=2, length=6)
     expected, filled = generate(model, ids), model(ids, use_cache=True).past_key_values
     gradients = []
@@ -158,18 +156,12 @@ def test_gradient_checkpointing_has_the_same_gradients_and_no_cache(monkeypatch)
         if checkpointing:
             model.gradient_checkpointing_enable()
         model.zero_grad()
-        said = []
-        monkeypatch.setattr(logger, "warning_once", said.append)
         with torch.profiler.profile() as profile:
             output = model(ids, labels=ids, use_cache=True)
             output.loss.backward()
         counts = {event.key: event.count for event in profile.key_averages()}
         assert counts["token_mixing"] == (4 if checkpointing else 2)  # blocks are computed again
-        assert (
-            (output.past_key_values is None)
-            == checkpointing
-            == ("Setting `use_cache=False`" in "".join(said))
-        )
+        assert (output.past_key_values is None) == checkpointing
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
@@ -181,58 +173,32 @@ def test_gradient_checkpointing_has_the_same_gradients_and_no_cache(monkeypatch)
         model(ids, past_key_values=filled)
 
 
-class Steps(TrainerCallback):
-    """The numbers of the steps that a Trainer takes."""
-
-    def __init__(self):
-        self.done = []
-
-    def on_step_end(self, args, state, control, **_):
-        self.done.append(state.global_step)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_transformers_trainer_resumes_and_ends_with_the_weights_of_a_run_never_stopped(
-    side, tmp_path
-):
+def test_transformers_trainer_trains_it_and_saves_what_loads(tmp_path):
     tokenizer = train_tokenizer(["def read(self, size):", "def write(self, text):"] * 4, 300)
-    tokenizer.padding_side = side
+    tokenizer.padding_side = "left"
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     texts = ["def read(self, size):", "def write(self, text): return", "def read", "self"] * 6
     rows = [{"input_ids": tokenizer(text).input_ids} for text in texts]
-
-    def trainer() -> Trainer:
-        """With a new model, whose weights are the same each time."""
-        model = small_model(vocab_size=len(tokenizer), max_position_embeddings=32)
-        arguments = TrainingArguments(
+    trainer = Trainer(
+        small_model(vocab_size=len(tokenizer), max_position_embeddings=32),
+        TrainingArguments(
+            **SETTINGS,
             output_dir=str(tmp_path),
             max_steps=30,
             per_device_train_batch_size=8,
             learning_rate=1e-2,
-            save_steps=10,
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
             gradient_checkpointing=True,
-        )
-        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-        return Trainer(
-            model, arguments, train_dataset=rows, eval_dataset=rows[:4], data_collator=collator
-        )
-
-    whole = trainer()
-    before = whole.evaluate()["eval_loss"]
-    whole.train()
-    assert whole.evaluate()["eval_loss"] < before / 2
-    shutil.rmtree(tmp_path / "checkpoint-30")  # as if it had stopped after step 20, inside an epoch
-    resumed, steps = trainer(), Steps()
-    torch.nn.init.zeros_(resumed.model.lm_head.weight)  # its weights are the checkpoint's alone
-    resumed.add_callback(steps)
-    resumed.train(resume_from_checkpoint=True)
-    assert steps.done == list(range(21, 31))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-30")
-    for model in (resumed.model, loaded):
-        torch.testing.assert_close(model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+        ),
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before / 2
+    trainer.save_model()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
 
 
 LENGTHS = (2, 3, 1, 11, 12, 7)
@@ -280,6 +246,7 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens_however_texts_are_pad
     gradient = torch.autograd.grad(sum(losses) / sum(scored), trained)
     expected = [weight.detach() - change for weight, change in zip(trained, gradient, strict=True)]
     arguments = TrainingArguments(
+        **SETTINGS,
         output_dir=str(tmp_path),
         max_steps=1,
         per_device_train_batch_size=1,
@@ -288,10 +255,6 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens_however_texts_are_pad
         learning_rate=1,
         lr_scheduler_type="constant",
         optim="sgd",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
     )
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[3:])
     mean = (sum(losses[3:]) / sum(scored[3:])).item()
@@ -302,9 +265,8 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens_however_texts_are_pad
 
 def test_label_smoothing_of_the_trainer_is_that_of_the_next_token(tmp_path):
     model, ids = small_model(), tokens()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True
-    )
+    how = SETTINGS | {"output_dir": str(tmp_path), "label_smoothing_factor": 0.1}
+    arguments = TrainingArguments(**how)
     loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
     logits, targets = model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
     torch.testing.assert_close(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from mix_row_cases import TYPES, case, exact
 from models import MIXINGS, SETTINGS, generate, lively_model, padded, tokens
-from transformers import CompileConfig
 
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.ops import choice, mix_row
@@ -90,32 +89,6 @@ def test_a_model_writes_what_it_writes_uncached(variant, how, cache):
     assert torch.equal(
         generate(model, ids.cuda(), cache_implementation=cache, **settings), expected
     )
-
-
-COMPILED = {
-    "cache_implementation": "static",
-    "compile_config": CompileConfig(),
-    "return_dict_in_generate": True,
-}
-COMPILED |= {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
-
-
-@pytest.mark.parametrize(
-    "mixing",
-    ["flat", "projected", "projected-expansion", "gate-heads", "rows", "columns"]
-    + ["rows-and-columns"],
-)
-@pytest.mark.parametrize("texts", [1, 4])  # of one, the compiler makes the products itself
-def test_a_compiled_step_writes_the_same(texts, mixing):
-    model, (ids, mask) = lively_model(**MIXINGS[mixing]).cuda(), padded("left")
-    ids, mask = ids[:texts].cuda(), mask[:texts].cuda()
-    expected = generate(model, ids, attention_mask=mask, use_cache=False)
-    torch._dynamo.reset()
-    graphs = torch._dynamo.utils.counters["stats"]
-    graphs.clear()
-    written = model.generate(ids, attention_mask=mask, **COMPILED)
-    assert torch.equal(written.sequences[:, -8:], expected)
-    assert graphs["unique_graphs"] == 1 and written.past_key_values.captured is not None
 
 
 def test_steps_are_captured_once_and_last_through_a_reset():

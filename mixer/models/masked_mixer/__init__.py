@@ -8,8 +8,7 @@ by_lag         mixing weights with one number for each distance of tokens
 recurrent      mixing weights that are a running sum
 attention      queries and keys, and attention
 operators      what convolutions call: with kernels where this package is installed
-linear, gelu   two layers in forms that compile better
-flops          counts operations
+linear, gelu   layers in the forms that training needs
 generation     what generate() needs
 trainer        what transformers' Trainer needs
 cache, memory  the inputs of earlier tokens or their sum, kept while a text is generated

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration import MaskedMixerConfig
-from .flops import Flops
-from .memory import Memory, is_first, remember
+from .memory import Memory, is_first
 from .operators import turn
 from .plain import by_head
 
@@ -62,7 +61,7 @@ class Attention(nn.Module):
         query, key, value = (by_head(part, self.heads) for part in (query, key, value))
         first = is_first(memory)
         if memory is not None:
-            past = remember(memory, torch.cat([key, value], -1), positions)
+            past = memory.update(torch.cat([key, value], -1), positions)
         if first:
             y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
@@ -72,21 +71,6 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         return y.transpose(1, 2).flatten(2)
 
-    def flops(self, tokens: int) -> Flops:
-        """Of one sequence. `executed` has a third of what forward and backward multiply: flash
-        attention computes the products of queries and keys again in its backward pass.
-        """
-        pairs, keys = tokens * (tokens + 1) // 2, self.heads * self.key_size
-        useful = 2 * (keys + self.channels) * pairs
-        return Flops(useful, useful + 2 * keys * pairs // 3, token_mixing=useful)
-
-
-def previous_rows(memory: Tensor, positions: Tensor) -> Tensor:
-    """What a memory (batch, heads, length, channels of a head) has of the tokens before those at
-    positions (batch or 1, new): (batch, new, channels), zero before the first token.
-    """
-    before = (positions - 1).clamp(min=0)[:, None, :, None]  # (batch or 1, 1, new, 1)
-    batch, heads, _, channels = memory.shape
-    rows = memory.gather(2, before.expand(batch, heads, -1, channels))
-    rows = rows.masked_fill((positions == 0)[:, None, :, None], 0)
-    return rows.transpose(1, 2).flatten(2)
+    def flops(self, tokens: int) -> int:
+        """As TriangularConv.flops."""
+        return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)

@@ -7,13 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .convolution import SHIFT_NOISE, KeyedConv, TriangularConv
-from .lags import diagonal_sums, rows_by_lag, weight_by_lag
+from .lags import diagonal_sums, weight_by_lag
 
 
 class LagConv(TriangularConv):
     """A TriangularConv whose parameters are `lags` (heads, taps, context) and `bias`."""
-
-    has_row_kernel = False
 
     def make_weight(self) -> None:
         self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
@@ -26,13 +24,10 @@ class LagConv(TriangularConv):
     def set_mixing_weight(self, weight: Tensor) -> None:
         self.lags.zero_()
         numbers = torch.arange(self.context, 0, -1, device=weight.device)  # on each diagonal
-        self.lags.copy_(diagonal_sums(weight - self.mixing_weight())[0] / numbers)
+        self.lags.copy_(diagonal_sums(weight - self.mixing_weight()) / numbers)
 
     def operands(self) -> dict[str, Tensor]:
         return {"lags": self.lags}
-
-    def rows_at(self, positions: Tensor, memory: Tensor) -> Tensor:
-        return rows_by_lag(self.lags, self.decay, positions, memory.shape[2]).to(memory.dtype)
 
     def _start(self) -> None:
         if self.initial == "zero":

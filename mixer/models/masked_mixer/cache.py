@@ -14,34 +14,30 @@ from transformers.cache_utils import Cache
 from .captured_step import CapturedStep, can_capture
 from .configuration import RECURRENT
 from .memory import MixingMemory, MixingState
-from .mixing import mixing_class
 
 
 class MixingCache(Cache):
     """A MixingMemory for each convolution of a model, block after block. Give it to `forward` as
     past_key_values.
 
-    static: no shape changes from one decoding step to the next. On one GPU, the second such step is
+    static: no shape changes from one decoding step to the next. On one GPU, the first such step is
     captured as a CUDA graph, which is replayed for all later ones. `generate(...,
     cache_implementation="static")` makes such a cache. The graph stays with the cache, also after
     `reset()`; it is captured again if the parameters have moved or the batch has another size.
     Hooks on modules do not run in it. Adapters that are added or merged later, and parameters that
     are replaced by others (load_state_dict with assign=True), need a new cache.
-
-    compiled: the captured step goes through torch.compile first, which takes seconds. `generate`
-    with a compile_config as well makes such a cache.
     """
 
-    def __init__(self, config, static: bool = False, compiled: bool = False):
-        self.static, self.compiled, self.stepped, self.captured = static, compiled, False, None
-        blocks = range(config.num_hidden_layers)
-        count = sum(mixing_class(config, block).convolutions for block in blocks)
-        recurrent, context = config.mixing_weight in RECURRENT, config.max_position_embeddings
-        super().__init__(
-            layers=[
-                MixingState() if recurrent else MixingMemory(context, static) for _ in range(count)
-            ]
-        )
+    def __init__(self, config, static: bool = False):
+        super().__init__(layers=[])
+        self.config, self.static, self.captured = config, static, None
+
+    def memories(self, count: int) -> list[MixingMemory]:
+        """A memory for each of `count` convolutions, made at the first call."""
+        recurrent, context = self.config.mixing_weight in RECURRENT, self.config.longest_text
+        while len(self.layers) < count:
+            self.layers.append(MixingState() if recurrent else MixingMemory(context, self.static))
+        return self.layers
 
     def set_length(self, length: int) -> None:
         for layer in self.layers:
@@ -49,16 +45,14 @@ class MixingCache(Cache):
 
     def step(self, blocks: Callable[..., Tensor], input_ids: Tensor, positions: Tensor) -> Tensor:
         """blocks(input_ids, memories, positions) for one new token of each text, from a CUDA graph
-        where that is possible. `blocks` is a method of the model.
+        where that is possible: `blocks` is a method of the model, which is on one GPU.
         """
         if not self.static or not can_capture(input_ids):
             return blocks(input_ids, self.layers, positions)
         if self.captured is None or not self.captured.fits(blocks, self, input_ids, positions):
-            # The first step runs without a graph. It builds and loads what the kernels need, and a
-            # graph for a single step would cost more than it saves.
-            if not self.stepped:
-                self.stepped = True
-                return blocks(input_ids, self.layers, positions)
+            parameters = blocks.__self__.parameters()
+            if any(parameter.device != input_ids.device for parameter in parameters):
+                return blocks(input_ids, self.layers, positions)  # hooks bring them for each step
             self.captured = CapturedStep(blocks, self, input_ids, positions)
         return self.captured(self, input_ids, positions)
 

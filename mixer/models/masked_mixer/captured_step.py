@@ -4,17 +4,15 @@ A step consists of many small kernels, and the host may need longer to launch th
 run them. A replay launches all of them at once.
 """
 
-import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 # (input_ids, memories, positions) -> (batch, 1, channels); see MaskedMixerModel.
-Blocks = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
-CAPTURING = threading.Lock()  # torch allows one capture at a time in a process
+Blocks = Callable[[Tensor, list, Tensor], Tensor]
 # For each device, the streams whose graph has been deleted. torch keeps a cuBLAS workspace for each
 # stream that was used for a product, so streams are used again. Newer versions free the workspace
 # with any graph that was captured on the stream, so two living graphs never share a stream.
@@ -41,36 +39,24 @@ class CapturedStep:
         # A running sum, (batch, channels), would count this token once for each step below. Inputs
         # of tokens, four dimensions, are written to their place again.
         sums = [(memory, memory.clone()) for memory in self.memories if memory.dim() == 2]
-        self.graph = torch.cuda.CUDAGraph()
-        free = FREE_STREAMS[input_ids.device]
-        with CAPTURING:
-            stream = free.pop() if free else torch.cuda.Stream(input_ids.device)
-            self._capture(stream, cache.compiled)
+        length = cache.get_seq_length()
+        self._capture(cache.layers)
         for memory, before in sums:
             memory.copy_(before)
-        weakref.finalize(self, free.append, stream)
+        cache.set_length(length)
 
-    def _capture(self, stream: torch.cuda.Stream, compiled: bool) -> None:
-        step, current = self.blocks, torch.cuda.current_stream(stream.device)
+    def _capture(self, memories: list) -> None:
+        device, self.graph = self.input_ids.device, torch.cuda.CUDAGraph()
+        free, current = FREE_STREAMS[device], torch.cuda.current_stream(device)
+        stream = free.pop() if free else torch.cuda.Stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            if compiled:
-                step = self._compiled()
-            # Once without a graph, for what the compiler and libraries set up on first use.
-            step(self.input_ids, self.memories, self.positions)
+            # Once without a graph, for what kernels and libraries set up on first use.
+            self.blocks(self.input_ids, memories, self.positions)
         current.wait_stream(stream)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            self.x = step(self.input_ids, self.memories, self.positions)  # (batch, 1, channels)
-
-    def _compiled(self) -> Blocks:
-        """The blocks, compiled and tuned for single tokens."""
-        from torch._inductor import config
-
-        options = {"coordinate_descent_tuning": True}
-        # Programmatic dependent launch, on Hopper: a kernel starts while the one before it ends.
-        if hasattr(config.triton, "enable_pdl"):
-            options["triton.enable_pdl"] = True
-        return torch.compile(self.blocks, fullgraph=True, dynamic=False, options=options)
+            self.x = self.blocks(self.input_ids, memories, self.positions)  # (batch, 1, channels)
+        weakref.finalize(self, free.append, stream)
 
     def fits(self, blocks: Blocks, cache, input_ids: Tensor, positions: Tensor) -> bool:
         """Whether this graph is of this model, these memories and these shapes, and all tensors are

@@ -181,7 +181,7 @@ class MaskedMixerConfig(PreTrainedConfig):
         """As in transformers, and the model's code, for trust_remote_code where this package is not
         installed.
         """
-        self.auto_map = AUTO_MAP | (getattr(self, "auto_map", None) or {})
+        self.auto_map = AUTO_MAP
         copy_code(Path(save_directory))
         super().save_pretrained(save_directory, **kwargs)
 
@@ -201,19 +201,20 @@ def copy_code(directory: Path) -> None:
 
 def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule that options break together, each being allowed by itself."""
-    hidden, heads, blocks = options.hidden_size, options.num_mixer_heads, options.num_hidden_layers
-    size, every = options.mixer_key_size, options.mixer_keyed_every
-    form, start = options.mixing_weight, options.mixing_init
-    gate, expansion = options.mixer_gate, options.mixer_expansion
-    divisors = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
+    heads, blocks = options.num_mixer_heads, options.num_hidden_layers
+    gate, expansion, size = options.mixer_gate, options.mixer_expansion, options.mixer_key_size
+    every, form, start = options.mixer_keyed_every, options.mixing_weight, options.mixing_init
     of_keys = ("attention", "key_norm", "rotary", "key_shift")
-    of_keys = [f"mixer_{name}" for name in of_keys] + ["value_embeddings"]
+    of_keys = [*(f"mixer_{name}" for name in of_keys), "value_embeddings"]
     of_keys = [name for name in of_keys if getattr(options, name)]
+    of_keys += ["mixer_keyed_every"] if every > 1 else []
+    recurrent, hidden = form in RECURRENT, options.hidden_size
+    divisors = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
     # Whether it is broken, the options, and what is allowed.
     rules = [
         (hidden % heads, "num_mixer_heads hidden_size", f"heads that divide it: {divisors}"),
-        (gate and expansion, "mixer_gate mixer_expansion", "one of them"),
-        (size and expansion, "mixer_key_size mixer_expansion", "one of them"),
+        (expansion and gate, "mixer_expansion mixer_gate", "one of them"),
+        (expansion and size, "mixer_expansion mixer_key_size", "one of them"),
         (
             size and gate and every == 1,
             "mixer_key_size mixer_gate mixer_keyed_every",
@@ -222,54 +223,30 @@ def shape_problems(options: MixerOptions) -> list[str]:
         (
             (gate or size) and not options.mixer_projections,
             "mixer_gate mixer_key_size mixer_projections",
-            "mixer_projections true: gated and keyed mixing have linear layers of their own",
+            "mixer_projections true, which gated and keyed mixing always have",
         ),
-        (
-            of_keys and not size,
-            " ".join([*of_keys, "mixer_key_size"]),
-            "a mixer_key_size, such as 64",
-        ),
+        (of_keys and not size, " ".join(of_keys), "with a mixer_key_size, such as 64"),
+        (size and options.mixer_kernel_size > 1, "mixer_key_size mixer_kernel_size", "1 tap"),
         (options.mixer_rotary and size % 2, "mixer_rotary mixer_key_size", "even sizes"),
+        (size and every > blocks, "mixer_keyed_every num_hidden_layers", f"1 to {blocks}"),
         (
-            options.value_embeddings % every,
+            size and options.value_embeddings % every,
             "value_embeddings mixer_keyed_every",
             "a multiple of it, as keyed mixing alone has values to add to",
         ),
-        (
-            size and options.mixer_kernel_size > 1,
-            "mixer_key_size mixer_kernel_size",
-            "with keyed mixing, a mixer_kernel_size of 1",
-        ),
-        (
-            every > (blocks if size else 1),
-            "mixer_keyed_every mixer_key_size num_hidden_layers",
-            f"with mixer_key_size of 1 or more, 1 to {blocks}",
-        ),
+        (size and recurrent, "mixing_weight mixer_key_size", "full and lags with keys"),
         (
             size and form == "lags" and start != "shift",
             "mixing_init mixer_key_size mixing_weight",
             "mixing_init shift",
         ),
         (
-            options.mixing_decay and form not in RECURRENT,
+            options.mixing_decay and not recurrent,
             "mixing_decay mixing_weight",
             f"with mixing_decay, {', '.join(RECURRENT)}",
         ),
-        (
-            size and form in RECURRENT,
-            "mixing_weight mixer_key_size",
-            "with keyed mixing, full and lags",
-        ),
-        (
-            start == "shift" and form in RECURRENT,
-            "mixing_init mixing_weight",
-            "reference and zero, as such weights cannot pass on a single token",
-        ),
-        (
-            form == "mixed" and heads < 2,
-            "mixing_weight num_mixer_heads",
-            "num_mixer_heads of 2 or more",
-        ),
+        (start == "shift" and recurrent, "mixing_init mixing_weight", "reference and zero"),
+        (form == "mixed" and heads < 2, "mixing_weight num_mixer_heads", "2 heads or more"),
     ]
     return [
         f"{' and '.join(f'{n} = {getattr(options, n)!r}' for n in names.split())}; allowed: {right}"

@@ -9,19 +9,10 @@ from torch import Tensor, nn
 from transformers import initialization
 
 from .configuration import MaskedMixerConfig
-from .flops import Flops
-from .lags import toeplitz, weight_by_lag
-from .memory import Memory, is_first, remember
+from .lags import rows_by_lag, toeplitz, weight_by_lag
+from .memory import Memory, is_first
 from .operators import keyed_conv, mix_row, triangular_conv
-from .plain import (
-    by_head,
-    keyed_rows,
-    mix_rows,
-    panel_bounds,
-    products_per_triangle,
-    rows_at,
-    staircase,
-)
+from .plain import by_head, keyed_rows, mix_rows, rows_at
 
 # Of the initial weights "shift": how far back the heads of a block look, block after block from
 # another place in this list on. Every fourth of them looks at the token before.
@@ -42,8 +33,6 @@ class TriangularConv(nn.Module):
     `set_mixing_weight`. `mixing.convolution` chooses the class that a configuration asks for.
     """
 
-    has_row_kernel = True  # of `mix_row`, which reads a row of a weight in full
-
     def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
         super().__init__()
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
@@ -58,11 +47,6 @@ class TriangularConv(nn.Module):
 
     def make_weight(self) -> None:
         """Creates the parameters that `mixing_weight` is computed from, with any values."""
-        if self.form != "full":
-            raise ValueError(
-                f"mixing_weight is {self.form}, which {type(self).__name__} does not have; use "
-                "mixing.convolution(config) for it"
-            )
         square = (self.heads, self.taps, self.context, self.context)
         self.weight = nn.Parameter(torch.empty(square))
 
@@ -80,12 +64,16 @@ class TriangularConv(nn.Module):
         self.weight.copy_(weight.tril())
 
     def operands(self) -> dict[str, Tensor]:
-        """The weight as the operators take it."""
+        """The weight as the operators take it: `weight`, or `lags` and maybe `decay`."""
         return {"weight": self.mixing_weight()}
 
-    def rows_at(self, positions: Tensor, memory: Tensor) -> Tensor:
-        """The weight's rows that `mix_rows` needs."""
-        return rows_at(positions, self.mixing_weight(), memory)
+    def rows(self, positions: Tensor, memory: Tensor) -> Tensor:
+        """The weight's rows that `mix_rows` and `keyed_rows` need."""
+        given = self.operands()
+        if "weight" in given:
+            return rows_at(positions, given["weight"], memory)
+        rows = rows_by_lag(given["lags"], given.get("decay"), positions, memory.shape[2])
+        return rows.to(memory.dtype)
 
     def kind_of(self, name: str) -> str:
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
@@ -150,27 +138,24 @@ class TriangularConv(nn.Module):
         tokens go through the whole operation, and later ones need only their own rows of the
         weight. `positions` (batch or 1, tokens) int64 says where they stand.
         """
+        given = self.operands()
         if is_first(memory):
             if memory is not None:
-                remember(memory, by_head(x, self.heads), positions)
-            how = {"backend": self.backend, **self.operands()}
+                memory.update(by_head(x, self.heads), positions)
+            how = {"backend": self.backend, **given}
             return triangular_conv(x, bias=self.bias, residual=residual, **how)
-        if x.shape[1] == 1 and self.has_row_kernel:
-            past = memory if isinstance(memory, Tensor) else memory.extend(1)
-            weight = self.mixing_weight()
+        if x.shape[1] == 1 and "weight" in given:
+            past, weight = memory.extend(1), given["weight"]
             return mix_row(past, x, weight, self.bias, residual, positions, self.backend)
         # (batch, heads, length, channels of a head)
-        past = remember(memory, by_head(x, self.heads), positions)
-        y = mix_rows(past, self.rows_at(positions, past), self.bias, positions)
+        past = memory.update(by_head(x, self.heads), positions)
+        y = mix_rows(past, self.rows(positions, past), self.bias, positions)
         # Under autocast the residual stream has the autocast type, as y has.
         return y if residual is None else y + residual.to(y.dtype)
 
-    def flops(self, tokens: int) -> Flops:
-        """Of one sequence. `executed` counts what the backend multiplies, "auto" as "cuda"."""
-        each = 2 * self.channels * self.taps  # for one pair of tokens
-        useful = each * tokens * (tokens + 1) // 2
-        executed = each * products_per_triangle(tokens, self.backend)
-        return Flops(useful, executed, token_mixing=useful)
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of one sequence's token mixing, of the triangle alone."""
+        return self.channels * self.taps * tokens * (tokens + 1)
 
 
 class KeyedConv(TriangularConv):
@@ -208,25 +193,13 @@ class KeyedConv(TriangularConv):
             first = is_first(memory)
             # (batch, heads, new, key_size + channels of a head)
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
-            past = remember(memory, new, positions)
+            past = memory.update(new, positions)
             if not first:
-                rows = self.rows_at(positions, past)
+                rows = self.rows(positions, past)
                 return keyed_rows(by_head(query, self.heads), past, rows, self.bias, positions)
         how = {"backend": self.backend, **self.operands()}
         return keyed_conv(query, key, value, bias=self.bias, **how)
 
-    def flops(self, tokens: int) -> Flops:
-        """Of one sequence: a product of query and key, and one of how they fit and the value.
-
-        `executed` is a third of what forward and backward multiply. The kernels' three backward
-        passes compute the products of queries and keys again, and all of those of dy and values;
-        one of them adds up keys by how they fit, too.
-        """
-        keys = self.heads * self.key_size
-        pairs = tokens * (tokens + 1) // 2
-        useful = 2 * (keys + self.channels) * pairs
-        executed = 2 * (keys + self.channels) * staircase(panel_bounds(tokens))
-        if self.backend == "cuda":
-            products = 7 * keys + 5 * self.channels
-            executed = 2 * products * products_per_triangle(tokens, "cuda") // 3
-        return Flops(useful, executed, token_mixing=useful)
+    def flops(self, tokens: int) -> int:
+        """A product of query and key, and one of how they fit and the value."""
+        return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)

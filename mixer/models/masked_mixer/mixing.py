@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attention, QueryKey, previous_rows
+from .attention import Attention, QueryKey
 from .by_lag import KeyedLagConv, LagConv
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import KeyedConv, TriangularConv
 from .gelu import gelu
 from .linear import Linear
-from .memory import Memory, remember
+from .memory import Memory
 from .plain import by_head
 from .recurrent import RecurrentConv
 
@@ -66,58 +66,35 @@ class TokenMixing(nn.Module):
 
 
 class Flat(TokenMixing):
-    """One triangular convolution: with one head the paper's flat mixer; with several heads, each
-    mixes its own channels, and nothing but the MLP connects the heads. Between blocks of keyed
-    mixing it has one head.
+    """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
+    is the paper's flat mixer. Several heads mix their own channels between an in-projection and an
+    out-projection, whose weights are laid out head after head; without mixer_projections nothing
+    but the MLP connects the heads. Between blocks of keyed mixing it has one head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.conv = convolution(config, heads=1 if config.mixer_key_size else None)
-
-    def mix(self, x, residual, memories, positions):
-        return self.conv(x, residual, memories[0], positions)
-
-
-class Expanded(Flat):
-    """Two triangular convolutions with a GELU between."""
-
-    convolutions = 2
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__(config)
-        self.second_conv = convolution(config)
-
-    def mix(self, x, residual, memories, positions):
-        x = gelu(self.conv(x, None, memories[0], positions))
-        return self.second_conv(x, residual, memories[1], positions)
-
-
-class Projected(TokenMixing):
-    """A convolution of each head's channels, between an in-projection and an out-projection.
-
-    in_proj holds the projections of all heads: its outputs are laid out head after head.
-    """
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        self.in_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
-        self.conv = convolution(config)
+        heads = 1 if config.mixer_key_size else config.num_mixer_heads
+        size, bias = config.hidden_size, config.linear_bias
+        self.projects = heads > 1 and config.mixer_projections
+        self.convolutions = 2 if config.mixer_expansion else 1
+        if self.projects:
+            self.in_proj = Linear(size, size, bias=bias)
+        self.conv = convolution(config, heads)
         if self.convolutions == 2:
-            self.second_conv = convolution(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
+            self.second_conv = convolution(config, heads)
+        if self.projects:
+            self.out_proj = Linear(size, size, bias=bias)
 
     def mix(self, x, residual, memories, positions):
-        x = self.conv(self.in_proj(x), None, memories[0], positions)
+        last = None if self.projects else residual  # what the last convolution adds
+        x = self.in_proj(x) if self.projects else x
         if self.convolutions == 2:
-            x = self.second_conv(gelu(x), None, memories[1], positions)
-        return residual + self.out_proj(x)
-
-
-class ProjectedExpanded(Projected):
-    """Projected, with two convolutions of each head and a GELU between."""
-
-    convolutions = 2
+            x = gelu(self.conv(x, None, memories[0], positions))
+            x = self.second_conv(x, last, memories[1], positions)
+        else:
+            x = self.conv(x, last, memories[0], positions)
+        return residual + self.out_proj(x) if self.projects else x
 
 
 class Gated(TokenMixing):
@@ -145,9 +122,11 @@ class Gated(TokenMixing):
 class Keyed(TokenMixing):
     """out_proj(mixed values), where a KeyedConv or attention mixes them by queries and keys, all
     three projections of x: so a token finds earlier ones by what they are, and not by distance
-    alone.
+    alone. in_proj holds the projections as in Gated.
 
-    in_proj holds the projections: queries, keys, values, each laid out head after head.
+    With mixer_key_shift, keys also have a learned share of the token's before, channel by channel.
+    So a query can look for what follows a token like its own (arXiv 2209.11895, "induction heads").
+    The keys without that share have a memory of their own, the second one.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -161,57 +140,40 @@ class Keyed(TokenMixing):
         kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
         self.keyed_conv = kind(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
+        self.key_share = nn.Parameter(torch.zeros(keys)) if config.mixer_key_shift else None
+        self.convolutions = 2 if config.mixer_key_shift else 1
 
     def mix(self, x, residual, memories, positions, rotation=None, values=None):
         """rotation: of queries and keys, as `rotations` gives it. values: (batch, tokens,
         channels), added to the values.
         """
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
-        key = self.with_previous(key, memories[1:], positions)
+        if self.key_share is not None:
+            before = self.previous(key, memories[1], positions)
+            key = key + self.key_share.to(key.dtype) * before
         query, key = self.query_key(query, key, rotation)
         value = value if values is None else value + values
         return residual + self.out_proj(self.keyed_conv(query, key, value, memories[0], positions))
 
-    def with_previous(self, key: Tensor, memories: Sequence[Memory], positions: Tensor | None):
-        return key
-
-
-class ShiftedKeys(Keyed):
-    """Keyed mixing whose keys also have a learned share of the token's before, channel by channel.
-    So a query can look for what follows a token like its own (arXiv 2209.11895, "induction heads").
-
-    The keys without that share have a memory of their own, the second one.
-    """
-
-    convolutions = 2
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__(config)
-        self.key_share = nn.Parameter(torch.zeros(self.parts[1]))
-
-    def with_previous(self, key, memories, positions):
-        if memories[0] is None:
-            before = F.pad(key[:, :-1], (0, 0, 1, 0))
-        else:
-            past = remember(memories[0], by_head(key, self.keyed_conv.heads), positions)
-            before = previous_rows(past, positions)
-        return key + self.key_share.to(key.dtype) * before
-
-
-def has_projections(config: MaskedMixerConfig) -> bool:
-    """Whether mixing stands between an in-projection and an out-projection; never for one head."""
-    return config.num_mixer_heads > 1 and config.mixer_projections
+    def previous(self, key: Tensor, memory: Memory, positions: Tensor | None) -> Tensor:
+        """The keys of the tokens before those of key (batch, tokens, channels), zero before the
+        first.
+        """
+        if memory is None:
+            return F.pad(key[:, :-1], (0, 0, 1, 0))
+        # (batch, heads, length, size of a key)
+        past = memory.update(by_head(key, self.keyed_conv.heads), positions)
+        before = (positions - 1).clamp(min=0)[:, None, :, None]  # (batch or 1, 1, new, 1)
+        rows = past.gather(2, before.expand(*past.shape[:2], -1, past.shape[3]))
+        rows = rows.masked_fill((positions == 0)[:, None, :, None], 0)
+        return rows.transpose(1, 2).flatten(2)
 
 
 # Which configurations have which variant: the first line whose condition holds decides.
 Condition = Callable[[MaskedMixerConfig], bool]
 VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
-    (lambda config: config.mixer_key_size > 0 and config.mixer_key_shift, ShiftedKeys),
     (lambda config: config.mixer_key_size > 0, Keyed),
     (lambda config: config.mixer_gate, Gated),
-    (lambda config: has_projections(config) and config.mixer_expansion, ProjectedExpanded),
-    (lambda config: has_projections(config), Projected),
-    (lambda config: config.mixer_expansion, Expanded),
     (lambda config: True, Flat),
 ]
 

@@ -10,7 +10,6 @@ There is no norm after the last block unless `final_norm` is set, and lm_head ha
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import islice
 
 import torch
@@ -20,17 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import can_return_tuple
 
 # Imports are relative because these files are copied beside every saved model, and transformers
 # loads them from there. Up to 5.9 it finds only what this file itself imports.
 from .attention import rotations
-from .by_lag import LagConv
+from .by_lag import LagConv  # noqa: F401
 from .cache import MixingCache, Places
 from .captured_step import CapturedStep  # noqa: F401
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
-from .flops import count_flops
 from .gelu import gelu
 from .generation import Generation
 from .lags import toeplitz  # noqa: F401
@@ -43,7 +41,6 @@ from .plain import BACKENDS  # noqa: F401
 from .recurrent import RecurrentConv  # noqa: F401
 from .trainer import Training
 
-logger = logging.get_logger(__name__)
 # The standard deviation of the embedding's initial weights with zero_init; 1 without.
 SMALL_EMBEDDING = 0.05
 
@@ -190,7 +187,13 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """
         self._check(input_ids, attention_mask, past_key_values, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
-            use_cache, past_key_values = self._without_cache(use_cache, past_key_values)
+            # A block that is computed again in the backward pass would write to it twice.
+            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+                raise ValueError(
+                    "past_key_values holds tokens, which gradient checkpointing cannot follow; "
+                    "give all tokens without a cache"
+                )
+            use_cache, past_key_values = False, None
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
         if output_hidden_states is None:
@@ -228,7 +231,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             positions = places.positions(mark_padding=recurrent)  # (batch, new)
         if past > 0 and new == 1 and states is None:
             return cache.step(self._blocks, input_ids, positions)
-        return self._blocks(input_ids, cache.layers, positions, states)
+        memories = cache.memories(sum(layer.mixing.convolutions for layer in self.layers))
+        return self._blocks(input_ids, memories, positions, states)
 
     def _blocks(
         self,
@@ -265,24 +269,6 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             positions = torch.arange(x.shape[1], device=x.device)[None]
         return rotations(positions, self.config.mixer_key_size)
 
-    def _without_cache(self, use_cache: bool, cache: MixingCache | None) -> tuple[bool, None]:
-        """use_cache and past_key_values under gradient checkpointing: none, with a warning.
-
-        A block that is computed again in the backward pass would write to the cache twice.
-        transformers' own models warn in the same way.
-        """
-        if cache is not None and cache.get_seq_length() > 0:
-            raise ValueError(
-                "past_key_values holds tokens, which gradient checkpointing cannot follow; give "
-                "all tokens without a cache, or call gradient_checkpointing_disable() first"
-            )
-        if use_cache or cache is not None:
-            logger.warning_once(
-                "`use_cache=True` is incompatible with gradient checkpointing. "
-                "Setting `use_cache=False`."
-            )
-        return False, None
-
     def _check(
         self,
         input_ids: Tensor | None,
@@ -292,14 +278,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
     ) -> None:
         """Raises ValueError for the input errors that MaskedMixerForCausalLM.forward names."""
         # Other models read these. Ignoring them without an error would give wrong results.
-        unread = [
-            name for name in ("inputs_embeds", "position_ids") if others.get(name) is not None
-        ]
+        unread = [n for n in ("inputs_embeds", "position_ids") if others.get(n) is not None]
         if input_ids is None or unread:
             raise ValueError(
                 f"{' and '.join(unread) or 'no input_ids'} given; a masked mixer reads input_ids "
-                "alone, and attention_mask tells each token's position: give input_ids, and mask "
-                "padding"
+                "alone: give these, and an attention_mask for padding"
             )
         # Another kind of cache would stay empty, and each token would be computed by itself.
         if cache is not None and not isinstance(cache, MixingCache):
@@ -308,25 +291,13 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 "leave it out, or give the one that an earlier call with use_cache=True returned"
             )
         (batch, new), context = input_ids.shape, self.config.longest_text
-        memories = cache.layers if cache is not None else ()
-        needed = sum(layer.mixing.convolutions for layer in self.layers)
-        if memories and (len(memories) != needed or memories[0].context != context):
-            raise ValueError(
-                f"past_key_values has {len(memories)} memories of {memories[0].context} tokens, so "
-                f"it is another model's: this one needs {needed} and has a context of {context}; "
-                "give MixingCache(model.config)"
-            )
         past = cache.get_seq_length() if cache is not None else 0
-        if new == 0:  # generate() removes from its input the tokens that are in the cache
+        if new == 0 or past + new > context:
+            before = f" and the cache {past}" if past else ""
             raise ValueError(
-                f"the input has no tokens but the {past} in the cache; give more, or "
-                "past_key_values.reset() before another text"
-            )
-        if past + new > context:
-            before = f", {past} of them in the cache" if past else ""
-            raise ValueError(
-                f"the input has {past + new} tokens{before}, the model's context is {context}; "
-                "shorten the input"
+                f"the input has {new} tokens{before}; allowed: 1 or more, and together at most the "
+                f"model's context of {context}: give another input, or past_key_values.reset() "
+                "before another text"
             )
         if attention_mask is not None and tuple(attention_mask.shape) != (batch, past + new):
             raise ValueError(
@@ -391,9 +362,8 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
 
         Raises:
             ValueError: there are no tokens or more than the context has; attention_mask has another
-                shape; the cache is of another kind or another model's, or holds tokens although
-                gradient checkpointing is on; inputs_embeds or position_ids are given, which this
-                model does not read.
+                shape; the cache is of another kind; inputs_embeds or position_ids are given, which
+                this model does not read.
         """
         output = self.model(
             input_ids,
@@ -427,22 +397,21 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
         Raises ValueError for other mixing weights, which have no numbers for more tokens, and for a
         context below the present one.
         """
-        present = self.config.max_position_embeddings
-        convolutions = [part for part in self.modules() if isinstance(part, TriangularConv)]
-        kinds = {type(part) for part in convolutions}
-        if context < present or not all(issubclass(kind, LagConv) for kind in kinds):
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        present, form = self.config.max_position_embeddings, self.config.mixing_weight
+        if context < present or form != "lags":
             raise ValueError(
-                f"extend_context({context}) of a model with a context of {present} and mixing "
-                f"weights of {names}; allowed: a longer context, for mixing_weight 'lags'"
+                f"extend_context({context}) of a model with mixing_weight {form!r} and a context "
+                f"of {present}; allowed: a longer context, for 'lags'"
             )
-        for part in convolutions:
-            part.extend(context)
+        for part in self.modules():
+            if isinstance(part, TriangularConv):
+                part.extend(context)
         self.config.max_position_embeddings = context
 
     def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
         """Floating-point operations of one training step per token: forward, and backward, which
-        costs twice as much.
+        costs twice as much. A multiplication and an addition are two operations. Norms, GELU,
+        embedding and softmax are left out, as is customary.
 
         Args:
             tokens: length of the sequences; None for the whole context.
@@ -450,11 +419,10 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
         Returns:
             `useful`: every product that the model is defined by. A triangle is counted exactly: a
             token is mixed with (tokens + 1) / 2 others on average.
-            `executed`: what the configured backend multiplies ("auto" counted as "cuda").
             `token_mixing`: the part of `useful` that is spent in the triangular convolutions.
-            A multiplication and an addition are two operations. Norms, GELU, embedding and softmax
-            are left out, as is customary.
         """
         tokens = self.config.max_position_embeddings if tokens is None else tokens
-        flops = count_flops(self, tokens)
-        return {name: 3.0 * count / tokens for name, count in asdict(flops).items()}
+        parts = list(self.modules())
+        linear = sum(2 * part.weight.numel() for part in parts if isinstance(part, nn.Linear))
+        mixing = sum(part.flops(tokens) for part in parts if hasattr(part, "flops")) / tokens
+        return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}

@@ -4,15 +4,15 @@ generation keeps one number for each channel, however long the text.
 """
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization
 
 from .convolution import TriangularConv
-from .flops import Flops
 from .lags import toeplitz
-from .memory import Memory, is_first
+from .memory import Memory
 from .operators import triangular_conv
 from .plain import shift_channels, tap_shift
 
@@ -42,14 +42,6 @@ class RecurrentConv(TriangularConv):
         columns = self.scale[self.by_row :, :, None] * powers[self.by_row :]
         return torch.cat([rows, columns])
 
-    @torch.no_grad()
-    def set_mixing_weight(self, weight: Tensor) -> None:
-        """Sets the scale to what comes nearest with the present decay."""
-        powers = toeplitz(self._powers(0, self.context), self.context)[:, None]
-        products, squares = weight * powers, powers.square()
-        for heads, dim in ((slice(self.by_row), -1), (slice(self.by_row, None), -2)):
-            self.scale[heads] = products[heads].sum(dim) / squares[heads].sum(dim)
-
     def kind_of(self, name: str) -> str:
         return "vectors"
 
@@ -75,9 +67,9 @@ class RecurrentConv(TriangularConv):
         """
         scale = self._at(positions, self.scale, x.shape[1])  # (batch or 1, tokens, heads, taps)
         bias = self._at(positions, self.bias, x.shape[1])  # (batch or 1, tokens, heads)
-        x = self._scaled(x, scale, self.by_row, self.heads)
+        x = self._scaled(x, scale, slice(self.by_row, self.heads))
         sums = self._sums(x) if memory is None else self._remembered(x, memory, positions)
-        y = self._scaled(sums, scale, 0, self.by_row).unflatten(-1, (self.heads, -1))
+        y = self._scaled(sums, scale, slice(0, self.by_row)).unflatten(-1, (self.heads, -1))
         y = (y + bias[..., None].to(y.dtype)).flatten(2)
         return y if residual is None else residual + y.to(residual.dtype)
 
@@ -93,20 +85,21 @@ class RecurrentConv(TriangularConv):
             numbers = torch.cat([numbers, more])
         return numbers[None, :tokens]
 
-    def _scaled(self, x: Tensor, scale: Tensor, first: int, end: int) -> Tensor:
-        """x (batch, tokens, channels), with heads first to end - 1 multiplied by their scale, which
-        is (batch or 1, tokens, heads, taps).
+    def _scaled(self, x: Tensor, scale: Tensor, heads: slice) -> Tensor:
+        """x (batch, tokens, channels), with these heads multiplied by their scale, which is (batch
+        or 1, tokens, heads, taps).
         """
-        if first == end:
+        parts, scale = x.unflatten(-1, (self.heads, -1)), scale[:, :, heads].to(x.dtype)
+        chosen = parts[:, :, heads]
+        if chosen.shape[2] == 0:
             return x
-        parts, scale = x.unflatten(-1, (self.heads, -1)), scale.to(x.dtype)
-        chosen, y = parts[:, :, first:end], None
-        for tap in range(self.taps):
-            part = chosen * scale[:, :, first:end, tap, None]
-            part = shift_channels(part, tap_shift(tap, self.taps))
-            y = part if y is None else y + part
-        if end - first < self.heads:
-            y = torch.cat([parts[:, :, :first], y, parts[:, :, end:]], 2)
+        scaled = [
+            shift_channels(chosen * scale[..., tap, None], tap_shift(tap, self.taps))
+            for tap in range(self.taps)
+        ]
+        y = reduce(torch.add, scaled)
+        if chosen.shape[2] < self.heads:
+            y = torch.cat([parts[:, :, : heads.start], y, parts[:, :, heads.stop :]], 2)
         return y.flatten(2)
 
     def _powers(self, first: int, end: int) -> Tensor:
@@ -121,13 +114,11 @@ class RecurrentConv(TriangularConv):
         channels) or zero. Texts longer than the context are summed up one context after another.
         """
         found = []
-        for part in x.split(self.context, 1):
-            tokens = part.shape[1]
-            if state is None or tokens > 1:
+        for sums in x.split(self.context, 1):
+            tokens = sums.shape[1]
+            if tokens > 1:
                 lags = self._powers(0, tokens)[:, None]
-                sums = triangular_conv(part, None, None, None, backend=self.backend, lags=lags)
-            else:
-                sums = part
+                sums = triangular_conv(sums, None, None, None, backend=self.backend, lags=lags)
             if state is not None:
                 fallen = self._powers(1, tokens + 1).T[..., None]  # (tokens, heads, 1)
                 earlier = state.unflatten(-1, (self.heads, -1))[:, None] * fallen
@@ -138,22 +129,13 @@ class RecurrentConv(TriangularConv):
 
     def _remembered(self, x: Tensor, memory: Memory, positions: Tensor) -> Tensor:
         """The sums of new tokens, from those in a memory on, which takes each text's last one."""
-        first = is_first(memory)
-        state = memory if isinstance(memory, Tensor) else memory.extend(x)
-        sums = self._sums(x, None if first else state)
-        if x.shape[1] == 1:
-            last, none = sums[:, 0], positions < 0
-        else:
-            count = (positions >= 0).sum(1)  # tokens stand in front of padding
-            last = sums[torch.arange(len(x), device=x.device), count - 1]
-            none = (count == 0)[:, None]
-        state.copy_(torch.where(none, state, last))
+        state = memory.extend(x)
+        sums = self._sums(x, state)
+        count = (positions >= 0).sum(1)  # tokens stand in front of padding
+        last = sums[torch.arange(len(x), device=x.device), count - 1]
+        state.copy_(torch.where((count == 0)[:, None], state, last))
         return sums.to(x.dtype)
 
-    def flops(self, tokens: int) -> Flops:
-        """Of one sequence: `useful` has two products for each channel and tap, by d and by scale;
-        `executed` has those of the triangle.
-        """
-        useful = 2 * self.channels * (1 + self.taps) * tokens
-        executed = super().flops(tokens).executed // self.taps
-        return Flops(useful, executed, token_mixing=useful)
+    def flops(self, tokens: int) -> int:
+        """For each channel, products by d and by the scale of each tap."""
+        return 2 * self.channels * (1 + self.taps) * tokens
