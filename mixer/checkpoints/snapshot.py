@@ -7,62 +7,47 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-QUEUED_BYTES = 256 << 20  # as many are copied at once: one launch for many tensors
 STAGE_BYTES = 64 << 20  # pinned memory through which copies leave the device
 # What must stay free beside a snapshot: this share of the device's memory, and no less than this.
 SPARE_SHARE, SPARE_BYTES = 0.05, 2 << 30
 
 
-def has_room(device: torch.device, needed: int) -> bool:
-    """Whether a snapshot of `needed` bytes fits into a GPU's memory; on a CPU there is no GPU."""
-    if device.type != "cuda":
-        return False
-    free, total = torch.cuda.mem_get_info(device)
-    return free >= needed + max(SPARE_BYTES, SPARE_SHARE * total)
-
-
 class Snapshot:
     """Copies of tensors, in buffers that the next snapshot uses again.
 
-    Where a GPU has room the buffers are on it: a copy takes milliseconds, and `fetch` brings it to
-    the host on a stream of its own, beside the next steps. Else the buffers are in the host's
-    memory, and the next step waits for the copies.
+    Where a GPU has room for `needed` bytes the buffers are on it: a copy takes milliseconds, and
+    `fetch` brings it to the host on a stream of its own, beside the next steps. Else the buffers
+    are in the host's memory, and the next step waits for the copies.
 
     `take` is called by training, and `fetch` by the writing thread, before the next `take`.
     """
 
     def __init__(self, device: torch.device, needed: int):
-        self.on_device = has_room(device, needed)
-        self.place = device if self.on_device else torch.device("cpu")
+        self.place = torch.device("cpu")
         self.copies: dict[str, Tensor] = {}
         self.on_host: dict[str, Tensor] = {}
-        if self.on_device:
-            self.stream, self.taken = torch.cuda.Stream(device), None
-            self.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            if free >= needed + max(SPARE_BYTES, SPARE_SHARE * total):
+                self.place = device
+                self.stream, self.taken = torch.cuda.Stream(device), None
+                self.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies named tensors, the same ones each time. From here on the tensors may change: on a
         GPU the copies are queued before whatever comes next on the current stream.
         """
-        targets, sources, queued = [], [], 0
         for name, tensor in tensors:
             if name not in self.copies:
                 self.copies[name] = torch.empty_like(tensor, device=self.place)
-            targets.append(self.copies[name])
-            sources.append(tensor)
-            queued += tensor.nbytes
-            if queued > QUEUED_BYTES:
-                torch._foreach_copy_(targets, sources)
-                targets, sources, queued = [], [], 0
-        if sources:
-            torch._foreach_copy_(targets, sources)
-        if self.on_device:
+            self.copies[name].copy_(tensor)
+        if self.place.type == "cuda":
             self.taken = torch.cuda.current_stream(self.place).record_event()
 
     def fetch(self) -> dict[str, Tensor]:
         """The copies, in the host's memory."""
-        if not self.on_device:
+        if self.place.type == "cpu":
             return self.copies
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.taken)

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
 from mixer.checkpoints.sentences import write_modules
 from mixer.checkpoints.snapshot import Snapshot
-from mixer.checkpoints.state import held_state, is_weight, not_finite
+from mixer.checkpoints.state import held_state, is_weight, local_part, not_finite, whole
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
-from mixer.distributed.shards import local_part, whole
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -35,8 +34,7 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time, from all processes together.
 
     `save` returns once the state is copied (on a GPU: once the copies are queued), see snapshot.py.
-    An error in the writing thread is raised by `check`, or by the next `save` or `close`, which
-    wait for it.
+    An error in the writing thread is raised by the next `save`, `wait` or `close`.
     """
 
     def __init__(
@@ -53,7 +51,16 @@ class CheckpointWriter:
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.world, self.model, self.tokenizer = world, model, tokenizer
         self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        sharding = {
+            weight.placements for weight in model.parameters() if hasattr(weight, "placements")
+        }
+        if sharding - {(Shard(0),)}:
+            raise UserError(
+                f"FSDP has placed parameters as {sharding}; checkpoints need full sharding, "
+                "(Shard(dim=0),); launch with configs/accelerate/1x8_fsdp.yaml, 2x4_fsdp.yaml or "
+                "without FSDP"
+            )
+        self.sharded = bool(sharding)
         self.files = world.size if self.sharded else 1  # of the optimizer's state
         self.snapshot: Snapshot | None = None  # made by the first save
         self.newest = resumed  # the last good checkpoint
@@ -107,17 +114,19 @@ class CheckpointWriter:
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
         if self.world.is_main:  # a copy: training adds losses while the thread reads them
-            self._submit(format.link_best, self.directory, dict(validation_losses), self.world.say)
-
-    def check(self) -> None:
-        """Raises UserError if writing has failed."""
-        while self.jobs and self.jobs[0].done():
-            self._finish(self.jobs.pop(0))
+            self._submit(format.link_best, self.directory, dict(validation_losses))
 
     def wait(self) -> None:
-        """Waits until all is written; raises as `check` does."""
+        """Waits until all is written. Raises UserError if the system refused to write it."""
         while self.jobs:
-            self._finish(self.jobs.pop(0))
+            try:
+                self.jobs.pop(0).result()
+            except OSError as error:
+                raise UserError(
+                    f"a checkpoint could not be written to {self.directory}: {error}. "
+                    f"{self._newest()}. Make space or give access there, then give the same "
+                    "command again"
+                ) from error
 
     def close(self) -> None:
         self.wait()
@@ -132,16 +141,6 @@ class CheckpointWriter:
 
     def _submit(self, job, *arguments) -> None:
         self.jobs.append(self.thread.submit(job, *arguments))
-
-    def _finish(self, job: Future) -> None:
-        try:
-            job.result()
-        except OSError as error:
-            raise UserError(
-                f"a checkpoint could not be written to {self.directory}: {error}. "
-                f"{self._newest()}. Make space or give access there, then give the same command "
-                "again"
-            ) from error
 
     def _newest(self) -> str:
         if self.newest is None:
@@ -182,14 +181,14 @@ class CheckpointWriter:
             self._wait_for_optimizer(partial)
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
-            format.complete(partial, final, self.world.say)
+            format.complete(partial, final)
         except BaseException as error:
             if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
         self.newest = final
         self.world.say(f"saved {final}")
-        format.prune(self.directory, trainer["step"], self.keep, self.keep_every, self.world.say)
+        format.prune(self.directory, trainer["step"], self.keep, self.keep_every)
 
     def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
         """Writes this process's file. It gets its name once it is whole, because the main process

@@ -5,6 +5,7 @@ problems in one report.
 import dataclasses
 import difflib
 import json
+import textwrap
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,19 @@ from mixer.common.options import allowed_values, as_type, option, option_problem
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.data.config import TASKS, DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
-from mixer.reporting.tables import wrapped
 from mixer.training.optim import OptimConfig
 
 # Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
-GONE = {"train.all_reduce": ("auto", "nccl"), "logging.wandb": ("disabled",)}
+GONE = {
+    "train.all_reduce": ("auto", "nccl"),
+    "train.max_skipped_steps": (50,),
+    "checkpoint.allow_other_data": (False,),
+    "logging.wandb": ("disabled",),
+    "logging.profile_step": (20,),
+    "logging.profile_steps": (0,),
+}
+# Values that earlier versions wrote in other words.
+REWORDED = {"train.cuda_graphs": {"auto": True, "true": True, "false": False}}
 
 
 @dataclass
@@ -52,9 +61,6 @@ class TrainConfig:
         "on a loss or gradient that is not finite (without fp16): stop the run, or skip the step",
         choices=("stop", "skip"),
     )
-    max_skipped_steps: int = option(
-        50, "end the run after so many skipped steps in a row (fp16 overflows too)", at_least=1
-    )
     eval_every: int = option(
         1000, "steps between evaluations; 0 for one at the end alone", at_least=0
     )
@@ -66,15 +72,14 @@ class TrainConfig:
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "torch.compile of nothing, of each block, the output layer and the loss, or of the "
-        "whole model; auto: blocks on GPUs, where Triton can",
-        choices=("auto", "no", "blocks", "model"),
+        "torch.compile of nothing, or of each block, the output layer and the loss; auto: blocks "
+        "on GPUs, where Triton can",
+        choices=("auto", "no", "blocks"),
     )
-    cuda_graphs: str = option(
-        "auto",
-        "replay what torch.compile makes as CUDA graphs, which saves kernel launches; auto: where "
-        "nothing excludes them",
-        choices=("auto", "true", "false"),
+    cuda_graphs: bool = option(
+        True,
+        "replay what torch.compile makes as CUDA graphs, where nothing excludes them: that saves "
+        "kernel launches",
     )
     recompute: str = option(
         "none",
@@ -95,10 +100,7 @@ class CheckpointConfig:
         0, "also keep a checkpoint where this divides its step; 0 for none", at_least=0
     )
     resume: str = option(
-        "auto", "auto (the run's newest complete checkpoint), never, or a directory to begin from"
-    )
-    allow_other_data: bool = option(
-        False, "resume though the data or its tokenizer are not those of the checkpoint"
+        "auto", "auto (the run's newest complete checkpoint), or a checkpoint to begin from"
     )
 
 
@@ -112,8 +114,6 @@ class LoggingConfig:
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")
-    profile_step: int = option(20, "the first step of a profile", at_least=1)
-    profile_steps: int = option(0, "steps to write a Chrome trace of; 0 for none", at_least=0)
 
 
 @dataclass
@@ -188,11 +188,12 @@ def override(key: str, value: Any) -> str:
 def describe_options() -> str:
     """Every key with its type, default, allowed values and meaning, for --help."""
     lines = ["keys (give them in the YAML file, or as section.key=value):"]
+    indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
     for key, item in _options(RunConfig):
         allowed = allowed_values(item)
         lines.append(f"  {key}: {type_name(item.type)} = {item.default!r}")
         lines[-1] += f"; allowed: {allowed}" if allowed else ""
-        lines.append(wrapped(item.metadata["help"], "      ", "      "))
+        lines += textwrap.wrap(item.metadata["help"], 84, **indent)
     return "\n".join(lines)
 
 
@@ -223,10 +224,8 @@ def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: An
         return None
     if key not in keys:
         return f"unknown key {key} = {value!r}{_nearest(key, keys)}"
-    if isinstance(value, bool) and str(value).lower() in keys[key].metadata.get("choices", ()):
-        value = str(value).lower()  # YAML's true, where it is one of several choices
     section, _, name = key.rpartition(".")
-    kind = keys[key].type
+    value, kind = as_now(key, value), keys[key].type
     try:
         setattr(getattr(run, section) if section else run, name, as_type(value, kind))
     except TypeError:
@@ -235,6 +234,11 @@ def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: An
     except OverflowError:
         return f"{key} = {value} is out of range; allowed: integers of 64 bits"
     return None
+
+
+def as_now(key: str, value: Any) -> Any:
+    """The value of a key, as this version writes it."""
+    return REWORDED[key].get(str(value), value) if key in REWORDED else value
 
 
 def _nearest(key: str, keys: dict) -> str:

@@ -16,18 +16,15 @@ from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
-from mixer.distributed.stop import Stop
-from mixer.distributed.world import World, build_accelerator, leave_with_error
-from mixer.training.compile import obstacle_to_graphs
+from mixer.distributed.ending import Stop, leave_with_error
+from mixer.distributed.world import World, build_accelerator
 from mixer.training.config import RunConfig
 from mixer.training.footprint import step_too_large
 from mixer.training.gradients import Guard, clip, gradient_norm
-from mixer.training.metrics import as_text, in_json
-from mixer.training.objective import useful_flops
+from mixer.training.metrics import Timer, as_text, in_json
+from mixer.training.objective import useful_flops, validate
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
-from mixer.training.telemetry import Timer, profiler
-from mixer.training.validation import validate
 
 
 def train(run: RunConfig) -> PreTrainedModel:
@@ -44,7 +41,6 @@ def train(run: RunConfig) -> PreTrainedModel:
         world = World(accelerator)
         check_precision(world.device, run.train.mixed_precision)
         check_optimizer(run.optim, accelerator)
-        obstacle_to_graphs(run.train, world.device, world.is_sharded)  # refuses what cannot be
         with run_locked(run.directory) if world.is_main else nullcontext():
             model = Trainer(run, world).train()
     except BaseException as error:
@@ -103,10 +99,9 @@ class Trainer:
         kept = checkpoint.keep, checkpoint.keep_every
         saved = self.model, self.data.tokenizer, run.is_contrastive
         self.writer = CheckpointWriter(run.directory, *kept, world, *saved, self.state.resumed)
-        ends = train.non_finite == "stop", train.max_skipped_steps
-        self.guard = Guard(self.optimizer, self.scaler is not None, *ends, self.device)
-        self.profile, self.stop = profiler(run, self.counters.step, world), Stop(world)
-        self.timer = Timer(self.counters.tokens)
+        is_scaled, stops = self.scaler is not None, train.non_finite == "stop"
+        self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
+        self.stop, self.timer = Stop(world), Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
         # In float64 the sum is exact, so that its parts may be added in any order.
@@ -120,21 +115,15 @@ class Trainer:
         counters, stopped = self.counters, False
         try:
             if self.owes_evaluation:
-                with self.timer.paused():
+                with self.timer.count("paused"):
                     self.evaluate()
             while counters.step < self.run.train.steps and not stopped:
                 self.stop.ask()
-                step = self.step()
-                if self.profile:
-                    self.profile.step()
-                self.writer.check()
-                stopped = self.between_steps(step)
+                stopped = self.between_steps(self.step())
             self.writer.close()
         finally:
             self.writer.abandon()  # does nothing unless an error ends the run
             self.batches.close()
-            if self.profile:
-                self.profile.stop()
             self.stop.close()
         if self.metrics:
             self.metrics.close()
@@ -145,7 +134,7 @@ class Trainer:
         run, counters, accelerator = self.run, self.counters, self.accelerator
         rate = learning_rate(run.optim, counters.step, run.train.steps)
         set_learning_rate(self.optimizer, rate)
-        with self.timer.waiting():
+        with self.timer.count("waiting"):
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
         if not (run.is_contrastive or self.data.training.packed):  # count all processes' targets
@@ -188,7 +177,7 @@ class Trainer:
             self.log(step)
         if stopping or saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
-        with self.timer.paused():
+        with self.timer.count("paused"):
             if saving:
                 self.save()  # before the evaluation, whose failure must not cost the checkpoint
             elif done:  # also a run that saves nothing must not end well with NaN

@@ -16,8 +16,7 @@ import pytest
 from runs import mount_memory, read_lines, read_timeless
 
 from mixer.checkpoints import writer
-from mixer.checkpoints.format import damage, link_best, prune, step_of
-from mixer.checkpoints.restore import find_resume
+from mixer.checkpoints.format import damage, find_resume, link_best, prune, step_of
 from mixer.common.errors import UserError
 
 
@@ -171,8 +170,8 @@ def test_a_checkpoint_that_cannot_be_deleted_ends_no_run_and_stops_no_start(
     write_config, busy, launch
 ):
     for steps in (20, 28):
-        output = launch("--config", write_config(), f"train.steps={steps}").succeed()
-        assert output.count(f"{busy / 'step-8.old.partial'} could not be deleted (") == 1
+        launch("--config", write_config(), f"train.steps={steps}").succeed()
+        assert (busy / "step-8.old.partial/held").is_dir()
     assert good_steps(busy)[-2:] == [24, 28]
 
 
@@ -217,7 +216,7 @@ def test_a_run_goes_on_without_what_a_file_system_lacks_and_says_so_once(
     output = launch("--config", write_config(), before=lack_all).succeed()
     for name in ("flock", "chmod", "fsync"):
         assert output.count(f"warning: a file system refuses {name} (") == 1
-    assert f"{run / 'best'} could not be linked to step-" in output
+    assert "a file system refuses symlink (" in output and f"there is no {run / 'best'}" in output
     assert good_steps(run)
 
 

@@ -16,9 +16,7 @@ def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, 
         train(load_config(str(write_config()), ["model.hidden_size=64", "model.final_norm=true"]))
 
 
-def test_changed_data_is_refused_naming_what_differs_unless_allowed(
-    write_config, finished, launch, tmp_path
-):
+def test_changed_data_is_refused_naming_what_differs(write_config, finished, tmp_path):
     other = [f"data.directory={tmp_path / 'other'}", "data.max_documents=20", "seed=5"]
     with pytest.raises(
         UserError,
@@ -28,18 +26,11 @@ def test_changed_data_is_refused_naming_what_differs_unless_allowed(
     ) as error:
         train(load_config(str(write_config()), other))
     assert "train.bin is SHA-256" in str(error.value)
-    assert "checkpoint.allow_other_data=true" in str(error.value)
-    options = [*other, "checkpoint.allow_other_data=true", "train.steps=14"]
-    output = launch("--config", write_config(), *options).succeed()
-    assert "going on with other data" in output and "step 14/14" in output
+    assert f"train.init_from={finished / 'step-12'}" in str(error.value)
 
 
-def test_fresh_starts_over_old_checkpoints_and_going_back_below_newer_ones_are_refused(
-    write_config, finished
-):
+def test_going_back_below_newer_checkpoints_is_refused(write_config, finished):
     config = str(write_config())
-    with pytest.raises(UserError, match="set checkpoint.resume=auto"):
-        train(load_config(config, ["checkpoint.resume=never"]))
     with pytest.raises(
         UserError, match="the run has newer ones.*step-12.*delete these, or choose another name"
     ):

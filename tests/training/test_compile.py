@@ -55,7 +55,7 @@ def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resu
     config = write_config(train=TRAIN | {"compile": "blocks"}, checkpoint=saved)
     on_two = {"processes": 2, "before": compile_quickly}
     output = launch("--config", config, "name=whole", **on_two).succeed()
-    assert "train.compile=blocks: compiled in" in output
+    assert "train.compile: compiled in" in output
     whole, eager = tmp_path / "runs/whole", tmp_path / "runs/eager"
     parts = killed_after(whole, 5, "parts")
     assert "resuming" in launch("--config", config, "name=parts", **on_two).succeed()
@@ -84,7 +84,7 @@ def test_the_model_is_compiled_into_six_graphs(write_config, small_run, capsys, 
     config = write_config(model=small_run["model"] | {"num_hidden_layers": 4})
     options = ["train.compile=blocks", "train.eval_samples=19", "train.steps=3"]
     train(load_config(str(config), options))
-    assert "train.compile=blocks: compiled in" in capsys.readouterr().out
+    assert "train.compile: compiled in" in capsys.readouterr().out
     # a block, the output layer and the loss, with gradients and without
     assert counts["unique_graphs"] == 6
 
@@ -160,7 +160,7 @@ def test_where_compiling_fails_the_run_says_why_and_goes_on_without(
     output = launch(
         "--config", write_config(), "name=fallen", "train.compile=blocks", **options
     ).succeed()
-    assert output.count("train.compile=blocks failed, the run goes on without: ") == 1
+    assert output.count("train.compile failed, the run goes on without: ") == 1
     assert "needs a C++ compiler on a CPU" in output
     assert read_losses(tmp_path / "runs/fallen") == read_losses(finished)
 
@@ -177,7 +177,7 @@ def test_a_compiled_block_keeps_for_backward_what_is_listed(what, gelu, monkeypa
     model = small_model(num_hidden_layers=1, hidden_size=64).train()
     set_recompute(model, what)
     objective = Objective(model)
-    for module, name in compiled_parts(objective, "blocks"):
+    for module, name in compiled_parts(objective):
         backend = "aot_eager_decomp_partition"  # the compiler's own choice of what is kept
         setattr(
             module,

@@ -12,7 +12,7 @@ from mixer.common.errors import UserError
 from mixer.models.architecture import model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.training.config import RunConfig, describe_options, flatten, load_config
-from mixer.training.record import save_config
+from mixer.training.start import save_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/author").glob("*.yaml")])
@@ -63,9 +63,9 @@ def test_overrides_win_and_the_resolved_configuration_reads_back_the_same(tmp_pa
     )
     assert load_config(str(path), []).name == "2024-02-28"  # no date
     given = ["optim.lr=1e-3", "--train.steps=7e2", "train.mixed_precision=no", "train.tf32=false"]
-    run = load_config(str(path), [*given, "data.path=", "name=42", "train.cuda_graphs=true"])
+    run = load_config(str(path), [*given, "data.path=", "name=42", "train.cuda_graphs=false"])
     assert (run.optim.lr, run.train.steps, run.train.mixed_precision) == (1e-3, 700, "no")
-    assert (run.train.tf32, run.train.cuda_graphs) == (False, "true")
+    assert (run.train.tf32, run.train.cuda_graphs) == (False, False)
     assert (run.data.path, run.name) == ("", "42")
     assert_reads_back(run, tmp_path)
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["steps"] == 700
