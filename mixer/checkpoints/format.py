@@ -7,7 +7,6 @@
             trainer.json                  see below
             optimizer-1-of-1.safetensors  the optimizer's state, as PARAMETER/KEY for each parameter
                                           and key; under FSDP a file for each process' shards
-            random.safetensors            the random state of each process, as cpu-RANK, cuda-RANK
             files.json                    size and SHA-256 of every file; written last
     best -> step-800                      the checkpoint with the lowest validation loss
 
@@ -47,7 +46,6 @@ from mixer.common.say import Say
 FORMAT = 2
 STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
-RANDOM = f"{STATE}/random.safetensors"
 LISTING = f"{STATE}/files.json"
 # Entries of trainer.json: those that every command reads, and those that a resume also needs.
 READ = {"step": int, "tokens": int, "data_directory": str}

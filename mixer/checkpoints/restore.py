@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.format import FORMAT, RANDOM, STATE, optimizer_files, read_trainer
+from mixer.checkpoints.format import FORMAT, STATE, optimizer_files, read_trainer
 from mixer.checkpoints.pretrained import (
     check_checkpoint,
     load_checkpoint,
@@ -40,9 +39,9 @@ def load_trainer(
 ) -> dict[str, Any]:
     """The content of trainer.json, if the run can continue from it.
 
-    data: what identifies the data and its order, by names. optimizer: the settings that decide which
-    state the optimizer has, such as {"optim.name": "adamw"}. Raises UserError where the checkpoint
-    has other data or another optimizer, naming each difference.
+    data: what identifies the data and its order. optimizer: the settings that decide which state
+    the optimizer has, such as {"optim.name": "adamw"}. Raises UserError where the checkpoint has
+    other data or another optimizer, naming each difference.
     """
     trainer = read_trainer(checkpoint)
     if trainer.get("format") != FORMAT:
@@ -140,14 +139,14 @@ def resume(
     optimizer: torch.optim.Optimizer,
     world: World,
 ) -> None:
-    """Loads all state beside the model: the optimizer's, the random state and the loss scale.
+    """Loads all state beside the model: the optimizer's and the loss scale. Steps draw no random
+    numbers, and the order of the data has no state.
 
     trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
     """
     begin_state(optimizer)
     try:
         load_optimizer(checkpoint, model, optimizer)
-        _load_random_state(checkpoint, world)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"the {STATE}/ of checkpoint {checkpoint} is not what training wrote "
@@ -189,14 +188,3 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
 def _join(parts: list[Tensor]) -> Tensor:
     """Shards in one tensor. All processes have the same scalars."""
     return torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0]
-
-
-def _load_random_state(checkpoint: Path, world: World) -> None:
-    """Sets this process's random state. Where the checkpoint has none for it, because there are
-    more processes now, it keeps its own.
-    """
-    states, rank = load_file(checkpoint / RANDOM), world.rank
-    if f"cpu-{rank}" in states:
-        torch.set_rng_state(states[f"cpu-{rank}"])
-    if world.device.type == "cuda" and f"cuda-{rank}" in states:
-        torch.cuda.set_rng_state(states[f"cuda-{rank}"], world.device)

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from mixer.checkpoints import format
 from mixer.checkpoints.sentences import write_modules
-from mixer.checkpoints.snapshot import Snapshot
 from mixer.checkpoints.state import held_state, is_weight, local_part, not_finite, whole
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
@@ -33,8 +32,9 @@ OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time, from all processes together.
 
-    `save` returns once the state is copied (on a GPU: once the copies are queued), see snapshot.py.
-    An error in the writing thread is raised by the next `save`, `wait` or `close`.
+    `save` returns once the copies of the state to the host's memory are queued: what the device
+    computes next waits for them, and nothing else does.
+    An error in the writing thread is raised by the next `save` or `wait`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CheckpointWriter:
             )
         self.sharded = bool(sharding)
         self.files = world.size if self.sharded else 1  # of the optimizer's state
-        self.snapshot: Snapshot | None = None  # made by the first save
+        self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
         self.newest = resumed  # the last good checkpoint
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
@@ -77,14 +77,9 @@ class CheckpointWriter:
         """
         self.wait()  # until the last checkpoint is written
         self.require_finite(optimizer, trainer["step"])
-        random = self.world.gather(_random_state(self.world.device))
         if self.world.is_main or self.sharded:
-            held = held_state(self.model, optimizer)
-            if self.snapshot is None:
-                needed = sum(tensor.nbytes for tensor in held.values())  # of a sharded one: less
-                self.snapshot = Snapshot(self.world.device, needed)
-            self.snapshot.take(self._written(held))
-            self._submit(self._write, random, {"format": format.FORMAT} | trainer)
+            copied = self._copy(held_state(self.model, optimizer))
+            self._submit(self._write, copied, {"format": format.FORMAT} | trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
@@ -129,11 +124,7 @@ class CheckpointWriter:
                 ) from error
 
     def close(self) -> None:
-        self.wait()
-        self.thread.shutdown()
-
-    def abandon(self) -> None:
-        """Ends the thread of a run that failed. A checkpoint that needs nothing more from other
+        """Ends the thread. Of a run that failed, a checkpoint that needs nothing more from other
         processes is still completed; errors are not raised.
         """
         self.abandoned.set()
@@ -157,9 +148,25 @@ class CheckpointWriter:
             if part.numel() and (self.world.is_main or not is_weight(name)):
                 yield name, part
 
-    def _write(self, random: list[dict], trainer: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def _copy(self, held: dict[str, Tensor]) -> torch.cuda.Event | None:
+        """Queues the copies; on a GPU returns the event by which they are made."""
+        on_gpu = self.world.device.type == "cuda"
+        for name, tensor in self._written(held):
+            if name not in self.copies:
+                self.copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+            self.copies[name].copy_(tensor, non_blocking=True)
+        if not on_gpu:
+            return None
+        copied = torch.cuda.Event(blocking=True)  # the thread sleeps until then
+        copied.record()
+        return copied
+
+    def _write(self, copied: torch.cuda.Event | None, trainer: dict[str, Any]) -> None:
         """Writes one checkpoint, of the copies; runs in the thread."""
-        held = self.snapshot.fetch()
+        if copied:
+            copied.synchronize()
+        held = self.copies
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
@@ -171,12 +178,6 @@ class CheckpointWriter:
             _write_model(partial, self.model, weights, self.tokenizer)
             if self.makes_vectors:
                 write_modules(partial, self.model.config.hidden_size)
-            states = {
-                f"{kind}-{rank}": state
-                for rank, states in enumerate(random)
-                for kind, state in states.items()
-            }
-            save_file(states, partial / format.RANDOM)
             (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
             self._wait_for_optimizer(partial)
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
@@ -209,13 +210,6 @@ class CheckpointWriter:
                     "for all hosts"
                 )
             time.sleep(0.01)
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
 
 
 def _write_model(

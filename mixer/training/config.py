@@ -138,6 +138,11 @@ class RunConfig:
     def is_contrastive(self) -> bool:
         return self.train.objective == "contrastive"
 
+    @property
+    def sample_tokens(self) -> int:
+        """Of a row, or of both texts of a pair."""
+        return self.model.max_position_embeddings * (1 + self.is_contrastive)
+
 
 SECTIONS = {item.name for item in dataclasses.fields(RunConfig) if is_dataclass(item.type)}
 
@@ -242,13 +247,9 @@ def as_now(key: str, value: Any) -> Any:
 
 
 def _nearest(key: str, keys: dict) -> str:
-    """What may have been meant by an unknown key: the same name in another section, or a name of
-    its section that is written alike.
-    """
-    section, _, name = key.rpartition(".")
-    near = [other for other in keys if other.rpartition(".")[2] == name]
-    alike = {other.rpartition(".")[2]: other for other in keys if other.startswith(section)}
-    near = near or [alike[one] for one in difflib.get_close_matches(name, alike, 1, cutoff=0.5)]
+    """What may have been meant by an unknown key: its name in another section, or one like it."""
+    near = [other for other in keys if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    near += difflib.get_close_matches(key, keys, 1)
     return f"; did you mean {near[0]}?" if near else "; allowed keys: python train.py --help"
 
 

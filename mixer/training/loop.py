@@ -2,7 +2,7 @@
 
 import math
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import transformers
@@ -58,14 +58,6 @@ def train(run: RunConfig) -> PreTrainedModel:
     return model
 
 
-@dataclass
-class Step:
-    """What a line of metrics shows of its step alone."""
-
-    gradient_norm: Tensor  # before clipping
-    rate: float  # the learning rate
-
-
 class Trainer:
     """The training of a run, on one of its processes. `train` does all steps that are left."""
 
@@ -92,8 +84,7 @@ class Trainer:
             train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
         )
         # Of all processes; as many are targets, where rows are not padded, or part of a pair.
-        texts = self.share.step_samples * (1 + run.is_contrastive)
-        self.step_tokens = texts * run.model.max_position_embeddings
+        self.step_tokens = self.share.step_samples * run.sample_tokens
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
@@ -119,21 +110,22 @@ class Trainer:
                     self.evaluate()
             while counters.step < self.run.train.steps and not stopped:
                 self.stop.ask()
-                stopped = self.between_steps(self.step())
-            self.writer.close()
+                self.step()
+                stopped = self.between_steps()
+            self.writer.wait()
         finally:
-            self.writer.abandon()  # does nothing unless an error ends the run
+            self.writer.close()
             self.batches.close()
             self.stop.close()
         if self.metrics:
             self.metrics.close()
         return self.model
 
-    def step(self) -> Step:
+    def step(self) -> None:
         """One optimizer step. Nothing in it waits for the device."""
         run, counters, accelerator = self.run, self.counters, self.accelerator
-        rate = learning_rate(run.optim, counters.step, run.train.steps)
-        set_learning_rate(self.optimizer, rate)
+        self.rate = learning_rate(run.optim, counters.step, run.train.steps)
+        set_learning_rate(self.optimizer, self.rate)
         with self.timer.count("waiting"):
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
@@ -147,9 +139,9 @@ class Trainer:
             with nullcontext() if is_last else accelerator.no_sync(self.parallel):
                 nats += self.backward(batch, step_targets)
         accelerator.unscale_gradients()  # of fp16's loss scale
-        norm = gradient_norm(self.optimizer)
-        clip(self.optimizer, norm, run.train.max_grad_norm)
-        self.guard.before_step(norm)
+        self.norm = gradient_norm(self.optimizer)
+        clip(self.optimizer, self.norm, run.train.max_grad_norm)
+        self.guard.before_step(self.norm)
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 
@@ -157,7 +149,6 @@ class Trainer:
         counters.step += 1
         counters.samples += self.share.step_samples
         self.uncounted += step_targets
-        return Step(norm, rate)
 
     def backward(self, batch: Batch, step_targets: int | Tensor) -> Tensor:
         """The forward and backward pass of a micro-batch; returns the sum of its nats."""
@@ -167,14 +158,14 @@ class Trainer:
         self.accelerator.backward(nats * (self.world.size / step_targets))
         return nats.detach()
 
-    def between_steps(self, step: Step) -> bool:
+    def between_steps(self) -> bool:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
         run, counters, writer = self.run, self.counters, self.writer
         done = counters.step == run.train.steps
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
         saving = stopping or self.save_due(counters.step)
         if counters.step % run.logging.log_every == 0 or done:
-            self.log(step)
+            self.log()
         if stopping or saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
         with self.timer.count("paused"):
@@ -200,16 +191,15 @@ class Trainer:
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
         counters.skipped_steps += self.guard.look(counters.step, self.writer.last_good)
 
-    def log(self, step: Step) -> None:
+    def log(self) -> None:
         """Writes and shows a line of metrics."""
         self.settle()
         counters, scaler = self.counters, self.scaler
         loss = self.nats_of_all() / (counters.tokens - counters.logged_tokens)
         counters.logged_tokens = counters.tokens
         self.nats.zero_()
-        line = {"step": counters.step, "tokens": counters.tokens, "loss": loss, "lr": step.rate}
-        line["grad_norm"] = float(step.gradient_norm)
-        line["skipped_steps"] = counters.skipped_steps
+        line = {"step": counters.step, "tokens": counters.tokens, "loss": loss, "lr": self.rate}
+        line |= {"grad_norm": float(self.norm), "skipped_steps": counters.skipped_steps}
         if scaler is not None:
             line["loss_scale"] = scaler.get_scale()
         flops = useful_flops(self.model, self.run)

@@ -177,7 +177,7 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
     name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
     engine = ", FSDP" if world.is_sharded else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
-    tokens = batch * run.model.max_position_embeddings * (1 + run.is_contrastive)  # of a step
+    tokens = batch * run.sample_tokens  # of a step
     step, steps = state.counters.step, run.train.steps
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "

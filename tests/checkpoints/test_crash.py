@@ -221,11 +221,11 @@ def test_a_run_goes_on_without_what_a_file_system_lacks_and_says_so_once(
 
 
 def slow_disk() -> None:
-    """Writing a checkpoint's three files takes 1.2 s longer."""
+    """Writing a checkpoint's two large files takes 1.2 s longer."""
     real = writer.save_file
 
     def slowly(*arguments, **options):
-        time.sleep(0.4)
+        time.sleep(0.6)
         real(*arguments, **options)
 
     writer.save_file = slowly
