@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.common.errors import first_line
+from mixer.common.errors import UserError, first_line
+from mixer.common.memory import is_out_of_memory
 from mixer.distributed.world import World
 from mixer.training.config import TrainConfig
 from mixer.training.objective import Objective
@@ -27,7 +28,7 @@ def obstacle_to_graphs(train: TrainConfig, device: torch.device, is_sharded: boo
     kernels. is_sharded: by FSDP.
     """
     obstacles = {
-        "train.cuda_graphs=false": not train.cuda_graphs,
+        "train.cuda_graphs=false": train.cuda_graphs == "false",
         "they are for GPUs": device.type != "cuda",
         "FSDP moves the weights": is_sharded,
         "each backward pass would overwrite the gradients of the one before": (
@@ -50,7 +51,7 @@ def compile_objective(
     Call this before DDP or FSDP wrap the objective. One block is compiled for all of them, and DDP
     gets a block's gradients as soon as the backward pass of that block ends. Compiled functions
     replace methods, so that parameters keep their names. Another shape of the inputs would compile
-    once more. If compiling fails on any process, all continue without it.
+    once more. Raises UserError where compiling fails.
     """
     if not is_compiled(train, world.device):
         return False
@@ -59,34 +60,28 @@ def compile_objective(
     obstacle = obstacle_to_graphs(train, world.device, world.is_sharded)
     graphs, parts = not obstacle, compiled_parts(objective)
     torch._dynamo.reset()  # what an earlier run of this process has compiled; graphs hold memory
-    each_pass = objective.register_forward_pre_hook(begin_graphs) if graphs else None
-    began, failure = time.perf_counter(), ""
+    if graphs:
+        objective.register_forward_pre_hook(begin_graphs)
+    began = time.perf_counter()
     for module, name in parts:
         setattr(module, name, compiled(getattr(module, name), graphs))
     try:
         for _ in range(2 if graphs else 1):  # the second pass records the graphs
             _first_pass(objective, shape, world)
-    except Exception as error:  # if it is not the compiler's, the run will meet it again
-        failure = first_line(error)
-    failure = next(filter(None, world.gather(failure)), "")
-    if not failure:
-        seconds = time.perf_counter() - began
-        with_graphs = "as CUDA graphs" if graphs else f"without CUDA graphs: {obstacle}"
-        if graphs and (skipped := counters["inductor"]["cudagraph_skips"]):
-            with_graphs = f"{skipped} of its parts not as CUDA graphs"
-        world.say(f"train.compile: compiled in {seconds:.0f} s, {with_graphs}")
-        return True
-    for module, name in parts:
-        delattr(module, name)
-    if each_pass:
-        each_pass.remove()
-    remedy = "train.cuda_graphs=false may help, " if graphs else ""
-    world.say(
-        f"train.compile failed, the run goes on without: {failure}. Nothing else changes; {remedy}"
-        "train.compile=no saves the attempt. torch.compile needs a C++ compiler on a CPU, Triton "
-        "and a C compiler on a GPU of compute capability 7.0 or more"
-    )
-    return False
+    except Exception as error:  # what compilers raise has no type of its own
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"torch.compile has failed: {first_line(error)}. It needs a C++ compiler on a CPU, "
+            "Triton and a C compiler on a GPU of compute capability 7.0 or more. Set "
+            f"{'train.cuda_graphs=false or ' * graphs}train.compile=no"
+        ) from error
+    seconds = time.perf_counter() - began
+    with_graphs = "as CUDA graphs" if graphs else f"without CUDA graphs: {obstacle}"
+    if graphs and (skipped := counters["inductor"]["cudagraph_skips"]):
+        with_graphs = f"{skipped} of its parts not as CUDA graphs"
+    world.say(f"train.compile: compiled in {seconds:.0f} s, {with_graphs}")
+    return True
 
 
 def compiled_parts(objective: Objective) -> list[tuple[nn.Module, str]]:
@@ -132,12 +127,10 @@ def begin_graphs(*_) -> None:
 def _first_pass(objective: nn.Module, shape: tuple[int, int], world: World) -> None:
     """A forward and backward pass on `shape`, (batch, tokens), whose gradients are dropped."""
     tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
-    try:
-        with world.accelerator.autocast():
-            nats = objective(tokens, tokens.clone())
-        nats.sum().backward()
-    finally:  # a backward pass that fails leaves gradients, which the first step would add up
-        objective.zero_grad(set_to_none=True)
+    with world.accelerator.autocast():
+        nats = objective(tokens, tokens.clone())
+    nats.sum().backward()
+    objective.zero_grad(set_to_none=True)
 
 
 def set_recompute(model: PreTrainedModel, what: str) -> None:

@@ -28,8 +28,6 @@ GONE = {
     "logging.profile_step": (20,),
     "logging.profile_steps": (0,),
 }
-# Values that earlier versions wrote in other words.
-REWORDED = {"train.cuda_graphs": {"auto": True, "true": True, "false": False}}
 
 
 @dataclass
@@ -76,10 +74,11 @@ class TrainConfig:
         "on GPUs, where Triton can",
         choices=("auto", "no", "blocks"),
     )
-    cuda_graphs: bool = option(
-        True,
-        "replay what torch.compile makes as CUDA graphs, where nothing excludes them: that saves "
-        "kernel launches",
+    cuda_graphs: str = option(
+        "auto",
+        "replay what torch.compile makes as CUDA graphs, which saves kernel launches; auto and "
+        "true: where nothing excludes them",
+        choices=("auto", "true", "false"),
     )
     recompute: str = option(
         "none",
@@ -229,8 +228,10 @@ def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: An
         return None
     if key not in keys:
         return f"unknown key {key} = {value!r}{_nearest(key, keys)}"
+    if isinstance(value, bool) and str(value).lower() in keys[key].metadata.get("choices", ()):
+        value = str(value).lower()  # YAML's true, where it is one of several choices
     section, _, name = key.rpartition(".")
-    value, kind = as_now(key, value), keys[key].type
+    kind = keys[key].type
     try:
         setattr(getattr(run, section) if section else run, name, as_type(value, kind))
     except TypeError:
@@ -239,11 +240,6 @@ def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: An
     except OverflowError:
         return f"{key} = {value} is out of range; allowed: integers of 64 bits"
     return None
-
-
-def as_now(key: str, value: Any) -> Any:
-    """The value of a key, as this version writes it."""
-    return REWORDED[key].get(str(value), value) if key in REWORDED else value
 
 
 def _nearest(key: str, keys: dict) -> str:

@@ -27,7 +27,7 @@ from mixer.data.run_data import Data, open_data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.compile import compile_objective, compiled, set_recompute
-from mixer.training.config import RunConfig, as_now, flatten
+from mixer.training.config import RunConfig, flatten
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
 from mixer.training.objective import build_objective, useful_flops
@@ -218,9 +218,8 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     settings["data"] = {k: v for k, v in known["data"].items() if k not in OF_ONE_MACHINE}
     if trainer is None:
         return {"settings": settings, "earlier": {}}
-    before, now = flatten(trainer.get("settings", {})), dict(flatten(settings))
-    before = {key: as_now(key, value) for key, value in before if key in now}
-    changed = {key: value for key, value in before.items() if value != now[key]}
+    before, now = dict(flatten(trainer.get("settings", {}))), dict(flatten(settings))
+    changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
     step, earlier = trainer["step"], trainer.get("earlier", {})
     listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
     if step >= run.train.steps:
