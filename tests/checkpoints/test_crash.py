@@ -8,12 +8,11 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from runs import mount_memory, read_lines, read_timeless
+from runs import read_lines, read_timeless
 
 from mixer.checkpoints import writer
 from mixer.checkpoints.format import damage, find_resume, link_best, prune, step_of
@@ -153,26 +152,6 @@ def test_pruning_keeps_the_newest_the_best_and_every_nth(tmp_path):
     assert os.readlink(tmp_path / "best") == "step-30"  # 35 has no checkpoint, 40 no loss
     prune(tmp_path, last=90, keep=2, keep_every=40)
     assert sorted(map(step_of, tmp_path.glob("step-*"))) == [30, 40, 80, 90, 100]
-
-
-@pytest.fixture
-def busy(finished):
-    """In checkpoint 8, what cannot be deleted: a place where a file system is mounted, as on NFS a
-    file that is being read.
-    """
-    mount_memory(finished / "step-8/held")
-    yield finished
-    for held in finished.glob("step-8*/held"):
-        subprocess.run(["umount", "-l", held], check=True)
-
-
-def test_a_checkpoint_that_cannot_be_deleted_ends_no_run_and_stops_no_start(
-    write_config, busy, launch
-):
-    for steps in (20, 28):
-        launch("--config", write_config(), f"train.steps={steps}").succeed()
-        assert (busy / "step-8.old.partial/held").is_dir()
-    assert good_steps(busy)[-2:] == [24, 28]
 
 
 def test_a_checkpoint_moved_to_another_disk_stays_there_when_its_link_is_pruned(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launching import ROOT, Launch, run_python
-from runs import RECIPE, assert_same, read_lines, read_losses, read_timeless
+from runs import FSDP, RECIPE, assert_same, read_lines, read_losses, read_timeless
 from safetensors.torch import load_file
 
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
@@ -98,16 +98,16 @@ def test_each_resume_is_as_exact_as_the_first_and_loses_no_step_of_a_logged_mean
     assert read_losses(tmp_path / "runs/whole") == pytest.approx(means, rel=1e-5)
 
 
-def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
+def test_other_processes_batch_size_and_fsdp_go_on_with_the_same_samples(
     write_config, launch, tmp_path
 ):
     config = write_config()
     launch("--config", config, "name=one").succeed()
     # processes, batch_size, accumulation: always 8 samples a step
-    changes = [(1, 4, 2), (4, 2, 1), (2, 1, 4)]
-    for number, (processes, batch, accumulation) in enumerate(changes):
+    changes = [(1, 4, 2, {}), (2, 2, 2, FSDP), (4, 2, 1, {}), (2, 1, 4, {})]
+    for number, (processes, batch, accumulation, environment) in enumerate(changes):
         options = [f"train.batch_size={batch}", f"train.gradient_accumulation_steps={accumulation}"]
-        last = 4 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
+        last = 3 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
         ranks = launch(
             "--config",
             config,
@@ -115,8 +115,9 @@ def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
             *options,
             f"checkpoint.save_every={last}",
             processes=processes,
+            environment=environment,
         )
-        if number < 2:
+        if number < 3:
             ranks.until((tmp_path / f"runs/many/step-{last}").exists)
             ranks.kill()
         else:

@@ -88,21 +88,6 @@ def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
     assert read_timeless(tmp_path / "runs/told") == read_timeless(finished)
 
 
-def test_a_run_goes_on_between_one_process_ddp_and_fsdp(write_config, launch, tmp_path):
-    config, many = write_config(), tmp_path / "runs/many"
-    launch("--config", config, "name=one").succeed()
-    stages = [(1, {}), (2, FSDP), (2, {})]
-    for last, (processes, environment) in zip((4, 8, 12), stages, strict=True):
-        options = [f"train.batch_size={8 // processes}", f"checkpoint.save_every={last}"]
-        launched = {"processes": processes, "environment": environment}
-        ranks = launch("--config", config, "name=many", *options, **launched)
-        if last < 12:
-            ranks.until((many / f"step-{last}").exists).kill()
-        else:
-            ranks.succeed()
-    assert read_losses(many) == pytest.approx(read_losses(tmp_path / "runs/one"), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("overrides", "environment", "message"),
     [

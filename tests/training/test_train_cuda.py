@@ -6,14 +6,11 @@ FSDP.
 
 import math
 import os
-import signal
 import time
 
 import pytest
 import torch
 from runs import FSDP, RECIPE, assert_same, read_lines, read_losses
-
-from mixer.checkpoints.state import not_finite
 
 GPUS = torch.cuda.device_count()
 ON_GPU = {"ACCELERATE_USE_CPU": "false"}
@@ -139,18 +136,6 @@ def test_a_checkpoint_holds_the_state_of_its_step_whichever_stream_is_ahead(
         assert_same(tmp_path / "runs/late", tmp_path / "runs/plain", step)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_number_that_is_not_finite_is_found_wherever_it_is_on_the_device(dtype):
-    held = {str(size): torch.ones(size, dtype=dtype, device="cuda") for size in (1, 7, 1_000_003)}
-    assert not_finite(held) == []
-    for name, tensor in held.items():
-        for place in (0, len(tensor) // 2, -1):
-            for bad in (math.nan, -math.inf):
-                tensor[place] = bad
-                assert not_finite(held) == [name]
-                tensor[place] = 1
-
-
 def with_little_memory() -> None:
     torch.cuda.set_per_process_memory_fraction(0.01)
 
@@ -233,17 +218,6 @@ def test_nothing_waits_for_the_gpu_between_logging_steps(
     ranks.succeed(patience=200)
 
 
-@pytest.mark.parametrize(("processes", "engine"), LAUNCHES)
-def test_auto_runs_what_it_says(write_config, launch, processes, engine):
-    options = options_for(processes, engine)
-    changes = ["train.compile=auto", "train.mixed_precision=bf16"]
-    changes.append(f"train.batch_size={8 // processes}")
-    output = launch("--config", write_config(**SECTIONS), *changes, **options).succeed(patience=200)
-    assert "train.compile: compiled in" in output and "failed" not in output
-    assert (", as CUDA graphs" in output) == (not engine)
-    assert (", without CUDA graphs: FSDP moves the weights" in output) == bool(engine)
-
-
 @pytest.mark.parametrize("processes", [2, 4])
 def test_graphs_change_no_loss(write_config, launch, tmp_path, processes):
     """Not even a bit of two processes', whose order of summing cannot differ."""
@@ -279,12 +253,3 @@ def test_kernels_of_older_gpus_have_the_losses_of_plain_pytorch(
     launch(*command, *dense, environment=ON_GPU).succeed()
     kernels, dense = (read_losses(tmp_path / "runs" / name) for name in ("kernels", "dense"))
     assert kernels == pytest.approx(dense, rel=3e-2)
-
-
-def test_a_process_that_dies_ends_those_that_wait_for_its_gradients(write_config, launch, tmp_path):
-    options, metrics = options_for(2, {}), tmp_path / "runs/small/metrics.jsonl"
-    config = write_config(**SECTIONS, logging={"log_every": 2})
-    ranks = launch("--config", config, "train.steps=100000", "train.batch_size=4", **options)
-    ranks.until(lambda: metrics.exists() and '"step": 8,' in metrics.read_text(), patience=120)
-    assert ranks.signal(signal.SIGKILL, rank=1).wait()[0] == 1
-    assert "another process of this run ended without saying why" in ranks.output
