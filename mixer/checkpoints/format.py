@@ -6,7 +6,7 @@
         trainer_state/
             trainer.json                  see below
             optimizer-1-of-1.safetensors  the optimizer's state, as PARAMETER/KEY for each parameter
-                                          and key; under FSDP a file for each process' shards
+                                          and key; earlier versions wrote several files, of shards
             files.json                    size and SHA-256 of every file; written last
     best -> step-800                      the checkpoint with the lowest validation loss
 
@@ -65,7 +65,7 @@ def all_checkpoints(directory: Path) -> list[Path]:
     return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
 
 
-def optimizer_file(checkpoint: Path, number: int, of: int) -> Path:
+def optimizer_file(checkpoint: Path, number: int = 1, of: int = 1) -> Path:
     """File `number` (1 is the first) of the optimizer's state, which is in `of` files."""
     return checkpoint / STATE / f"optimizer-{number}-of-{of}.safetensors"
 
@@ -105,7 +105,7 @@ def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def optimizer_files(checkpoint: Path) -> list[Path]:
-    """The files of the optimizer's state, in the order of the processes that wrote them."""
+    """The files of the optimizer's state, in the order of their shards."""
     count = sum(name.startswith(f"{STATE}/optimizer-") for name in read_listing(checkpoint))
     return [optimizer_file(checkpoint, number + 1, count) for number in range(count)]
 

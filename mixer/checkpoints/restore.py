@@ -158,8 +158,8 @@ def resume(
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads the optimizer's state, which has begun (`begin_state`). The numbers of processes that
-    wrote it and that read it may differ. Only one whole tensor is in memory at a time.
+    """Loads the optimizer's state, which has begun (`begin_state`), and shards it where the model
+    is sharded. Only one whole tensor is in memory at a time.
 
     Raises ValueError unless the file has just the names and shapes that the optimizer has.
     """
@@ -186,5 +186,5 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    """Shards in one tensor. All processes have the same scalars."""
+    """Shards in one tensor. All files have the same scalars."""
     return torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0]

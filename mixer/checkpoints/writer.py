@@ -3,11 +3,7 @@ writes the copies.
 """
 
 import json
-import os
 import shutil
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
@@ -26,15 +21,14 @@ from mixer.common.files import as_system_error, flush
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
-OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
-
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time, from all processes together.
+    """Writes the checkpoints of a run, one at a time. The main process has the thread that writes;
+    the others hand it their shards.
 
     `save` returns once the copies of the state to the host's memory are queued: what the device
-    computes next waits for them, and nothing else does.
-    An error in the writing thread is raised by the next `save` or `wait`.
+    computes next waits for them, and nothing else does. An error in the writing thread is raised by
+    the next `save` or `wait`.
     """
 
     def __init__(
@@ -51,22 +45,10 @@ class CheckpointWriter:
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.world, self.model, self.tokenizer = world, model, tokenizer
         self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
-        sharding = {
-            weight.placements for weight in model.parameters() if hasattr(weight, "placements")
-        }
-        if sharding - {(Shard(0),)}:
-            raise UserError(
-                f"FSDP has placed parameters as {sharding}; checkpoints need full sharding, "
-                "(Shard(dim=0),); launch with configs/accelerate/1x8_fsdp.yaml, 2x4_fsdp.yaml or "
-                "without FSDP"
-            )
-        self.sharded = bool(sharding)
-        self.files = world.size if self.sharded else 1  # of the optimizer's state
         self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
         self.newest = resumed  # the last good checkpoint
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
-        self.abandoned = threading.Event()
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
         """Starts to write the checkpoint of the step trainer["step"].
@@ -77,9 +59,8 @@ class CheckpointWriter:
         """
         self.wait()  # until the last checkpoint is written
         self.require_finite(optimizer, trainer["step"])
-        if self.world.is_main or self.sharded:
-            copied = self._copy(held_state(self.model, optimizer))
-            self._submit(self._write, copied, {"format": format.FORMAT} | trainer)
+        copied = self._copy(held_state(self.model, optimizer))
+        self._submit(self._write, copied, {"format": format.FORMAT} | trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
@@ -108,8 +89,8 @@ class CheckpointWriter:
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
-        if self.world.is_main:  # a copy: training adds losses while the thread reads them
-            self._submit(format.link_best, self.directory, dict(validation_losses))
+        # a copy: training adds losses while the thread reads them
+        self._submit(format.link_best, self.directory, dict(validation_losses))
 
     def wait(self) -> None:
         """Waits until all is written. Raises UserError if the system refused to write it."""
@@ -124,38 +105,31 @@ class CheckpointWriter:
                 ) from error
 
     def close(self) -> None:
-        """Ends the thread. Of a run that failed, a checkpoint that needs nothing more from other
-        processes is still completed; errors are not raised.
-        """
-        self.abandoned.set()
+        """Ends the thread, which completes its checkpoint first; errors are not raised."""
         self.thread.shutdown(wait=True)
 
     def _submit(self, job, *arguments) -> None:
-        self.jobs.append(self.thread.submit(job, *arguments))
+        if self.world.is_main:
+            self.jobs.append(self.thread.submit(job, *arguments))
 
     def _newest(self) -> str:
         if self.newest is None:
             return "No checkpoint of the run is complete"
         return f"The run can go on from {self.newest}, its last good checkpoint"
 
-    def _written(self, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """What this process writes: its part of the optimizer's state, and all weights if it is the
-        main one. Their shards are gathered, by all processes together, one weight at a time: the
-        model need not fit on one device.
-        """
-        for name, tensor in held.items():
-            part = whole(tensor) if is_weight(name) else local_part(tensor)
-            if part.numel() and (self.world.is_main or not is_weight(name)):
-                yield name, part
-
     @torch.no_grad()
     def _copy(self, held: dict[str, Tensor]) -> torch.cuda.Event | None:
-        """Queues the copies; on a GPU returns the event by which they are made."""
+        """Queues the copies; on a GPU returns the event by which they are made. Shards are gathered
+        by all processes together, one tensor at a time: the state need not fit on one device.
+        """
         on_gpu = self.world.device.type == "cuda"
-        for name, tensor in self._written(held):
+        for name, tensor in held.items():
+            full = whole(tensor)
+            if not self.world.is_main:
+                continue
             if name not in self.copies:
-                self.copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-            self.copies[name].copy_(tensor, non_blocking=True)
+                self.copies[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=on_gpu)
+            self.copies[name].copy_(full, non_blocking=True)
         if not on_gpu:
             return None
         copied = torch.cuda.Event(blocking=True)  # the thread sleeps until then
@@ -166,50 +140,26 @@ class CheckpointWriter:
         """Writes one checkpoint, of the copies; runs in the thread."""
         if copied:
             copied.synchronize()
-        held = self.copies
+        weights = {name: copy for name, copy in self.copies.items() if is_weight(name)}
+        optimizer = {name: copy for name, copy in self.copies.items() if name not in weights}
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
             (partial / format.STATE).mkdir(parents=True, exist_ok=True)
-            self._write_optimizer(partial, {n: x for n, x in held.items() if not is_weight(n)})
-            if not self.world.is_main:
-                return
-            weights = {name: copy for name, copy in held.items() if is_weight(name)}
+            save_file(optimizer, format.optimizer_file(partial))
             _write_model(partial, self.model, weights, self.tokenizer)
             if self.makes_vectors:
                 write_modules(partial, self.model.config.hidden_size)
             (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
-            self._wait_for_optimizer(partial)
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
             format.complete(partial, final)
         except BaseException as error:
-            if self.world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
+            shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
         self.newest = final
         self.world.say(f"saved {final}")
         format.prune(self.directory, trainer["step"], self.keep, self.keep_every)
-
-    def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
-        """Writes this process's file. It gets its name once it is whole, because the main process
-        waits for that name.
-        """
-        file = format.optimizer_file(partial, self.world.rank + 1, self.files)
-        save_file(optimizer, file.with_suffix(".partial"))
-        flush(file.with_suffix(".partial"))
-        os.rename(file.with_suffix(".partial"), file)
-
-    def _wait_for_optimizer(self, partial: Path) -> None:
-        files = [format.optimizer_file(partial, n + 1, self.files) for n in range(self.files)]
-        deadline = time.monotonic() + OTHERS_SECONDS
-        while not all(file.is_file() for file in files):
-            if self.abandoned.is_set() or time.monotonic() > deadline:
-                raise OSError(
-                    "files of other processes did not appear; output_dir must be one directory "
-                    "for all hosts"
-                )
-            time.sleep(0.01)
 
 
 def _write_model(

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import list_files
 from launching import ROOT, Launch, run_python
 from runs import FSDP, RECIPE, assert_same, read_lines, read_losses, read_timeless
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
+from mixer.training.config import load_config
+from mixer.training.loop import train
 
 KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "2"))
 
@@ -181,3 +184,21 @@ def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monke
     assert done.returncode == 0, done.stdout
     assert "resuming runs/small/step-4" in done.stdout
     assert read_losses(before / "runs/small") == pytest.approx(expected, rel=0, abs=1e-4)
+
+
+def test_the_optimizers_state_in_shards_of_an_earlier_version_goes_on_exactly(
+    write_config, finished
+):
+    """Under FSDP each process wrote its own file, which lacked what it had nothing of."""
+    sharded = shutil.copytree(finished, finished.with_name("sharded"), symlinks=True)
+    file = sharded / "step-12/trainer_state/optimizer-1-of-1.safetensors"
+    state = load_file(file)
+    file.unlink()
+    for rank in range(2):
+        parts = {name: x.chunk(2)[rank : rank + 1] if x.ndim else [x] for name, x in state.items()}
+        own = {name: part[0].contiguous() for name, part in parts.items() if part}
+        save_file(own, file.with_name(f"optimizer-{rank + 1}-of-2.safetensors"))
+    list_files(sharded / "step-12")
+    for run in (finished, sharded):
+        train(load_config(str(write_config()), [f"name={run.name}", "train.steps=14"]))
+    assert_same(sharded, finished, 14)

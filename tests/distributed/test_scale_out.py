@@ -64,9 +64,8 @@ def test_a_sharded_run_has_the_losses_of_one_process_resumes_exactly_and_leaves_
     parts = killed_after(whole, 5, "parts")
     assert "resuming" in launch(*command, "name=parts", **sharded).succeed()
     assert_same(parts, whole, 12)
-    shards = whole.glob("step-12/trainer_state/optimizer-*-of-2.safetensors")
-    shapes = [load_file(file)["model.embed_tokens.weight/exp_avg"].shape for file in shards]
-    assert shapes == [(200, 32), (200, 32)]
+    state = load_file(whole / "step-12/trainer_state/optimizer-1-of-1.safetensors")
+    assert state["model.embed_tokens.weight/exp_avg"].shape == (400, 32)
 
     import mixer  # noqa: F401  registers the model
 
@@ -93,7 +92,11 @@ def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
     [
         ((), {"FSDP_VERSION": "1"}, "version 1 was asked for; allowed: 2; set fsdp_version: 2"),
         ((), {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true .* allowed: false. For"),
-        (("optim.name=muon",), {}, "optim.name = muon with FSDP, which shards.*allowed with FSDP:"),
+        (
+            ("optim.name=muon",),
+            {},
+            "optim.name = muon and .* with FSDP, which shards.*allowed with",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_anything_is_written(
