@@ -11,20 +11,22 @@ from torch.nn.utils import get_total_norm
 
 
 def held_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The weights as PARAMETER, and the optimizer's state as PARAMETER/KEY, whichever keys it has.
-    Under FSDP they are sharded, except for scalars. A tied weight comes once.
+    """The weights and saved buffers by their names, and the optimizer's state as PARAMETER/KEY,
+    whichever keys it has. Under FSDP they are sharded, except for buffers and scalars. A tied
+    weight comes once.
     """
-    weights = dict(model.named_parameters())
+    weights, saved = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     state = {
         f"{name}/{key}": value
         for name, weight in weights.items()
         for key, value in optimizer.state.get(weight, {}).items()
     }
-    return weights | state
+    return weights | buffers | state
 
 
 def is_weight(name: str) -> bool:
-    """Whether a name of `held_state` is a weight's."""
+    """Whether a name of `held_state` is a weight's or a buffer's."""
     return "/" not in name
 
 
