@@ -26,9 +26,9 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time. The main process has the thread that writes;
     the others hand it their shards.
 
-    `save` returns once the copies of the state to the host's memory are queued: what the device
-    computes next waits for them, and nothing else does. An error in the writing thread is raised by
-    the next `save` or `wait`.
+    `save` returns once the copies of the state to the host's memory are queued: on a GPU they are
+    made beside the next step, up to `before_step`. An error in the writing thread is raised by the
+    next `save` or `wait`.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class CheckpointWriter:
         self.world, self.model, self.tokenizer = world, model, tokenizer
         self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
         self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
+        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.newest = resumed  # the last good checkpoint
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
@@ -59,8 +60,8 @@ class CheckpointWriter:
         """
         self.wait()  # until the last checkpoint is written
         self.require_finite(optimizer, trainer["step"])
-        copied = self._copy(held_state(self.model, optimizer))
-        self._submit(self._write, copied, {"format": format.FORMAT} | trainer)
+        self._copy(held_state(self.model, optimizer))
+        self._submit(self._write, {"format": format.FORMAT} | trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
@@ -118,28 +119,35 @@ class CheckpointWriter:
         return f"The run can go on from {self.newest}, its last good checkpoint"
 
     @torch.no_grad()
-    def _copy(self, held: dict[str, Tensor]) -> torch.cuda.Event | None:
-        """Queues the copies; on a GPU returns the event by which they are made. Shards are gathered
-        by all processes together, one tensor at a time: the state need not fit on one device.
+    def _copy(self, held: dict[str, Tensor]) -> None:
+        """Queues copies of the state to the host's memory. Shards are gathered by all processes
+        together, one tensor at a time: the state need not fit on one device.
         """
-        on_gpu = self.world.device.type == "cuda"
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
         for name, tensor in held.items():
             full = whole(tensor)
             if not self.world.is_main:
                 continue
             if name not in self.copies:
-                self.copies[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=on_gpu)
-            self.copies[name].copy_(full, non_blocking=True)
-        if not on_gpu:
-            return None
-        copied = torch.cuda.Event(blocking=True)  # the thread sleeps until then
-        copied.record()
-        return copied
+                pinned = self.stream is not None
+                self.copies[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=pinned)
+            with torch.cuda.stream(self.stream):
+                self.copies[name].copy_(full, non_blocking=True)
+            if self.stream:
+                full.record_stream(self.stream)
 
-    def _write(self, copied: torch.cuda.Event | None, trainer: dict[str, Any]) -> None:
+    def before_step(self) -> None:
+        """To be called before each step of the optimizer, which waits on the device until a save
+        has copied what it is going to change.
+        """
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _write(self, trainer: dict[str, Any]) -> None:
         """Writes one checkpoint, of the copies; runs in the thread."""
-        if copied:
-            copied.synchronize()
+        if self.stream:
+            self.stream.synchronize()
         weights = {name: copy for name, copy in self.copies.items() if is_weight(name)}
         optimizer = {name: copy for name, copy in self.copies.items() if name not in weights}
         final = self.directory / f"step-{trainer['step']}"

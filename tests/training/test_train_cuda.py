@@ -106,16 +106,17 @@ def test_a_killed_run_resumes_exactly(
 
 
 def late() -> None:
-    """The device computes the copies of a checkpoint's state late, and the thread reads them when
-    training has gone on.
+    """The device makes the copies of a checkpoint's state late, beside the next steps, and the
+    thread writes them when training has gone on.
     """
     from mixer.checkpoints.writer import CheckpointWriter
 
     real_copy, real_write = CheckpointWriter._copy, CheckpointWriter._write
 
     def copy(writer, held):
-        torch.cuda._sleep(200_000_000)  # cycles
-        return real_copy(writer, held)
+        with torch.cuda.stream(writer.stream):
+            torch.cuda._sleep(200_000_000)  # cycles
+        real_copy(writer, held)
 
     def write(*arguments):
         time.sleep(0.2)
