@@ -153,10 +153,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     Raises UserError that lists every problem: unknown keys with the nearest valid one, wrong types,
     values not allowed.
     """
-    problems: list[str] = []
-    given = read_yaml(path) if path else {}
-    keys = dict(_options(RunConfig))
-    entries = [(key, value, str(path)) for key, value in flatten(given)]
+    run, keys, problems = RunConfig(), dict(_options(RunConfig)), []
+    entries = [(key, value, path) for key, value in flatten(read_yaml(path) if path else {})]
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
@@ -169,11 +167,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
                 problems.append(f"{key}: {value!r} cannot be read as a YAML value: {error}")
                 continue
         entries.append((key, value, "command line"))
-
-    run = RunConfig()
     for key, value, origin in entries:
-        problem = _set(run, keys, key, value)
-        if problem:
+        if problem := _set(run, keys, key, value):
             problems.append(f"{problem} ({origin})")
     run.data = without_unused(run.data)
     problems += _value_problems(run)
@@ -279,13 +274,9 @@ def _value_problems(run: RunConfig) -> list[str]:
             f"{architecture}: none, block",
         ),
         (
-            optim.shared_lags and not is_mixer,
-            "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
-            f"for architecture {architecture}: false",
-        ),
-        (
-            optim.shared_lags and form != "full",
-            f"optim.shared_lags = true with model.mixing_weight = {form!r}; allowed with it: false",
+            optim.shared_lags and not (is_mixer and form == "full"),
+            "optim.shared_lags = true, which is for full mixing weights of masked mixers; allowed "
+            f"with mixing_weight {form} and architecture {architecture}: false",
         ),
         (
             optim.warmup_steps > train.steps,

@@ -85,9 +85,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     if resumed is None:
         model = model_class(config)(config)
         if run.train.init_from:
-            source = Path(run.train.init_from)
-            world.require_shared(f"train.init_from = {source}", source.is_dir())
-            restore.start_from(source, model, data.tokenizer)
+            restore.start_from(Path(run.train.init_from), model, data.tokenizer)
     else:
         trainer = restore.load_trainer(resumed, **identity)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
