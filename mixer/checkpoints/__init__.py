@@ -2,7 +2,6 @@
 
 format            what a checkpoint holds; finding, completing and pruning checkpoints
 writer            writes a run's checkpoints while it goes on
-snapshot          copies of the state that are written meanwhile
 state             the tensors of a run's state: their names, and that they are finite
 restore           a run goes on from a checkpoint
 sentences         what sentence-transformers reads beside a model

@@ -6,8 +6,7 @@
         trainer_state/
             trainer.json                  see below
             optimizer-1-of-1.safetensors  the optimizer's state, as PARAMETER/KEY for each parameter
-                                          and key; under FSDP a file for each process' shards
-            random.safetensors            the random state of each process, as cpu-RANK, cuda-RANK
+                                          and key; earlier versions wrote several files, of shards
             files.json                    size and SHA-256 of every file; written last
     best -> step-800                      the checkpoint with the lowest validation loss
 
@@ -22,8 +21,6 @@ trainer.json holds
     scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
     settings, earlier                         what the next steps train with, and what the steps up
                                               to others had in place of it
-    mixing                                    the backend that model.mixing_backend=auto stands for,
-                                              in it `keyed`, that of keyed mixing
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
 disk, and renamed. Older checkpoints are deleted only after that. writer.py writes checkpoints,
@@ -41,6 +38,7 @@ from typing import Any
 
 from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
+from mixer.common.file_systems import if_supported
 from mixer.common.files import publish
 from mixer.common.json_file import NONE, object_problem, read_json
 from mixer.common.say import Say
@@ -48,12 +46,11 @@ from mixer.common.say import Say
 FORMAT = 2
 STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
-RANDOM = f"{STATE}/random.safetensors"
 LISTING = f"{STATE}/files.json"
-# The entries of trainer.json that every command reads, and those that a resume also needs.
-TRAINER_FIELDS = {"step": int, "tokens": int, "data_directory": str}
-RESUME_FIELDS = {"samples": int, "skipped_steps": int, "data": dict}
-RESUME_FIELDS |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
+# Entries of trainer.json: those that every command reads, and those that a resume also needs.
+READ = {"step": int, "tokens": int, "data_directory": str}
+RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
+RESUMED |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
 REMEDY = "copy the checkpoint again, or give another one"
 
 
@@ -68,12 +65,9 @@ def all_checkpoints(directory: Path) -> list[Path]:
     return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
 
 
-def optimizer_file(checkpoint: Path, number: int, of: int) -> Path:
+def optimizer_file(checkpoint: Path, number: int = 1, of: int = 1) -> Path:
     """File `number` (1 is the first) of the optimizer's state, which is in `of` files."""
     return checkpoint / STATE / f"optimizer-{number}-of-{of}.safetensors"
-
-
-# --- reading and checking ---------------------------------------------------------------------
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
@@ -84,10 +78,8 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / TRAINER
     if not file.is_file():
         return {}
-    trainer = read_json(file, REMEDY, required=TRAINER_FIELDS)
-    if trainer.get("format") == FORMAT:
-        read_json(file, REMEDY, required=RESUME_FIELDS)
-    return trainer
+    trainer = read_json(file, REMEDY, required=READ)
+    return read_json(file, REMEDY, required=RESUMED) if trainer.get("format") == FORMAT else trainer
 
 
 def earlier_settings(
@@ -113,7 +105,7 @@ def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def optimizer_files(checkpoint: Path) -> list[Path]:
-    """The files of the optimizer's state, in the order of the processes that wrote them."""
+    """The files of the optimizer's state, in the order of their shards."""
     count = sum(name.startswith(f"{STATE}/optimizer-") for name in read_listing(checkpoint))
     return [optimizer_file(checkpoint, number + 1, count) for number in range(count)]
 
@@ -146,10 +138,27 @@ def damage(checkpoint: Path, whole: bool = True) -> str | None:
     return f"{min(added)} was added, which may change what is loaded" if added else None
 
 
-# --- completing and pruning -------------------------------------------------------------------
+def find_resume(directory: Path, say: Say = print) -> Path | None:
+    """The checkpoint that a run continues from: its newest good one. None for a fresh start.
+
+    Reads and checks all files. Raises UserError where the run has checkpoints and none is good: a
+    fresh start would overwrite them and the run's metrics.
+    """
+    found = all_checkpoints(directory)
+    for path in reversed(found):
+        problem = damage(path)
+        if problem is None:
+            return path
+        say(f"passing over {path}: {problem}")
+    if found:
+        raise UserError(
+            f"{directory} has {len(found)} checkpoint(s), and none can be used; choose another "
+            f"name, or delete {directory} to start afresh"
+        )
+    return None
 
 
-def complete(partial: Path, final: Path, say: Say = print) -> None:
+def complete(partial: Path, final: Path) -> None:
     """Turns a directory with all files of a checkpoint into a complete checkpoint, `final`."""
     files = {
         str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
@@ -158,63 +167,47 @@ def complete(partial: Path, final: Path, say: Say = print) -> None:
     }
     (partial / LISTING).write_text(json.dumps(files, indent=1))
     if final.exists():  # a damaged checkpoint of the same step, which resuming passed over
-        _remove(final, say)
+        _remove(final)
     publish(partial, final)
 
 
-def prune(directory: Path, last: int, keep: int, keep_every: int, say: Say = print) -> None:
+def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
     """Deletes checkpoints, except the newest `keep` up to step `last`, those whose step
     `keep_every` divides, and the best one. What a resume passed over, with later steps, stays.
     """
     best = (directory / "best").resolve()
     for path in [path for path in all_checkpoints(directory) if step_of(path) <= last][:-keep]:
         if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
-            _remove(path, say)
+            _remove(path)
 
 
-def link_best(
-    directory: Path, validation_losses: dict[int, float | None], say: Say = print
-) -> None:
+def link_best(directory: Path, validation_losses: dict[int, float | None]) -> None:
     """Links `best` to the checkpoint with the lowest validation loss, if there is one.
 
-    validation_losses: by step; None or NaN where the loss was not finite. A file system without
-    links is only reported.
+    validation_losses: by step; None or NaN where the loss was not finite.
     """
     losses = {path: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
     scored = {path: loss for path, loss in losses.items() if math.isfinite(loss or math.nan)}
     if not scored:
         return
     best, partial = min(scored, key=scored.get).name, directory / "best.partial"
-    try:
-        partial.unlink(missing_ok=True)
-        partial.symlink_to(best)
+    partial.unlink(missing_ok=True)
+    otherwise = f"there is no {directory / 'best'}, and {best} is kept no longer than the others"
+    if if_supported(otherwise, os.symlink, best, partial):
         os.replace(partial, directory / "best")
-    except OSError as error:
-        say(
-            f"{directory / 'best'} could not be linked to {best} ({error}), which is kept no "
-            "longer than the others"
-        )
 
 
-def remove_partial(directory: Path, say: Say = print) -> None:
+def remove_partial(directory: Path) -> None:
     """Deletes what a killed save or deletion left behind."""
     for path in directory.glob("step-*.partial"):
-        _delete(path, say)
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove(checkpoint: Path, say: Say) -> None:
-    """Deletes a checkpoint. It is renamed first: a killed deletion leaves no half checkpoint."""
+def _remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint. It is renamed first: a killed deletion leaves no half checkpoint. What
+    cannot be deleted, as on NFS while another process reads it, is left to the run's next start.
+    """
     doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(checkpoint, doomed)
-    _delete(doomed, say)
-
-
-def _delete(path: Path, say: Say) -> None:
-    """Deletes a directory, or a link to where someone has moved it. A failure, as on NFS while
-    another process reads one of the files, is reported and does not end the run.
-    """
-    try:
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
-    except OSError as error:
-        say(f"{path} could not be deleted ({error}); the next start of the run tries again")
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Resuming a run: which checkpoint it continues from, and loading that checkpoint's state."""
+"""Loading the state of a run from a checkpoint, or a new run's weights."""
 
 import json
 import re
@@ -7,32 +7,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.format import (
-    FORMAT,
-    RANDOM,
-    STATE,
-    all_checkpoints,
-    damage,
-    optimizer_files,
-    read_trainer,
-    step_of,
-)
+from mixer.checkpoints.format import FORMAT, STATE, optimizer_files, read_trainer
 from mixer.checkpoints.pretrained import (
     check_checkpoint,
     load_checkpoint,
     load_model_config,
     settled,
 )
-from mixer.checkpoints.state import begin_state, held_state, is_weight
+from mixer.checkpoints.state import begin_state, held_state, is_weight, local_part
 from mixer.common.errors import UserError, first_line
-from mixer.common.say import Say
-from mixer.data.manifest import Manifest
-from mixer.distributed.shards import as_held, local_part
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
@@ -46,67 +34,14 @@ FREE = ("mixing_backend", "mixing_init", "architectures", "dtype", "transformers
 FREE += ("_name_or_path",)
 
 
-def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
-    """The checkpoint to continue from, None for a fresh start; see `python train.py
-    --help` for checkpoint.resume.
-
-    Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
-    damaged, if all of the run's checkpoints are, and if they would be in the way.
-    """
-    found = all_checkpoints(directory)[::-1]  # the newest first
-    if resume == "never":
-        if found:
-            raise UserError(
-                f"checkpoint.resume = 'never', but {found[0]} exists; choose another name, delete "
-                f"{directory}, or set checkpoint.resume=auto"
-            )
-        return None
-    if resume != "auto":
-        if not found or Path(resume).resolve().parent == directory.resolve():
-            return _named(Path(resume), found)
-        say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
-    for path in found:
-        problem = damage(path)
-        if problem is None:
-            return path
-        say(f"passing over {path}: {problem}")
-    if found:  # a fresh start would overwrite them and the run's metrics
-        raise UserError(
-            f"{directory} has {len(found)} checkpoint(s), and none can be used; choose another "
-            f"name, give one with checkpoint.resume, or delete {directory} to start afresh"
-        )
-    return None
-
-
-def _named(path: Path, of_run: list[Path]) -> Path:
-    """The checkpoint that checkpoint.resume names."""
-    if problem := damage(path):
-        raise UserError(
-            f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
-            "step-N beside it"
-        )
-    step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
-    if newer := [str(other) for other in of_run if step_of(other) > step]:
-        raise UserError(
-            f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto "
-            f"would take next time: {', '.join(newer)}; delete these, or choose another name for a "
-            f"run that goes on from {path.name}"
-        )
-    return path
-
-
 def load_trainer(
-    checkpoint: Path,
-    data: dict[str, Any],
-    optimizer: dict[str, Any],
-    allow_other_data: bool,
-    say: Say = print,
+    checkpoint: Path, data: dict[str, Any], optimizer: dict[str, Any]
 ) -> dict[str, Any]:
     """The content of trainer.json, if the run can continue from it.
 
-    data: what identifies the run's data, see `identity`. optimizer: the settings that decide which
-    state the optimizer has, such as {"optim.name": "adamw"}. Raises UserError where the checkpoint
-    has other data or another optimizer, naming each difference.
+    data: what identifies the data and its order. optimizer: the settings that decide which state
+    the optimizer has, such as {"optim.name": "adamw"}. Raises UserError where the checkpoint has
+    other data or another optimizer, naming each difference.
     """
     trainer = read_trainer(checkpoint)
     if trainer.get("format") != FORMAT:
@@ -121,26 +56,13 @@ def load_trainer(
             f"checkpoint {checkpoint} has the state of another optimizer: {differing}; set the "
             "checkpoint's values, or choose another name to start afresh"
         )
-    differing = differences(trainer["data"], data)
-    if differing and not allow_other_data:
+    if differing := differences(trainer["data"], data):
         raise UserError(
             f"checkpoint {checkpoint} was trained on other data or in another order: {differing}; "
-            "restore that, choose another name to start afresh, or set "
-            "checkpoint.allow_other_data=true to go on with this"
+            "restore that, choose another name to start afresh, or begin a run of another name "
+            f"from its weights: train.init_from={checkpoint}"
         )
-    if differing:
-        say(f"going on with other data than the checkpoint's: {differing}")
     return trainer
-
-
-def identity(manifest: Manifest, seed: int) -> dict[str, Any]:
-    """What identifies a prepared data set and the order of its samples, by configuration keys and
-    file names.
-    """
-    hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
-    settings = {f"data.{key}": value for key, value in manifest.settings.items()}
-    tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
-    return settings | {"seed": seed} | tokenizer | hashes
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
@@ -217,14 +139,14 @@ def resume(
     optimizer: torch.optim.Optimizer,
     world: World,
 ) -> None:
-    """Loads all state beside the model: the optimizer's, the random state and the loss scale.
+    """Loads all state beside the model: the optimizer's and the loss scale. Steps draw no random
+    numbers, and the order of the data has no state.
 
     trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
     """
     begin_state(optimizer)
     try:
         load_optimizer(checkpoint, model, optimizer)
-        _load_random_state(checkpoint, world)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"the {STATE}/ of checkpoint {checkpoint} is not what training wrote "
@@ -236,8 +158,8 @@ def resume(
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads the optimizer's state, which has begun (`begin_state`). The numbers of processes that
-    wrote it and that read it may differ. Only one whole tensor is in memory at a time.
+    """Loads the optimizer's state, which has begun (`begin_state`), and shards it where the model
+    is sharded. Only one whole tensor is in memory at a time.
 
     Raises ValueError unless the file has just the names and shapes that the optimizer has.
     """
@@ -257,20 +179,12 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
         if value.shape != state[name].shape:
             shapes = f"{tuple(value.shape)}, expected {tuple(state[name].shape)}"
             raise ValueError(f"the optimizer's state has {name} of shape {shapes}")
-        local_part(state[name]).copy_(local_part(as_held(value, state[name])))
+        value = value.to(state[name].device)
+        if isinstance(state[name], DTensor):
+            value = distribute_tensor(value, state[name].device_mesh, state[name].placements)
+        local_part(state[name]).copy_(local_part(value))
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    """Shards in one tensor. All processes have the same scalars."""
+    """Shards in one tensor. All files have the same scalars."""
     return torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0]
-
-
-def _load_random_state(checkpoint: Path, world: World) -> None:
-    """Sets this process's random state. Where the checkpoint has none for it, because there are
-    more processes now, it keeps its own.
-    """
-    states, rank = load_file(checkpoint / RANDOM), world.rank
-    if f"cpu-{rank}" in states:
-        torch.set_rng_state(states[f"cpu-{rank}"])
-    if world.device.type == "cuda" and f"cuda-{rank}" in states:
-        torch.cuda.set_rng_state(states[f"cuda-{rank}"], world.device)

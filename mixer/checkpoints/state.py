@@ -1,5 +1,5 @@
-"""The tensors of a run's state: their names in a checkpoint, and whether they are finite, so that
-no checkpoint ever holds a NaN or an infinity.
+"""The tensors of a run's state: their names in a checkpoint, their parts on each process, and
+whether they are finite, so that no checkpoint ever holds a NaN or an infinity.
 """
 
 import math
@@ -9,32 +9,35 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from mixer.common.errors import UserError
-
 
 def held_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The weights and saved buffers by their names, and the optimizer's state as PARAMETER/KEY,
-    whichever keys it has; under FSDP sharded, except for buffers and scalars. A tied weight comes
-    once.
-
-    Raises UserError for state that is not sharded like its parameter.
+    whichever keys it has. Under FSDP they are sharded, except for buffers and scalars. A tied
+    weight comes once.
     """
-    weights, state = dict(model.named_parameters()), {}
-    for name, weight in weights.items():
-        for key, value in optimizer.state.get(weight, {}).items():
-            if isinstance(weight, DTensor) and value.ndim and not isinstance(value, DTensor):
-                raise UserError(
-                    f"the optimizer's state {name}/{key} is not sharded like its parameter, so it "
-                    "cannot be saved under FSDP; train without FSDP"
-                )
-            state[f"{name}/{key}"] = value
-    saved = model.state_dict()
-    return weights | {n: x for n, x in model.named_buffers() if n in saved} | state
+    weights, saved = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    state = {
+        f"{name}/{key}": value
+        for name, weight in weights.items()
+        for key, value in optimizer.state.get(weight, {}).items()
+    }
+    return weights | buffers | state
 
 
 def is_weight(name: str) -> bool:
     """Whether a name of `held_state` is a weight's or a buffer's."""
     return "/" not in name
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: its shard, or the tensor if not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered from its shards. All processes must call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:

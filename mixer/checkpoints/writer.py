@@ -3,11 +3,7 @@ writes the copies.
 """
 
 import json
-import os
 import shutil
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,28 +11,24 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
 from mixer.checkpoints.sentences import write_modules
-from mixer.checkpoints.snapshot import Snapshot
-from mixer.checkpoints.state import held_state, is_weight, not_finite
+from mixer.checkpoints.state import held_state, is_weight, local_part, not_finite, whole
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import as_system_error, flush
-from mixer.distributed.shards import local_part, whole
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
-OTHERS_SECONDS = 1800.0  # how long to wait for the files of other processes
-
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time, from all processes together.
+    """Writes the checkpoints of a run, one at a time. The main process has the thread that writes;
+    the others hand it their shards.
 
-    `save` returns once the state is copied (on a GPU: once the copies are queued), see snapshot.py.
-    An error in the writing thread is raised by `check`, or by the next `save` or `close`, which
-    wait for it.
+    `save` returns once the copies of the state to the host's memory are queued: on a GPU they are
+    made beside the next step, up to `before_step`. An error in the writing thread is raised by the
+    next `save` or `wait`.
     """
 
     def __init__(
@@ -53,13 +45,11 @@ class CheckpointWriter:
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.world, self.model, self.tokenizer = world, model, tokenizer
         self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self.files = world.size if self.sharded else 1  # of the optimizer's state
-        self.snapshot: Snapshot | None = None  # made by the first save
+        self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
+        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.newest = resumed  # the last good checkpoint
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
-        self.abandoned = threading.Event()
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
         """Starts to write the checkpoint of the step trainer["step"].
@@ -70,14 +60,8 @@ class CheckpointWriter:
         """
         self.wait()  # until the last checkpoint is written
         self.require_finite(optimizer, trainer["step"])
-        random = self.world.gather(_random_state(self.world.device))
-        if self.world.is_main or self.sharded:
-            held = held_state(self.model, optimizer)
-            if self.snapshot is None:
-                needed = sum(tensor.nbytes for tensor in held.values())  # of a sharded one: less
-                self.snapshot = Snapshot(self.world.device, needed)
-            self.snapshot.take(self._written(held))
-            self._submit(self._write, random, {"format": format.FORMAT} | trainer)
+        self._copy(held_state(self.model, optimizer))
+        self._submit(self._write, {"format": format.FORMAT} | trainer)
 
     def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
@@ -106,117 +90,84 @@ class CheckpointWriter:
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
-        if self.world.is_main:  # a copy: training adds losses while the thread reads them
-            self._submit(format.link_best, self.directory, dict(validation_losses), self.world.say)
-
-    def check(self) -> None:
-        """Raises UserError if writing has failed."""
-        while self.jobs and self.jobs[0].done():
-            self._finish(self.jobs.pop(0))
+        # a copy: training adds losses while the thread reads them
+        self._submit(format.link_best, self.directory, dict(validation_losses))
 
     def wait(self) -> None:
-        """Waits until all is written; raises as `check` does."""
+        """Waits until all is written. Raises UserError if the system refused to write it."""
         while self.jobs:
-            self._finish(self.jobs.pop(0))
+            try:
+                self.jobs.pop(0).result()
+            except OSError as error:
+                raise UserError(
+                    f"a checkpoint could not be written to {self.directory}: {error}. "
+                    f"{self._newest()}. Make space or give access there, then give the same "
+                    "command again"
+                ) from error
 
     def close(self) -> None:
-        self.wait()
-        self.thread.shutdown()
-
-    def abandon(self) -> None:
-        """Ends the thread of a run that failed. A checkpoint that needs nothing more from other
-        processes is still completed; errors are not raised.
-        """
-        self.abandoned.set()
+        """Ends the thread, which completes its checkpoint first; errors are not raised."""
         self.thread.shutdown(wait=True)
 
     def _submit(self, job, *arguments) -> None:
-        self.jobs.append(self.thread.submit(job, *arguments))
-
-    def _finish(self, job: Future) -> None:
-        try:
-            job.result()
-        except OSError as error:
-            raise UserError(
-                f"a checkpoint could not be written to {self.directory}: {error}. "
-                f"{self._newest()}. Make space or give access there, then give the same command "
-                "again"
-            ) from error
+        if self.world.is_main:
+            self.jobs.append(self.thread.submit(job, *arguments))
 
     def _newest(self) -> str:
         if self.newest is None:
             return "No checkpoint of the run is complete"
         return f"The run can go on from {self.newest}, its last good checkpoint"
 
-    def _written(self, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """What this process writes: its part of the optimizer's state, and all weights if it is the
-        main one. Their shards are gathered, by all processes together, one weight at a time: the
-        model need not fit on one device.
+    @torch.no_grad()
+    def _copy(self, held: dict[str, Tensor]) -> None:
+        """Queues copies of the state to the host's memory. Shards are gathered by all processes
+        together, one tensor at a time: the state need not fit on one device.
         """
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
         for name, tensor in held.items():
-            part = whole(tensor) if is_weight(name) else local_part(tensor)
-            if part.numel() and (self.world.is_main or not is_weight(name)):
-                yield name, part
+            full = whole(tensor)
+            if not self.world.is_main:
+                continue
+            if name not in self.copies:
+                pinned = self.stream is not None
+                self.copies[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=pinned)
+            with torch.cuda.stream(self.stream):
+                self.copies[name].copy_(full, non_blocking=True)
+            if self.stream:
+                full.record_stream(self.stream)
 
-    def _write(self, random: list[dict], trainer: dict[str, Any]) -> None:
+    def before_step(self) -> None:
+        """To be called before each step of the optimizer, which waits on the device until a save
+        has copied what it is going to change.
+        """
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _write(self, trainer: dict[str, Any]) -> None:
         """Writes one checkpoint, of the copies; runs in the thread."""
-        held = self.snapshot.fetch()
+        if self.stream:
+            self.stream.synchronize()
+        weights = {name: copy for name, copy in self.copies.items() if is_weight(name)}
+        optimizer = {name: copy for name, copy in self.copies.items() if name not in weights}
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
             (partial / format.STATE).mkdir(parents=True, exist_ok=True)
-            self._write_optimizer(partial, {n: x for n, x in held.items() if not is_weight(n)})
-            if not self.world.is_main:
-                return
-            weights = {name: copy for name, copy in held.items() if is_weight(name)}
+            save_file(optimizer, format.optimizer_file(partial))
             _write_model(partial, self.model, weights, self.tokenizer)
             if self.makes_vectors:
                 write_modules(partial, self.model.config.hidden_size)
-            states = {
-                f"{kind}-{rank}": state
-                for rank, states in enumerate(random)
-                for kind, state in states.items()
-            }
-            save_file(states, partial / format.RANDOM)
             (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
-            self._wait_for_optimizer(partial)
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
-            format.complete(partial, final, self.world.say)
+            format.complete(partial, final)
         except BaseException as error:
-            if self.world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
+            shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
         self.newest = final
         self.world.say(f"saved {final}")
-        format.prune(self.directory, trainer["step"], self.keep, self.keep_every, self.world.say)
-
-    def _write_optimizer(self, partial: Path, optimizer: dict[str, Tensor]) -> None:
-        """Writes this process's file. It gets its name once it is whole, because the main process
-        waits for that name.
-        """
-        file = format.optimizer_file(partial, self.world.rank + 1, self.files)
-        save_file(optimizer, file.with_suffix(".partial"))
-        flush(file.with_suffix(".partial"))
-        os.rename(file.with_suffix(".partial"), file)
-
-    def _wait_for_optimizer(self, partial: Path) -> None:
-        files = [format.optimizer_file(partial, n + 1, self.files) for n in range(self.files)]
-        deadline = time.monotonic() + OTHERS_SECONDS
-        while not all(file.is_file() for file in files):
-            if self.abandoned.is_set() or time.monotonic() > deadline:
-                raise OSError(
-                    "files of other processes did not appear; output_dir must be one directory "
-                    "for all hosts"
-                )
-            time.sleep(0.01)
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+        format.prune(self.directory, trainer["step"], self.keep, self.keep_every)
 
 
 def _write_model(

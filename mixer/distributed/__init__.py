@@ -1,7 +1,5 @@
 """Several processes:
 
-launch        starts them on a CPU, where accelerate does not
-world         one process among the others: device, rank, messages, failure
-shards        tensors that FSDP has cut
-stop          a signal to one of them ends all
+world         one process among the others: device, rank, messages
+ending        with the launcher, by a signal, or because another process failed
 """

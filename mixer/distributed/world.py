@@ -1,12 +1,10 @@
-"""The processes of a run, as one of them sees them: its device and rank, messages between them,
-what is printed, and how a failed process ends.
+"""The processes of a run, as one of them sees them: its device and rank, messages between them, and
+what is printed.
 """
 
 import dataclasses
 import os
 import sys
-import time
-import traceback
 from typing import Any
 
 import torch
@@ -20,16 +18,8 @@ from accelerate.utils import (
 )
 from torch import Tensor
 
-from mixer.common.errors import UserError, end_at_interrupt, first_line
+from mixer.common.errors import UserError
 from mixer.common.ranks import is_launched
-
-LOST_CONTACT = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "remote process exited or there was a network error",
-)
-# How long a process that fails waits to hear whether another one failed first.
-QUIET_SECONDS = 1.0
 
 
 class World:
@@ -91,9 +81,6 @@ class World:
             )
 
 
-# ---------------------------------------------------------------- accelerate
-
-
 def build_accelerator(precision: str) -> Accelerator:
     """accelerate as its launcher set it up: one process, DDP or FSDP, on one host or several.
 
@@ -149,41 +136,3 @@ def _shard_on_cpu(accelerator: Accelerator, precision: str) -> None:
         state.distributed_type = DistributedType.FSDP
     if precision != "no":
         accelerator.state.fsdp_plugin.set_mixed_precision(precision)
-
-
-# ---------------------------------------------------------------- failure
-
-
-def leave_with_error(error: BaseException) -> None:
-    """Ends this process at once and prints its error, unless another process failed first.
-
-    When a process ends, its peers fail too because their connections break, and their errors would
-    hide the cause. So every failing process draws a number from the launch's store before its
-    connections close, and only number one prints its error.
-    """
-    if isinstance(error, KeyboardInterrupt):
-        end_at_interrupt(KeyboardInterrupt, error, None)
-    rank, first = dist.get_rank(), _first_to_fail()
-    if first:
-        told = [f"error: {error}\n"]
-        text = "".join(told if isinstance(error, UserError) else traceback.format_exception(error))
-        said = f"process {rank} failed:\n{text}"
-        if any(sign in text for sign in LOST_CONTACT):
-            said = f"process {rank} ends, as another process of this run ended without saying why: "
-            said += "it was killed, for example by the system for lack of memory "
-            said += f"({first_line(error)})\n"
-        print(said, end="", file=sys.stderr)
-    else:
-        print(f"process {rank} ends, as another process failed first", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: the destructors of broken connections could wait for ever.
-    os._exit(2 if isinstance(error, UserError) else 1)
-
-
-def _first_to_fail() -> bool:
-    try:
-        return dist.distributed_c10d._get_default_store().add("mixer/failed", 1) == 1
-    except Exception:  # the process that holds the store has ended, so it failed first
-        time.sleep(QUIET_SECONDS)
-        return False

@@ -16,7 +16,7 @@ from mixer.common.hardware import lacks_bf16, peak_memory_gb
 from mixer.common.ranks import is_launched
 from mixer.data.batches import Batch
 from mixer.data.pairs import PairFile
-from mixer.distributed.world import leave_with_error
+from mixer.distributed.ending import leave_with_error
 from mixer.evaluation.scoring import TokenScores, evaluate_batches
 from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 

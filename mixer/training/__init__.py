@@ -2,15 +2,11 @@
 
 config        all settings of a run; those of the optimizer are in optim
 loop          the run; `Trainer.step` is one step
-start         what it starts with: data, model, optimizer, counters
-record        what it trains with, kept in its checkpoints
-backend       what computes the token mixing where model.mixing_backend is auto
-objective     the model with its loss as one module
+start         what it starts with: data, model, optimizer, counters, the record of its settings
+footprint     the memory that a step needs, and what to change where that is too much
+objective     the model with its loss as one module, and its loss on the validation split
 compile       torch.compile, CUDA graphs, and what the backward pass computes again
 optim         which optimizer trains which parameter, and the learning rate
 gradients     their norm, clipping, and steps whose gradient is not finite
-validation    the loss on the validation split
-metrics       the lines of metrics.jsonl, on the terminal, and in wandb or TensorBoard
-telemetry     throughput, memory, profiles
-footprint     the memory that a step needs, and what to change where that is too much
+metrics       throughput, the lines of metrics.jsonl, on the terminal, and in wandb or TensorBoard
 """

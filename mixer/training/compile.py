@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.common.errors import UserError, first_line
+from mixer.common.memory import is_out_of_memory
 from mixer.distributed.world import World
 from mixer.training.config import TrainConfig
 from mixer.training.objective import Objective
@@ -18,103 +19,81 @@ from mixer.training.objective import Objective
 SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 
 
-def parts_compiled(train: TrainConfig, device: torch.device) -> str:
-    """train.compile: "no", "blocks" or "model". auto is blocks on a GPU."""
-    if train.compile != "auto":
-        return train.compile
-    return "blocks" if device.type == "cuda" else "no"
+def is_compiled(train: TrainConfig, device: torch.device) -> bool:
+    return train.compile == "blocks" or (train.compile == "auto" and device.type == "cuda")
 
 
 def obstacle_to_graphs(train: TrainConfig, device: torch.device, is_sharded: bool) -> str:
     """Why no CUDA graphs are made of what is compiled; "" if they are. They save the launches of
-    kernels.
-
-    is_sharded: by FSDP. Raises UserError where train.cuda_graphs=true asks for what cannot be.
+    kernels. is_sharded: by FSDP.
     """
     obstacles = {
+        "train.cuda_graphs=false": train.cuda_graphs == "false",
         "they are for GPUs": device.type != "cuda",
         "FSDP moves the weights": is_sharded,
-        "they are made of what is compiled": parts_compiled(train, device) == "no",
         "each backward pass would overwrite the gradients of the one before": (
             train.gradient_accumulation_steps > 1
         ),
         "blocks that are computed again cannot be recorded": train.recompute == "block",
     }
-    obstacle = next((text for text, holds in obstacles.items() if holds), "")
-    if train.cuda_graphs == "true" and obstacle:
-        raise UserError(
-            f"train.cuda_graphs = true cannot be had with these settings and devices: {obstacle}; "
-            "allowed here: auto, false"
-        )
-    return "train.cuda_graphs=false" if train.cuda_graphs == "false" else obstacle
+    return next((text for text, holds in obstacles.items() if holds), "")
 
 
 def compile_objective(
     objective: Objective, train: TrainConfig, shape: tuple[int, int], world: World
 ) -> bool:
-    """Compiles the objective in place as the settings say, with a first pass on `shape`, (batch,
-    tokens).
+    """Compiles the objective's parts in place, with a first pass on `shape`, (batch, tokens).
+    Returns whether they are compiled.
 
-    "blocks" compiles each block, the output layer and the loss. With CUDA graphs each compiled
-    part's forward and backward pass is replayed; a backward pass then writes its gradients over
-    those of the one before.
+    With CUDA graphs each part's forward and backward pass is replayed; a backward pass then writes
+    its gradients over those of the one before.
 
-    Call this before DDP or FSDP wrap the objective. With "blocks", one block is compiled for all of
-    them, and DDP gets a block's gradients as soon as the backward pass of that block ends. Compiled
-    functions replace methods, so that parameters keep their names. Another shape of the inputs
-    would compile once more. If compiling fails on any process, all continue without it. Returns
-    whether the objective is compiled.
+    Call this before DDP or FSDP wrap the objective. One block is compiled for all of them, and DDP
+    gets a block's gradients as soon as the backward pass of that block ends. Compiled functions
+    replace methods, so that parameters keep their names. Another shape of the inputs would compile
+    once more. Raises UserError where compiling fails.
     """
-    how = parts_compiled(train, world.device)
-    parts = compiled_parts(objective, how)
-    if not parts:
+    if not is_compiled(train, world.device):
         return False
+    from torch._dynamo.utils import counters  # takes a second to import
+
     obstacle = obstacle_to_graphs(train, world.device, world.is_sharded)
-    graphs = not obstacle
+    graphs, parts = not obstacle, compiled_parts(objective)
     torch._dynamo.reset()  # what an earlier run of this process has compiled; graphs hold memory
-    each_pass = objective.register_forward_pre_hook(begin_graphs) if graphs else None
-    began, failure = time.perf_counter(), ""
+    if graphs:
+        objective.register_forward_pre_hook(begin_graphs)
+    began = time.perf_counter()
     for module, name in parts:
         setattr(module, name, compiled(getattr(module, name), graphs))
     try:
         for _ in range(2 if graphs else 1):  # the second pass records the graphs
             _first_pass(objective, shape, world)
-    except Exception as error:  # if it is not the compiler's, the run will meet it again
-        failure = first_line(error)
-    failure = next(filter(None, world.gather(failure)), "")
-    if not failure:
-        with_graphs = _graphs_said() if graphs else f"without CUDA graphs: {obstacle}"
-        seconds = time.perf_counter() - began
-        world.say(f"train.compile={how}: compiled in {seconds:.0f} s, {with_graphs}")
-        return True
-    for module, name in parts:
-        delattr(module, name)
-    if each_pass:
-        each_pass.remove()
-    remedy = "train.cuda_graphs=false may help, " if graphs else ""
-    world.say(
-        f"train.compile={how} failed, the run goes on without: {failure}. Nothing else changes; "
-        f"{remedy}train.compile=no saves the attempt. torch.compile needs a C++ compiler on a CPU, "
-        "Triton and a C compiler on a GPU of compute capability 7.0 or more"
-    )
-    return False
+    except Exception as error:  # what compilers raise has no type of its own
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"torch.compile has failed: {first_line(error)}. It needs a C++ compiler on a CPU, "
+            "Triton and a C compiler on a GPU of compute capability 7.0 or more. Set "
+            f"{'train.cuda_graphs=false or ' * graphs}train.compile=no"
+        ) from error
+    seconds = time.perf_counter() - began
+    with_graphs = "as CUDA graphs" if graphs else f"without CUDA graphs: {obstacle}"
+    if graphs and (skipped := counters["inductor"]["cudagraph_skips"]):
+        with_graphs = f"{skipped} of its parts not as CUDA graphs"
+    world.say(f"train.compile: compiled in {seconds:.0f} s, {with_graphs}")
+    return True
 
 
-def compiled_parts(objective: Objective, how: str) -> list[tuple[nn.Module, str]]:
-    """The methods to compile, as (module, name of the method).
+def compiled_parts(objective: Objective) -> list[tuple[nn.Module, str]]:
+    """The methods to compile, as (module, name of the method): each block's, the output layer's and
+    the loss.
 
     The output layer has nothing to fuse. But between two CUDA graphs its output, the logits, would
     be copied to the place where the loss expects them.
     """
     is_block = GradientCheckpointingLayer
     blocks = [(part, "forward") for part in objective.modules() if isinstance(part, is_block)]
-    head = (objective.get_output_embeddings(), "forward")
-    parts = {
-        "no": [],
-        "blocks": [*blocks, head, (objective, "score")],
-        "model": [(objective, "forward")],
-    }
-    return parts[how]
+    return [*blocks, (objective.get_output_embeddings(), "forward"), (objective, "score")]
 
 
 def compiled(function: Callable, graphs: bool) -> Callable:
@@ -124,23 +103,18 @@ def compiled(function: Callable, graphs: bool) -> Callable:
     order, so a resumed run, which compiles again, could differ in its last bits. Here the compiler
     chooses by rule.
     """
-    options = by_rule() | {"triton.cudagraphs": graphs}
+    from torch._inductor import config
+
+    options = {"triton.cudagraphs": graphs}
+    if hasattr(config, "deterministic"):
+        options["deterministic"] = True
+    else:  # older versions: for block sizes, smaller blocks beside them, and padded products
+        older = ("triton.autotune_pointwise", "dynamic_scale_rblock", "shape_padding")
+        options |= dict.fromkeys(older, False)
     # The optimizers' functions have a form for each shape of their parameters' parts.
     limits = torch._dynamo.config
     limits.cache_size_limit = max(SHAPES, limits.cache_size_limit)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
-
-
-def by_rule() -> dict[str, bool]:
-    """The compiler's options that keep it from measuring: one of newer versions; of older ones,
-    those for block sizes, for smaller blocks beside them, and for padded products.
-    """
-    from torch._inductor import config
-
-    if hasattr(config, "deterministic"):
-        return {"deterministic": True}
-    older = ("triton.autotune_pointwise", "dynamic_scale_rblock", "shape_padding")
-    return dict.fromkeys(older, False)
 
 
 def begin_graphs(*_) -> None:
@@ -153,23 +127,10 @@ def begin_graphs(*_) -> None:
 def _first_pass(objective: nn.Module, shape: tuple[int, int], world: World) -> None:
     """A forward and backward pass on `shape`, (batch, tokens), whose gradients are dropped."""
     tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
-    try:
-        with world.accelerator.autocast():
-            nats = objective(tokens, tokens.clone())
-        nats.sum().backward()
-    finally:  # a backward pass that fails leaves gradients, which the first step would add up
-        objective.zero_grad(set_to_none=True)
-
-
-def _graphs_said() -> str:
-    from torch._dynamo.utils import counters  # takes a second to import
-
-    skipped = counters["inductor"]["cudagraph_skips"]
-    not_all = f"{skipped} of its parts not as CUDA graphs (TORCH_LOGS=perf_hints says why)"
-    return not_all if skipped else "as CUDA graphs"
-
-
-# ------------------------------------------------------------------------- recomputation
+    with world.accelerator.autocast():
+        nats = objective(tokens, tokens.clone())
+    nats.sum().backward()
+    objective.zero_grad(set_to_none=True)
 
 
 def set_recompute(model: PreTrainedModel, what: str) -> None:

@@ -5,6 +5,7 @@ problems in one report.
 import dataclasses
 import difflib
 import json
+import textwrap
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,18 @@ from mixer.common.options import allowed_values, as_type, option, option_problem
 from mixer.common.yaml_file import parse_yaml, read_yaml
 from mixer.data.config import TASKS, DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
-from mixer.reporting.tables import wrapped
 from mixer.training.optim import OptimConfig
 
 # Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
-GONE = {"train.all_reduce": ("auto", "nccl"), "logging.wandb": ("disabled",)}
+GONE = {
+    "train.all_reduce": ("auto", "nccl"),
+    "train.max_skipped_steps": (50,),
+    "checkpoint.allow_other_data": (False,),
+    "checkpoint.resume": ("auto",),
+    "logging.wandb": ("disabled",),
+    "logging.profile_step": (20,),
+    "logging.profile_steps": (0,),
+}
 
 
 @dataclass
@@ -52,9 +60,6 @@ class TrainConfig:
         "on a loss or gradient that is not finite (without fp16): stop the run, or skip the step",
         choices=("stop", "skip"),
     )
-    max_skipped_steps: int = option(
-        50, "end the run after so many skipped steps in a row (fp16 overflows too)", at_least=1
-    )
     eval_every: int = option(
         1000, "steps between evaluations; 0 for one at the end alone", at_least=0
     )
@@ -66,14 +71,14 @@ class TrainConfig:
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "torch.compile of nothing, of each block, the output layer and the loss, or of the "
-        "whole model; auto: blocks on GPUs, where Triton can",
-        choices=("auto", "no", "blocks", "model"),
+        "torch.compile of nothing, or of each block, the output layer and the loss; auto: blocks "
+        "on GPUs, where Triton can",
+        choices=("auto", "no", "blocks"),
     )
     cuda_graphs: str = option(
         "auto",
-        "replay what torch.compile makes as CUDA graphs, which saves kernel launches; auto: where "
-        "nothing excludes them",
+        "replay what torch.compile makes as CUDA graphs, which saves kernel launches; auto and "
+        "true: where nothing excludes them",
         choices=("auto", "true", "false"),
     )
     recompute: str = option(
@@ -94,12 +99,6 @@ class CheckpointConfig:
     keep_every: int = option(
         0, "also keep a checkpoint where this divides its step; 0 for none", at_least=0
     )
-    resume: str = option(
-        "auto", "auto (the run's newest complete checkpoint), never, or a directory to begin from"
-    )
-    allow_other_data: bool = option(
-        False, "resume though the data or its tokenizer are not those of the checkpoint"
-    )
 
 
 @dataclass
@@ -112,8 +111,6 @@ class LoggingConfig:
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")
-    profile_step: int = option(20, "the first step of a profile", at_least=1)
-    profile_steps: int = option(0, "steps to write a Chrome trace of; 0 for none", at_least=0)
 
 
 @dataclass
@@ -138,6 +135,11 @@ class RunConfig:
     def is_contrastive(self) -> bool:
         return self.train.objective == "contrastive"
 
+    @property
+    def sample_tokens(self) -> int:
+        """Of a row, or of both texts of a pair."""
+        return self.model.max_position_embeddings * (1 + self.is_contrastive)
+
 
 SECTIONS = {item.name for item in dataclasses.fields(RunConfig) if is_dataclass(item.type)}
 
@@ -149,10 +151,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     Raises UserError that lists every problem: unknown keys with the nearest valid one, wrong types,
     values not allowed.
     """
-    problems: list[str] = []
-    given = read_yaml(path) if path else {}
-    keys = dict(_options(RunConfig))
-    entries = [(key, value, str(path)) for key, value in flatten(given)]
+    run, keys, problems = RunConfig(), dict(_options(RunConfig)), []
+    entries = [(key, value, path) for key, value in flatten(read_yaml(path) if path else {})]
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
@@ -165,11 +165,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
                 problems.append(f"{key}: {value!r} cannot be read as a YAML value: {error}")
                 continue
         entries.append((key, value, "command line"))
-
-    run = RunConfig()
     for key, value, origin in entries:
-        problem = _set(run, keys, key, value)
-        if problem:
+        if problem := _set(run, keys, key, value):
             problems.append(f"{problem} ({origin})")
     run.data = without_unused(run.data)
     problems += _value_problems(run)
@@ -188,11 +185,12 @@ def override(key: str, value: Any) -> str:
 def describe_options() -> str:
     """Every key with its type, default, allowed values and meaning, for --help."""
     lines = ["keys (give them in the YAML file, or as section.key=value):"]
+    indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
     for key, item in _options(RunConfig):
         allowed = allowed_values(item)
         lines.append(f"  {key}: {type_name(item.type)} = {item.default!r}")
         lines[-1] += f"; allowed: {allowed}" if allowed else ""
-        lines.append(wrapped(item.metadata["help"], "      ", "      "))
+        lines += textwrap.wrap(item.metadata["help"], 84, **indent)
     return "\n".join(lines)
 
 
@@ -238,13 +236,9 @@ def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: An
 
 
 def _nearest(key: str, keys: dict) -> str:
-    """What may have been meant by an unknown key: the same name in another section, or a name of
-    its section that is written alike.
-    """
-    section, _, name = key.rpartition(".")
-    near = [other for other in keys if other.rpartition(".")[2] == name]
-    alike = {other.rpartition(".")[2]: other for other in keys if other.startswith(section)}
-    near = near or [alike[one] for one in difflib.get_close_matches(name, alike, 1, cutoff=0.5)]
+    """What may have been meant by an unknown key: its name in another section, or one like it."""
+    near = [other for other in keys if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    near += difflib.get_close_matches(key, keys, 1)
     return f"; did you mean {near[0]}?" if near else "; allowed keys: python train.py --help"
 
 
@@ -278,13 +272,9 @@ def _value_problems(run: RunConfig) -> list[str]:
             f"{architecture}: none, block",
         ),
         (
-            optim.shared_lags and not is_mixer,
-            "optim.shared_lags = true, which is for the mixing weights of masked mixers; allowed "
-            f"for architecture {architecture}: false",
-        ),
-        (
-            optim.shared_lags and form != "full",
-            f"optim.shared_lags = true with model.mixing_weight = {form!r}; allowed with it: false",
+            optim.shared_lags and not (is_mixer and form == "full"),
+            "optim.shared_lags = true, which is for full mixing weights of masked mixers; allowed "
+            f"with mixing_weight {form} and architecture {architecture}: false",
         ),
         (
             optim.warmup_steps > train.steps,

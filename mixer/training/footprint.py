@@ -79,15 +79,9 @@ def step_too_large(run: RunConfig, device: torch.device, error: BaseException) -
     """The error of a run that is out of memory on this process's device: names its sizes, and the
     settings that would need less.
     """
-    sections = {
-        "train": ("batch_size", "gradient_accumulation_steps", "recompute", "mixed_precision"),
-        "model": ("max_position_embeddings", "hidden_size", "num_hidden_layers"),
-    }
-    sizes = ", ".join(
-        f"{section}.{name} = {getattr(getattr(run, section), name)}"
-        for section, names in sections.items()
-        for name in names
-    )
+    model = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    sizes = [f"train.batch_size = {run.train.batch_size}"]
+    sizes = ", ".join(sizes + [f"model.{name} = {getattr(run.model, name)}" for name in model])
     return out_of_memory(error, device, f"training {run.directory}", sizes, _remedy(run))
 
 

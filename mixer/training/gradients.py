@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mixer.common.errors import NotFinite
-from mixer.distributed.shards import whole
 from mixer.optimizers.chained import ChainedOptimizer
+
+MOST_SKIPPED = 50  # so many skipped steps in a row end a run
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> Tensor:
@@ -23,7 +25,8 @@ def gradient_norm(optimizer: ChainedOptimizer) -> Tensor:
         if gradients and hasattr(part, "gradient_norm"):
             norms.append(part.gradient_norm())
         elif gradients:
-            norms.append(whole(torch.nn.utils.get_total_norm(gradients)))
+            norm = torch.nn.utils.get_total_norm(gradients)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -40,13 +43,9 @@ class Guard:
     """Skips each optimizer step whose gradient is not finite, without waiting for the device.
 
     The step is skipped on the device: torch's fused AdamW leaves everything as it is where its
-    `found_inf` is 1, which is how GradScaler skips steps too (and does here, with fp16). With
-    `stop_at_first`, all steps after the first such one are skipped too. `look` is the one place
-    that waits, and belongs where the loop waits anyway.
-
-    Args:
-        scaled: whether GradScaler skips the steps.
-        most: how many skipped steps in a row end the run.
+    `found_inf` is 1, which is how GradScaler skips steps too (and does here, with fp16: then
+    `scaled` is true). With `stop_at_first`, all steps after the first such one are skipped too.
+    `look` is the one place that waits, and belongs where the loop waits anyway.
     """
 
     def __init__(
@@ -54,10 +53,9 @@ class Guard:
         optimizer: torch.optim.Optimizer,
         scaled: bool,
         stop_at_first: bool,
-        most: int,
         device: torch.device,
     ):
-        self.optimizer, self.scaled, self.most = optimizer, scaled, most
+        self.optimizer, self.scaled = optimizer, scaled
         self.stop_at_first = stop_at_first and not scaled  # fp16 overflows now and then
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # since the last look
         self.in_a_row = torch.zeros_like(self.skipped)  # up to the last step
@@ -87,7 +85,7 @@ class Guard:
                 f"change the weights. {last_good()}. Lower optim.lr or raise optim.warmup_steps "
                 "and run the same command again, or set train.non_finite=skip to skip such steps"
             )
-        if in_a_row >= self.most:
+        if in_a_row >= MOST_SKIPPED:
             advice = (
                 "Set train.mixed_precision=bf16 (or no), which has no such limit"
                 if self.scaled
@@ -95,7 +93,7 @@ class Guard:
             )
             raise NotFinite(
                 f"{in_a_row} steps in a row were skipped, up to step {step}, because their "
-                "gradients were not finite; allowed: fewer than train.max_skipped_steps = "
-                f"{self.most}. {last_good()}. {advice}"
+                f"gradients were not finite; allowed: fewer than {MOST_SKIPPED}. {last_good()}. "
+                f"{advice}"
             )
         return skipped

@@ -2,7 +2,7 @@
 
 import math
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import transformers
@@ -16,18 +16,15 @@ from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
-from mixer.distributed.stop import Stop
-from mixer.distributed.world import World, build_accelerator, leave_with_error
-from mixer.training.compile import obstacle_to_graphs
+from mixer.distributed.ending import Stop, leave_with_error
+from mixer.distributed.world import World, build_accelerator
 from mixer.training.config import RunConfig
 from mixer.training.footprint import step_too_large
 from mixer.training.gradients import Guard, clip, gradient_norm
-from mixer.training.metrics import as_text, in_json
-from mixer.training.objective import useful_flops
+from mixer.training.metrics import Timer, as_text, in_json
+from mixer.training.objective import useful_flops, validate
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
 from mixer.training.start import banner, prepare_data, start_metrics, start_state
-from mixer.training.telemetry import Timer, profiler
-from mixer.training.validation import validate
 
 
 def train(run: RunConfig) -> PreTrainedModel:
@@ -44,7 +41,6 @@ def train(run: RunConfig) -> PreTrainedModel:
         world = World(accelerator)
         check_precision(world.device, run.train.mixed_precision)
         check_optimizer(run.optim, accelerator)
-        obstacle_to_graphs(run.train, world.device, world.is_sharded)  # refuses what cannot be
         with run_locked(run.directory) if world.is_main else nullcontext():
             model = Trainer(run, world).train()
     except BaseException as error:
@@ -60,14 +56,6 @@ def train(run: RunConfig) -> PreTrainedModel:
         raise error
     accelerator.end_training()
     return model
-
-
-@dataclass
-class Step:
-    """What a line of metrics shows of its step alone."""
-
-    gradient_norm: Tensor  # before clipping
-    rate: float  # the learning rate
 
 
 class Trainer:
@@ -96,17 +84,15 @@ class Trainer:
             train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
         )
         # Of all processes; as many are targets, where rows are not padded, or part of a pair.
-        texts = self.share.step_samples * (1 + run.is_contrastive)
-        self.step_tokens = texts * run.model.max_position_embeddings
+        self.step_tokens = self.share.step_samples * run.sample_tokens
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
         saved = self.model, self.data.tokenizer, run.is_contrastive
         self.writer = CheckpointWriter(run.directory, *kept, world, *saved, self.state.resumed)
-        ends = train.non_finite == "stop", train.max_skipped_steps
-        self.guard = Guard(self.optimizer, self.scaler is not None, *ends, self.device)
-        self.profile, self.stop = profiler(run, self.counters.step, world), Stop(world)
-        self.timer = Timer(self.counters.tokens)
+        is_scaled, stops = self.scaler is not None, train.non_finite == "stop"
+        self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
+        self.stop, self.timer = Stop(world), Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
         # In float64 the sum is exact, so that its parts may be added in any order.
@@ -120,32 +106,27 @@ class Trainer:
         counters, stopped = self.counters, False
         try:
             if self.owes_evaluation:
-                with self.timer.paused():
+                with self.timer.count("paused"):
                     self.evaluate()
             while counters.step < self.run.train.steps and not stopped:
                 self.stop.ask()
-                step = self.step()
-                if self.profile:
-                    self.profile.step()
-                self.writer.check()
-                stopped = self.between_steps(step)
-            self.writer.close()
+                self.step()
+                stopped = self.between_steps()
+            self.writer.wait()
         finally:
-            self.writer.abandon()  # does nothing unless an error ends the run
+            self.writer.close()
             self.batches.close()
-            if self.profile:
-                self.profile.stop()
             self.stop.close()
         if self.metrics:
             self.metrics.close()
         return self.model
 
-    def step(self) -> Step:
+    def step(self) -> None:
         """One optimizer step. Nothing in it waits for the device."""
         run, counters, accelerator = self.run, self.counters, self.accelerator
-        rate = learning_rate(run.optim, counters.step, run.train.steps)
-        set_learning_rate(self.optimizer, rate)
-        with self.timer.waiting():
+        self.rate = learning_rate(run.optim, counters.step, run.train.steps)
+        set_learning_rate(self.optimizer, self.rate)
+        with self.timer.count("waiting"):
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
         if not (run.is_contrastive or self.data.training.packed):  # count all processes' targets
@@ -158,9 +139,10 @@ class Trainer:
             with nullcontext() if is_last else accelerator.no_sync(self.parallel):
                 nats += self.backward(batch, step_targets)
         accelerator.unscale_gradients()  # of fp16's loss scale
-        norm = gradient_norm(self.optimizer)
-        clip(self.optimizer, norm, run.train.max_grad_norm)
-        self.guard.before_step(norm)
+        self.norm = gradient_norm(self.optimizer)
+        clip(self.optimizer, self.norm, run.train.max_grad_norm)
+        self.guard.before_step(self.norm)
+        self.writer.before_step()
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 
@@ -168,7 +150,6 @@ class Trainer:
         counters.step += 1
         counters.samples += self.share.step_samples
         self.uncounted += step_targets
-        return Step(norm, rate)
 
     def backward(self, batch: Batch, step_targets: int | Tensor) -> Tensor:
         """The forward and backward pass of a micro-batch; returns the sum of its nats."""
@@ -178,17 +159,17 @@ class Trainer:
         self.accelerator.backward(nats * (self.world.size / step_targets))
         return nats.detach()
 
-    def between_steps(self, step: Step) -> bool:
+    def between_steps(self) -> bool:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
         run, counters, writer = self.run, self.counters, self.writer
         done = counters.step == run.train.steps
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
         saving = stopping or self.save_due(counters.step)
         if counters.step % run.logging.log_every == 0 or done:
-            self.log(step)
+            self.log()
         if stopping or saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
-        with self.timer.paused():
+        with self.timer.count("paused"):
             if saving:
                 self.save()  # before the evaluation, whose failure must not cost the checkpoint
             elif done:  # also a run that saves nothing must not end well with NaN
@@ -211,16 +192,15 @@ class Trainer:
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
         counters.skipped_steps += self.guard.look(counters.step, self.writer.last_good)
 
-    def log(self, step: Step) -> None:
+    def log(self) -> None:
         """Writes and shows a line of metrics."""
         self.settle()
         counters, scaler = self.counters, self.scaler
         loss = self.nats_of_all() / (counters.tokens - counters.logged_tokens)
         counters.logged_tokens = counters.tokens
         self.nats.zero_()
-        line = {"step": counters.step, "tokens": counters.tokens, "loss": loss, "lr": step.rate}
-        line["grad_norm"] = float(step.gradient_norm)
-        line["skipped_steps"] = counters.skipped_steps
+        line = {"step": counters.step, "tokens": counters.tokens, "loss": loss, "lr": self.rate}
+        line |= {"grad_norm": float(self.norm), "skipped_steps": counters.skipped_steps}
         if scaler is not None:
             line["loss_scale"] = scaler.get_scale()
         flops = useful_flops(self.model, self.run)

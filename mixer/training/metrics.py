@@ -1,21 +1,67 @@
-"""The metrics of a run: lines of metrics.jsonl, copied to wandb or TensorBoard if asked for."""
+"""The metrics of a run: how fast it is, and the lines of metrics.jsonl, copied to wandb or
+TensorBoard if asked for.
+"""
 
 import json
 import math
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+import torch
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
-from mixer.common.errors import UserError
 from mixer.common.files import write_text
+from mixer.common.hardware import peak_memory_gb, peak_tflops
 from mixer.common.say import Say
+from mixer.distributed.world import World
 from mixer.reporting.metrics_file import readable_lines
 from mixer.training.config import LoggingConfig
+
+
+class Timer:
+    """Wall time between two lines of metrics, without evaluation and the writing of checkpoints."""
+
+    def __init__(self, tokens: int):
+        """tokens: trained on so far."""
+        self._begin(tokens)
+
+    def _begin(self, tokens: int) -> None:
+        self.tokens, self.started = tokens, time.perf_counter()
+        self.seconds = {"waiting": 0.0, "paused": 0.0}
+
+    @contextmanager
+    def count(self, what: str) -> Iterator[None]:
+        """Counts the time inside as "waiting" for data, or as "paused", which is no training."""
+        began = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - began
+
+    def window(
+        self, tokens: int, flops_per_token: float, world: World, precision: str
+    ) -> dict[str, float]:
+        """Since the last call: the throughput of all processes, with useful TFLOP/s and their share
+        of the devices' peak if that is known, and the share of time that this process waited for
+        data. Waits for the device.
+
+        tokens: trained on so far by all processes, padding left out.
+        """
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.started - self.seconds["paused"]
+        rate, peak = (tokens - self.tokens) / seconds, peak_tflops(world.device, precision)
+        tflops = rate * flops_per_token / 1e12
+        line = {"tokens_per_second": rate, "useful_tflops": tflops}
+        if peak:
+            line["peak_share"] = tflops / (peak * world.size)
+        line |= {"seconds": seconds, "data_wait_share": self.seconds["waiting"] / seconds}
+        line["peak_memory_gb"] = peak_memory_gb(world.device)
+        self._begin(tokens)
+        return line
 
 
 class Metrics:
@@ -31,7 +77,7 @@ class Metrics:
         self, directory: Path, config: LoggingConfig, settings: dict, wandb_id: str | None
     ):
         self.path, self.name = directory / "metrics.jsonl", config.tracker
-        self.file = _open(self.path)
+        self.file = open(self.path, "a", encoding="utf-8")
         self.tracker = _start_tracker(config, directory, settings, wandb_id)
         wandb = self.tracker.tracker if self.tracker and self.name == "wandb" else None
         self.wandb_id = wandb.id if wandb else wandb_id
@@ -53,7 +99,7 @@ class Metrics:
                 self._note(line, tracked=line["step"] < self.tracked)
         write_text(self.path, "".join(kept))
         self.file.close()
-        self.file = _open(self.path)
+        self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
         """Writes one line, which has at least the key "step". Numbers that are not finite become
@@ -108,16 +154,6 @@ def as_text(line: dict[str, Any], steps: int) -> str:
         parts.append(f"loss scale {line['loss_scale']:.0f}")
     left = timedelta(seconds=round(line["tokens"] / step * (steps - step) / rate))
     return f"step {step}/{steps}: {', '.join(parts)}, {rate:,.0f} tokens/s, {left} left"
-
-
-def _open(path: Path) -> TextIO:
-    try:
-        return open(path, "a", encoding="utf-8")
-    except FileNotFoundError:  # its directory is there, so it can only be a link
-        raise UserError(
-            f"{path} is a link to where no file can be made ({path.resolve()}): make the directory "
-            "that it points to, or delete the link"
-        ) from None
 
 
 def _start_tracker(

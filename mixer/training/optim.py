@@ -186,18 +186,13 @@ OPTIMIZERS |= {"adamw": adamw, "muon": muon}
 
 
 def check_optimizer(config: OptimConfig, accelerator: Accelerator) -> None:
-    """Raises UserError for an optimizer that cannot work on sharded parameters, where FSDP has
-    them.
-    """
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return
-    needs_whole = {"optim.name": config.name != "adamw", "optim.shared_lags": config.shared_lags}
-    given = {"optim.name": config.name, "optim.shared_lags": config.shared_lags}
-    wrong = [f"{key} = {str(given[key]).lower()}" for key, whole in needs_whole.items() if whole]
-    if wrong:
+    """Raises UserError for an optimizer that cannot work on parameters that FSDP shards."""
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP
+    if is_sharded and (config.name != "adamw" or config.shared_lags):
         raise UserError(
-            f"{' and '.join(wrong)} with FSDP, which shards the matrices that it works on; allowed "
-            "with FSDP: optim.name=adamw and optim.shared_lags=false; or launch with DDP, such as "
+            f"optim.name = {config.name} and optim.shared_lags = {str(config.shared_lags).lower()} "
+            "with FSDP, which shards the matrices that they work on; allowed with FSDP: "
+            "optim.name=adamw and optim.shared_lags=false; or launch with DDP, such as "
             "configs/accelerate/1x8.yaml"
         )
 

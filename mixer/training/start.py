@@ -1,6 +1,8 @@
-"""What a run starts with: its data, and the state of its training, new or from a checkpoint."""
+"""What a run starts with: its data, the state of its training, new or from a checkpoint, and the
+record of what it trains with.
+"""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,20 +16,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mixer.checkpoints import restore
-from mixer.checkpoints.format import remove_partial
-from mixer.common.hardware import peak_tflops, product_flops
+from mixer.checkpoints.format import earlier_settings, find_resume, remove_partial
+from mixer.common.errors import UserError
+from mixer.common.files import write_text
+from mixer.common.hardware import product_flops
+from mixer.common.yaml_file import as_yaml
 from mixer.data.config import unused_options
+from mixer.data.manifest import Manifest
 from mixer.data.run_data import Data, open_data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
-from mixer.training.backend import settle_backend
 from mixer.training.compile import compile_objective, compiled, set_recompute
-from mixer.training.config import RunConfig
+from mixer.training.config import RunConfig, flatten
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
 from mixer.training.objective import build_objective, useful_flops
-from mixer.training.optim import build_optimizer, optimizer_identity
-from mixer.training.record import save_config, start_record
+from mixer.training.optim import build_optimizer, learning_rate, optimizer_identity
 
 
 @dataclass
@@ -74,33 +78,27 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     set_seed(run.seed)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     identity = {
-        "data": restore.identity(data.manifest, run.seed),
+        "data": data_identity(data.manifest, run.seed),
         "optimizer": optimizer_identity(run.optim) | {"train.objective": run.train.objective},
     }
     trainer, counters, wandb_id = None, Counters(), None
     if resumed is None:
         model = model_class(config)(config)
         if run.train.init_from:
-            source = Path(run.train.init_from)
-            world.require_shared(f"train.init_from = {source}", source.is_dir())
-            restore.start_from(source, model, data.tokenizer)
+            restore.start_from(Path(run.train.init_from), model, data.tokenizer)
     else:
-        other_data = run.checkpoint.allow_other_data
-        trainer = restore.load_trainer(
-            resumed, **identity, allow_other_data=other_data, say=world.say
-        )
+        trainer = restore.load_trainer(resumed, **identity)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)
-        if resumed.resolve().parent == run.directory.resolve():  # and not another run's
+        if (run.directory / "metrics.jsonl").exists():  # else it is a copy of another run's
             wandb_id = trainer["wandb_id"]
     record = start_record(run, trainer, world)
-    mixing = settle_backend(model, run, trainer, world)
     parallel, optimizer = parallelize(model, run, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)
     directory = "" if "directory" in unused_options(run.data) else run.data.directory
-    recorded = identity | record | {"mixing": mixing, "data_directory": directory}
+    recorded = identity | record | {"data_directory": directory}
     return State(model, parallel, optimizer, counters, recorded, resumed, wandb_id, memory)
 
 
@@ -108,12 +106,22 @@ def find_checkpoint(run: RunConfig, world: World) -> Path | None:
     """The checkpoint to continue from, the same on all processes; None for a fresh start."""
     found = None
     if world.is_main:
-        remove_partial(run.directory, world.say)
-        found = restore.find_resume(run.directory, run.checkpoint.resume, world.say)
+        remove_partial(run.directory)
+        found = find_resume(run.directory, world.say)
     found = world.of_main(found)
     begins_in = found or run.directory
     world.require_shared(f"the directory {begins_in}", begins_in.is_dir())
     return found
+
+
+def data_identity(manifest: Manifest, seed: int) -> dict[str, Any]:
+    """What identifies a prepared data set and the order of its samples, by configuration keys and
+    file names.
+    """
+    hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
+    settings = {f"data.{key}": value for key, value in manifest.settings.items()}
+    tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
+    return settings | {"seed": seed} | tokenizer | hashes
 
 
 def parallelize(
@@ -124,32 +132,24 @@ def parallelize(
     The model itself is changed: it moves to the device, and under FSDP its parameters become
     shards.
     """
-    train, accelerator = run.train, world.accelerator
-    shape = (train.batch_size, run.model.max_position_embeddings)
-    set_recompute(model, train.recompute)
+    shape = (run.train.batch_size, run.model.max_position_embeddings)
+    set_recompute(model, run.train.recompute)
     processes = dist.group.WORLD if world.size > 1 else None
     objective = build_objective(model, run, processes).to(world.device).train()
-    is_compiled = compile_objective(objective, train, shape, world)
+    is_compiled = compile_objective(objective, run.train, shape, world)
     compile = partial(compiled, graphs=False) if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
-    parallel, optimizer = accelerator.prepare(objective, optimizer)
+    parallel, optimizer = world.accelerator.prepare(objective, optimizer)
     if isinstance(parallel, nn.parallel.DistributedDataParallel):
-        _settle_buckets(parallel, world.device, shape)
+        # DDP sums gradients bucket by bucket, and lays the buckets out anew after its first
+        # backward pass. With three or more processes another layout means another order of summing.
+        # Without this pass, whose gradients are dropped, the first step after a resume would differ
+        # in its last bits from the same step of an uninterrupted run.
+        tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
+        parallel(tokens, tokens).sum().backward()
+        parallel.zero_grad(set_to_none=True)
     return parallel, optimizer
-
-
-def _settle_buckets(parallel: nn.Module, device: torch.device, shape: tuple[int, int]) -> None:
-    """Makes DDP choose its final gradient buckets, by a backward pass whose gradients are dropped.
-
-    DDP sums gradients bucket by bucket, and lays the buckets out anew after its first backward
-    pass. With three or more processes another layout means another order of summing. Without this
-    call the first step after a resume would differ in its last bits from the same step of an
-    uninterrupted run. `shape` is that of a micro-batch, (batch, tokens).
-    """
-    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-    parallel(tokens, tokens).sum().backward()
-    parallel.zero_grad(set_to_none=True)
 
 
 def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, world: World) -> Metrics:
@@ -166,18 +166,16 @@ def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, world: Wo
 
 
 def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
-    """What is printed before the first step: the model, the devices and the data."""
+    """What is printed before the first step: the model, the devices and the data, and what the run
+    will take.
+    """
     parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
-    is_mixer = run.model.architecture == "masked_mixer"
+    is_mixer, on_gpu = run.model.architecture == "masked_mixer", world.device.type == "cuda"
     mixing = run.model.mixing_backend if is_mixer else "attention"
-    name, about = str(world.device), "about"
-    if world.device.type == "cuda":
-        name, about = torch.cuda.get_device_name(world.device), "up to"
-        if not peak_tflops(world.device, run.train.mixed_precision):
-            name += ", whose peak rate is not known"
+    name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
     engine = ", FSDP" if world.is_sharded else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
-    tokens = batch * run.model.max_position_embeddings * (1 + run.is_contrastive)  # of a step
+    tokens = batch * run.sample_tokens  # of a step
     step, steps = state.counters.step, run.train.steps
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
@@ -192,6 +190,77 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
-    needs = f"{about} {state.needed_gb:.1f} GB of memory"
+    needs = f"{'up to' if on_gpu else 'about'} {state.needed_gb:.1f} GB of memory"
     lines.append(f"{needs}, at least {timedelta(seconds=round(seconds))}; {begins}")
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------- the record
+# Checkpoints keep what a run trains with, so it is compared when the run goes on, and a start that
+# trains nothing cannot change it.
+
+SETTINGS = ("seed", "model", "data", "train", "optim")  # what decides what is trained
+OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not change
+# What another start may change though no step is left: they do not change what was trained.
+HARMLESS = {"train.steps", "processes"}
+
+
+def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str, Any]:
+    """The entries `settings` and `earlier` of trainer.json (see mixer/checkpoints/format.py) for a
+    run that goes on from the checkpoint of `trainer`, or begins. Changed settings are said.
+
+    Raises UserError where settings are changed and no step is left to train with them.
+    """
+    known = used_settings(run)
+    settings = {name: known[name] for name in SETTINGS} | {"processes": world.size}
+    settings["data"] = {k: v for k, v in known["data"].items() if k not in OF_ONE_MACHINE}
+    if trainer is None:
+        return {"settings": settings, "earlier": {}}
+    before, now = dict(flatten(trainer.get("settings", {}))), dict(flatten(settings))
+    changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
+    step, earlier = trainer["step"], trainer.get("earlier", {})
+    listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
+    if step >= run.train.steps:
+        if changed.keys() - HARMLESS:
+            raise UserError(
+                f"{run.directory} has {step} steps, which were trained with other settings: "
+                f"{listed}. train.steps = {run.train.steps} leaves none to train with these: "
+                "choose another name for another run, set them back, or raise train.steps to go on"
+            )
+    elif changed:
+        world.say(f"settings from step {step + 1} on: {listed}")
+        _warn_of_rate(run, changed, step, world)
+        earlier = earlier | {str(step): changed}
+    return {"settings": settings, "earlier": earlier}
+
+
+def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: World) -> None:
+    """Says where the learning rate rises after `step`, as the settings were others before."""
+    options = {key.partition(".")[2]: changed[key] for key in changed if key.startswith("optim.")}
+    optim, steps = replace(run.optim, **options), changed.get("train.steps", run.train.steps)
+    last = learning_rate(optim, step - 1, steps)
+    next = learning_rate(optim, step, steps) if step < steps else last  # higher in a warm-up
+    now = learning_rate(run.optim, step, run.train.steps)
+    if now > 1.1 * max(last, next):
+        world.say(
+            f"the learning rate jumps from {last:.3g} to {now:.3g}, to that of the new schedule: "
+            "the loss may rise. To go on at the old rate set optim.schedule=constant "
+            f"optim.lr={last:.3g} optim.warmup_steps=0; for one schedule over all steps train anew "
+            "under another name"
+        )
+
+
+def used_settings(run: RunConfig) -> dict[str, Any]:
+    """The configuration without the options that its source of data does not use."""
+    known = asdict(run)
+    for name in unused_options(run.data):
+        del known["data"][name]
+    return known
+
+
+def save_config(run: RunConfig, path: Path, earlier: dict[str, dict[str, Any]]) -> None:
+    """The resolved configuration as YAML, written whole or not at all. What earlier steps had in
+    place of it is said in comments.
+    """
+    comments = "".join(f"# {line}\n" for line in earlier_settings(earlier))
+    write_text(path, comments + as_yaml(used_settings(run)))

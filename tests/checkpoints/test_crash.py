@@ -8,16 +8,14 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from runs import mount_memory, read_lines, read_timeless
+from runs import read_lines, read_timeless
 
 from mixer.checkpoints import writer
-from mixer.checkpoints.format import damage, link_best, prune, step_of
-from mixer.checkpoints.restore import find_resume
+from mixer.checkpoints.format import damage, find_resume, link_best, prune, step_of
 from mixer.common.errors import UserError
 
 
@@ -61,16 +59,12 @@ def test_a_damaged_checkpoint_is_passed_over_named_and_replaced(
 ):
     good = (finished / "step-12/model.safetensors").read_bytes()
     harm(finished / "step-12")
-    with pytest.raises(UserError, match=f"cannot be used.*{named}.*give another one"):
-        find_resume(finished, str(finished / "step-12"))
-    with pytest.raises(UserError, match=f"cannot be used.*{named}.*give another one"):
-        find_resume(finished.parent / "new", str(finished / "step-12"))
     lines = []
-    assert find_resume(finished, "auto", lines.append) == finished / "step-8"
+    assert find_resume(finished, lines.append) == finished / "step-8"
     assert len(lines) == 1 and named in lines[0]
     harm_only = shutil.copytree(finished / "step-12", finished.parent / "other/step-12")
     with pytest.raises(UserError, match="1 checkpoint.* none can be used; choose another name"):
-        find_resume(harm_only.parent, "auto", lines.append)
+        find_resume(harm_only.parent, lines.append)
     if harm is flip_a_bit:  # and once through the whole of train.py
         output = launch("--config", write_config()).succeed()
         assert output.count("passing over") == 1 and f"resuming {finished / 'step-8'}" in output
@@ -156,26 +150,6 @@ def test_pruning_keeps_the_newest_the_best_and_every_nth(tmp_path):
     assert sorted(map(step_of, tmp_path.glob("step-*"))) == [30, 40, 80, 90, 100]
 
 
-@pytest.fixture
-def busy(finished):
-    """In checkpoint 8, what cannot be deleted: a place where a file system is mounted, as on NFS a
-    file that is being read.
-    """
-    mount_memory(finished / "step-8/held")
-    yield finished
-    for held in finished.glob("step-8*/held"):
-        subprocess.run(["umount", "-l", held], check=True)
-
-
-def test_a_checkpoint_that_cannot_be_deleted_ends_no_run_and_stops_no_start(
-    write_config, busy, launch
-):
-    for steps in (20, 28):
-        output = launch("--config", write_config(), f"train.steps={steps}").succeed()
-        assert output.count(f"{busy / 'step-8.old.partial'} could not be deleted (") == 1
-    assert good_steps(busy)[-2:] == [24, 28]
-
-
 def test_a_checkpoint_moved_to_another_disk_stays_there_when_its_link_is_pruned(
     write_config, finished, launch, tmp_path
 ):
@@ -217,16 +191,16 @@ def test_a_run_goes_on_without_what_a_file_system_lacks_and_says_so_once(
     output = launch("--config", write_config(), before=lack_all).succeed()
     for name in ("flock", "chmod", "fsync"):
         assert output.count(f"warning: a file system refuses {name} (") == 1
-    assert f"{run / 'best'} could not be linked to step-" in output
+    assert "a file system refuses symlink (" in output and f"there is no {run / 'best'}" in output
     assert good_steps(run)
 
 
 def slow_disk() -> None:
-    """Writing a checkpoint's three files takes 1.2 s longer."""
+    """Writing a checkpoint's two large files takes 1.2 s longer."""
     real = writer.save_file
 
     def slowly(*arguments, **options):
-        time.sleep(0.4)
+        time.sleep(0.6)
         real(*arguments, **options)
 
     writer.save_file = slowly

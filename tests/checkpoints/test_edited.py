@@ -146,11 +146,10 @@ EDITS = {
     "no lm_head": (without_head, "lacks the weights lm_head"),
     "type": (lambda c: change_config(c, model_type="64"), "config.json that cannot be used"),
     "pickled": (pickle_weights, "it lacks model.safetensors: .*pickled"),
-    "random": (
-        lambda c: (c / "trainer_state/random.safetensors").write_text("junk"),
+    "optimizer": (
+        lambda c: (c / OPTIMIZER).write_text("junk"),
         "trainer_state/ of checkpoint .*step-12 is not what training wrote .*SafetensorError",
     ),
-    "optimizer": (lambda c: (c / OPTIMIZER).write_text("junk"), "not what training wrote"),
     "no moments": (lambda c: without(c, "", "lm_head"), "lacks lm_head.weight/"),
     "that moment of all": (lambda c: without(c, "/exp_avg_sq"), "lacks .*/exp_avg_sq"),
     "nothing": (lambda c: without(c, ""), "lacks .*/step"),

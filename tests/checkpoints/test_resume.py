@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import list_files
 from launching import ROOT, Launch, run_python
-from runs import RECIPE, assert_same, read_lines, read_losses, read_timeless
-from safetensors.torch import load_file
+from runs import FSDP, RECIPE, assert_same, read_lines, read_losses, read_timeless
+from safetensors.torch import load_file, save_file
 
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
+from mixer.training.config import load_config
+from mixer.training.loop import train
 
 KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "2"))
 
@@ -98,16 +101,16 @@ def test_each_resume_is_as_exact_as_the_first_and_loses_no_step_of_a_logged_mean
     assert read_losses(tmp_path / "runs/whole") == pytest.approx(means, rel=1e-5)
 
 
-def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
+def test_other_processes_batch_size_and_fsdp_go_on_with_the_same_samples(
     write_config, launch, tmp_path
 ):
     config = write_config()
     launch("--config", config, "name=one").succeed()
     # processes, batch_size, accumulation: always 8 samples a step
-    changes = [(1, 4, 2), (4, 2, 1), (2, 1, 4)]
-    for number, (processes, batch, accumulation) in enumerate(changes):
+    changes = [(1, 4, 2, {}), (2, 2, 2, FSDP), (4, 2, 1, {}), (2, 1, 4, {})]
+    for number, (processes, batch, accumulation, environment) in enumerate(changes):
         options = [f"train.batch_size={batch}", f"train.gradient_accumulation_steps={accumulation}"]
-        last = 4 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
+        last = 3 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
         ranks = launch(
             "--config",
             config,
@@ -115,8 +118,9 @@ def test_another_number_of_processes_and_batch_size_go_on_with_the_same_samples(
             *options,
             f"checkpoint.save_every={last}",
             processes=processes,
+            environment=environment,
         )
-        if number < 2:
+        if number < 3:
             ranks.until((tmp_path / f"runs/many/step-{last}").exists)
             ranks.kill()
         else:
@@ -140,33 +144,20 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_first_evaluation_once(
     assert evaluated == [0, 12]
 
 
-def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
+def test_a_run_goes_on_from_a_copied_checkpoint_of_another_one_with_more_steps(
     write_config, finished, launch, tmp_path
 ):
-    (finished / "best").unlink()
-    (finished / "best").symlink_to("step-8")
-    changes = [
-        f"checkpoint.resume={finished / 'best'}",
-        "name=longer",
-        "train.steps=14",
-        "train.batch_size=4",
-    ]
+    longer = finished.with_name("longer")
+    shutil.copytree(finished / "step-8", longer / "step-8")
+    changes = ["name=longer", "train.steps=14", "train.batch_size=4"]
     output = launch("--config", write_config(), *changes, processes=2).succeed()
     assert "step 14/14" in output
-    losses, original = read_losses(tmp_path / "runs/longer"), read_losses(finished)
+    losses, original = read_losses(longer), read_losses(finished)
     assert list(losses) == list(range(9, 15))
     # the same samples, on twice the processes
     assert losses[9] == pytest.approx(original[9], rel=1e-5)
-    trainer = json.loads((tmp_path / "runs/longer/step-14/trainer_state/trainer.json").read_text())
+    trainer = json.loads((longer / "step-14/trainer_state/trainer.json").read_text())
     assert (trainer["step"], trainer["samples"]) == (14, 14 * 8)
-    # the same command again goes on, it does not begin again
-    changes[-2:] = ["train.steps=16"]
-    output = launch("--config", write_config(), *changes, "train.batch_size=8").succeed()
-    assert (
-        f"going on from these, not from {finished / 'best'}" in output
-        and "step 13/16" not in output
-    )
-    assert list(read_losses(tmp_path / "runs/longer")) == list(range(9, 17))
 
 
 def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monkeypatch):
@@ -180,3 +171,21 @@ def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monke
     assert done.returncode == 0, done.stdout
     assert "resuming runs/small/step-4" in done.stdout
     assert read_losses(before / "runs/small") == pytest.approx(expected, rel=0, abs=1e-4)
+
+
+def test_the_optimizers_state_in_shards_of_an_earlier_version_goes_on_exactly(
+    write_config, finished
+):
+    """Under FSDP each process wrote its own file, which lacked what it had nothing of."""
+    sharded = shutil.copytree(finished, finished.with_name("sharded"), symlinks=True)
+    file = sharded / "step-12/trainer_state/optimizer-1-of-1.safetensors"
+    state = load_file(file)
+    file.unlink()
+    for rank in range(2):
+        parts = {name: x.chunk(2)[rank : rank + 1] if x.ndim else [x] for name, x in state.items()}
+        own = {name: part[0].contiguous() for name, part in parts.items() if part}
+        save_file(own, file.with_name(f"optimizer-{rank + 1}-of-2.safetensors"))
+    list_files(sharded / "step-12")
+    for run in (finished, sharded):
+        train(load_config(str(write_config()), [f"name={run.name}", "train.steps=14"]))
+    assert_same(sharded, finished, 14)

@@ -12,7 +12,6 @@ from models import small_model
 from runs import FSDP, assert_same
 from safetensors.torch import load_file
 
-from mixer.checkpoints import snapshot
 from mixer.checkpoints.restore import load_optimizer
 from mixer.checkpoints.state import begin_state
 from mixer.checkpoints.writer import CheckpointWriter
@@ -67,23 +66,23 @@ class KeepsMore(torch.optim.Optimizer):
             self.state[parameter] = kept
 
 
-def snapshots_fetched_late() -> None:
-    """Snapshots that are fetched when training has gone on."""
-    real = snapshot.Snapshot.fetch
+def written_late() -> None:
+    """Checkpoints that are written when training has gone on."""
+    real = CheckpointWriter._write
 
-    def fetch(copy):
+    def write(*arguments):
         time.sleep(0.3)
-        return real(copy)
+        real(*arguments)
 
-    snapshot.Snapshot.fetch = fetch
+    CheckpointWriter._write = write
 
 
-def test_a_snapshot_holds_the_state_of_its_step_however_late_it_is_fetched(
+def test_a_checkpoint_holds_the_state_of_its_step_however_late_it_is_written(
     write_config, launch, tmp_path
 ):
     options = {"processes": 2, "environment": FSDP}
     launch("--config", write_config(), "name=plain", **options).succeed()
-    late = {"before": snapshots_fetched_late} | options
+    late = {"before": written_late} | options
     launch("--config", write_config(), "name=late", **late).succeed()
     for step in (8, 12):
         assert_same(tmp_path / "runs/late", tmp_path / "runs/plain", step)
@@ -97,6 +96,7 @@ def test_whatever_state_an_optimizer_has_comes_back(tmp_path):
     writer = CheckpointWriter(tmp_path, 2, 0, world, model, NoTokenizer())
     (tmp_path / "metrics.jsonl").touch()
     writer.save(optimizer, {"step": 3})
+    writer.wait()
     writer.close()
     fresh = KeepsMore(model.parameters(), {})
     begin_state(fresh)

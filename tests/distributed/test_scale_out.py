@@ -64,9 +64,8 @@ def test_a_sharded_run_has_the_losses_of_one_process_resumes_exactly_and_leaves_
     parts = killed_after(whole, 5, "parts")
     assert "resuming" in launch(*command, "name=parts", **sharded).succeed()
     assert_same(parts, whole, 12)
-    shards = whole.glob("step-12/trainer_state/optimizer-*-of-2.safetensors")
-    shapes = [load_file(file)["model.embed_tokens.weight/exp_avg"].shape for file in shards]
-    assert shapes == [(200, 32), (200, 32)]
+    state = load_file(whole / "step-12/trainer_state/optimizer-1-of-1.safetensors")
+    assert state["model.embed_tokens.weight/exp_avg"].shape == (400, 32)
 
     import mixer  # noqa: F401  registers the model
 
@@ -88,28 +87,16 @@ def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
     assert read_timeless(tmp_path / "runs/told") == read_timeless(finished)
 
 
-def test_a_run_goes_on_between_one_process_ddp_and_fsdp(write_config, launch, tmp_path):
-    config, many = write_config(), tmp_path / "runs/many"
-    launch("--config", config, "name=one").succeed()
-    stages = [(1, {}), (2, FSDP), (2, {})]
-    for last, (processes, environment) in zip((4, 8, 12), stages, strict=True):
-        options = [f"train.batch_size={8 // processes}", f"checkpoint.save_every={last}"]
-        launched = {"processes": processes, "environment": environment}
-        ranks = launch("--config", config, "name=many", *options, **launched)
-        if last < 12:
-            ranks.until((many / f"step-{last}").exists).kill()
-        else:
-            ranks.succeed()
-    assert read_losses(many) == pytest.approx(read_losses(tmp_path / "runs/one"), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("overrides", "environment", "message"),
     [
         ((), {"FSDP_VERSION": "1"}, "version 1 was asked for; allowed: 2; set fsdp_version: 2"),
         ((), {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true .* allowed: false. For"),
-        (("train.cuda_graphs=true",), {}, "train.cuda_graphs = true cannot be had"),
-        (("optim.name=muon",), {}, "optim.name = muon with FSDP, which shards.*allowed with FSDP:"),
+        (
+            ("optim.name=muon",),
+            {},
+            "optim.name = muon and .* with FSDP, which shards.*allowed with",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_anything_is_written(

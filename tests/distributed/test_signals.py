@@ -83,26 +83,6 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_closes(write_config, launch
     assert "stopped" not in ranks.signal(signal.SIGHUP).succeed()
 
 
-def test_the_step_of_the_signal_is_the_last_whatever_log_every_is(write_config, launch, tmp_path):
-    """Agreement does not wait for a logging step: these steps take a tenth of a second, and only
-    each 1000th logs.
-    """
-    config = write_config(train=LONG, logging={"log_every": 1000})
-    ranks = launch("--config", config, "checkpoint.save_every=10", processes=2, before=slow_steps)
-    ranks.until((tmp_path / "runs/small/step-10").exists)
-    began = time.monotonic()
-    ranks.stop()
-    assert time.monotonic() - began < 10
-    assert max(step_of(path) for path in (tmp_path / "runs/small").glob("step-*")) < 30
-
-
-def slow_steps() -> None:
-    from mixer.training import objective
-
-    real = objective.token_nats
-    objective.token_nats = lambda *arguments: time.sleep(0.1) or real(*arguments)
-
-
 def test_a_second_signal_leaves_at_once_but_not_one_passed_on_by_a_launcher(
     write_config, launch, tmp_path
 ):

@@ -8,12 +8,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from datasets import Dataset
-from launching import free_port, start_process
 from runs import FSDP, assert_same, read_lines
 from texts import quiet
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from mixer.common.errors import UserError
@@ -92,32 +89,6 @@ def test_the_loss_and_its_gradients_are_those_of_a_naive_one_whatever_the_length
     loss = Contrastive(model, TEMPERATURE).train()(*texts).mean() / 16
     assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-9)
     found = gradients(loss, model)
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-7, atol=1e-10)
-
-
-def gradients_of_a_share(rank: int, processes: int, port: int, file: str) -> None:
-    torch.Tensor.float = torch.Tensor.double
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=processes)
-    objective = Contrastive(model_of("gated"), TEMPERATURE, dist.group.WORLD).train()
-    parallel = DistributedDataParallel(objective)  # which takes means
-    own = (side.chunk(processes)[rank] for side in some_texts(6))
-    found = gradients(parallel(*own).mean() / 16, objective.model)
-    if rank == 0:
-        torch.save(found, file)
-    dist.destroy_process_group()
-
-
-def test_the_gradient_of_two_processes_is_that_of_one_with_the_whole_batch(tmp_path):
-    file = str(tmp_path / "gradients.pt")
-    port = free_port()
-    ranks = [start_process(gradients_of_a_share, rank, 2, port, file) for rank in range(2)]
-    for rank in ranks:
-        rank.join()
-    model = model_of("gated")
-    wanted, found = gradients(naive_loss(model, *some_texts(6)), model), torch.load(file)
     assert found.keys() == wanted.keys()
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-7, atol=1e-10)

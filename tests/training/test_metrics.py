@@ -1,12 +1,71 @@
-"""Promises of metrics.jsonl beyond a single run: what a resumed run still knows."""
+"""What a run says of itself: its lines, what a resumed run still knows of them, and no waiting for
+the device between logging steps.
+"""
 
 import json
+import re
+import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from runs import read_lines
 
-from mixer.common.errors import UserError
+from mixer.training import metrics as module
 from mixer.training.config import LoggingConfig
-from mixer.training.metrics import Metrics
+from mixer.training.metrics import Metrics, Timer
+
+WANTED = {"step", "tokens", "loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second"}
+WANTED |= {"useful_tflops", "seconds", "data_wait_share", "peak_memory_gb"}
+
+
+def test_the_timer_leaves_out_saving_and_evaluation_and_knows_some_devices_peaks(monkeypatch):
+    clock, devices = [100.0], SimpleNamespace(device=torch.device("cuda"), size=4)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")
+    timer = Timer(100)
+    with timer.count("waiting"):
+        clock[0] += 1
+    clock[0] += 3
+    with timer.count("paused"):
+        clock[0] += 50
+    line = timer.window(900, 1e12, devices, "bf16")
+    assert (line["seconds"], line["tokens_per_second"], line["data_wait_share"]) == (4, 200, 0.25)
+    assert (line["useful_tflops"], line["peak_share"]) == (200, pytest.approx(200 / (4 * 835)))
+    clock[0] += 1
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Unheard-of 9000")
+    line = timer.window(900, 1e12, devices, "bf16")
+    assert line["seconds"] == 1 and "peak_share" not in line
+
+
+def slow_evaluation() -> None:
+    """Each evaluation takes a thousand seconds, by the timer's clock."""
+    from mixer.training import loop
+
+    real, clock, passed = loop.validate, time.perf_counter, [0]
+    module.time = SimpleNamespace(perf_counter=lambda: clock() + passed[0])
+
+    def validate(*arguments):
+        passed[0] += 1000
+        return real(*arguments)
+
+    loop.validate = validate
+
+
+def test_lines_hold_what_they_should_without_the_time_of_evaluation(write_config, launch, tmp_path):
+    changes = ["train.batch_size=4", "train.eval_every=0"]
+    config = write_config(logging={"log_every": 4})
+    launch("--config", config, *changes, processes=2, before=slow_evaluation).succeed()
+    lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
+    assert [line["step"] for line in lines] == [4, 8, 12]
+    for line in lines:
+        assert set(line) == WANTED
+        assert line["tokens"] == line["step"] * 8 * 32
+        assert line["tokens_per_second"] == pytest.approx(4 * 8 * 32 / line["seconds"])
+        assert line["seconds"] < 1000 and 0 <= line["data_wait_share"] <= 1
+        assert 0.1 < line["peak_memory_gb"] < 8  # torch alone takes some hundred megabytes
 
 
 def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path):
@@ -26,9 +85,44 @@ def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path):
     assert len(said) == 1 and "left out line 2, 3: " in said[0]
 
 
-def test_a_link_to_nowhere_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("gone/metrics.jsonl")
-    with pytest.raises(UserError, match="metrics.jsonl is a link .*gone.*: make the directory"):
-        Metrics(tmp_path, LoggingConfig(), {}, None)
-    (tmp_path / "gone").mkdir()
-    Metrics(tmp_path, LoggingConfig(), {}, None).close()
+def count_reads() -> None:
+    """Notes at which steps a tensor's value is brought to the host, which on a GPU waits for all
+    work queued there.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from mixer.training import loop
+
+    steps: list[int] = []
+    real_rate, real_close = loop.learning_rate, loop.Stop.close
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            if steps and function is torch.ops.aten._local_scalar_dense.default:
+                read.append(steps[-1])
+            return function(*arguments, **(options or {}))
+
+    read: list[int] = []
+    mode = Reads()
+
+    def rate(config, step, count):
+        steps or mode.__enter__()
+        steps.append(step + 1)
+        return real_rate(config, step, count)
+
+    def close(stop):
+        mode.__exit__(None, None, None)
+        print("READ AT", json.dumps(sorted(set(read))))
+        real_close(stop)
+
+    loop.learning_rate, loop.Stop.close = rate, close
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_between_logging_steps_nothing_is_read_from_the_device(
+    write_config, small_run, launch, tmp_path, packed
+):
+    data = small_run["data"] | {"directory": str(tmp_path / "data"), "packed": packed}
+    config = write_config(data=data, logging={"log_every": 4}, checkpoint={"save_every": 0})
+    output = launch("--config", config, "train.eval_every=0", before=count_reads).succeed()
+    assert json.loads(re.search(r"READ AT (\[.*\])", output).group(1)) == [4, 8, 12]

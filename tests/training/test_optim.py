@@ -8,11 +8,9 @@ from models import small_model
 from runs import RECIPE, assert_same, read_losses
 from safetensors.torch import load_file
 
-from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.comparison.entrants import entrant
 from mixer.training.config import load_config, override
-from mixer.training.loop import train
 from mixer.training.optim import (
     OPTIMIZERS,
     OptimConfig,
@@ -42,18 +40,6 @@ def test_each_kind_of_parameter_has_the_rate_that_is_given_for_it_and_only_weigh
     assert [group["lr"] * group["shared_lags"] for group in lags] == [pytest.approx(0.4)]
 
 
-@pytest.mark.parametrize(
-    "context, given, wanted", [(512, None, 3), (2048, None, 3), (2049, None, 1), (2049, 0.5, 0.5)]
-)
-def test_the_rate_of_shared_lags_goes_by_the_context_unless_it_is_given(context, given, wanted):
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
-    with torch.device("meta"):
-        model = MaskedMixerForCausalLM(MaskedMixerConfig(max_position_embeddings=context, **sizes))
-    config = OptimConfig(shared_lags=True, shared_lags_lr=given)
-    groups = build_optimizer(model, config).param_groups
-    assert [group["shared_lags"] for group in groups if "shared_lags" in group] == [wanted]
-
-
 def test_the_learning_rate_warms_up_and_falls_to_its_floor():
     cosine = OptimConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
     rates = [learning_rate(cosine, step, 110) for step in range(111)]
@@ -62,16 +48,6 @@ def test_the_learning_rate_warms_up_and_falls_to_its_floor():
     linear = OptimConfig(lr=1.0, warmup_steps=0, schedule="linear")
     assert learning_rate(linear, 25, 100) == pytest.approx(0.75)
     assert learning_rate(OptimConfig(lr=1.0, warmup_steps=0, schedule="constant"), 99, 100) == 1.0
-
-
-def test_a_llama_is_trained_by_muon(write_config, tmp_path):
-    train(load_config(str(write_config()), [LLAMA, "optim.name=muon", "optim.lr=1e-2"]))
-    losses = read_losses(tmp_path / "runs/small")
-    assert losses[12] < losses[1] - 0.5
-    state = load_file(tmp_path / "runs/small/step-12/trainer_state/optimizer-1-of-1.safetensors")
-    by_muon = {name.split(".")[-2] for name in state if name.endswith("/momentum")}
-    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-    assert by_muon == {*attention, *mlp}
 
 
 def test_shared_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the_mixers():

@@ -58,27 +58,6 @@ def test_several_processes_have_the_losses_of_one_with_the_same_global_batch(
         assert read_losses(tmp_path / "runs" / name) == pytest.approx(one, rel=1e-5)
 
 
-def test_unpacked_rows_of_unequal_length_count_each_token_once_on_two_processes(
-    write_config, launch, tmp_path
-):
-    corpus(tmp_path / "texts", ["a few words " * (number % 20 + 1) for number in range(60)])
-    data = {"source": "text", "path": str(tmp_path / "texts"), "vocab_size": 260}
-    data |= {"directory": str(tmp_path / "rows"), "packed": False, "validation_fraction": 0.1}
-    config = write_config(data=data)
-    launch("--config", config, "name=one").succeed()
-    launch("--config", config, "name=two", "train.batch_size=4", processes=2).succeed()
-    one, two = (read_lines(tmp_path / "runs" / name) for name in ("one", "two"))
-    for key in ("loss", "validation_loss", "tokens"):
-        wanted = [line[key] for line in one if key in line]
-        assert [line[key] for line in two if key in line] == pytest.approx(wanted, rel=1e-5)
-    assert 0 < one[-1]["tokens"] < 12 * 8 * 32  # some rows are padded
-    for lines in (one, two):
-        steps = [{"tokens": 0}, *(line for line in lines if "loss" in line)]
-        for before, line in zip(steps, steps[1:], strict=False):
-            trained = line["tokens"] - before["tokens"]
-            assert line["tokens_per_second"] == pytest.approx(trained / line["seconds"])
-
-
 def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
     write_config, launch, small_run, tmp_path
 ):

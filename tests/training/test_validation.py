@@ -13,7 +13,7 @@ from mixer.data.prepare import prepare
 from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
 from mixer.distributed.world import World
-from mixer.training.validation import token_scores
+from mixer.training.objective import token_scores
 
 CONTEXT = 16
 
