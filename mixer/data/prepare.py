@@ -136,7 +136,8 @@ def _tokenizer(
         return tokenizer, loses
     began = time.perf_counter()
     tokenizer = train_tokenizer(training_sample(corpus.training_texts()), config.vocab_size)
-    too_small = len(tokenizer) < config.vocab_size
-    note = f" (the corpus is too small for {config.vocab_size})" if too_small else ""
-    say(f"tokenizer: {len(tokenizer)} tokens in {time.perf_counter() - began:.1f} s{note}")
+    say(
+        f"tokenizer: {len(tokenizer)} tokens (data.vocab_size = {config.vocab_size}) in "
+        f"{time.perf_counter() - began:.1f} s"
+    )
     return tokenizer, ""

@@ -1,6 +1,7 @@
 """Tokenises documents in worker processes, and writes the token files in the documents' order."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ def write_tokens(
     """Writes the token files of the (split, document) pairs, and returns what each split holds.
     Every few seconds `say` is told how far it is.
     """
-    counts = {name: dict.fromkeys(("documents", "bytes", "words", "tokens"), 0) for name in SPLITS}
+    counts = {name: Counter() for name in SPLITS}
     began = said = time.perf_counter()
     with ExitStack() as opened:
         names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "docs.bin")]
@@ -75,14 +76,11 @@ def write_tokens(
         # closing ends the workers, also where writing fails
         for splits in opened.enter_context(closing(results(task, batches(documents), workers))):
             for name, tokens in splits.items():
-                count = counts[name]
                 files[f"{name}.bin"].write(tokens.ids)
-                ends = np.array(tokens.ends, "<u8") + np.uint64(count["tokens"])
-                files[f"{name}.docs.bin"].write(ends.tobytes())
-                count["documents"] += len(tokens.ends)
-                count["bytes"] += tokens.bytes
-                count["words"] += tokens.words
-                count["tokens"] += tokens.ends[-1] if tokens.ends else 0
+                ends = np.array([0, *tokens.ends], "<u8")
+                files[f"{name}.docs.bin"].write((ends[1:] + counts[name]["tokens"]).tobytes())
+                counts[name].update(documents=len(tokens.ends), tokens=int(ends[-1]))
+                counts[name].update(bytes=tokens.bytes, words=tokens.words)
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
                 say(_report(counts, said - began))
@@ -102,8 +100,8 @@ def batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
         yield batch
 
 
-def _report(counts: dict[str, dict[str, int]], seconds: float) -> str:
-    done = {key: sum(count[key] for count in counts.values()) for key in counts["train"]}
+def _report(counts: dict[str, Counter], seconds: float) -> str:
+    done = sum(counts.values(), Counter())
     return (
         f"tokenised: {done['documents']} documents ({counts['validation']['documents']} of them "
         f"for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens in "
@@ -112,6 +110,6 @@ def _report(counts: dict[str, dict[str, int]], seconds: float) -> str:
     )
 
 
-def _recorded(directory: Path, split: str, counts: dict[str, int]) -> SplitManifest:
+def _recorded(directory: Path, split: str, counts: Counter) -> SplitManifest:
     tokens, documents = (sha256(directory / f"{split}.{kind}") for kind in ("bin", "docs.bin"))
     return SplitManifest(**counts, tokens_sha256=tokens, documents_sha256=documents)
