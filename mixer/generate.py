@@ -59,13 +59,8 @@ def continuations(
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> BatchEncoding:
     """input_ids and attention_mask of the prompts, (prompts, tokens), padded on the left."""
-    several = len(prompts) > 1
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if several and tokenizer.pad_token is None:
-        raise UserError(
-            f"the checkpoint's tokenizer has no end token to pad with, which {len(prompts)} "
-            "prompts at once need: give one prompt"
-        )
+    several = len(prompts) > 1  # one needs no token to pad with
     return tokenizer(prompts, return_tensors="pt", padding=several, padding_side="left")
 
 

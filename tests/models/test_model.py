@@ -244,7 +244,7 @@ def test_options_that_do_not_go_together_are_refused():
         ({"mixer_gate": True, "mixer_projections": False}, "allowed: mixer_projections true"),
         (keyed | {"mixer_gate": True}, "or mixer_keyed_every of 2 or more"),
         (keyed | {"mixer_expansion": True}, "mixer_key_size = 2; allowed: one of them"),
-        (keyed | {"mixer_kernel_size": 3}, "mixer_kernel_size = 3; allowed: 1 tap"),
+        (keyed | {"mixer_kernel_size": 3}, "mixer_kernel_size = 3; allowed: one tap"),
         (keyed | {"mixing_weight": "lags"}, "allowed: mixing_init shift"),
         (keyed | {"mixer_keyed_every": 3}, "num_hidden_layers = 2; allowed: 1 to 2"),
         ({"mixer_keyed_every": 2}, "mixer_keyed_every = 2; allowed: with a mixer_key_size"),

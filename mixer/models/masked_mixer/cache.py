@@ -69,19 +69,15 @@ class Places:
     """
 
     def __init__(self, mask: Tensor, new: int):
+        taken = mask[:, -new:].bool()
         # (batch, 1): how many tokens of each text are in the cache
         self.starts = mask[:, :-new].bool().sum(1, keepdim=True)
-        self.mask = mask[:, -new:]
-        if new == 1:  # nothing to reorder; every step of generation takes this shorter way
-            self.order, self.index = None, torch.zeros_like(self.starts)
-            return
-        taken = mask[:, -new:].bool()
-        # (batch, new): the columns with tokens, then those with padding
-        self.order = taken.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-        count = taken.cumsum(1)
+        self.count = taken.cumsum(1)  # (batch, new): new tokens up to each column
         # (batch, new): for each column, its place among the gathered ones
-        self.index = (count - 1).clamp(min=0)
-        self.before = self.starts + count == 0  # (batch, new): before the first token of all
+        self.index = (self.count - 1).clamp(min=0)
+        # (batch, new): the columns with tokens, then those with padding. Of one there is no order.
+        padding = taken.logical_not().to(torch.uint8)
+        self.order = padding.argsort(dim=1, stable=True) if new > 1 else None
 
     def gather(self, input_ids: Tensor) -> Tensor:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
@@ -90,18 +86,16 @@ class Places:
         """Where the gathered tokens stand, (batch, new) int64. Padding stands behind each text, or
         at -1 if it is to be marked.
         """
-        place = torch.arange(self.mask.shape[1], device=self.mask.device)
-        positions = self.starts + place
-        if not mark_padding:
-            return positions
-        return positions.masked_fill(place >= self.mask.bool().sum(1, keepdim=True), -1)
+        place = torch.arange(self.count.shape[1], device=self.count.device)
+        padding = (place >= self.count[:, -1:]) & mark_padding
+        return (self.starts + place).masked_fill(padding, -1)
 
     def restore(self, x: Tensor) -> Tensor:
         """x (batch, new, channels), back in the order of the input's columns."""
         if self.order is None:
             return x
-        x = x.gather(1, self.index[..., None].expand_as(x))
-        return x.masked_fill(self.before[..., None], 0)
+        before = self.starts + self.count == 0  # the first token of all
+        return x.gather(1, self.index[..., None].expand_as(x)).masked_fill(before[..., None], 0)
 
     def unpredicted(self) -> Tensor:
         """(batch, new) bool: the columns up to the first token of each text, which nothing

@@ -226,7 +226,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
             "mixer_projections true, which gated and keyed mixing always have",
         ),
         (of_keys and not size, " ".join(of_keys), "with a mixer_key_size, such as 64"),
-        (size and options.mixer_kernel_size > 1, "mixer_key_size mixer_kernel_size", "1 tap"),
+        (size and options.mixer_kernel_size > 1, "mixer_key_size mixer_kernel_size", "one tap"),
         (options.mixer_rotary and size % 2, "mixer_rotary mixer_key_size", "even sizes"),
         (size and every > blocks, "mixer_keyed_every num_hidden_layers", f"1 to {blocks}"),
         (
