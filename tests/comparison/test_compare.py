@@ -110,7 +110,7 @@ def test_models_of_a_file_train_for_a_time_at_the_best_of_the_same_rates(write_c
         (["dense", "--tune", "lr"], "give --seconds, too"),
         (["dense", "--tune", "lr", "--rates", "0"], r"--rates has \[0.0\]; allowed: numbers above"),
         (["dense", "--tune", "lr", "--rates", "x"], "--rates x; allowed: numbers above 0"),
-        (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0 and finite"),
+        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: above 0 and finite"),
     ],
 )
 def test_mistakes_show_before_anything_runs(write_config, tmp_path, given, message):
