@@ -53,6 +53,16 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
     command += ["--backends", "dense", "auto", "llama:32x2", "--seeds", 2]
     command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
+
+    # A run that cannot be saved is not in the results, and the same command trains it.
+    in_the_way = output / "report-runs/dense"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    done = run_python(*command, output=printed)
+    assert done.returncode == 2 and "error: dense: " in done.stdout, done.stdout
+    assert {"auto", "llama:32x2"} <= runs_in(output / "report.json").keys() - {"dense"}
+    in_the_way.unlink()
+    printed.unlink()
     done = run_python(*command, output=printed)
     assert done.returncode == 0, done.stdout
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
