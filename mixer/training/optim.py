@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 
 # The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
 # places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
-# jump (measured at 512, 2048 and 8192 tokens: docs/training.md).
+# jump (measured at 512, 2048 and 8192 tokens: dev/LOG.md).
 LAGS_LR, LONG_LAGS_LR, LONG = 3.0, 1.0, 2048
 
 
