@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from mixer.common.errors import UserError
@@ -185,9 +184,8 @@ def as_it_is(function: Callable) -> Callable:
 OPTIMIZERS |= {"adamw": adamw, "muon": muon}
 
 
-def check_optimizer(config: OptimConfig, accelerator: Accelerator) -> None:
+def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
     """Raises UserError for an optimizer that cannot work on parameters that FSDP shards."""
-    is_sharded = accelerator.distributed_type == DistributedType.FSDP
     if is_sharded and (config.name != "adamw" or config.shared_lags):
         raise UserError(
             f"optim.name = {config.name} and optim.shared_lags = {str(config.shared_lags).lower()} "
