@@ -195,11 +195,6 @@ def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
         )
 
 
-def optimizer_identity(config: OptimConfig) -> dict[str, str | bool]:
-    """What a checkpoint's optimizer state belongs to: a resume must have the same."""
-    return {"optim.name": config.name, "optim.shared_lags": config.shared_lags}
-
-
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """The rate of step `step` (0 is the first) of `steps`: no state, so resuming cannot go
     wrong.
