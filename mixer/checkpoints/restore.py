@@ -39,9 +39,8 @@ def load_trainer(
 ) -> dict[str, Any]:
     """The content of trainer.json, if the run can continue from it.
 
-    data: what identifies the data and its order. optimizer: the settings that decide which state
-    the optimizer has, such as {"optim.name": "adamw"}. Raises UserError where the checkpoint has
-    other data or another optimizer, naming each difference.
+    data: what identifies the data and its order. optimizer: the run's OPTIMIZER_SETTINGS. Raises
+    UserError where the checkpoint has other data or another optimizer, naming each difference.
     """
     trainer = read_trainer(checkpoint)
     if trainer.get("format") != FORMAT:
@@ -51,7 +50,7 @@ def load_trainer(
             "it, or choose another name to start afresh"
         )
     saved = OPTIMIZER_SETTINGS | trainer.get("optimizer", {})
-    if differing := differences(saved, OPTIMIZER_SETTINGS | optimizer):
+    if differing := differences(saved, optimizer):
         raise UserError(
             f"checkpoint {checkpoint} has the state of another optimizer: {differing}; set the "
             "checkpoint's values, or choose another name to start afresh"

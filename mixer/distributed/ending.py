@@ -18,6 +18,8 @@ from mixer.distributed.world import World
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
 ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
+# Engines of accelerate that shard a model in ways of their own, as its variables name them.
+OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher passes a signal on to processes that may have received it themselves. Within this time
@@ -41,6 +43,12 @@ def follow_launcher() -> None:
     """
     if problem := oddity():
         raise UserError(problem)
+    for engine in OTHER_ENGINES:
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
+            raise UserError(
+                f"accelerate was asked for {engine.lower()}; allowed: DDP or FSDP, such as "
+                "accelerate launch --config_file configs/accelerate/1x8_fsdp.yaml train.py ..."
+            )
     launched, by_accelerate = is_launched(), ACCELERATE in os.environ
     # Where accelerate does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
     several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ

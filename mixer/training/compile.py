@@ -19,18 +19,14 @@ from mixer.training.objective import Objective
 SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 
 
-def is_compiled(train: TrainConfig, device: torch.device) -> bool:
-    return train.compile == "blocks" or (train.compile == "auto" and device.type == "cuda")
-
-
-def obstacle_to_graphs(train: TrainConfig, device: torch.device, is_sharded: bool) -> str:
+def obstacle_to_graphs(train: TrainConfig, world: World) -> str:
     """Why no CUDA graphs are made of what is compiled; "" if they are. They save the launches of
-    kernels. is_sharded: by FSDP.
+    kernels.
     """
     obstacles = {
         "train.cuda_graphs=false": train.cuda_graphs == "false",
-        "they are for GPUs": device.type != "cuda",
-        "FSDP moves the weights": is_sharded,
+        "they are for GPUs": world.device.type != "cuda",
+        "FSDP moves the weights": world.is_sharded,
         "each backward pass would overwrite the gradients of the one before": (
             train.gradient_accumulation_steps > 1
         ),
@@ -53,11 +49,11 @@ def compile_objective(
     replace methods, so that parameters keep their names. Another shape of the inputs would compile
     once more. Raises UserError where compiling fails.
     """
-    if not is_compiled(train, world.device):
+    if train.compile == "no" or (train.compile == "auto" and world.device.type != "cuda"):
         return False
     from torch._dynamo.utils import counters  # takes a second to import
 
-    obstacle = obstacle_to_graphs(train, world.device, world.is_sharded)
+    obstacle = obstacle_to_graphs(train, world)
     graphs, parts = not obstacle, compiled_parts(objective)
     torch._dynamo.reset()  # what an earlier run of this process has compiled; graphs hold memory
     if graphs:

@@ -40,7 +40,7 @@ def train(run: RunConfig) -> PreTrainedModel:
     try:
         world = World(accelerator)
         check_precision(world.device, run.train.mixed_precision)
-        check_optimizer(run.optim, accelerator)
+        check_optimizer(run.optim, world.is_sharded)
         with run_locked(run.directory) if world.is_main else nullcontext():
             model = Trainer(run, world).train()
     except BaseException as error:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from mixer.common.errors import UserError
@@ -23,7 +22,7 @@ OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 
 # The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
 # places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
-# jump (measured at 512, 2048 and 8192 tokens: docs/training.md).
+# jump (measured at 512, 2048 and 8192 tokens: dev/LOG.md).
 LAGS_LR, LONG_LAGS_LR, LONG = 3.0, 1.0, 2048
 
 
@@ -185,9 +184,8 @@ def as_it_is(function: Callable) -> Callable:
 OPTIMIZERS |= {"adamw": adamw, "muon": muon}
 
 
-def check_optimizer(config: OptimConfig, accelerator: Accelerator) -> None:
+def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
     """Raises UserError for an optimizer that cannot work on parameters that FSDP shards."""
-    is_sharded = accelerator.distributed_type == DistributedType.FSDP
     if is_sharded and (config.name != "adamw" or config.shared_lags):
         raise UserError(
             f"optim.name = {config.name} and optim.shared_lags = {str(config.shared_lags).lower()} "
@@ -195,11 +193,6 @@ def check_optimizer(config: OptimConfig, accelerator: Accelerator) -> None:
             "optim.name=adamw and optim.shared_lags=false; or launch with DDP, such as "
             "configs/accelerate/1x8.yaml"
         )
-
-
-def optimizer_identity(config: OptimConfig) -> dict[str, str | bool]:
-    """What a checkpoint's optimizer state belongs to: a resume must have the same."""
-    return {"optim.name": config.name, "optim.shared_lags": config.shared_lags}
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

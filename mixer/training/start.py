@@ -31,7 +31,7 @@ from mixer.training.config import RunConfig, flatten
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
 from mixer.training.objective import build_objective, useful_flops
-from mixer.training.optim import build_optimizer, learning_rate, optimizer_identity
+from mixer.training.optim import build_optimizer, learning_rate
 
 
 @dataclass
@@ -77,9 +77,10 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     memory = needed_gb(run, data.manifest, world)
     set_seed(run.seed)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
+    given = dict(flatten(asdict(run)))
     identity = {
         "data": data_identity(data.manifest, run.seed),
-        "optimizer": optimizer_identity(run.optim) | {"train.objective": run.train.objective},
+        "optimizer": {key: given[key] for key in restore.OPTIMIZER_SETTINGS},
     }
     trainer, counters, wandb_id = None, Counters(), None
     if resumed is None:

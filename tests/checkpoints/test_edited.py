@@ -1,7 +1,9 @@
 """Checkpoints that someone has changed: every command, and a resume, refuses them in one line."""
 
+import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import torch
 from checkpoints import list_files, save_checkpoint
 from safetensors.torch import load_file, save_file
 
+from mixer.checkpoints import pretrained
 from mixer.checkpoints.format import LISTING
-from mixer.checkpoints.pretrained import load_checkpoint, load_masked_mixer, settled
+from mixer.checkpoints.pretrained import load_checkpoint, load_masked_mixer
 from mixer.common.errors import UserError
 from mixer.convert import convert
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
@@ -84,13 +87,32 @@ def test_what_is_no_complete_checkpoint_is_not_taken_for_one(finished, tmp_path)
     load_checkpoint(whole, CPU)
 
 
-def test_a_link_that_moves_is_followed_once(finished):
-    (finished / "best").unlink()
-    (finished / "best").symlink_to("step-8")
-    best = settled(finished / "best")
-    (finished / "best").unlink()
-    (finished / "best").symlink_to("step-12")
-    assert best == finished / "step-8" and settled("runs/a/step-1") == Path("runs/a/step-1")
+def test_a_link_that_moves_while_a_command_reads_is_followed_once(finished, monkeypatch):
+    """Training moves `best`; here to where nothing is."""
+    best, damage = finished / "best", pretrained.damage
+
+    def point(to: str) -> None:
+        best.unlink(missing_ok=True)
+        best.symlink_to(to)
+
+    def read(checkpoint: Path, **how) -> str | None:
+        point("elsewhere")
+        return damage(checkpoint, **how)
+
+    monkeypatch.setattr(pretrained, "damage", read)
+    copy = ["--output", str(finished / "copy")]
+    for program, arguments in {
+        "eval": ["--checkpoint", str(best), "--device", "cpu"],
+        "inspect": ["--checkpoint", str(best), *copy],
+        "generate": ["--checkpoint", str(best), "--prompt", "def", "--new-tokens", "2"],
+        "export": [str(best), "--output", str(finished / "exported"), "--license", "mit"],
+        "convert": [str(best), "--output", str(finished / "lags"), "--mixing-weight", "lags"],
+    }.items():
+        point("step-8")
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        importlib.import_module(f"mixer.{program}").main()
+        assert not best.exists()
+    assert (finished / "eval-step-8/report.md").exists()
 
 
 @pytest.mark.parametrize(

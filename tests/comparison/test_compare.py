@@ -53,6 +53,16 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
     command += ["--backends", "dense", "auto", "llama:32x2", "--seeds", 2]
     command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
+
+    # A run that cannot be saved is not in the results, and the same command trains it.
+    in_the_way = output / "report-runs/dense"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    done = run_python(*command, output=printed)
+    assert done.returncode == 2 and "error: dense: " in done.stdout, done.stdout
+    assert {"auto", "llama:32x2"} <= runs_in(output / "report.json").keys() - {"dense"}
+    in_the_way.unlink()
+    printed.unlink()
     done = run_python(*command, output=printed)
     assert done.returncode == 0, done.stdout
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
@@ -110,7 +120,7 @@ def test_models_of_a_file_train_for_a_time_at_the_best_of_the_same_rates(write_c
         (["dense", "--tune", "lr"], "give --seconds, too"),
         (["dense", "--tune", "lr", "--rates", "0"], r"--rates has \[0.0\]; allowed: numbers above"),
         (["dense", "--tune", "lr", "--rates", "x"], "--rates x; allowed: numbers above 0"),
-        (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0 and finite"),
+        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: above 0 and finite"),
     ],
 )
 def test_mistakes_show_before_anything_runs(write_config, tmp_path, given, message):

@@ -184,7 +184,6 @@ def operator(_: ModuleType) -> None:
         return keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay, backend=backend)
 
     owes(leaves, "grad_lags", by_lag, by_lag)
-    copies_no_gradient()
 
 
 def owes(leaves: list[Tensor], of_mixing: str, by_kernels: Callable, exactly: Callable) -> None:
@@ -220,31 +219,6 @@ def owes(leaves: list[Tensor], of_mixing: str, by_kernels: Callable, exactly: Ca
         y = by_kernels(*leaves, backend="cuda")
     assert y.dtype == torch.float16
     assert (y.float() - wanted[0]).norm() / wanted[0].norm() < APART[torch.float16]
-
-
-def copies_no_gradient() -> None:
-    """Compiled code makes no second tensor for the gradient of a projection."""
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.utils import run_and_get_code
-
-    # Only the code is looked at: its parts in C++ are not compiled, which takes seconds.
-    config.cpp.vec_isa_ok = False
-    AsyncCompile.cpp_pybinding = lambda *_: lambda *_: None
-    weight, bias = torch.randn(2, 1, 32, 32), torch.randn(2, 32)
-    projection = torch.nn.Linear(32, 96)
-
-    def mixed(x: Tensor) -> Tensor:
-        parts = projection(x).split([32, 32, 32], dim=-1)
-        return keyed_conv(*parts, weight, bias, backend="cuda")
-
-    def both_passes() -> None:
-        torch.compile(mixed)(torch.randn(2, 24, 32)).sum().backward()
-
-    _, code = run_and_get_code(both_passes)
-    backward = code[-1]
-    assert "mixer.keyed_conv_grad_input" in backward
-    assert "empty_strided_cpu((2, 24, 96)" not in backward, backward
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from mixer.common.errors import UserError
-
-INSTALL = 'pip install -e ".[sm70]"'
 # NVRTC has no standard headers: these are the parts of them that the kernels use.
 HEADERS = {
     "stdint.h": """
@@ -38,31 +35,14 @@ def wheel_path(name: str) -> Path | None:
     """A path inside the nvidia wheels of CUDA 12, None where no wheel has it."""
     # a namespace package: one entry for each site-packages
     nvidia = importlib.util.find_spec("nvidia")
-    for folder in (nvidia.submodule_search_locations or []) if nvidia else []:
-        if (path := Path(folder) / name).exists():
-            return path
-    return None
+    folders = (nvidia.submodule_search_locations or []) if nvidia else []
+    return next((path for folder in folders if (path := Path(folder, name)).exists()), None)
 
 
-def is_here() -> bool:
-    return bool(
-        wheel_path("cuda_nvrtc/lib/libnvrtc.so.12")
-        and wheel_path("cuda_runtime/include/cuda_fp16.h")
-    )
-
-
-needs_nvrtc = pytest.mark.skipif(not is_here(), reason=f"no NVRTC of CUDA 12 here: {INSTALL}")
-
-
-def load() -> ctypes.CDLL:
-    """Raises UserError where there is no NVRTC of CUDA 12."""
-    if not is_here():
-        raise UserError(
-            f"NVRTC and the headers of CUDA 12 are not installed; `{INSTALL}` installs them"
-        )
-    library = ctypes.CDLL(str(wheel_path("cuda_nvrtc/lib/libnvrtc.so.12")))
-    library.nvrtcGetErrorString.restype = ctypes.c_char_p
-    return library
+LIBRARY, INCLUDE = wheel_path("cuda_nvrtc/lib/libnvrtc.so.12"), wheel_path("cuda_runtime/include")
+needs_nvrtc = pytest.mark.skipif(
+    not (LIBRARY and INCLUDE), reason='no NVRTC of CUDA 12 here: pip install -e ".[sm70]"'
+)
 
 
 def text_list(values: list[str]) -> ctypes.Array:
@@ -70,15 +50,15 @@ def text_list(values: list[str]) -> ctypes.Array:
 
 
 def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
-    """(machine code for sm_X, the log with ptxas's report). Raises UserError with the log."""
-    library, program = load(), ctypes.c_void_p()
+    """(machine code for sm_X, the log with ptxas's report)."""
+    library, program = ctypes.CDLL(str(LIBRARY)), ctypes.c_void_p()
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",
         "--device-as-default-execution-space",
         "--ptxas-options=-v",
         f"--include-path={path.parent}",
-        f"--include-path={wheel_path('cuda_runtime/include')}",
+        f"--include-path={INCLUDE}",
     ]
     names, bodies = text_list(list(HEADERS)), text_list(list(HEADERS.values()))
     text, name = path.read_text().encode(), path.name.encode()
@@ -90,10 +70,7 @@ def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
     # NVRTC leaves this thread in the "C" locale, in which Python would read files as ASCII.
     uselocale(before)
     log = result(library, "ProgramLog", program).rstrip(b"\0").decode()
-    if status != 0:
-        raise UserError(
-            f"NVRTC could not compile {path}: {library.nvrtcGetErrorString(status).decode()}\n{log}"
-        )
+    assert status == 0, log
     binary = result(library, "CUBIN", program)
     library.nvrtcDestroyProgram(ctypes.byref(program))
     return binary, log

@@ -26,6 +26,7 @@ def test_each_shipped_configuration_builds_its_model(path):
         model = MaskedMixerForCausalLM(model_config(run.model, run.data.vocab_size, 0))
     assert model.config.max_position_embeddings == run.model.max_position_embeddings
     assert run.name in (path.stem, f"author-{path.stem}")
+    assert run.logging.tracker == "none"  # nothing leaves the machine unless asked
 
 
 def test_every_problem_is_reported_at_once(tmp_path):
