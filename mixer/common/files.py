@@ -162,6 +162,8 @@ def check_writable(directory: Path) -> None:
         problem = f"{existing} is no directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} does not allow it"
+    elif checkpoint := next((path for path in places if (path / "trainer_state").is_dir()), None):
+        problem = f"{checkpoint} is a checkpoint, which is refused with other files in it"
     if problem:
         shown = repr(str(directory))
         raise UserError(f"results cannot go to {shown}: {problem}; choose another --output")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from author import LanguageMixer
 from models import MIXINGS, lively_model, small_model, tokens
 from recurrent_reference import RecurrentReference
 from safetensors.torch import load_file, save_file, save_model
@@ -18,96 +19,16 @@ from mixer.convert import convert, convert_back, convert_mixing, main
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.masked_mixer.convolution import TriangularConv
 
-VOCABULARY, HIDDEN, CONTEXT, BLOCKS = 50, 16, 12, 2
-
-
-def conv(taps: int | None = 1) -> nn.Conv1d | nn.Linear:
-    """Without taps a Linear layer over the tokens, as torch_compile=True has it."""
-    if taps is None:
-        return nn.Linear(CONTEXT, CONTEXT)
-    return nn.Conv1d(CONTEXT, CONTEXT, taps, padding="same")
-
-
-def masked(layer: nn.Conv1d | nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """The layer with the upper half of its (out, in) weights taken as zero, tokens being its
-    channels.
-    """
-    lower = torch.tril(torch.ones(CONTEXT, CONTEXT))
-    if isinstance(layer, nn.Linear):
-        return nn.functional.linear(x.mT, layer.weight * lower, layer.bias).mT
-    lower = lower[..., None]
-    return nn.functional.conv1d(x, layer.weight * lower, layer.bias, padding="same")
-
-
-class Heads(nn.Module):
-    def __init__(self, heads: int, taps: int):
-        super().__init__()
-        self.proj_head = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN // heads) for _ in range(heads))
-        self.convs = nn.ModuleList(conv(taps) for _ in range(heads))
-        self.out_proj = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        mixed = [
-            masked(layer, proj(x)) for layer, proj in zip(self.convs, self.proj_head, strict=True)
-        ]
-        return self.out_proj(torch.cat(mixed, dim=2))
-
-
-class ReferenceBlock(nn.Module):
-    def __init__(self, kind: str, taps: int, width: int):
-        super().__init__()
-        self.seq_layernorm, self.patch_layernorm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.patch_ff = nn.Sequential(nn.Linear(HIDDEN, width), nn.GELU(), nn.Linear(width, HIDDEN))
-        self.kind = kind
-        if kind == "expanded":
-            self.conv = nn.Sequential(conv(taps), nn.GELU(), conv(taps))
-        elif kind == "flat":
-            self.conv = conv(taps)
-        else:
-            setattr(self, kind, Heads(4, taps))
-
-    def mix(self, x):
-        if self.kind == "flat":
-            return masked(self.conv, x)
-        if self.kind == "expanded":
-            return masked(self.conv[2], nn.functional.gelu(masked(self.conv[0], x)))
-        return getattr(self, self.kind)(x)
-
-    def forward(self, x):
-        x = x + self.mix(self.seq_layernorm(x))
-        return x + self.patch_ff(self.patch_layernorm(x))
-
-
-class Reference(nn.Module):
-    """The layers of a LanguageMixer under the names that its state dicts have; `kind` flat,
-    expanded, mixerhead or conv.
-    """
-
-    def __init__(self, kind="flat", taps=1, width=4 * HIDDEN):
-        super().__init__()
-        torch.manual_seed(3)
-        self.wte = nn.Embedding(VOCABULARY, HIDDEN)
-        self.mixerblocks = nn.ModuleList(ReferenceBlock(kind, taps, width) for _ in range(BLOCKS))
-        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        for norm in (m for m in self.modules() if isinstance(m, nn.LayerNorm)):
-            nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
-
-    def forward(self, input_ids):
-        x = self.wte(input_ids)
-        for block in self.mixerblocks:
-            x = block(x)
-        return self.lm_head(x)
-
 
 @pytest.mark.parametrize("kind", ["flat", "expanded", "mixerhead", "conv"])
 @pytest.mark.parametrize(("taps", "prefix"), [(1, ""), (3, "model."), (4, "module.model.")])
 def test_logits_are_the_references_both_ways(kind, taps, prefix):
-    reference, ids = Reference(kind, taps, width=40), tokens()
+    reference, ids = LanguageMixer(kind, taps, width=40), tokens()
     model = from_reference({prefix + key: tensor for key, tensor in reference.state_dict().items()})
     expected = reference(ids)
     torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
     back = to_reference(model)
-    other = Reference("mixerhead" if kind == "conv" else kind, taps, width=40)
+    other = LanguageMixer("mixerhead" if kind == "conv" else kind, taps, width=40)
     nn.init.zeros_(other.wte.weight)
     other.load_state_dict(back)  # strict: all keys and shapes
     torch.testing.assert_close(other(ids), expected, rtol=0, atol=1e-5)
@@ -116,7 +37,7 @@ def test_logits_are_the_references_both_ways(kind, taps, prefix):
 @pytest.mark.parametrize("kind", ["flat", "expanded", "mixerhead", "conv"])
 @pytest.mark.parametrize(("taps", "biases"), [(1, False), (3, False), (None, True), (None, False)])
 def test_linear_layers_and_missing_biases_convert_to_the_same_logits(kind, taps, biases):
-    reference, ids = Reference(kind, taps), tokens()
+    reference, ids = LanguageMixer(kind, taps), tokens()
     for name, layer in reference.mixerblocks.named_modules():
         if not biases and re.search(r"\.conv(s\.\d)?(\.[02])?$", name) and hasattr(layer, "bias"):
             layer.bias = None
@@ -126,7 +47,7 @@ def test_linear_layers_and_missing_biases_convert_to_the_same_logits(kind, taps,
 
 @pytest.mark.parametrize("kept", ["wte", "lm_head"])
 def test_a_tied_weight_that_was_saved_once_is_found(tmp_path, kept):
-    reference = Reference()
+    reference = LanguageMixer()
     reference.lm_head.weight = reference.wte.weight
     weights = reference.state_dict()
     gone = {"wte": "lm_head", "lm_head": "wte"}[kept]
@@ -169,10 +90,10 @@ def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsy
 
 def test_what_a_file_does_not_say_is_said(tmp_path, capsys):
     source = tmp_path / "model.safetensors"
-    save_file(Reference().state_dict(), source)
+    save_file(LanguageMixer().state_dict(), source)
     convert(source, tmp_path / "assumed", None)
     assert "ASSUMED: plain mixing" in capsys.readouterr().err
-    weights = Reference().state_dict()
+    weights = LanguageMixer().state_dict()
     weights["mixerblocks.1.conv.bias"][3] = float("nan")
     save_file(weights, source)
     with pytest.raises(UserError, match="not finite .* in model.layers.1.mixing.conv.bias"):
@@ -185,7 +106,7 @@ def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch
         main()
 
     old, new, back = (tmp_path / name for name in ("old.safetensors", "new", "b/old.safetensors"))
-    reference = Reference("mixerhead", taps=3)
+    reference = LanguageMixer("mixerhead", taps=3)
     save_file(reference.half().state_dict(), old)
     train_tokenizer(["a few words"], 300).save_pretrained(tmp_path / "large")
     with pytest.raises(UserError, match="has [0-9]+ ids, the model 50; allowed: as many"):
@@ -195,7 +116,7 @@ def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch
     found = AutoModelForCausalLM.from_pretrained(new)(tokens()).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     command(new, "--output", back, "--back")
-    again = Reference("mixerhead", taps=3)
+    again = LanguageMixer("mixerhead", taps=3)
     again.load_state_dict(load_file(back))
     torch.testing.assert_close(again(tokens()), expected, rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="exists already"):
@@ -221,7 +142,7 @@ def with_tensor(name: str, *shape: int):
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
-    state = Reference().state_dict()
+    state = LanguageMixer().state_dict()
     change(state)
     with pytest.raises(UserError, match=words):
         from_reference(state)

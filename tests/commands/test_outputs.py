@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from author import LanguageMixer
 from checkpoints import save_checkpoint
 from pictures import assert_png
 from runs import file_limit, state_files
 from safetensors.torch import save_file
-from test_convert import Reference
 
 import mixer.convert
 import mixer.eval
@@ -36,7 +36,7 @@ REPRESENTATION = "--tokens 4 --texts 1 --steps 1 --layers 0".split()
 def inputs(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("inputs")
     save_checkpoint(directory / "checkpoint", "mixer")
-    save_file(Reference().state_dict(), directory / "reference.safetensors")
+    save_file(LanguageMixer().state_dict(), directory / "reference.safetensors")
     (directory / "book.txt").write_text("the mixer reads each token once " * 9)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     return directory

@@ -31,3 +31,12 @@ def test_a_folder_whose_name_is_no_text_is_refused_before_any_work(tmp_path):
     """tokenizers cannot write there, and would say so after the model is written."""
     with pytest.raises(UserError, match=r"\\udc80.*no UTF-8 text; choose another --output"):
         check_writable(tmp_path / Path(os.fsdecode(b"out\x80")) / "model")
+
+
+def test_nothing_is_written_into_a_checkpoint(tmp_path):
+    """Which every command, and the next resume, would then refuse."""
+    (tmp_path / "step-4/trainer_state").mkdir(parents=True)
+    for place in ("step-4/exported", "step-4/new/evaluation"):
+        with pytest.raises(UserError, match="step-4 is a checkpoint.*; choose another --output"):
+            check_writable(tmp_path / place)
+    check_writable(tmp_path / "evaluation")

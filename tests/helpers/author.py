@@ -9,31 +9,76 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class FlatBlock(nn.Module):
-    """Its convolution takes the tokens for channels. The upper half of its weight is set to zero
-    before each use, though it has gradients.
-    """
+def conv(context: int, taps: int | None) -> nn.Module:
+    """Without taps a Linear layer over the tokens, as torch_compile=True has it."""
+    if taps is None:
+        return nn.Linear(context, context)
+    return nn.Conv1d(context, context, taps, padding="same")
 
-    def __init__(self, width: int, context: int):
+
+def masked(layer: nn.Module, x: Tensor) -> Tensor:
+    """A layer whose channels are the tokens. The upper half of its weight is set to zero before
+    each use, though it has gradients.
+    """
+    lower = torch.ones(layer.weight.shape[:2]).tril()
+    if isinstance(layer, nn.Linear):
+        layer.weight.data *= lower
+        return layer(x.mT).mT
+    layer.weight.data *= lower[..., None]
+    return layer(x)
+
+
+class Heads(nn.Module):
+    def __init__(self, hidden: int, context: int, taps: int | None, heads: int = 4):
         super().__init__()
-        self.seq_layernorm, self.patch_layernorm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.conv = nn.Conv1d(context, context, 1)
-        self.patch_ff = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.proj_head = nn.ModuleList(nn.Linear(hidden, hidden // heads) for _ in range(heads))
+        self.convs = nn.ModuleList(conv(context, taps) for _ in range(heads))
+        self.out_proj = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.conv.weight.data = self.conv.weight.data[..., 0].tril()[..., None]
-        x = x + self.conv(self.seq_layernorm(x))
+        heads = zip(self.convs, self.proj_head, strict=True)
+        return self.out_proj(torch.cat([masked(layer, proj(x)) for layer, proj in heads], dim=2))
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str, taps: int | None, hidden: int, width: int, context: int):
+        super().__init__()
+        self.seq_layernorm, self.patch_layernorm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.patch_ff = nn.Sequential(nn.Linear(hidden, width), nn.GELU(), nn.Linear(width, hidden))
+        self.kind = kind
+        if kind == "expanded":
+            self.conv = nn.Sequential(conv(context, taps), nn.GELU(), conv(context, taps))
+        elif kind == "flat":
+            self.conv = conv(context, taps)
+        else:
+            setattr(self, kind, Heads(hidden, context, taps))
+
+    def mix(self, x: Tensor) -> Tensor:
+        if self.kind == "flat":
+            return masked(self.conv, x)
+        if self.kind == "expanded":
+            return masked(self.conv[2], F.gelu(masked(self.conv[0], x)))
+        return getattr(self, self.kind)(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.seq_layernorm(x))
         return x + self.patch_ff(self.patch_layernorm(x))
 
 
 class LanguageMixer(nn.Module):
-    def __init__(self, vocabulary: int, width: int, blocks: int, context: int):
+    """`kind` is flat, expanded, mixerhead or conv."""
+
+    def __init__(
+        self, kind="flat", taps=1, width=None, vocabulary=50, hidden=16, blocks=2, context=12
+    ):
         super().__init__()
-        self.wte = nn.Embedding(vocabulary, width)
-        self.mixerblocks = nn.ModuleList(FlatBlock(width, context) for _ in range(blocks))
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        torch.manual_seed(3)
+        sizes = hidden, width or 4 * hidden, context
+        self.wte = nn.Embedding(vocabulary, hidden)
+        self.mixerblocks = nn.ModuleList(Block(kind, taps, *sizes) for _ in range(blocks))
+        self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+        for norm in (part for part in self.modules() if isinstance(part, nn.LayerNorm)):
+            nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.wte(input_ids)

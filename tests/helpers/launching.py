@@ -83,13 +83,8 @@ def start_python(
     *arguments, output: Path, directory: Path = ROOT, **environment: str
 ) -> multiprocessing.Process:
     """`python SCRIPT ...` or `python -m MODULE ...`; what it prints, errors too, goes to a file."""
-    return start_process(
-        _program,
-        [str(argument) for argument in arguments],
-        environment,
-        str(directory),
-        str(output),
-    )
+    words = [str(argument) for argument in arguments]
+    return start_process(_program, words, environment, str(directory), str(output))
 
 
 def run_python(
@@ -124,33 +119,13 @@ class Launch:
     ):
         self.file = output
         output.unlink(missing_ok=True)
-        common = {
-            "WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        common |= {
-            "LOCAL_WORLD_SIZE": str(processes),
-            "ACCELERATE_USE_CPU": "true",
-            **(environment or {}),
-        }
-        self.ranks = []
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        words, self.ranks = [str(argument) for argument in arguments], []
         for rank in range(processes):
-            own = (
-                common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if processes > 1
-                else dict(environment or {})
-            )
-            self.ranks.append(
-                start_process(
-                    _rank,
-                    program,
-                    [str(argument) for argument in arguments],
-                    own,
-                    str(output),
-                    before,
-                )
-            )
+            own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            given = program, words, own | (environment or {}), str(output), before
+            self.ranks.append(start_process(_rank, *given))
 
     @property
     def output(self) -> str:

@@ -49,7 +49,8 @@ def rows_of(texts: list[str], directory: str) -> torch.Tensor:
 def his_model(name: str, ours: PreTrainedModel) -> nn.Module:
     """With the weights of our model."""
     if name == "mixer":
-        theirs, weights = LanguageMixer(300, WIDTH, BLOCKS, CONTEXT), to_reference(ours)
+        sizes = {"hidden": WIDTH, "blocks": BLOCKS, "context": CONTEXT}
+        theirs, weights = LanguageMixer(vocabulary=300, **sizes), to_reference(ours)
     else:
         kinds = {"toeplitz": ["lag"] * 4, "recurrent": ["col", "col", "row", "row"]}[name]
         sizes = {"width": WIDTH, "vocabulary": 300}
