@@ -23,8 +23,7 @@ from mixer.comparison.report import mean_by_position
 from mixer.data.manifest import Manifest
 from mixer.data.run_data import Samples, open_data
 from mixer.evaluation.evaluate import loss_by_kind
-from mixer.evaluation.measure import AUTOCAST_TYPES
-from mixer.evaluation.scoring import evaluate_batches, sample_batches
+from mixer.evaluation.scoring import AUTOCAST_TYPES, evaluate_batches, sample_batches
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train

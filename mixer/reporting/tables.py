@@ -1,33 +1,16 @@
-"""Tables and lists in Markdown, which a terminal shows without breaking lines: they are at most
-WIDTH columns wide.
-"""
+"""Tables and lists in Markdown. Text is at most WIDTH columns wide, for terminals."""
 
 import textwrap
 
 WIDTH = 100
 
 
-def table(rows: list[dict], keys: int = 1) -> str:
-    """A Markdown table of rows that map the columns' titles to text or numbers.
-
-    The titles are those of the first row. The first `keys` columns name a row. The very first is
-    aligned to the left, the others to the right. Columns that do not fit into WIDTH go into
-    further tables, which begin with the columns that name the rows.
+def table(rows: list[dict]) -> str:
+    """A Markdown table of rows that map the columns' titles to text or numbers. The titles are
+    those of the first row. The first column is aligned to the left, the others to the right.
     """
     columns = [[title, *(format_number(row[title]) for row in rows)] for title in rows[0]]
-    widths = [max(3, *map(len, column)) for column in columns]
-    parts = [list(range(keys))]
-    for number in range(keys, len(columns)):
-        if len(parts[-1]) > keys and sum(widths[n] + 3 for n in [*parts[-1], number]) >= WIDTH:
-            parts.append(list(range(keys)))
-        parts[-1].append(number)
-    return "\n\n".join(
-        _lines([columns[n] for n in part], [widths[n] for n in part]) for part in parts
-    )
-
-
-def _lines(columns: list[list[str]], widths: list[int]) -> str:
-    left, *others = widths
+    left, *others = (max(3, *map(len, column)) for column in columns)
     lines = [list(line) for line in zip(*columns, strict=True)]
     lines.insert(1, ["-" * left, *("-" * (width - 1) + ":" for width in others)])
     padded = ([line[0].ljust(left), *map(str.rjust, line[1:], others)] for line in lines)
