@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.reporting.figure import GREY, name_curves, new_figure, save, short_name, style_steps
+from mixer.reporting.figure import (
+    GREY,
+    name_curves,
+    new_figure,
+    plain_number,
+    save,
+    short_name,
+    style_steps,
+)
 from mixer.reporting.metrics_file import read_metrics, seconds_of_training, series
 
 MOST_MEANS = 50  # points of a smoothed curve
@@ -45,13 +53,11 @@ def draw_losses(axes, lines: list[dict]) -> None:
 
 
 def draw_panel(axes, lines: list[dict], key: str, title: str) -> None:
-    from matplotlib.ticker import EngFormatter
-
     steps, values = series(lines, key)
     axes.plot(steps, values, color="C2", linewidth=1.0 if len(steps) > 100 else 1.6)
     axes.set_title(title)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_major_formatter(plain_number)
     style_steps(axes)
 
 
@@ -113,7 +119,7 @@ def plot_loss_by_position(
     low, high = axes.get_xlim()
     if high < 8 * low:  # powers of 2 alone would be too few marks
         axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_major_formatter(plain_number)
     axes.set_xlabel("tokens that the prediction can see")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("Loss by position in the window")

@@ -74,8 +74,12 @@ def short_name(name: str) -> str:
 
 
 def style_steps(axes) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 12k
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.xaxis.set_major_formatter(plain_number)
     axes.set_xlabel("optimizer step")
+
+
+def plain_number(value: float, _position: int) -> str:
+    return f"{value:,g}"

@@ -10,7 +10,7 @@ import numpy as np
 from mixer.analysis.matrices import SHARE, effective_context, toeplitz_distance, weight_by_lag
 from mixer.common.files import whole_directory
 from mixer.reporting.curves import log_means
-from mixer.reporting.figure import name_curves, new_figure, save
+from mixer.reporting.figure import name_curves, new_figure, plain_number, save
 from mixer.reporting.tables import table, wrapped
 
 # A lag with fewer weights is left out of the picture, because its mean is mostly noise.
@@ -82,7 +82,7 @@ def plot_by_lag(layers: Layers, output: Path) -> Path:
     axes.set_xlim(left=0)
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_major_formatter(plain_number)
     axes.set_xlabel("lag (tokens back)")
     axes.set_ylabel("mean |W|")
     axes.set_title("|W| by lag")
