@@ -53,7 +53,6 @@ FORMS = {
     "dense": Form("ours with `dense`, as blocks", backend="dense", compile="blocks"),
     "without": Form("ours with mixing removed, as blocks", "without", compile="blocks"),
     "matmul": Form("the best dense matmul, compiled", "matmul", compile="model"),
-    "matmul_eager": Form("the same, eager", "matmul"),
     "limit": Form("matmul with mixing removed, compiled", "limit", compile="model"),
     "reference": Form("the reference implementation's form, eager", "reference"),
     "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),

@@ -5,7 +5,6 @@ wrong backend.
 import inspect
 import json
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -230,12 +229,12 @@ def test_generation_by_rows_and_columns_is_measured(tmp_path):
     names = ("mixer", "rows", "columns", "Llama", "Llama")
     assert measured == [(name, batch) for batch in (1, 2) for name in names]
     assert all(math.isfinite(row["tokens_per_second"]) for row in result["generate"])
-    assert "MB after 5 | MB after 40" in text
+    assert "MB after 1/8 of the prompt | MB after the prompt" in text
 
 
 def test_a_training_step_is_timed(tmp_path):
     small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2"
-    forms, output = "eager,matmul_eager,reference", tmp_path / "results" / "step"
+    forms, output = "eager,reference", tmp_path / "results" / "step"
     options = [*small.split(), "--batch-ms", 1, "--commit", "abc123", "--tokens", "32,48"]
     options += ["--forms", forms, "--output", output]
     script = ROOT / "benchmarks" / "training_step.py"
@@ -263,8 +262,7 @@ def test_what_several_processes_do_together_is_measured_once(tmp_path):
     assert done.returncode == 0, done.stdout
     result, text = results(output)
     start, ddp, fsdp, kill, resume = result["rows"].values()
-    (said,) = start["said"]
-    assert re.fullmatch(r"rank [01] made data in [0-9.]+ s", said)
+    assert start["seconds to the first loss"] > 0
     assert ddp["tokens_per_second"] > 0 < fsdp["tokens_per_second"] and ddp["tokens"] == 32 * 32
     assert kill["the same bits"] and kill["left alive"] == [0]
     assert kill["named by the launcher"] == kill["killed ranks"]
