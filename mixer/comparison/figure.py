@@ -3,22 +3,26 @@
 from pathlib import Path
 
 from mixer.comparison.report import best_size, finished
-from mixer.reporting.figure import COLOURS, name_curves, new_figure, plain_number, save
+from mixer.reporting.figure import COLOURS, name_curves, new_figure, plain_number
 
 TICKS = (1, 2, 5, 15, 60, 300, 900, 3600)  # seconds
 POSITIONS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
-def draw(result: dict, output: Path) -> Path | None:
-    """None of results that have no picture, as those of retrieval."""
-    runs = result["runs"]
-    if any("top1_of_32" in row for row in runs.values()):
-        return None
-    if "kinds" in result["plan"]:
-        return save(figure_of_kinds(result), output) if finished(runs) else None
+def draw(result: dict, output: Path) -> bool:
+    """Whether the results have a picture: those of retrieval have none, nor have many runs."""
+    runs, figure = result["runs"], None
     timed = {name: row for name, row in runs.items() if "training_seconds" in row}
     timed = {name: row for name, row in timed.items() if "seed" not in row}
-    return save(figure_of_runs(timed), output) if 0 < len(timed) <= len(COLOURS) else None
+    if any("top1_of_32" in row for row in runs.values()):
+        return False
+    if "kinds" in result["plan"] and finished(runs):
+        figure = figure_of_kinds(result)
+    elif "kinds" not in result["plan"] and 0 < len(timed) <= len(COLOURS):
+        figure = figure_of_runs(timed)
+    if figure:
+        figure.savefig(output)
+    return bool(figure)
 
 
 def figure_of_runs(runs: dict):

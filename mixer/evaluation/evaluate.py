@@ -66,6 +66,7 @@ class EvalOptions:
         MISSING,
         "a checkpoint, e.g. runs/demo/step-600, or the directory of any Hugging Face causal LM",
     )
+    # At most one of these four.
     text: Sequence[str] = option(
         (),
         "files, folders or globs to score: each UTF-8 text file is a document, and each row of a "
@@ -162,12 +163,6 @@ def check_options(options: EvalOptions) -> None:
     """
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
-    given = [name for name in ("text", "data", "hub", "pairs") if getattr(options, name)]
-    if len(given) > 1:
-        raise UserError(
-            "more than one text was given: give --text FILE..., --data DIR, --hub NAME or --pairs "
-            "DIR, not both or all"
-        )
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
     if task_of(options):
@@ -176,7 +171,7 @@ def check_options(options: EvalOptions) -> None:
                 f"{directory} was trained on a task, of which all answers are scored: leave out "
                 "--first-token and --max-tokens, or give --text FILE..., --data DIR or --hub NAME"
             )
-    elif not given:
+    elif not (options.text or options.hub or options.data or options.pairs):
         data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
         if not data:
             raise UserError(f"{directory} does not say which data it was trained on: {give}")
@@ -369,6 +364,5 @@ def describe_model(
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": model.config.get_text_config().vocab_size,
         "context": getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        "tokenizer_ids": len(tokenizer),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
     }

@@ -78,8 +78,6 @@ def evaluation_notes(results: list[dict]) -> list[str]:
 
 
 def conventions(r: dict) -> dict[str, str]:
-    spare = r["vocabulary"] - r["tokenizer_ids"]
-    padding = f", {spare} of them unused by the tokenizer" if spare > 0 else ""
     repeats, others = (
         "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
     )
@@ -88,7 +86,7 @@ def conventions(r: dict) -> dict[str, str]:
     return {
         "text": "; ".join(filter(None, [r["text"], *has_bytes, r["tokenizer_loses"]])),
         "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
-        f"{r['vocabulary']:,}{padding}",
+        f"{r['vocabulary']:,}",
         "streams": f"{r['streams']:,}, first token of each {r['first_token']}",
         "windows": f"{r['windows']:,} of at most {r['window']:,} tokens, stride {r['stride']:,}, "
         f"the last of a stream {r['last_window']}",

@@ -7,38 +7,20 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.reporting.figure import (
-    GREY,
-    name_curves,
-    new_figure,
-    plain_number,
-    save,
-    short_name,
-    style_steps,
-)
+from mixer.reporting.figure import GREY, name_curves, new_figure, plain_number, short_name
 from mixer.reporting.metrics_file import read_metrics, seconds_of_training, series
 
 MOST_MEANS = 50  # points of a smoothed curve
 
 
-def plot_training(run_directory: Path, output: Path) -> Path:
-    """A run's validation and training loss, and small panels with learning rate and tokens/s."""
+def plot_training(run_directory: Path, output: Path) -> None:
+    """A run's validation loss, and behind it training loss: as logged, and smoothed."""
     lines = read_metrics(run_directory)
-    if not series(lines, "loss")[0]:
-        raise UserError(f"{run_directory} has no training loss yet: let the run log a step first")
-    figure = new_figure(figsize=(10, 5.4))
-    grid = figure.add_gridspec(2, 2, width_ratios=(2.3, 1))
-    axes = figure.add_subplot(grid[:, 0])
-    draw_losses(axes, lines)
-    axes.set_title(f"{short_name(run_directory.resolve().name)}: loss")
-    draw_panel(figure.add_subplot(grid[0, 1]), lines, "lr", "Learning rate")
-    draw_panel(figure.add_subplot(grid[1, 1]), lines, "tokens_per_second", "Tokens per second")
-    return save(figure, output)
-
-
-def draw_losses(axes, lines: list[dict]) -> None:
-    """Validation loss, and behind it training loss: as logged, and smoothed."""
     steps, losses = series(lines, "loss")
+    if not steps:
+        raise UserError(f"{run_directory} has no training loss yet: let the run log a step first")
+    figure = new_figure(figsize=(9, 4.8))
+    axes = figure.add_subplot()
     axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
     steps, losses = smooth(steps, losses)
     style = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
@@ -47,18 +29,11 @@ def draw_losses(axes, lines: list[dict]) -> None:
     if steps:
         style = {"linewidth": 2.2, "marker": "o", "markersize": 4}
         axes.plot(steps, losses, label=f"validation {losses[-1]:.3f}", **style)
-    axes.set_ylabel("loss (nats per token)")
-    style_steps(axes)
+    axes.xaxis.set_major_formatter(plain_number)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set_title(f"{short_name(run_directory.resolve().name)}: loss")
     name_curves(axes)
-
-
-def draw_panel(axes, lines: list[dict], key: str, title: str) -> None:
-    steps, values = series(lines, key)
-    axes.plot(steps, values, color="C2", linewidth=1.0 if len(steps) > 100 else 1.6)
-    axes.set_title(title)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(plain_number)
-    style_steps(axes)
+    figure.savefig(output)
 
 
 def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
@@ -88,17 +63,16 @@ def compare_runs(runs: dict[str, list[dict]], output: Path) -> list[dict]:
         row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
         rows.append(row | {"validation loss": losses[-1]})
     axes.set_xlim(left=0)
-    axes.set_xlabel("training time (s)")
-    axes.set_ylabel("validation loss (nats per token)")
+    axes.set(xlabel="training time (s)", ylabel="validation loss (nats per token)")
     axes.set_title("Validation loss by training time")
     name_curves(axes)
-    save(figure, output)
+    figure.savefig(output)
     return rows
 
 
 def plot_loss_by_position(
     curves: list[tuple[str, list[float | None]]], output: Path, contexts: Collection[int] = ()
-) -> Path:
+) -> None:
     """`curves`: of each its name and mean nats per position, (context,), None where no target was
     scored. Positions start at 1. `contexts` are marked: those that models were trained with.
     """
@@ -120,11 +94,10 @@ def plot_loss_by_position(
     if high < 8 * low:  # powers of 2 alone would be too few marks
         axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
     axes.xaxis.set_major_formatter(plain_number)
-    axes.set_xlabel("tokens that the prediction can see")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set(xlabel="tokens that the prediction can see", ylabel="loss (nats per token)")
     axes.set_title("Loss by position in the window")
     name_curves(axes)
-    return save(figure, output)
+    figure.savefig(output)
 
 
 def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:

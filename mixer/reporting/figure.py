@@ -1,11 +1,7 @@
-"""What all pictures share: style, a new figure, its legend, the axis of steps, and saving.
+"""What all pictures share: style, a new figure, its legend, and numbers along its axes.
 
 matplotlib is imported where a picture is drawn, so that training does not need it.
 """
-
-from pathlib import Path
-
-from mixer.common.errors import UserError
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the two oranges and the two
 # blues are far from each other.
@@ -46,24 +42,6 @@ def new_figure(**settings):
     return figure
 
 
-def check_picture(path: Path) -> None:
-    """Raises UserError where a file's name does not end as a kind of picture that can be saved."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") not in kinds:
-        raise UserError(
-            f"{path} does not end as a picture does; give a name that ends in .png, .svg or .pdf"
-        )
-
-
-def save(figure, path) -> Path:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
-
-
 def name_curves(axes) -> None:
     """Writes what the curves are beside the axes, where no legend covers one."""
     axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
@@ -71,14 +49,6 @@ def name_curves(axes) -> None:
 
 def short_name(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
-
-
-def style_steps(axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.xaxis.set_major_formatter(plain_number)
-    axes.set_xlabel("optimizer step")
 
 
 def plain_number(value: float, _position: int) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from mixer.analysis.matrices import SHARE, effective_context, toeplitz_distance, weight_by_lag
 from mixer.common.files import whole_directory
 from mixer.reporting.curves import log_means
-from mixer.reporting.figure import name_curves, new_figure, plain_number, save
+from mixer.reporting.figure import name_curves, new_figure, plain_number
 from mixer.reporting.tables import table, wrapped
 
 # A lag with fewer weights is left out of the picture, because its mean is mostly noise.
@@ -38,7 +38,7 @@ def write_pages(checkpoint: str, layers: Layers, output: Path) -> Path:
     return output / "index.md"
 
 
-def plot_layer(matrices: dict[str, np.ndarray], title: str, output: Path) -> Path:
+def plot_layer(matrices: dict[str, np.ndarray], title: str, output: Path) -> None:
     """A heat map of each matrix. The colours end at the 99th percentile of |W|, so that a strong
     diagonal does not hide the rest.
     """
@@ -59,10 +59,10 @@ def plot_layer(matrices: dict[str, np.ndarray], title: str, output: Path) -> Pat
         figure.colorbar(image, ax=axes, extend="both", shrink=0.8)
     for axes in list(cells)[len(matrices) :]:
         axes.set_axis_off()
-    return save(figure, output)
+    figure.savefig(output)
 
 
-def plot_by_lag(layers: Layers, output: Path) -> Path:
+def plot_by_lag(layers: Layers, output: Path) -> None:
     """For each layer a pale curve of the mean over its matrices, and a line of means over ranges of
     lags.
     """
@@ -87,7 +87,7 @@ def plot_by_lag(layers: Layers, output: Path) -> Path:
     axes.set_ylabel("mean |W|")
     axes.set_title("|W| by lag")
     name_curves(axes)
-    return save(figure, output)
+    figure.savefig(output)
 
 
 def index(checkpoint: str, layers: Layers) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mixer.analysis.reconstruction import LR, READ
 from mixer.common.files import whole_directory
-from mixer.reporting.figure import name_curves, new_figure, save
+from mixer.reporting.figure import name_curves, new_figure
 from mixer.reporting.tables import table, wrapped
 
 
@@ -34,7 +34,7 @@ def report(result: dict) -> str:
     return f"{table(list(rows.values()))}\n\n{wrapped(notes)}"
 
 
-def plot(result: dict, output: Path) -> Path:
+def plot(result: dict, output: Path) -> None:
     """The Hamming score by layer, a colour for each number of tokens. Those of random weights are
     dashed, with hollow marks.
     """
@@ -59,7 +59,7 @@ def plot(result: dict, output: Path) -> Path:
         axes.set_xlabel("layer")
     figure.axes[0].set_ylabel("Hamming score (share not recovered)")
     name_curves(figure.axes[0])
-    return save(figure, output)
+    figure.savefig(output)
 
 
 def write(result: dict, directory: Path) -> None:

@@ -205,8 +205,7 @@ def test_a_tokenizer_of_another_size_is_refused(root, tmp_path):
     model, _ = load_checkpoint(root / "masked_mixer", CPU)
     train_tokenizer(documents() * 20, 290).save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
-    result = evaluate(tmp_path, text=[str(root / "0.txt")])
-    assert "vocabulary 300, 10 of them unused" in evaluation_report([result])  # padding
+    evaluate(tmp_path, text=[str(root / "0.txt")])  # 10 more ids are padding
     model.resize_token_embeddings(2000)
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="290 ids, the model 2000; allowed: .*: give the tokenizer"):
@@ -255,7 +254,6 @@ def test_an_unreadable_tokenizer_is_named(root, tmp_path):
         ({"window": CONTEXT + 1}, f"larger than the context of .*: give 1..{CONTEXT}"),
         ({"window": 0, "stride": 0}, "window = 0; allowed: 1 or more; stride = 0; allowed: 1 or"),
         ({"window": 8, "stride": 9}, "stride 9 is outside 1..8"),
-        ({"hub": "dataset"}, "more than one text"),
         ({"text": []}, "does not say which data it was trained on: give --data DIR, --text FILE"),
         ({"text": ["rows.jsonl"]}, "has no field 'text'; its fields: content.*: --text-field"),
         ({"text": ["short.txt"]}, "short.txt is shorter than 2 tokens, so nothing can be pred"),
