@@ -20,8 +20,6 @@ from mixer.common.yaml_file import read_yaml
 from mixer.compare import main
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
-from mixer.comparison.report import best_size, table
-from mixer.training.config import load_config, override
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_plan.py"
@@ -303,38 +301,6 @@ def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
     plan = read_yaml(plan)
     given = {"data.path": "texts"} if plan["common"].get("data.source") == "text" else {}
     assert len(jobs_of(plan, given, [], {})) == len(plan.get("runs", plan.get("kinds")))
-
-
-def test_the_configuration_of_keyed_mixing_is_the_one_that_was_the_best():
-    runs = runs_in(ROOT / "benchmarks/results/model_sizes_h200.json")
-    measured = best_size(runs, "keyed in all blocks", 60)["settings"]
-    given = [override(key, value) for key, value in measured.items()]
-    measured = load_config(None, given)
-    shipped = load_config(str(ROOT / "configs/keyed.yaml"), [])
-    assert shipped.model == measured.model and shipped.optim == measured.optim
-    assert shipped.train.batch_size == measured.train.batch_size
-
-
-def row_of(size: str, budget: float, lr: float, loss: float | None = None) -> dict:
-    row = {"kind": "mixer", "size": size, "budget": budget, "lr": lr, "parameters": 1, "steps": 1}
-    row |= {"training_tokens": 10**9, "tokens_per_second": 1e3, "tokens_a_step": 100, "tokens": 9}
-    row |= {"training_seconds": budget, "passes": 1, "peak_memory_gb": 1, "bits_per_byte": 1}
-    row |= {"repeats_loss": 1, "others_loss": 1, "repeats_share": 0.5}
-    row |= {"settings": {"model.max_position_embeddings": 8}}
-    if loss is None:
-        return row | {"failure": "not finite"}
-    by_position = {"loss_by_position": [[8, loss]]} if budget > 15 else {}
-    return row | {"validation_loss": loss} | by_position
-
-
-def test_a_report_names_what_diverged():
-    runs = [row_of("16", 15, lr, 5 - lr) for lr in (1, 2)]
-    runs += [row_of("16", 60, 2), row_of("16", 60, 1, 4.5)]
-    where = {"hardware": {"device": "a GPU", "torch": "2"}, "commit": "abc", "command": "it"}
-    plan = {"seconds": 60, "sweep_share": 0.25, "kinds": {"mixer": {16: {}}}, "rates": [1, 2]}
-    text = table(where | {"plan": plan, "runs": dict(enumerate(map(dict, runs)))})
-    assert "4.0000 | **3.0000**" in text
-    assert "Diverged: mixer 16 (60 s, lr 2)." in text
 
 
 def lines_of(files) -> list[dict]:
