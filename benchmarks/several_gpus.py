@@ -228,8 +228,6 @@ def kill(bench: Bench, kills: int) -> dict:
             bench.until(lambda: any(run.glob("step-*[0-9]")), launcher, run.name)
             rank, step = drawn.randrange(bench.count), bench.step(run.name)
             ends.append({"killed ranks": rank, "after steps": step} | end(launcher, rank))
-        cause = re.search(r"Root Cause.*?rank +: (\d+)", bench.printed(run.name), re.DOTALL)
-        ends[-1]["named by the launcher"] = cause and int(cause[1])
     bench.whole_run(*arguments)
     row = {"processes": bench.count, "the same bits": outcome(run) == outcome(wanted)}
     return row | {key: [one[key] for one in ends] for key in ends[0]}

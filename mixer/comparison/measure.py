@@ -96,6 +96,8 @@ def measured(lines: list[dict], data: Manifest, typical: Callable[[list[float]],
     each = seconds_a_step(windows, typical)
     tokens_a_step = last["tokens"] // last["step"]
     text = data.splits["train"]
+    chosen = np.linspace(0, len(windows) - 1, min(POINTS, len(windows))).round().astype(int)
+    curve = [[windows[number]["step"], windows[number]["loss"]] for number in chosen]
     found = {
         "steps": last["step"],
         "tokens": last["tokens"],
@@ -108,7 +110,7 @@ def measured(lines: list[dict], data: Manifest, typical: Callable[[list[float]],
         "validation_loss": validation["validation_loss"],
         "accuracy": validation.get("validation_accuracy"),
         "bits_per_byte": validation.get("validation_bits_per_byte"),
-        "loss": thinned([[line["step"], line["loss"]] for line in windows]),
+        "loss": curve,
     }
     return found | {name: validation[name] for name in validation if name.startswith("top1_of_")}
 
@@ -121,13 +123,6 @@ def seconds_a_step(windows: list[dict], typical: Callable[[list[float]], float])
         for line, first in zip(windows, before, strict=False)
     ]
     return typical(each[1:] or each)
-
-
-def thinned(points: list) -> list:
-    """At most POINTS of a curve, evenly chosen, the last one among them."""
-    if len(points) <= POINTS:
-        return points
-    return [points[round(at)] for at in np.linspace(0, len(points) - 1, POINTS)]
 
 
 def where(model: PreTrainedModel, config: RunConfig, validation: Samples) -> dict:

@@ -263,21 +263,24 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 def _evaluate(options: EvalOptions, process: Process) -> dict:
     directory = Path(options.checkpoint)
     model, tokenizer = load_checkpoint(directory, process.device, options.backend)
-    described = describe_model(directory, model, tokenizer)
+    found = describe_model(directory, model, tokenizer)  # before a window extends its context
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
     dtype, batch_size = AUTOCAST_TYPES[options.dtype], options.batch_size
+    is_mixer = isinstance(model.config, MaskedMixerConfig)
+    found |= {
+        "window": window,
+        "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
+        "dtype": options.dtype,
+        "device": str(process),
+    }
     if options.pairs:
         validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
-        about = {"window": window, "dtype": options.dtype}
-        found = find_partners(
-            model, options.pairs, window, process, batch_size=batch_size, dtype=dtype
-        )
-        return described | about | found
+        how = {"batch_size": batch_size, "dtype": dtype}
+        return found | find_partners(model, options.pairs, window, process, **how)
     text = choose_text(options, window, tokenizer)
-    largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
-    check_token(largest, model, text.name)
+    check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
     if text.task:
         batches = sample_batches(text.task, 0, batch_size)
@@ -289,27 +292,32 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
             "if it stays, the checkpoint diverged"
         )
-    is_mixer = isinstance(model.config, MaskedMixerConfig)
+    found |= {
+        "stride": stride,
+        "first_token": FIRST_TOKEN[options.first_token],
+        "last_window": LAST_WINDOW[options.last_window],
+    }
+    return found | describe_text(text) | numbers(scores, text) | cost
+
+
+def describe_text(text: Text) -> dict:
     return {
-        **described,
         "text": text.name,
         "bytes": text.bytes,
         "words": text.words,
         "tokenizer_loses": text.loses,
         "streams": len(text.streams),
-        "first_token": FIRST_TOKEN[options.first_token],
-        "window": window,
-        "stride": stride,
-        "last_window": LAST_WINDOW[options.last_window],
+    }
+
+
+def numbers(scores: TokenScores, text: Text) -> dict:
+    """What a report has of the scores."""
+    return {
         "windows": scores.windows,
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
         "accuracy": scores.accuracy,
         **perplexities(scores, text),
-        "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
-        "dtype": options.dtype,
-        "device": str(process),
-        **cost,
         **loss_by_kind(scores),
         "loss_by_position": scores.loss_by_position,
         "accuracy_by_position": scores.accuracy_by_position,

@@ -122,4 +122,4 @@ def find_partners(
         torch.distributed.all_reduce(vectors)
     if not vectors.isfinite().all():
         raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
-    return {"data": data, "device": str(process), "pairs": count} | top1(*vectors)
+    return {"data": data, "pairs": count} | top1(*vectors)
