@@ -75,22 +75,6 @@ def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():
     np.testing.assert_allclose(means, [10 - step / 100 for step in at])
 
 
-def test_a_comparisons_picture_has_the_validation_loss_of_each_run_by_its_training_time(
-    tmp_path, drawn
-):
-    runs = {
-        name: read_metrics(write_metrics(tmp_path / name, shift, seconds))
-        for name, shift, seconds in (("a", 0, 0.5), ("b", 0.02, 0.4))
-    }
-    compare_runs(runs, tmp_path / "both.png")
-    (axes,) = drawn[0].axes
-    expected = ((0, [5, 10, 15, 20]), (0.02, [4, 8, 12, 16]))
-    for curve, (shift, times) in zip(curves(axes).values(), expected, strict=True):
-        np.testing.assert_allclose(curve[0], times)
-        np.testing.assert_allclose(curve[1], [y + 0.1 for y in losses(shift)[9::10]])
-    assert axes.get_xlabel().startswith("training time (s)") and "nats" in axes.get_ylabel()
-
-
 DRAW = {
     "training": lambda run, file: plot_training(run, file),
     "comparison": lambda run, file: compare_runs({run.name: read_metrics(run)}, file),
@@ -129,24 +113,25 @@ def test_a_loss_by_position_begins_at_the_first_token_and_leaves_out_what_is_unk
     np.testing.assert_array_equal(b, ([1, 2, 3], [5.0, 3.5, 2.5]))
 
 
-def test_the_command_draws_one_run_or_compares_several(tmp_path, capsys):
-    runs = [write_metrics(tmp_path / name) for name in ("cuda", "dense")]
-    report.main([str(runs[1] / "metrics.jsonl")])
-    assert_png(runs[1] / "training.png")
-    report.main([*map(str, runs), "--output", str(tmp_path)])
-    assert_png(tmp_path / "comparison.png")
-    said = capsys.readouterr().out.splitlines()
-    assert [said[0], said[-1]] == [str(runs[1] / "training.png"), str(tmp_path / "comparison.png")]
-    assert "comparison.png" not in {path.name for path in runs[0].iterdir()}
-
-
-def test_runs_are_compared_at_their_ends(tmp_path, capsys):
+def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys):
     runs = [write_metrics(tmp_path / "slow"), write_metrics(tmp_path / "fast", -0.5, 0.25)]
-    report.main([*map(str, runs)])
-    header, slow, fast = rows(capsys.readouterr().out)
+    report.main([str(runs[1] / "metrics.jsonl")])
+    report.main([*map(str, runs), "--output", str(tmp_path)])
+    pictures = [runs[1] / "training.png", tmp_path / "comparison.png"]
+    for picture in pictures:
+        assert_png(picture)
+    assert not list(runs[0].glob("*.png"))
+    text = capsys.readouterr().out
+    assert [text.splitlines()[n] for n in (0, -1)] == list(map(str, pictures))
+    header, slow, fast = rows(text)
     assert header == ["run", "steps", "seconds", "validation loss"]
     assert slow == [str(runs[0]), "40", "20.0", f"{losses(0)[-1] + 0.1:.4f}"]
     assert fast == [str(runs[1]), "40", "10.0", f"{losses(-0.5)[-1] + 0.1:.4f}"]
+    times = ([5, 10, 15, 20], [2.5, 5, 7.5, 10])
+    shown = curves(drawn[1].axes[0]).values()
+    for curve, shift, seconds in zip(shown, (0, -0.5), times, strict=True):
+        np.testing.assert_allclose(curve[0], seconds)
+        np.testing.assert_allclose(curve[1], [y + 0.1 for y in losses(shift)[9::10]])
     (runs[1] / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "seconds": 1.0}\n')
     with pytest.raises(UserError, match="fast has no validation loss yet"):
         report.main([*map(str, runs)])
