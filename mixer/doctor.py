@@ -9,13 +9,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from mixer.common.errors import UserError, run_command
-from mixer.ops import build, choice, toolchain
+from mixer.common.errors import run_command
+from mixer.ops import choice
 from mixer.ops.toolchain import dotted
 from mixer.reporting.tables import wrapped
 
@@ -81,14 +79,6 @@ def gpu_reason(index: int) -> str | None:
         return str(error)
 
 
-def asked(find: Callable[[], Path]) -> str:
-    """What the builder finds, or why it does not."""
-    try:
-        return str(find())
-    except UserError as error:
-        return str(error)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m mixer.doctor", description="Whether the CUDA kernels will work here."
@@ -96,8 +86,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.parse_args(arguments)
     problems = []
     print(f"torch: {torch.__version__}")
-    print(wrapped(f"nvcc: {asked(lambda: toolchain.find_compiler().path)}"))
-    print(wrapped(f"cache: {asked(build.cache_directory)}"))
     if error := start_cuda():
         in_container = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
         problems = [blindness(error, in_container)]
