@@ -116,7 +116,8 @@ def useful_flops(size: Size) -> dict[str, float]:
 
 # ------------------------------------------------------------------------- tables
 
-WITHOUT_MIXING = ("without", "limit")  # forms: their products are the others' without token mixing
+# Forms whose products are the others' without token mixing; earlier results have `without`.
+WITHOUT_MIXING = ("without", "limit")
 BASELINES = {"matmul": "dense matmul", "reference": "reference", "limit": "limit"}
 
 

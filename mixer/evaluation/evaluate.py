@@ -10,11 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
-from mixer.checkpoints.pretrained import (
-    check_checkpoint,
-    check_token,
-    load_checkpoint,
-)
+from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for
 from mixer.common.memory import memory_for
