@@ -90,7 +90,7 @@ def _facts(
 def _configuration(trainer: dict[str, Any]) -> str:
     """The settings of the run, and what earlier steps had in place of them."""
     run = trainer["settings"]
-    data = {name: value for name, value in run["data"].items() if name not in MAY_BE_PATHS}
+    data = {name: value for name, value in run.get("data", {}).items() if name not in MAY_BE_PATHS}
     left_out = [f"data.{name}" for name in MAY_BE_PATHS]
     earlier = earlier_settings(trainer.get("earlier", {}), left_out)
     text = f"\n## Configuration\n\n```yaml\n{as_yaml(run | {'data': data})}```\n"
