@@ -40,9 +40,7 @@ SHORTER = 8  # memory is measured of a prompt so much shorter, too
 
 def main() -> None:
     options = arguments()
-    result = measure(options)
-    save(result, table(result), options.output)
-    print(table(result))
+    print(table(measure(options)))
 
 
 def arguments() -> argparse.Namespace:
@@ -104,7 +102,9 @@ def measure(options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     if options.device == "cuda" and (reason := choice.device_reason(0)):
         raise UserError(f"nothing to measure: {reason}")
-    result = measured_by(options, options.device) | {"settings": settings(options)}
+    names = ("hidden", "layers", "vocabulary", "context", "prompt", "new", "repeats")
+    settings = {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"}
+    result = measured_by(options, options.device) | {"settings": settings}
     found = models(options)
     sizes = {name: model.num_parameters() for name, model in found.items()}
     result |= {"parameters": sizes["mixer"], "llama_parameters": sizes["Llama"]}
@@ -116,7 +116,9 @@ def measure(options: argparse.Namespace) -> dict:
             row = {"model": name, "cache": cache, "batch": batch, "new": new}
             measured = time_generate(found[name], batch, new, CACHES[cache], options)
             result["generate"].append(row | measured)
-    return result | {"seconds": round(time.perf_counter() - started, 1)}
+            result["seconds"] = round(time.perf_counter() - started, 1)
+            save(result, table(result), options.output)
+    return result
 
 
 def calls(options: argparse.Namespace) -> list[tuple[str, str, int]]:
@@ -130,20 +132,11 @@ def calls(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     return mixers + llamas
 
 
-def settings(options: argparse.Namespace) -> dict:
-    names = ("hidden", "layers", "vocabulary", "context", "prompt", "new", "repeats")
-    return {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"}
-
-
-def prompts(batch: int, options: argparse.Namespace) -> Tensor:
-    return torch.randint(1, options.vocabulary, (batch, options.prompt), device=options.device)
-
-
 def time_generate(model, batch: int, new: int, how: dict, options: argparse.Namespace) -> dict:
     """Seconds of whole calls, milliseconds of a token after the first, and the memory of a step
     after a short prompt and after the whole one; nothing where memory is too little.
     """
-    ids = prompts(batch, options)
+    ids = torch.randint(1, options.vocabulary, (batch, options.prompt), device=options.device)
 
     def seconds(tokens: int) -> float:
         synchronize(options.device)
@@ -194,24 +187,32 @@ def synchronize(device: str) -> None:
 # ------------------------------------------------------------------------- tables
 
 
+COLUMNS = {  # of the table: what a row has under these keys, and its format
+    "model": ("model", ""),
+    "cache": ("cache", ""),
+    "batch": ("batch", ""),
+    "new tokens": ("new", ""),
+    "ms a token": ("ms_per_token", ".3f"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    f"MB after 1/{SHORTER} of the prompt": ("short_mb", ",.0f"),
+    "MB after the prompt": ("long_mb", ",.0f"),
+}
+
+
 def table(result: dict) -> str:
     """Everything as Markdown."""
-    long = result["settings"]["prompt"]
-    forms = {"model": "", "cache": "", "batch": "", "new": ""}
-    forms |= {"ms_per_token": ".3f", "tokens_per_second": ",.0f"}
-    head = ["model", "cache", "batch", "new tokens", "ms a token", "tokens/s"]
-    said = "A token after the first, greedy; the median of the calls."
-    if "short_mb" in result["generate"][0]:  # earlier results have no memory
-        forms |= {"short_mb": ",.0f", "long_mb": ",.0f"}
-        head += [f"MB after {long // SHORTER}", f"MB after {long}"]
-        said += (
-            " Memory is the most that a call takes after its first token, beside the weights, for "
-            f"prompts of {long // SHORTER} and of {long} tokens. `nan`: out of memory."
-        )
-    rows = [[format(row[key], form) for key, form in forms.items()] for row in result["generate"]]
+    rows = result["generate"]
+    # Earlier results have no memory.
+    columns = {title: column for title, column in COLUMNS.items() if column[0] in rows[0]}
+    cells = [[format(row[key], form) for key, form in columns.values()] for row in rows]
+    said = (
+        "A token after the first, greedy; the median of the calls. Memory is the most that a call "
+        "takes after its first token, beside the weights. `nan`: out of memory."
+    )
     title = f"# Generation on {result['hardware'].get('device')}"
     measured = f"Measured on {origin(result)}; {result['seconds']} s."
-    return "\n\n".join([title, introduction(result), said, markdown(head, rows), measured]) + "\n"
+    parts = [title, introduction(result), said, markdown(list(columns), cells), measured]
+    return "\n\n".join(parts) + "\n"
 
 
 def introduction(result: dict) -> str:

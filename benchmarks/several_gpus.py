@@ -3,7 +3,7 @@
     python benchmarks/several_gpus.py --output PATH [--processes 1,2,4,8] [--only PART ...] \\
         [--repeats 3] [--kills 5] [section.key=value ...]
 
-start   All processes start at once, without data and kernels: which of them makes these.
+start   All processes start at once, without data and kernels: how long until the first loss.
 speed   Tokens/s with DDP on several GPUs against so many times one.
 fsdp    Tokens/s and memory with FSDP against DDP, at hidden size 2048.
 kill    One process gets SIGKILL at a random step, and the same command goes on; several times.
@@ -135,11 +135,11 @@ class Bench:
 
     @contextmanager
     def run(
-        self, name: str, count: int, settings: list[str], program="train.py", **environment: str
+        self, name: str, count: int, settings: list[str], **environment: str
     ) -> Iterator[subprocess.Popen]:
         """The launcher of a run. It is stopped if the block fails."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        command = [sys.executable, *(torchrun if count > 1 else []), program, *settings]
+        command = [sys.executable, *(torchrun if count > 1 else []), "train.py", *settings]
         command += [*self.overrides, f"name={name}", f"output_dir={self.folder}"]
         command += [f"data.directory={self.folder}/data"]
         environment = os.environ | {"MIXER_CACHE": f"{self.folder}/cache"} | environment
@@ -192,13 +192,12 @@ class Bench:
 def start(bench: Bench) -> dict:
     for name in ("data", "cache", "undisturbed"):
         run = bench.fresh(name)
-    began, arguments = time.monotonic(), (run.name, bench.count, small(BATCH))
-    with bench.run(*arguments, program="benchmarks/noting.py") as launcher:
+    began = time.monotonic()
+    with bench.run(run.name, bench.count, small(BATCH)) as launcher:
         bench.until(lambda: bench.step(run.name) > 0, launcher, run.name)
         seconds = round(time.monotonic() - began, 1)
         bench.until(lambda: launcher.poll() == 0, launcher, run.name)
-    said = re.findall("^rank .* made .*|^.*: auto takes .*", bench.printed(run.name), re.MULTILINE)
-    return {"processes": bench.count, "seconds to the first loss": seconds, "said": said}
+    return {"processes": bench.count, "seconds to the first loss": seconds}
 
 
 def small(samples: int, steps: int = STEPS) -> list[str]:
@@ -229,8 +228,6 @@ def kill(bench: Bench, kills: int) -> dict:
             bench.until(lambda: any(run.glob("step-*[0-9]")), launcher, run.name)
             rank, step = drawn.randrange(bench.count), bench.step(run.name)
             ends.append({"killed ranks": rank, "after steps": step} | end(launcher, rank))
-        cause = re.search(r"Root Cause.*?rank +: (\d+)", bench.printed(run.name), re.DOTALL)
-        ends[-1]["named by the launcher"] = cause and int(cause[1])
     bench.whole_run(*arguments)
     row = {"processes": bench.count, "the same bits": outcome(run) == outcome(wanted)}
     return row | {key: [one[key] for one in ends] for key in ends[0]}

@@ -221,7 +221,7 @@ def plain_cases(result: dict, operation: str) -> list[dict]:
 
 def plot_speedups(result: dict, path: Path) -> Path:
     """Bars over the contexts, one picture an operation: ours over the best of each family."""
-    from mixer.reporting.figure import COLOURS, new_figure, save
+    from mixer.reporting.figure import COLOURS, new_figure
 
     hatches = {"dense": "", "Conv1d": "//", "panels": "..", "compiled": "xx"}
     shown = [operation for operation in SPEEDUP_OPERATIONS if plain_cases(result, operation)]
@@ -249,4 +249,5 @@ def plot_speedups(result: dict, path: Path) -> Path:
         if families:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xlabel("tokens")
-    return save(figure, path)
+    figure.savefig(path)
+    return path

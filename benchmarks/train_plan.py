@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from mixer.common.errors import run_command
+from mixer.common.provenance import commit
 from mixer.common.yaml_file import read_yaml
 from mixer.compare import options_of, work
 
@@ -37,8 +38,9 @@ def main() -> None:
     only = [name for name in options.only if "=" not in name]
     plan, seeds = read_yaml(options.plan), [int(n) for n in options.seeds if "=" not in n]
     plan |= {"seeds": seeds} if seeds else {}
+    measured = options.commit or commit()
     command, output = shlex.join(["python", *sys.argv]), Path(options.output)
-    sys.exit(work(plan, options_of(overrides), only, output, command, options.commit))
+    sys.exit(work(plan, options_of(overrides), only, output, command, measured))
 
 
 if __name__ == "__main__":

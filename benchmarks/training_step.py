@@ -5,7 +5,7 @@ GPU, bf16 autocast.
         [--tokens 512,2048,8192]
 
 Writes PATH.json and PATH.md. The forms of a context run in interleaved rounds of one process, and
-share their weights' memory. `--list` says what each form is.
+share their weights' memory. FORMS in training_step_models.py says what each form is.
 """
 
 import argparse
@@ -22,23 +22,10 @@ from mixer.common.errors import UserError, first_line, run_command
 
 
 def main() -> None:
-    options = arguments()
-    if options.list:
-        print("\n".join(f"{name:18s} {form.what}" for name, form in FORMS.items()))
-        return
-    if unknown := [name for name in options.forms if name not in FORMS]:
-        raise UserError(f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}")
-    if not options.output:
-        raise UserError("give --output PATH for the results")
-    print(table(measure(options)))
-
-
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, required=False)
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    some = "some of --list, one with mixing first: the others take their memory from it"
+    some = f"of {', '.join(FORMS)}; one with mixing first: the others take their memory from it"
     add("--forms", type=names, default=DEFAULT_FORMS, help=some)
-    add("--list", action="store_true", help="say what each form is, and measure nothing")
     add("--tokens", type=numbers, default=[512, 2048, 8192])
     add("--batch-tokens", type=int, default=65536, help="tokens of a step")
     add("--hidden", type=int, default=1024)
@@ -47,7 +34,10 @@ def arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=5)
     add("--batch-ms", type=float, default=400.0, help="time of one round of one form")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if unknown := [name for name in options.forms if name not in FORMS]:
+        raise UserError(f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}")
+    print(table(measure(options)))
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -126,7 +116,8 @@ def useful_flops(size: Size) -> dict[str, float]:
 
 # ------------------------------------------------------------------------- tables
 
-WITHOUT_MIXING = ("without", "limit")  # forms: their products are the others' without token mixing
+# Forms whose products are the others' without token mixing; earlier results have `without`.
+WITHOUT_MIXING = ("without", "limit")
 BASELINES = {"matmul": "dense matmul", "reference": "reference", "limit": "limit"}
 
 

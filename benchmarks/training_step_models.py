@@ -16,8 +16,6 @@ from dense_mixing import MatmulMixing
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.models.masked_mixer.mixing import TokenMixing
-from mixer.models.masked_mixer.modeling import in_autocast_type
 from mixer.training.compile import begin_graphs, compiled, compiled_parts, set_recompute
 from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
@@ -35,7 +33,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Form:
-    """`model`: ours, without (ours, mixing removed), matmul, limit (clean ones) or reference."""
+    """`model`: ours, matmul, limit (clean ones) or reference."""
 
     what: str
     model: str = "ours"
@@ -51,15 +49,13 @@ FORMS = {
     "graphs": Form("blocks, replayed as CUDA graphs", compile="blocks", graphs=True),
     "eager": Form("ours, eager"),
     "dense": Form("ours with `dense`, as blocks", backend="dense", compile="blocks"),
-    "without": Form("ours with mixing removed, as blocks", "without", compile="blocks"),
     "matmul": Form("the best dense matmul, compiled", "matmul", compile="model"),
-    "matmul_eager": Form("the same, eager", "matmul"),
     "limit": Form("matmul with mixing removed, compiled", "limit", compile="model"),
     "reference": Form("the reference implementation's form, eager", "reference"),
     "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),
     "block": Form("blocks, each block computed again", compile="blocks", recompute="block"),
 }
-DEFAULT_FORMS = ("blocks", "model", "eager", "dense", "without", "matmul", "limit", "reference")
+DEFAULT_FORMS = ("blocks", "model", "eager", "dense", "matmul", "limit", "reference")
 
 
 class Step:
@@ -150,9 +146,6 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
     )  # fmt: skip
     with torch.device(device):
         model = MaskedMixerForCausalLM(config)
-    if form.model == "without":
-        for block in model.model.layers:
-            block.mixing = NoMixing()
     set_recompute(model, form.recompute)
     return Ours(model)
 
@@ -170,15 +163,6 @@ class Ours(nn.Module):
     def parts(self, how: str) -> list[tuple[nn.Module, str]]:
         parts = {"no": [], "model": [(self.objective, "forward")]}
         return compiled_parts(self.objective) if how == "blocks" else parts[how]
-
-
-class NoMixing(TokenMixing):
-    """x + LN(x): the norm and the residual remain, and nothing is mixed."""
-
-    convolutions = 0
-
-    def forward(self, x: Tensor, residual: Tensor, *_) -> Tensor:
-        return in_autocast_type(residual) + in_autocast_type(x)
 
 
 # ------------------------------------------------------------------------- the clean models

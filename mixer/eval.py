@@ -25,11 +25,12 @@ from mixer.distributed.ending import follow_launcher
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """An option for each field of EvalOptions, and --output."""
+def main(arguments: list[str] | None = None) -> None:
+    """Has an option for each field of EvalOptions, and --output."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    text = parser.add_mutually_exclusive_group()
     special = {
         "checkpoint": {"nargs": "+", "required": True, "metavar": "DIR", "type": settled},
         "text": {"nargs": "+", "default": (), "metavar": "FILE"},
@@ -37,22 +38,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for option in fields(EvalOptions):
         how = {"default": option.default, "metavar": "NAME"}
         if option.metadata["choices"]:
-            how = {
-                "default": option.default,
-                "choices": [*filter(None, option.metadata["choices"])],
-            }
+            choices = [*filter(None, option.metadata["choices"])]
+            how = {"default": option.default, "choices": choices}
         elif not isinstance(option.default, str):
-            how = {"default": option.default, "metavar": "N", "type": int}
+            how |= {"metavar": "N", "type": int}
+        group = text if option.name in ("text", "data", "pairs", "hub") else parser
         flag, help = "--" + option.name.replace("_", "-"), option.metadata["help"]
-        parser.add_argument(flag, help=help, **special.get(option.name, how))
+        group.add_argument(flag, help=help, **special.get(option.name, how))
     where = "where the report goes, in place of one that is there (default: "
     where += "CHECKPOINT/../eval-<checkpoint>, with the text and a hash of the options if any)"
     parser.add_argument("--output", metavar="DIR", help=where)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    given = vars(parse(arguments))
+    given = vars(parser.parse_args(arguments))
     follow_launcher()
     checkpoints, output = given.pop("checkpoint"), given.pop("output")
     evaluate([EvalOptions(checkpoint=str(path), **given) for path in checkpoints], output)

@@ -4,8 +4,8 @@
     hf upload NAME my-mixer
 
 The directory holds what `from_pretrained` needs, the model's code for machines without this
-package, and a model card with the run's settings and what eval.py reported of these weights. It
-does not hold the optimizer's state.
+package, and a model card with the run's settings and last losses. It does not hold the optimizer's
+state.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from mixer.checkpoints.sentences import LISTING, write_modules
 from mixer.common.errors import run_command
 from mixer.common.files import check_new, whole_directory
 from mixer.evaluation.model_card import model_card
-from mixer.evaluation.report import evaluations_of
 
 WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,23 +36,17 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     check_new(output)
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
     require_masked_mixer(checkpoint, model)
-    evaluations = evaluations_of(checkpoint)
     model.config.mixing_backend = "auto"
     model.to(WEIGHT_TYPES[dtype])
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
     tokenizer.model_max_length = model.config.max_position_embeddings
-    card = model_card(model, checkpoint, output.resolve().name, license, evaluations)
+    card = model_card(model, checkpoint, output.resolve().name, license)
     with whole_directory(output, new=True) as stage:
         model.save_pretrained(stage)
         tokenizer.save_pretrained(stage)
         if (checkpoint / LISTING).is_file():
             write_modules(stage, model.config.hidden_size)
         (stage / "README.md").write_text(card, encoding="utf-8")
-    if not evaluations:
-        print(
-            f"its card has no evaluation; python eval.py --checkpoint {checkpoint} writes one, "
-            "which another export will find"
-        )
     print(f"wrote {output}; read its README.md, then: hf upload NAME {output}")
 
 

@@ -7,10 +7,9 @@ python -m mixer.report runs/one runs/two --output both.png  # validation loss by
 import argparse
 from pathlib import Path
 
-from mixer.common.errors import run_command
+from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable, whole_file
-from mixer.reporting.curves import comparison_rows, plot_comparison, plot_training
-from mixer.reporting.figure import check_picture
+from mixer.reporting.curves import compare_runs, plot_training
 from mixer.reporting.metrics_file import read_metrics
 from mixer.reporting.tables import table
 
@@ -30,17 +29,15 @@ def main(arguments=None):
     output = Path(options.output or (first if first.is_dir() else first.parent))
     if output.is_dir():
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
-    check_picture(output)
+    if output.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"{output} is no picture; give a name that ends in .png, .svg or .pdf")
     check_writable(output.parent)
     with whole_file(output) as stage:
         if len(options.run) == 1:
             plot_training(first, stage)
         else:
-            names = {Path(run).resolve().name: run for run in options.run}
-            names = names if len(names) == len(options.run) else {run: run for run in options.run}
-            runs = {name: read_metrics(run) for name, run in names.items()}
-            plot_comparison(runs, stage)
-            print(table(comparison_rows(runs)) + "\n")
+            runs = {run: read_metrics(run) for run in options.run}
+            print(table(compare_runs(runs, stage)) + "\n")
     print(output)
 
 

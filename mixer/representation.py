@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mixer.analysis.reconstruction import blocks, embedding_and_inverse, random_twin, score_layer
+from mixer.analysis.reconstruction import blocks, random_twin, score_layer
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable, directory_for
@@ -40,8 +40,6 @@ from mixer.evaluation.measure import DEVICES, choose_device
 from mixer.reporting.representation import report, write
 
 TOKENS = (16, 32, 64, 128)
-# The options that change numbers.
-ASKED = ("data", "text", "layers", "tokens", "texts", "steps", "lr", "seed")
 
 
 def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
@@ -56,10 +54,10 @@ def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
     return torch.from_numpy(np.stack(windows))
 
 
-def require(name: str, values: list[float], least: float, most: float) -> None:
+def require(name: str, values: list[int], least: int, most: int) -> None:
     for value in values:
         if not least <= value <= most:
-            raise UserError(f"--{name} is {value}; allowed here: {least:g} to {most:g}")
+            raise UserError(f"--{name} is {value}; allowed here: {least} to {most}")
 
 
 def representation(options: argparse.Namespace) -> dict:
@@ -68,18 +66,15 @@ def representation(options: argparse.Namespace) -> dict:
     Raises UserError if the checkpoint or the text cannot be read, or if the model does not have the
     layers or tokens that are asked for.
     """
-    require("texts", [options.texts], 1, 1e6)
-    require("steps", [options.steps], 1, 1e9)
-    require("lr", [options.lr], 1e-9, 1e9)
-    require("seed", [options.seed], 0, 2**32 - 1)
+    require("texts", [options.texts], 1, 10**6)
+    require("steps", [options.steps], 1, 10**9)
     source = EvalOptions(checkpoint=str(options.checkpoint), text=options.text, data=options.data)
     check_options(source)
     model, tokenizer = load_checkpoint(options.checkpoint, choose_device(options.device, "fp32"))
-    described = describe_model(options.checkpoint, model, tokenizer)
     context, _ = choose_window(source, model)
     count = len(blocks(model.base_model))
-    layers = sorted(set(options.layers or range(count + 1)))
-    lengths = sorted(set(options.tokens or [n for n in TOKENS if n <= context] or [context]))
+    layers = options.layers or list(range(count + 1))
+    lengths = options.tokens or [n for n in TOKENS if n <= context] or [context]
     require("layers", layers, 0, count)
     require("tokens", lengths, 1, context)
     text = choose_text(source, context, tokenizer)
@@ -87,17 +82,16 @@ def representation(options: argparse.Namespace) -> dict:
     stream = max(text.streams, key=len)
     windows = [cut_windows(stream, length, options.texts).to(model.device) for length in lengths]
     rows = []
-    for weights, tested in (("trained", model), ("random", random_twin(model, options.seed))):
+    for weights, tested in (("trained", model), ("random", random_twin(model))):
         tested.requires_grad_(False)
-        both = embedding_and_inverse(tested)
+        inverse = torch.linalg.pinv(tested.get_input_embeddings().weight)
         for layer in layers:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
-            found = score_layer(
-                tested, layer, *both, windows, options.steps, options.lr, options.seed
-            )
+            found = score_layer(tested, layer, inverse, windows, options.steps)
             rows += [{"weights": weights, **row} for row in found]
-    settings = {name: getattr(options, name) for name in ("texts", "steps", "lr", "seed")}
-    return {**described, "text": text.name, **settings, "rows": rows}
+    described = describe_model(options.checkpoint, model, tokenizer)
+    about = {"text": text.name, "texts": options.texts, "steps": options.steps}
+    return {**described, **about, "rows": rows}
 
 
 def main(arguments=None) -> None:
@@ -115,20 +109,16 @@ def main(arguments=None) -> None:
     add("--tokens", nargs="+", **number, help=f"lengths (default: those of {TOKENS} that fit)")
     add("--texts", default=8, **number, help="windows for each length (8)")
     add("--steps", default=500, **number, help="of gradient descent (500)")
-    add("--lr", type=float, default=0.02, metavar="X", help="first step size (0.02)")
-    add("--seed", default=0, **number, help="of the noise and of the random weights (0)")
     add("--device", default="auto", choices=DEVICES)
-    where = "where it goes (default: CHECKPOINT/../representation-<checkpoint>, with a hash of "
-    add("--output", metavar="DIR", help=where + "other options than the default ones)")
+    where = "where the report goes (default: CHECKPOINT/../representation-<checkpoint>)"
+    add("--output", metavar="DIR", help=where)
     options = parser.parse_args(arguments)
-    given = {name: getattr(options, name) for name in ASKED}
-    asked = {name: v for name, v in given.items() if v != parser.get_default(name)}
-    where = directory_for(options.checkpoint, "representation", asked=repr(asked) if asked else "")
-    output = Path(options.output or where)
+    output = Path(options.output or directory_for(options.checkpoint, "representation"))
     check_writable(output)
     result = representation(options)
     print(report(result))
-    print(f"\nrepresentation.json, .md and .png are in {write(result, output)}")
+    write(result, output)
+    print(f"\nrepresentation.json, .md and .png are in {output}")
 
 
 if __name__ == "__main__":

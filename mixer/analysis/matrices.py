@@ -10,7 +10,7 @@ import numpy as np
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.mixing import TokenMixing
 
-SHARE = 0.9  # of a row's |W|, for its effective context
+SHARE = 0.9  # of the last row's |W|, for the effective context
 ORDER = ("first ", "second ", "third ")  # names of a block's convolutions, if it has several
 
 
@@ -49,15 +49,14 @@ def weight_by_lag(matrix: np.ndarray) -> np.ndarray:
     return np.nanmean(np.abs(by_diagonal(matrix)), axis=0)
 
 
-def effective_context(matrix: np.ndarray) -> np.ndarray:
-    """For each row, how many of the most recent tokens, with itself, hold 90 % of its |W|:
-    (context,) integers.
+def effective_context(matrix: np.ndarray) -> int:
+    """How many of the most recent tokens, with itself, hold 90 % of the last row's |W|.
 
     This says how far the weights reach. How much a far token changes the output depends on the
     activations too.
     """
-    reached = np.cumsum(np.nan_to_num(np.abs(by_diagonal(matrix))), axis=1)
-    return 1 + (reached < SHARE * reached[:, -1:]).sum(axis=1)
+    reached = np.cumsum(np.abs(matrix[-1, ::-1]))
+    return 1 + int((reached < SHARE * reached[-1]).sum())
 
 
 def toeplitz_distance(matrix: np.ndarray) -> float:
@@ -69,14 +68,5 @@ def toeplitz_distance(matrix: np.ndarray) -> float:
     """
     diagonals = by_diagonal(matrix)
     left = diagonals - np.nanmean(diagonals, axis=0)
-    return ratio(np.nansum(left**2), np.nansum(diagonals**2))
-
-
-def relative_change(before: np.ndarray, after: np.ndarray) -> float:
-    """||after - before|| / ||before|| in Frobenius norm."""
-    return ratio(np.sum((after - before) ** 2), np.sum(before**2))
-
-
-def ratio(square: float, whole: float) -> float:
-    """The ratio of two norms, given their squares; 0 if the second is 0."""
+    square, whole = np.nansum(left**2), np.nansum(diagonals**2)
     return float(np.sqrt(square / whole)) if whole else 0.0

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 READ = {"all": slice(None), "last": slice(-1, None)}  # the tokens whose outputs are compared
+LR = 0.02  # of the first step
 
 
 def blocks(body: nn.Module) -> nn.ModuleList:
@@ -50,21 +51,16 @@ def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
 
 
 def reconstruct(
-    layers: Callable[[Tensor], Tensor],
-    embedded: Tensor,
-    read: slice,
-    steps: int,
-    lr: float,
-    seed: int,
+    layers: Callable[[Tensor], Tensor], embedded: Tensor, read: slice, steps: int
 ) -> tuple[Tensor, float]:
     """A guess of `embedded` from the output of `layers`, both (texts, tokens, channels), and its
     distance from the text's output as a share of the first noise's, a mean over texts.
 
     read: the tokens whose outputs are compared, one of READ. This is plain gradient descent; the
-    rate falls linearly from `lr` to a tenth of it. Distances are sums over tokens and channels, so
-    a text's guess does not depend on the other texts.
+    rate falls linearly from LR to a tenth of it. Distances are sums over tokens and channels, so a
+    text's guess does not depend on the other texts.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     guess = torch.randn(embedded.shape, generator=generator).to(embedded.device).requires_grad_()
     with torch.no_grad():
         target = layers(embedded)[:, read]
@@ -75,7 +71,7 @@ def reconstruct(
         if step < steps:
             (gradient,) = torch.autograd.grad(distance.sum(), guess)
             with torch.no_grad():
-                guess -= lr * (1 - 0.9 * step / steps) * gradient
+                guess -= LR * (1 - 0.9 * step / steps) * gradient
     return guess.detach(), (distance.detach() / first).mean().item()
 
 
@@ -88,36 +84,19 @@ def hamming_score(guess: Tensor, tokens: Tensor, inverse: Tensor) -> float:
     return (torch.argmax(guess @ inverse, dim=-1) != tokens).double().mean().item()
 
 
-@torch.no_grad()
-def embedding_and_inverse(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """The embedding (vocabulary, channels) and its Moore-Penrose pseudo-inverse (channels,
-    vocabulary).
-    """
-    embedding = model.get_input_embeddings().weight
-    return embedding, torch.linalg.pinv(embedding)
-
-
 def score_layer(
-    model: PreTrainedModel,
-    layer: int,
-    embedding: Tensor,
-    inverse: Tensor,
-    windows: list[Tensor],
-    steps: int,
-    lr: float,
-    seed: int,
+    model: PreTrainedModel, layer: int, inverse: Tensor, windows: list[Tensor], steps: int
 ) -> list[dict]:
-    """A row of numbers for each of `windows` (texts, tokens) int64 and each of READ.
+    """A row of numbers for each of READ and of `windows` (texts, tokens) int64.
 
-    The model is in fp32 and eval mode. The bits are those of naming the found tokens, each
-    log2(vocabulary), a mean over texts.
+    inverse: see `hamming_score`. The model is in fp32 and eval mode. The bits are those of naming
+    the found tokens, each log2(vocabulary), a mean over texts.
     """
-    run = first_layers(model, layer)
-    rows = []
-    for tokens in windows:
-        length = tokens.shape[1]
-        for name, read in READ.items():
-            guess, left = reconstruct(run, embedding[tokens], read, steps, lr, seed)
+    run, embedding, rows = first_layers(model, layer), model.get_input_embeddings().weight, []
+    for name, read in READ.items():
+        for tokens in windows:
+            length = tokens.shape[1]
+            guess, left = reconstruct(run, embedding[tokens].detach(), read, steps)
             score = hamming_score(guess, tokens, inverse)
             bits = (1 - score) * length * math.log2(len(embedding))
             numbers = {"hamming": score, "bits": bits, "distance_left": left}
@@ -125,13 +104,13 @@ def score_layer(
     return rows
 
 
-def random_twin(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+def random_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same configuration with random weights, in fp32 and eval mode, on the same
     device. Mixing weights are random too, whatever the training began with.
     """
     config = copy.deepcopy(model.config)
     if isinstance(config, MaskedMixerConfig):
         config.mixing_init = "reference"  # "zero" would mix no tokens at all
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return twin.to(model.device).eval()

@@ -18,7 +18,6 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.format import REMEDY, STATE, damage
-from mixer.common.checksums import sha256
 from mixer.common.errors import UserError, first_line
 from mixer.common.json_file import read_json
 from mixer.common.memory import is_out_of_memory
@@ -86,13 +85,6 @@ def weight_files(directory: Path) -> list[Path]:
         return [whole]
     shards = read_json(index, REMEDY, required={"weight_map": dict})["weight_map"].values()
     return [directory / name for name in sorted(set(map(str, shards)))]
-
-
-def weights_sha256(directory: Path) -> list[str]:
-    """Of each weight file: what tells these weights from those that stood in the same place
-    before.
-    """
-    return [sha256(file) for file in weight_files(directory)]
 
 
 def weight_types(directory: Path) -> dict[str, str]:

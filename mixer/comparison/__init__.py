@@ -1,7 +1,6 @@
 """Several models trained beside each other:
 
 plan      the runs that a plan asks for
-entrants  models by their names on the command line
 study     the results, and a process for each GPU that adds to them
 measure   one run, in its process
 report    the tables, from the results alone

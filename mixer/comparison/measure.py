@@ -23,8 +23,7 @@ from mixer.comparison.report import mean_by_position
 from mixer.data.manifest import Manifest
 from mixer.data.run_data import Samples, open_data
 from mixer.evaluation.evaluate import loss_by_kind
-from mixer.evaluation.measure import AUTOCAST_TYPES
-from mixer.evaluation.scoring import evaluate_batches, sample_batches
+from mixer.evaluation.scoring import AUTOCAST_TYPES, evaluate_batches, sample_batches
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train
@@ -75,7 +74,7 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         if lines[-1]["step"] < config.train.steps:
             return None
         is_speed = run.about.get("budget") == 0
-        row |= measured(lines, config, data.manifest, min if is_speed else median)
+        row |= measured(lines, data.manifest, min if is_speed else median)
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
         by_position = run.by_position and not config.is_contrastive
@@ -88,12 +87,7 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
     return row | {"text_sha256": [split.tokens_sha256 for split in splits]}
 
 
-def measured(
-    lines: list[dict],
-    config: RunConfig,
-    data: Manifest,
-    typical: Callable[[list[float]], float],
-) -> dict:
+def measured(lines: list[dict], data: Manifest, typical: Callable[[list[float]], float]) -> dict:
     """typical: of the times of a step. A speed has few, and starts of other processes may slow all
     of them but one.
     """
@@ -102,6 +96,8 @@ def measured(
     each = seconds_a_step(windows, typical)
     tokens_a_step = last["tokens"] // last["step"]
     text = data.splits["train"]
+    chosen = np.linspace(0, len(windows) - 1, min(POINTS, len(windows))).round().astype(int)
+    curve = [[windows[number]["step"], windows[number]["loss"]] for number in chosen]
     found = {
         "steps": last["step"],
         "tokens": last["tokens"],
@@ -114,10 +110,7 @@ def measured(
         "validation_loss": validation["validation_loss"],
         "accuracy": validation.get("validation_accuracy"),
         "bits_per_byte": validation.get("validation_bits_per_byte"),
-        "largest_rise": largest_rise(
-            [line["loss"] for line in windows if line["step"] > config.optim.warmup_steps]
-        ),
-        "loss": thinned([[line["step"], line["loss"]] for line in windows]),
+        "loss": curve,
     }
     return found | {name: validation[name] for name in validation if name.startswith("top1_of_")}
 
@@ -130,22 +123,6 @@ def seconds_a_step(windows: list[dict], typical: Callable[[list[float]], float])
         for line, first in zip(windows, before, strict=False)
     ]
     return typical(each[1:] or each)
-
-
-def largest_rise(losses: list[float]) -> float:
-    """By how much the training loss rose at most above the lowest of the steps before, relative."""
-    rise, lowest = 0.0, float("inf")
-    for loss in losses:
-        lowest = min(lowest, loss)
-        rise = max(rise, loss / lowest - 1)
-    return rise
-
-
-def thinned(points: list) -> list:
-    """At most POINTS of a curve, evenly chosen, the last one among them."""
-    if len(points) <= POINTS:
-        return points
-    return [points[round(at)] for at in np.linspace(0, len(points) - 1, POINTS)]
 
 
 def where(model: PreTrainedModel, config: RunConfig, validation: Samples) -> dict:

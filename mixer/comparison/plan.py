@@ -100,12 +100,9 @@ def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[
         check_data(run.config().data)
         check_known(run.name, known.get(run.name), run.settings)
         if not only or run.name in only:
-            jobs.append(iterate([run, *map(run.with_seed, plan.get("seeds", []))]))
+            own = [run, *map(run.with_seed, plan.get("seeds", []))]
+            jobs.append(run for run in own)
     return jobs
-
-
-def iterate(runs: list[Run]) -> Job:
-    return (run for run in runs)
 
 
 def recipe(changes: dict) -> dict:

@@ -10,9 +10,6 @@ from mixer.common.files import write_text
 from mixer.data.config import TASKS
 from mixer.reporting import tables
 
-JUMP = 1.02  # a longer run's loss at so many times a shorter one's counts as jumped
-RANGES = (0, 8, 64, 256, 512, 2048, 8192)  # of the positions that a table shows together
-
 
 def write_report(result: dict, file: Path) -> str:
     """Writes PATH.md and PATH.png beside `file`, PATH.json; returns the text."""
@@ -29,93 +26,61 @@ def write_report(result: dict, file: Path) -> str:
     return text
 
 
-def origins(result: dict, runs: list[dict] | None = None) -> str:
-    """Where results were measured whose runs (all, or these) are of different times."""
+def table(result: dict) -> str:
+    """Everything as Markdown."""
+    parts = parts_of_kinds(result) if "kinds" in result["plan"] else parts_of_runs(result)
+    if finished(result["runs"]):
+        parts.append(f"{origins(result)}. The options of each run are in the JSON file.")
+    return "\n\n".join(parts) + "\n"
+
+
+def origins(result: dict) -> str:
+    """Where results were measured whose runs are of different times."""
     # Files of older plans say once for all runs where they were measured.
-    by = [result | run for run in runs or result["runs"].values()]
+    by = [result | run for run in result["runs"].values()]
     devices = ", ".join(dict.fromkeys(run["hardware"]["device"] for run in by))
     torches = ", ".join(dict.fromkeys(run["hardware"]["torch"] for run in by))
     commits = ", ".join(dict.fromkeys(run["commit"][:10] for run in by))
-    return f"{devices}, torch {torches}; commit {commits}; `{result['command']}`"
-
-
-def table(result: dict) -> str:
-    return table_of_kinds(result) if "kinds" in result["plan"] else table_of_runs(result)
+    return f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`"
 
 
 # ------------------------------------------------------------------------- named runs
 
 
-def table_of_runs(result: dict) -> str:
+def parts_of_runs(result: dict) -> list[str]:
     runs = result["runs"]
     # In the order of the plan, whichever ended first.
     names = dict.fromkeys([*result["plan"].get("runs", {}), *runs])
     rows = [row_of_run(name, result) for name in names if name in runs]
-    columns = list(dict.fromkeys(key for row in rows for key in row if row[key]))
-    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
-    lines += ["| " + " | ".join(row.get(key, "") for key in columns) + " |" for row in rows]
-    shared = any("training_seconds" not in row for row in finished(runs))
     said = (
-        "The time is training alone, without start-up, evaluation and saving. A run's "
-        "schedule ends at its last step. The rise is how far the logged training loss climbs after "
-        "the warm-up above its lowest value before. Losses are in nats per token."
-        + (" Runs without a time shared their GPU with other work." if shared else "")
+        "Training time is without start-up, evaluation and saving. A run's schedule ends at its "
+        "last step. Losses are in nats per token."
     )
-    parts = ["# Runs compared", "\n".join(lines), *retrieval_section(result), *seeds_section(runs)]
-    parts += [*agreement(result), said]
-    origin = f"Measured on {origins(result)}. The options of each run are in the JSON file."
-    return "\n\n".join([*parts, origin]) + "\n"
-
-
-def agreement(result: dict) -> list[str]:
-    """How far the training losses of backends are apart: of runs that have the reference's other
-    options, at the steps that both results have.
-    """
-    reference = result["runs"].get(result["plan"].get("reference"), {})
-    found = []
-    for name, row in result["runs"].items():
-        if row is reference or not {"loss"} <= row.keys() & reference.keys():
-            continue
-        if without_backend(row) == without_backend(reference):
-            ours, theirs = dict(reference["loss"]), dict(row["loss"])
-            gaps = {step: abs(theirs[step] / ours[step] - 1) for step in ours.keys() & theirs}
-            worst = max(gaps, key=gaps.get)
-            found.append(
-                f"{result['plan']['reference']} and {name}: training losses apart by "
-                f"{gaps[worst]:.2%} at most (step {worst}), {mean(gaps.values()):.2%} on average "
-                f"over {len(gaps)} steps."
-            )
-    return found
-
-
-def without_backend(row: dict) -> dict:
-    settings = {key: value for key, value in row["settings"].items() if value is not None}
-    return settings | {"model.mixing_backend": None}
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    table = tables.table([{title: row[title] for title in titles} for row in rows])
+    return ["# Runs compared", table, *retrieval_section(result), *seeds_section(runs), said]
 
 
 def row_of_run(name: str, result: dict) -> dict[str, str]:
-    """One run in words; loss and time are compared with those of the reference."""
-    runs = result["runs"]
-    row, reference = runs[name], runs.get(result["plan"].get("reference"), {})
+    """One run in words; its time is compared with that of the plan's reference."""
+    row = result["runs"][name]
+    reference = result["runs"].get(result["plan"].get("reference"), {})
+    cells = dict.fromkeys(
+        ("run", "steps", "thousand tokens/s", "training, s", "of its time", "validation loss"), ""
+    ) | {"run": name, "memory, GB": "", "useful TFLOP/s": ""}
     if "failure" in row:
-        return {"run": name, "validation loss": f"failed: {row['failure'].splitlines()[0]}"}
-    seconds = row.get("training_seconds")
-    found = {
-        "run": name,
-        "steps": f"{row['steps']:,}",
-        "thousand tokens/s": f"{row['tokens_per_second'] / 1e3:,.0f}" if seconds else "",
-        "training, s": f"{seconds:.1f}" if seconds else "",
-        "validation loss": f"{row['validation_loss']:.4f}",
-        "largest rise of the loss": f"{row['largest_rise']:.1%}",
-        "memory, GB": f"{row['peak_memory_gb']:.1f}",
-        "useful TFLOP/s": f"{row['useful_tflops']:.3g}" if "useful_tflops" in row else "",
-    }
-    if "validation_loss" in reference:
-        less = row["validation_loss"] - reference["validation_loss"]
-        found["loss to the reference's"] = f"{less:+.4f}"
-        timed = seconds and "training_seconds" in reference
-        found["of its time"] = f"{seconds / reference['training_seconds']:.3f}" if timed else ""
-    return found
+        return cells | {"validation loss": "failed: not finite"}
+    cells["steps"] = f"{row['steps']:,}"
+    cells["validation loss"] = f"{row['validation_loss']:.4f}"
+    cells["memory, GB"] = f"{row['peak_memory_gb']:.1f}"
+    if seconds := row.get("training_seconds"):  # unless other work was on the same GPU
+        cells["thousand tokens/s"] = f"{row['tokens_per_second'] / 1e3:,.0f}"
+        cells["training, s"] = f"{seconds:.1f}"
+        if "training_seconds" in reference:
+            cells["of its time"] = f"{seconds / reference['training_seconds']:.3f}"
+    if "useful_tflops" in row:
+        cells["useful TFLOP/s"] = f"{row['useful_tflops']:.3g}"
+    return cells
 
 
 def seeds_section(runs: dict) -> list[str]:
@@ -152,21 +117,17 @@ def retrieval_section(result: dict) -> list[str]:
 # ------------------------------------------------------------------------- kinds and sizes
 
 
-def table_of_kinds(result: dict) -> str:
+def parts_of_kinds(result: dict) -> list[str]:
     runs = result["runs"]
     parts = ["# Models of several sizes for equal times"]
-    if longer(runs):
-        parts += ["## Losses", tables.table(loss_rows(runs), keys=3)]
+    if rows := longer(runs):
+        parts += ["## Losses", tables.table(loss_rows(rows))]
     if rows := accuracy_rows(result):
         parts += ["## Accuracy", tables.table(rows), "The share of the answers that are likeliest."]
-    if rows := where_rows(runs):
-        parts += ["## Where each is better", tables.table(rows, keys=2), how_split()]
     parts += retrieval_section(result) + seeds_section(runs)
     if rates := rate_rows(result):
         parts += ["## Speeds and learning rates", tables.table(rates)]
-    if finished(runs):
-        parts += [notes(result)]
-    return "\n\n".join(parts) + "\n"
+    return [*parts, notes(result)] if finished(runs) else parts
 
 
 def model_of(row: dict) -> str:
@@ -191,27 +152,14 @@ def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
     return min(rows, key=lambda row: row["validation_loss"], default=None)
 
 
-def has_jumped(runs: dict, row: dict) -> bool:
-    """Whether a run ended above a shorter one of the same model: its loss has jumped on the way and
-    not come back, so it says nothing of what that time is worth.
-    """
-    return any(
-        row["validation_loss"] > JUMP * other["validation_loss"]
-        for other in finished(runs, row["kind"])
-        if other["size"] == row["size"] and other["budget"] < row["budget"]
-    )
-
-
 def longer(runs: dict) -> list[dict]:
     """The runs that follow a sweep: by time, and the best first."""
     rows = [row for row in finished(runs) if "loss_by_position" in row]
     return sorted(rows, key=lambda row: (row["budget"], row["validation_loss"]))
 
 
-def loss_rows(runs: dict) -> list[dict]:
-    lowest: dict[float, float] = {}
-    for row in longer(runs):  # the best of a time first
-        lowest.setdefault(row["budget"], row["validation_loss"])
+def loss_rows(rows: list[dict]) -> list[dict]:
+    lowest = {row["budget"]: row["validation_loss"] for row in reversed(rows)}
     return [
         {
             "model": model_of(row),
@@ -223,10 +171,17 @@ def loss_rows(runs: dict) -> list[dict]:
             "memory, GB": f"{row['peak_memory_gb']:.1f}",
             "validation loss": f"{row['validation_loss']:.4f}",
             "of the lowest": f"{row['validation_loss'] / lowest[row['budget']]:.3f}",
-            "bits/byte": "" if is_task(row) else f"{row['bits_per_byte']:.4f}",
         }
-        for row in longer(runs)
+        | ({} if any(map(is_task, rows)) else text_cells(row))
+        for row in rows
     ]
+
+
+def text_cells(row: dict) -> dict[str, str]:
+    """Of a model of a text: its loss in bits per byte, and for tokens that are repeats and not."""
+    parts = {"repeats": row["repeats_loss"], "others": row["others_loss"]}
+    found = {name: "-" if loss is None else f"{loss:.3f}" for name, loss in parts.items()}
+    return {"bits/byte": f"{row['bits_per_byte']:.4f}"} | found
 
 
 def is_task(row: dict) -> bool:
@@ -245,53 +200,12 @@ def accuracy_rows(result: dict) -> list[dict]:
 
 def mean_by_position(losses: list[float]) -> list[list[float]]:
     """Means of the losses by position, each with the position before which it ends: of positions 0,
-    1 to 2, 3 to 6 and so on, which the ranges of the table divide further.
+    1 to 2, 3 to 6 and so on.
     """
-    powers = {2**n - 1 for n in range(len(losses).bit_length() + 1)}
-    ends = sorted(end for end in {*powers, *RANGES, len(losses)} if 0 < end <= len(losses))
+    ends = {min(2**n - 1, len(losses)) for n in range(1, len(losses).bit_length() + 1)}
+    ends = sorted(ends | {len(losses)})
     pairs = zip([0, *ends], ends, strict=False)
     return [[end, round(float(np.mean(losses[first:end])), 8)] for first, end in pairs]
-
-
-def mean_between(means: list[list[float]], first: int, last: int) -> float:
-    """The mean loss of the positions from `first` to before `last`."""
-    sizes = np.diff([0, *(end for end, _ in means)])
-    inside = [first < end <= last for end, _ in means]
-    return float(np.average([mean for _, mean in means], weights=sizes * inside))
-
-
-def where_rows(runs: dict) -> list[dict]:
-    return [
-        {"model": model_of(row), "s": f"{row['budget']:g}"}
-        | position_cells(row["loss_by_position"])
-        | {
-            "repeats": kind_cell(row["repeats_loss"]),
-            "others": kind_cell(row["others_loss"]),
-            "share of repeats": f"{row['repeats_share']:.1%}",
-        }
-        for row in longer(runs)
-        if row["loss_by_position"]
-    ]
-
-
-def position_cells(means: list[list[float]]) -> dict[str, str]:
-    return {
-        f"positions {first} to {end}": f"{mean_between(means, first, end):.3f}"
-        for first, end in zip(RANGES, RANGES[1:], strict=False)
-        if first < means[-1][0]
-    }
-
-
-def kind_cell(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.3f}"
-
-
-def how_split() -> str:
-    return (
-        "Losses in nats per token. Position: how many tokens of the window come before the one "
-        "that is read last. Repeats: tokens that a copy from the window would predict, as the two "
-        "tokens before them occurred earlier in the window and were followed by the same token."
-    )
 
 
 def sweep_budget(result: dict) -> float:
@@ -308,9 +222,10 @@ def rate_rows(result: dict) -> list[dict]:
     swept = [row for row in runs.values() if 0 < row["budget"] <= sweep_budget(result)]
     rates, rows = sorted({row["lr"] for row in swept}), []
     for name in dict.fromkeys(map(model_of, swept or finished(runs))):
-        longest = longest_run(runs, name)
-        if not longest:
+        own = [row for row in finished(runs) if model_of(row) == name]
+        if not own:
             continue
+        longest = max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
         row = {
             "model": name,
             "parameters, M": f"{longest['parameters'] / 1e6:.1f}",
@@ -318,80 +233,52 @@ def rate_rows(result: dict) -> list[dict]:
         }
         if "useful_tflops" in longest:
             row["useful TFLOP/s"] = f"{longest['useful_tflops']:.3g}"
-        own = {row["lr"]: row for row in swept if model_of(row) == name}
-        losses = {rate: one.get("validation_loss", math.inf) for rate, one in own.items()}
+        losses = {
+            row["lr"]: row.get("validation_loss", math.inf)
+            for row in swept
+            if model_of(row) == name
+        }
         best = min(losses, key=losses.get, default=None)
-        if own:
-            row["steps of a sweep's run"] = f"{own[best].get('steps', 0):,}"
         for rate in rates:
             loss = losses.get(rate)
-            cell = "" if loss is None else "diverged" if math.isinf(loss) else f"{loss:.4f}"
-            row[f"lr {rate:g}"] = f"**{cell}**" if rate == best else cell
+            text = "" if loss is None else "diverged" if math.isinf(loss) else f"{loss:.4f}"
+            row[f"lr {rate:g}"] = f"**{text}**" if rate == best else text
         rows.append(row)
     return rows
 
 
-def best_at_an_edge(result: dict) -> list[str]:
-    """Models whose best rate may lie outside of those that a sweep tried."""
-    swept = [row for row in finished(result["runs"]) if row["budget"] <= sweep_budget(result)]
-    found = []
-    for name in dict.fromkeys(map(model_of, swept)):
-        losses = {row["lr"]: row["validation_loss"] for row in swept if model_of(row) == name}
-        best = min(losses, key=losses.get)
-        if len(losses) > 1 and best in (min(losses), max(losses)):
-            found.append(f"{name} ({best:g})")
-    return found
-
-
-def longest_run(runs: dict, model: str) -> dict | None:
-    """Of a model's longest runs, whose speed is the surest, the best."""
-    own = [row for row in finished(runs) if model_of(row) == model]
-    return max(own, key=lambda row: (row["budget"], -row["validation_loss"]), default=None)
-
-
 def notes(result: dict) -> str:
     runs, plan = result["runs"], result["plan"]
-    rows = finished(runs)
-    settings, text = rows[0]["settings"], f"{rows[0]['training_tokens'] / 1e6:.1f}M tokens"
-    lines = named_note(
-        "Diverged",
-        [row for row in runs.values() if row["budget"] > sweep_budget(result) and "failure" in row],
-    )
-    jumped = [row for row in longer(runs) if has_jumped(runs, row)]
-    lines += named_note(
-        "Ended above a shorter run of the same model, as the loss jumped at this rate (the picture "
-        "leaves it out)",
-        jumped,
-    )
-    if edges := best_at_an_edge(result):
-        lines.append(
-            f"The best rate is the lowest or the highest tried, and a better one may lie beyond: "
-            f"{', '.join(edges)}."
-        )
-    had = set(map(model_of, rows))
-    planned = [f"{kind} {size}".strip() for kind, sizes in plan["kinds"].items() for size in sizes]
-    if not_run := [model for model in planned if model not in had]:
-        lines.append(f"In the plan and not run: {', '.join(not_run)}.")
-    lines += [
-        f"{rows[0]['tokens_a_step']:,} tokens a step in samples of "
+    row = finished(runs)[0]
+    settings = row["settings"]
+    diverged = [
+        f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})"
+        for row in runs.values()
+        if row["budget"] > sweep_budget(result) and "failure" in row
+    ]
+    lines = [f"Diverged: {', '.join(diverged)}."] if diverged else []
+    text = f"a text of {row['training_tokens'] / 1e6:.1f}M tokens"
+    lines.append(
+        f"{row['tokens_a_step']:,} tokens a step in samples of "
         f"{settings.get('model.max_position_embeddings', 'the usual length')}, "
-        f"{'of which answers count' if is_task(rows[0]) else 'a text of ' + text}, optimizer "
-        f"{settings.get('optim.name', 'adamw')}, one GPU for each run.",
-        (
+        f"{'of which answers count' if is_task(row) else text}, optimizer "
+        f"{settings.get('optim.name', 'adamw')}, one GPU for each run."
+    )
+    if plan.get("rates"):
+        lines.append(
             f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. "
             "Longer runs have the best rate of these, and the next lower one where the table has "
-            "it. "
-            if plan.get("rates")
-            else ""
+            "it. If the best is the highest or the lowest tried, a better one may lie beyond."
         )
-        + "Each run's learning rate ends its schedule at the last step, so only ends are compared.",
+    if shares := {f"{row['repeats_share']:.1%}" for row in longer(runs) if not is_task(row)}:
+        lines.append(
+            f"Losses in nats per token. Repeats, {' or '.join(sorted(shares))} of the tokens: a "
+            "copy from the window would predict them, as the two tokens before them occurred "
+            "earlier in the window and were followed by the same token."
+        )
+    lines += [
+        "Each run's learning rate ends its schedule at the last step, so only ends are compared.",
         "Training time is the steps by the median time of a step, without start-up, compilation, "
         "evaluation and saving. No run reads its text more than four times.",
-        f"Measured on {origins(result, rows)}. The options of each run are in the JSON file.",
     ]
     return "\n".join(f"- {line}" for line in lines)
-
-
-def named_note(what: str, rows: list[dict]) -> list[str]:
-    named = [f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})" for row in rows]
-    return [f"{what}: {', '.join(named)}."] if named else []

@@ -41,7 +41,7 @@ class Study:
         self.file, self.folder, self.commit = file, folder, commit
         self.problems: list[str] = []
         self.stopped = False
-        self.processes: dict[Connection, multiprocessing.Process] = {}
+        self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
 
     def work(self, jobs: list[Job]) -> int:
         """Does all runs, writes the report, and returns the exit status: LEFT after a signal.
@@ -53,21 +53,21 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             signal.signal(number, self.stop)
-        waiting, free, running = deque((job, None) for job in jobs), visible_gpus(), {}
-        while running or (waiting and not self.stopped):
+        waiting, free = deque((job, None) for job in jobs), visible_gpus()
+        while self.running or (waiting and not self.stopped):
             while waiting and free and not self.stopped:
                 job, row = waiting.popleft()
                 run = self.next_run(job, row)
                 if run and (known := self.runs.get(run.name)):
                     waiting.appendleft((job, known))
                 elif run:
-                    gpu = free.pop(0)
-                    running[self.start(run, gpu)] = job, run, gpu
-            for connection in wait(list(running)) if running else ():
-                job, run, gpu = running.pop(connection)
+                    self.start(job, run, free.pop(0))
+            for connection in wait(list(self.running)) if self.running else ():
+                job, run, gpu, process = self.running.pop(connection)
                 free.append(gpu)
                 if row := self.outcome(connection, run):
                     waiting.append((job, row))
+                process.join()
         if self.runs:
             print(write_report(self.result, self.file))
         if self.problems:
@@ -78,7 +78,7 @@ class Study:
 
     def stop(self, *_) -> None:
         self.stopped = True
-        for process in self.processes.values():
+        for *_, process in self.running.values():
             process.terminate()
 
     def next_run(self, job: Job, row: dict | None) -> Run | None:
@@ -90,7 +90,7 @@ class Study:
             self.problems.append(str(error))
             return None
 
-    def start(self, run: Run, gpu: str) -> Connection:
+    def start(self, job: Job, run: Run, gpu: str) -> None:
         # A fork has imported everything already, but CUDA does not survive one. CUDA reads which
         # GPUs are visible when it is first asked, perhaps by an import: the process is born with
         # one.
@@ -103,37 +103,29 @@ class Study:
         os.environ.pop("CUDA_VISIBLE_DEVICES")
         os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         theirs.close()  # so that the end of the process ends what is read
-        self.processes[ours] = process
+        self.running[ours] = job, run, gpu, process
         if self.stopped:  # by a signal that came before this process was known
             process.terminate()
-        return ours
 
     def outcome(self, connection: Connection, run: Run) -> dict | None:
-        """The row of a process that has ended, if its run has."""
+        """The row of a process that has ended, if its run has: it is in the results now."""
         try:
             row = connection.recv()
         except EOFError:
             row = None
-        self.processes.pop(connection).join()
-        try:
-            if row is None and not self.stopped:
-                raise UserError("its process was stopped; the same command goes on")
-            if isinstance(row, str):
-                raise UserError(row)
-            if row:
-                self.add(run, row)
-        except UserError as error:
-            self.problems.append(f"{run.name}: {error}")
+        if row is None and not self.stopped:
+            row = "its process was stopped; the same command goes on"
+        problem = row if isinstance(row, str) else row and other_text(row, self.runs, self.file)
+        if problem:
+            self.problems.append(f"{run.name}: {problem}")
+        if problem or not row:
             return None
-        return row
-
-    def add(self, run: Run, row: dict) -> None:
-        require_same_text(row, self.runs, self.file)
         row["commit"] = self.commit
         self.runs[run.name] = row
         write_json(self.file, self.result)
         loss = f"loss {row['validation_loss']:.4f}" if "validation_loss" in row else "diverged"
         print(f"{run.name}: {loss}", flush=True)
+        return row
 
 
 def visible_gpus() -> list[str]:
@@ -143,8 +135,8 @@ def visible_gpus() -> list[str]:
     return named.split(",")[:count] or [""]
 
 
-def require_same_text(measured: dict, runs: dict[str, dict], file: Path) -> None:
-    """Raises UserError if runs of `file` with the same options for data had another text."""
+def other_text(measured: dict, runs: dict[str, dict], file: Path) -> str:
+    """What is wrong if runs of `file` with the same options for data had another text."""
 
     def data(one: dict) -> dict:
         return {key: value for key, value in one["settings"].items() if key.startswith("data.")}
@@ -152,8 +144,9 @@ def require_same_text(measured: dict, runs: dict[str, dict], file: Path) -> None
     text = measured["text_sha256"]
     for name, other in runs.items():
         if other.get("text_sha256", text) != text and data(other) == data(measured):
-            raise UserError(
+            return (
                 f"the text has changed: {file} has a run {name!r} with the same options for data, "
                 "and other tokens. Runs are compared on one text alone: give that text, or another "
                 "--output"
             )
+    return ""

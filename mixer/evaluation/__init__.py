@@ -2,9 +2,8 @@
 
 evaluate      from options to results
 texts         what is scored
-scoring       the score of each token, window by window
+scoring       the score of each token, window by window, and whether the model is causal
 measure       the score of a text by all processes, with speed and memory
-checks        whether the model is causal
 report        the table and its notes
 model_card    for a checkpoint that is given away
 """

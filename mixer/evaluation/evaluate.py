@@ -6,43 +6,42 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
-from mixer.checkpoints.pretrained import (
-    check_checkpoint,
-    check_token,
-    load_checkpoint,
-    weights_sha256,
-)
+from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for
 from mixer.common.memory import memory_for
 from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
 from mixer.data.config import TASKS, DataConfig
-from mixer.evaluation.checks import check_causality
+from mixer.distributed.ending import leave_with_error
 from mixer.evaluation.measure import (
-    AUTOCAST_TYPES,
     DEVICES,
     Process,
     choose_device,
-    end_processes,
     find_partners,
+    is_joined,
     join_processes,
-    leave_if_joined,
     measure,
     reads,
 )
-from mixer.evaluation.report import evaluation_report, tell_apart, write_evaluation
-from mixer.evaluation.scoring import TokenScores, check_stride, sample_batches, window_batches
+from mixer.evaluation.report import evaluation_report, write_evaluation
+from mixer.evaluation.scoring import (
+    AUTOCAST_TYPES,
+    TokenScores,
+    check_causality,
+    sample_batches,
+    window_batches,
+)
 from mixer.evaluation.texts import (
     Text,
     file_documents,
-    file_names,
     hub_documents,
-    hub_name,
     limit,
+    named,
     put_eos_first,
     task_text,
     text_of,
@@ -63,6 +62,7 @@ class EvalOptions:
         MISSING,
         "a checkpoint, e.g. runs/demo/step-600, or the directory of any Hugging Face causal LM",
     )
+    # At most one of these four.
     text: Sequence[str] = option(
         (),
         "files, folders or globs to score: each UTF-8 text file is a document, and each row of a "
@@ -121,53 +121,36 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     if rank() == 0:
         check_writable(directory)
     try:
-        results = tell_apart([evaluate_checkpoint(options) for options in evaluations])
+        results = [evaluate_checkpoint(options) for options in evaluations]
     except BaseException as error:
-        leave_if_joined(error)
+        if is_joined():
+            leave_with_error(error)  # so that no other process waits for this one
         raise
     if rank() == 0:
         write_evaluation(results, directory)
         print(evaluation_report(results))
         print(f"\nthe report is in {directory}")
-    end_processes()
+    if is_joined():
+        torch.distributed.destroy_process_group()
 
 
 def default_directory(evaluations: list[EvalOptions]) -> Path:
     """Beside the first checkpoint, with a name of its own for all options that change numbers."""
-    first, *others = evaluations
-    unchanged = ("checkpoint", "batch_size", "device")
-    given = [
+    first = evaluations[0]
+    asked = [
         (item.name, value)
         for item in fields(first)
-        if item.name not in unchanged and (value := getattr(first, item.name)) != item.default
+        if item.name not in ("checkpoint", "batch_size", "device")
+        and (value := getattr(first, item.name)) != item.default
     ]
-    given_paths = [*first.text, *filter(None, [first.data, first.pairs])]
-    paths = [Path(path).resolve() for path in given_paths]
-    asked = [*given, *map(str, paths), *(other.checkpoint for other in others)]
-    about = " ".join([path.name for path in paths]) or first.hub
+    asked += [options.checkpoint for options in evaluations[1:]]
+    paths = filter(None, [*first.text, first.data, first.pairs])
+    about = " ".join(Path(path).resolve().name for path in paths) or first.hub
     what = "retrieval" if first.pairs else "eval"
     return directory_for(Path(first.checkpoint), what, about, repr(asked) if asked else "")
 
 
-def exp_or_none(value: float) -> float | None:
-    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
-    model can be.
-    """
-    return math.exp(value) if value < 709 else None
-
-
-def perplexities(scores: TokenScores, text: Text) -> dict:
-    """Perplexity per token, and of a text also per word and byte, and bits per byte (nats / ln 2 /
-    bytes).
-    """
-    found = {"loss": scores.loss, "token_perplexity": exp_or_none(scores.loss)}
-    if text.task:
-        return found
-    return found | {
-        "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
-        "byte_perplexity": exp_or_none(scores.nats / text.bytes),
-        "bits_per_byte": scores.nats / math.log(2) / text.bytes,
-    }
+# ------------------------------------------------------------------------- what is scored
 
 
 def check_options(options: EvalOptions) -> None:
@@ -176,11 +159,6 @@ def check_options(options: EvalOptions) -> None:
     """
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
-    if sum(map(bool, (options.text, options.data, options.hub, options.pairs))) > 1:
-        raise UserError(
-            "more than one text was given: give --text FILE..., --data DIR, --hub NAME or --pairs "
-            "DIR, not both or all"
-        )
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
     if task_of(options):
@@ -226,7 +204,10 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
         raise UserError(
             f"window {window} is larger than the context of {options.checkpoint}: give 1..{context}"
         )
-    return window, check_stride(window if options.stride is None else options.stride, window)
+    stride = options.stride or window
+    if stride > window:
+        raise UserError(f"stride {stride} is outside 1..{window} (the window): choose one inside")
+    return window, stride
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -235,24 +216,26 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     """
     if task := task_of(options):
         return task_text(task, window)
-    every_token = options.first_token == "eos"
-    if options.text or options.hub:
-        name, found = file_names(options.text), file_documents
-        where = [options.text]
-        if options.hub:
-            where, found = [options.hub, options.subset, options.split], hub_documents
-            name = " ".join(filter(None, [hub_name(options.hub), *where[1:]]))
-        found = found(*where, options.text_field, blank=every_token)
-        text = text_of(name, found, tokenizer, options.max_tokens)
+    with_eos = options.first_token == "eos"
+    if options.text:
+        found = file_documents(options.text, options.text_field, blank=with_eos)
+        text = text_of(named(options.text), found, tokenizer, options.max_tokens)
+    elif options.hub:
+        where = options.hub, options.subset, options.split
+        found = hub_documents(*where, options.text_field, blank=with_eos)
+        text = text_of(" ".join(filter(None, where)), found, tokenizer, options.max_tokens)
     else:
         text = validation_text(Path(data_directory(options)), window, tokenizer)
-    if every_token:
+    if with_eos:
         put_eos_first(text, tokenizer)
     if all(len(tokens) < 2 for tokens in text.streams):
         raise UserError(
             f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
         )
     return limit(text, options.max_tokens, tokenizer)
+
+
+# ------------------------------------------------------------------------- scoring it
 
 
 def evaluate_checkpoint(options: EvalOptions) -> dict:
@@ -276,52 +259,86 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 def _evaluate(options: EvalOptions, process: Process) -> dict:
     directory = Path(options.checkpoint)
     model, tokenizer = load_checkpoint(directory, process.device, options.backend)
-    described = describe_model(directory, model, tokenizer)
+    found = describe_model(directory, model, tokenizer)  # before a window extends its context
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
-    where = {"batch_size": options.batch_size, "dtype": AUTOCAST_TYPES[options.dtype]}
+    dtype, batch_size = AUTOCAST_TYPES[options.dtype], options.batch_size
+    is_mixer = isinstance(model.config, MaskedMixerConfig)
+    found |= {
+        "window": window,
+        "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
+        "dtype": options.dtype,
+        "device": str(process),
+    }
     if options.pairs:
         validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
-        about = {"window": window, "dtype": options.dtype}
-        return described | about | find_partners(model, options.pairs, window, process, **where)
+        how = {"batch_size": batch_size, "dtype": dtype}
+        return found | find_partners(model, options.pairs, window, process, **how)
     text = choose_text(options, window, tokenizer)
-    largest = max(int(tokens.max()) for tokens in text.streams if len(tokens))
-    check_token(largest, model, text.name)
-    causality = check_causality(model, max(text.streams, key=len), window, options.dtype)
+    check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
+    check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
     if text.task:
-        batches = sample_batches(text.task, 0, options.batch_size)
+        batches = sample_batches(text.task, 0, batch_size)
     else:
-        cut = window, stride, options.batch_size, options.last_window
-        batches = window_batches(text.streams, *cut)
-    scores, cost = measure(model, batches, window, where["dtype"], process)
+        batches = window_batches(text.streams, window, stride, batch_size, options.last_window)
+    scores, cost = measure(model, batches, window, dtype, process)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
             "if it stays, the checkpoint diverged"
         )
-    is_mixer = isinstance(model.config, MaskedMixerConfig)
-    return {
-        **described,
-        **describe_text(text, tokenizer),
-        "first_token": FIRST_TOKEN[options.first_token],
-        "window": window,
+    found |= {
         "stride": stride,
+        "first_token": FIRST_TOKEN[options.first_token],
         "last_window": LAST_WINDOW[options.last_window],
+    }
+    return found | describe_text(text) | numbers(scores, text) | cost
+
+
+def describe_text(text: Text) -> dict:
+    return {
+        "text": text.name,
+        "bytes": text.bytes,
+        "words": text.words,
+        "tokenizer_loses": text.loses,
+        "streams": len(text.streams),
+    }
+
+
+def numbers(scores: TokenScores, text: Text) -> dict:
+    """What a report has of the scores."""
+    return {
         "windows": scores.windows,
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
         "accuracy": scores.accuracy,
         **perplexities(scores, text),
-        "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
-        "dtype": options.dtype,
-        "device": str(process),
-        **cost,
-        "causality": causality,
         **loss_by_kind(scores),
         "loss_by_position": scores.loss_by_position,
         "accuracy_by_position": scores.accuracy_by_position,
         "count_by_position": scores.count_by_position.tolist(),
+    }
+
+
+def exp_or_none(value: float) -> float | None:
+    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
+    model can be.
+    """
+    return math.exp(value) if value < 709 else None
+
+
+def perplexities(scores: TokenScores, text: Text) -> dict:
+    """Perplexity per token, and of a text also per word and byte, and bits per byte (nats / ln 2 /
+    bytes).
+    """
+    found = {"loss": scores.loss, "token_perplexity": exp_or_none(scores.loss)}
+    if text.task:
+        return found
+    return found | {
+        "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
+        "byte_perplexity": exp_or_none(scores.nats / text.bytes),
+        "bits_per_byte": scores.nats / math.log(2) / text.bytes,
     }
 
 
@@ -341,7 +358,7 @@ def loss_by_kind(scores: TokenScores) -> dict:
 def describe_model(
     directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> dict:
-    """The result's entries about the model, by which reports tell weights and tokenizers apart."""
+    """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
     serialised = tokenizer.backend_tokenizer.to_str()
     return {
         "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
@@ -351,23 +368,5 @@ def describe_model(
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": model.config.get_text_config().vocab_size,
         "context": getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        "tokenizer_ids": len(tokenizer),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
-        "weights_sha256": weights_sha256(directory),
-    }
-
-
-def describe_text(text: Text, tokenizer: PreTrainedTokenizerFast) -> dict:
-    """The result's entries about the text."""
-    eos, eos_scored = tokenizer.eos_token_id, 0
-    if eos is not None and not text.task:
-        eos_scored = sum(int((tokens[1:] == eos).sum()) for tokens in text.streams)
-    return {
-        "text": text.name,
-        "is_task": text.task is not None,
-        "bytes": text.bytes,
-        "words": text.words,
-        "sizes_counted_from": "; ".join(filter(None, (text.counted, text.loses))),
-        "streams": len(text.streams),
-        "eos_scored": eos_scored,
     }

@@ -16,13 +16,10 @@ from mixer.common.hardware import lacks_bf16, peak_memory_gb
 from mixer.common.ranks import is_launched
 from mixer.data.batches import Batch
 from mixer.data.pairs import PairFile
-from mixer.distributed.ending import leave_with_error
 from mixer.evaluation.scoring import TokenScores, evaluate_batches
 from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
 DEVICES = ("auto", "cpu", "cuda")
-# The names of --dtype; None is fp32, without autocast.
-AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -72,22 +69,8 @@ def join_processes(device: torch.device) -> Process:
     return Process(state.device, state.process_index, state.num_processes)
 
 
-def has_joined() -> bool:
+def is_joined() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def end_processes() -> None:
-    """Ends the communication that `join_processes` began."""
-    if has_joined():
-        torch.distributed.destroy_process_group()
-
-
-def leave_if_joined(error: BaseException) -> None:
-    """Ends this process of a launch at once, with its error, so that no other waits for it; returns
-    where there is no other.
-    """
-    if has_joined():
-        leave_with_error(error)
 
 
 def measure(
@@ -97,14 +80,12 @@ def measure(
     dtype: torch.dtype | None,
     process: Process,
 ) -> tuple[TokenScores, dict]:
-    """(scores of all processes together, {"tokens_per_second", "peak_memory_gb", "memory"}).
+    """(scores of all processes together, {"tokens_per_second", "peak_memory_gb"}).
 
     The arguments are those of `evaluate_batches`. Throughput counts the scored tokens of all
-    processes. Memory in 2^30 bytes is the most of any process: what PyTorch allocated on the GPU,
-    or on a CPU the peak of the whole process.
+    processes. Memory is the most of any process; see `peak_memory_gb`.
     """
-    on_gpu = process.device.type == "cuda"
-    if on_gpu:
+    if process.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(process.device)
     start = time.perf_counter()
     share = process.index, process.count
@@ -116,7 +97,6 @@ def measure(
     return scores, {
         "tokens_per_second": scores.tokens / (time.perf_counter() - start),
         "peak_memory_gb": memory,
-        "memory": "allocated on the GPU" if on_gpu else "resident, of the whole process",
     }
 
 
@@ -142,4 +122,4 @@ def find_partners(
         torch.distributed.all_reduce(vectors)
     if not vectors.isfinite().all():
         raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
-    return {"data": data, "device": str(process), "pairs": count} | top1(*vectors)
+    return {"data": data, "pairs": count} | top1(*vectors)

@@ -1,29 +1,17 @@
-"""The model card of an exported checkpoint: what it is, how to load it, how it was trained, and
-what eval.py reported of its weights.
-"""
+"""The model card of an exported checkpoint: what it is, how to load it and how it was trained."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import ModelCardData
 
 from mixer.checkpoints.format import earlier_settings, read_trainer
 from mixer.common.yaml_file import as_yaml
-from mixer.evaluation.report import COLUMNS, evaluation_notes, select
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.metrics_file import read_metrics
-from mixer.reporting.tables import table
 
 # Settings that may be paths of the training machine, and are left out.
 MAY_BE_PATHS = ("path", "validation_path", "tokenizer")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Columns of an evaluation's table that mean something on that machine alone.
-OF_ONE_EVALUATION = ("label", "tokens_per_second", "peak_memory_gb")
-EVALUATION_COLUMNS = {"text": "text"} | {
-    title: key for title, key in COLUMNS.items() if key not in OF_ONE_EVALUATION
-}
 METRICS = {  # the last values of metrics.jsonl, and what the card calls them
     "loss": "training loss, nats a token",
     "validation_loss": "validation loss, nats a token",
@@ -53,51 +41,27 @@ tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)
 
 The code beside the weights is plain PyTorch. Where the masked-mixer package is installed,
 `import mixer` before these lines makes `trust_remote_code` unnecessary, and its kernels are used.
-{evaluation}{configuration}"""
+{configuration}"""
 
 
-def model_card(
-    model: MaskedMixerForCausalLM,
-    checkpoint: Path,
-    title: str,
-    license: str,
-    evaluations: list[dict],
-) -> str:
-    """The card as Markdown. What is not known of the checkpoint, its run or its evaluation is left
-    out.
+def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str) -> str:
+    """The card as Markdown. What is not known of the checkpoint or its run is left out.
 
-    model: with the weights' dtype as exported. evaluations: results of eval.py for these weights.
     Raises UserError where the run's files are damaged.
     """
     trainer = read_trainer(checkpoint)
-    run = trainer.get("settings", {})
-    data = run.get("data", {})
-    path = data.get("path", "") if data.get("source") == "hub" else ""
-    is_on_hub = HUB_NAME.fullmatch(path) and not Path(path).exists()
     header = ModelCardData(
         license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["masked-mixer", "custom_code"],
-        datasets=[path] if is_on_hub else None,
     )
     facts = [f"| {name} | {value} |" for name, value in _facts(model, checkpoint, trainer).items()]
-    evaluation = configuration = ""
-    if evaluations:
-        evaluation = f"\n## Evaluation\n\n{_evaluation(evaluations, title, model.dtype)}\n"
-    if run:
-        data = {name: value for name, value in data.items() if name not in MAY_BE_PATHS}
-        configuration = f"\n## Configuration\n\n```yaml\n{as_yaml(run | {'data': data})}```\n"
-        left_out = [f"data.{name}" for name in MAY_BE_PATHS]
-        configuration += "".join(
-            f"\n{line}.\n" for line in earlier_settings(trainer.get("earlier", {}), left_out)
-        )
     return TEXT.format(
         header=header.to_yaml(),
         title=title,
         facts="\n".join(facts),
-        evaluation=evaluation,
-        configuration=configuration,
+        configuration=_configuration(trainer) if trainer.get("settings") else "",
     )
 
 
@@ -123,12 +87,11 @@ def _facts(
     return facts
 
 
-def _evaluation(results: list[dict], title: str, dtype: torch.dtype) -> str:
-    """A table with a row for each evaluation, and their conventions below it."""
-    rows = [result | {"label": title} for result in results]
-    notes = [evaluation_notes(row) for row in rows]
-    if dtype != torch.float32:
-        notes.append(
-            f"- Evaluated before the weights were rounded to {str(dtype).removeprefix('torch.')}."
-        )
-    return table(select(rows, EVALUATION_COLUMNS)) + "\n\n" + "\n".join(notes)
+def _configuration(trainer: dict[str, Any]) -> str:
+    """The settings of the run, and what earlier steps had in place of them."""
+    run = trainer["settings"]
+    data = {name: value for name, value in run.get("data", {}).items() if name not in MAY_BE_PATHS}
+    left_out = [f"data.{name}" for name in MAY_BE_PATHS]
+    earlier = earlier_settings(trainer.get("earlier", {}), left_out)
+    text = f"\n## Configuration\n\n```yaml\n{as_yaml(run | {'data': data})}```\n"
+    return text + "".join(f"\n{line}.\n" for line in earlier)

@@ -22,6 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 from mixer.common.errors import UserError
 from mixer.data.run_data import Samples
 
+# The names of --dtype; None is fp32, without autocast.
+AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+# As a share of the largest logit. A causal model's logits do not move at all, except with libraries
+# whose matmuls choose the order of a sum by the data.
+TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+
 
 @dataclass
 class TokenScores:
@@ -205,7 +211,24 @@ def evaluate_batches(
     return scores
 
 
-def check_stride(stride: int, context: int) -> int:
-    if not 1 <= stride <= context:
-        raise UserError(f"stride {stride} is outside 1..{context} (the window): choose one inside")
-    return stride
+@torch.no_grad()
+def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
+    """Raises UserError where logits move before the first of several changed tokens: such a model
+    sees what it should predict, and its perplexity means nothing.
+
+    tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in AUTOCAST_TYPES.
+    """
+    inputs = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
+    # Odd where it can be, so that blocks of two tokens that see each other are found.
+    first, changed = len(tokens) // 4 * 2 + 1, inputs.clone()
+    changed[:, first:] = (changed[:, first:] + 1) % model.config.get_text_config().vocab_size
+    before, after = (
+        logits_of(model, each, AUTOCAST_TYPES[dtype])[:, :first] for each in (inputs, changed)
+    )
+    moved = (after - before).abs().max().item()
+    if moved > TOLERANCE[dtype] * before.abs().max().item():
+        raise UserError(
+            f"the model is not causal: with the tokens from {first} on changed, logits before "
+            f"moved by {moved:.3g}; allowed: not at all. It sees what it should predict, so its "
+            "perplexity means nothing: give a causal model"
+        )

@@ -36,11 +36,10 @@ def say(line: str) -> None:
 class Text:
     """Token streams to score, and the size of the text they stand for."""
 
-    name: str  # without directories of this machine, as it goes into model cards
+    name: str
     streams: list[np.ndarray]  # each (tokens,)
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
-    counted: str = "the documents"  # where bytes and words come from
     loses: str = ""  # what the tokenizer loses of it, see tokenizer.loss_of_text
     task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
 
@@ -50,7 +49,7 @@ def text_of(
 ) -> Text:
     """The documents, no more than are needed for `max_tokens` targets; 0: all."""
     encode, sample, left = raw_encoder(tokenizer.backend_tokenizer), [], max_tokens or float("inf")
-    text = Text(name, [], 0, 0, "the documents")
+    text = Text(name, [])
     for document in texts:
         ids = itertools.chain(*encode(list(pieces(document))))
         text.streams.append(np.fromiter(ids, dtype=np.int64))
@@ -94,14 +93,10 @@ def _parts(settings: DataConfig) -> Iterator[Part]:
         yield Part(replace(settings, source=next(kinds, "text")), file)
 
 
-def file_names(paths: Sequence[str]) -> str:
+def named(paths: Sequence[str]) -> str:
+    """The files' names, of which those of many are counted."""
     names = [Path(path).name for path in paths]
     return ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
-
-
-def hub_name(name: str) -> str:
-    """The name of a dataset of the hub, or of a directory of data files without its path."""
-    return Path(name).resolve().name if Path(name).exists() else name
 
 
 def hub_documents(
@@ -132,7 +127,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     if not split.packed:
         streams = np.split(split.tokens, split.document_ends[:-1])
     counts, name = split.manifest.splits["validation"], directory.resolve().name
-    sizes = counts.bytes, counts.words, "the manifest", split.manifest.tokenizer_loses
+    sizes = counts.bytes, counts.words, split.manifest.tokenizer_loses
     text = Text(f"validation split of {name}", streams, *sizes)
     if split.cut:
         kept = [split.tokens[slice(*split.span(row))] for row in range(len(split))]
@@ -172,4 +167,4 @@ def shortened(
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
     size, name = sum(int(sizes[tokens].sum()) for tokens in kept), f"{text.name} ({how})"
-    return Text(name, kept, size, words, "the decoded tokens", text.loses)
+    return Text(name, kept, size, words, text.loses)

@@ -7,63 +7,33 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.reporting.figure import (
-    COLOURS,
-    GREY,
-    name_ends,
-    new_figure,
-    save,
-    short_name,
-    short_number,
-    style_steps,
-)
-from mixer.reporting.metrics_file import at_equal_time, read_metrics, series, validation_by_time
+from mixer.reporting.figure import GREY, name_curves, new_figure, plain_number, short_name
+from mixer.reporting.metrics_file import read_metrics, seconds_of_training, series
 
 MOST_MEANS = 50  # points of a smoothed curve
 
 
-def plot_training(run_directory: Path, output: Path) -> Path:
-    """A run's validation and training loss, and small panels with learning rate and tokens/s."""
+def plot_training(run_directory: Path, output: Path) -> None:
+    """A run's validation loss, and behind it training loss: as logged, and smoothed."""
     lines = read_metrics(run_directory)
-    if not series(lines, "loss")[0]:
-        raise UserError(f"{run_directory} has no training loss yet: let the run log a step first")
-    figure = new_figure(figsize=(10, 5.4))
-    grid = figure.add_gridspec(2, 2, width_ratios=(2.3, 1))
-    axes = figure.add_subplot(grid[:, 0])
-    draw_losses(axes, lines)
-    axes.set_title(f"{short_name(run_directory.resolve().name)}: loss", parse_math=False)
-    draw_panel(figure.add_subplot(grid[0, 1]), lines, "lr", "Learning rate")
-    draw_panel(figure.add_subplot(grid[1, 1]), lines, "tokens_per_second", "Tokens per second")
-    return save(figure, output)
-
-
-def draw_losses(axes, lines: list[dict]) -> None:
-    """Validation loss, and behind it training loss: as logged, and smoothed."""
     steps, losses = series(lines, "loss")
-    axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8, label="logged")
+    if not steps:
+        raise UserError(f"{run_directory} has no training loss yet: let the run log a step first")
+    figure = new_figure(figsize=(9, 4.8))
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
     steps, losses = smooth(steps, losses)
     style = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
-    axes.plot(steps, losses, color=GREY, label="training", **style)
-    ends = {f"training {losses[-1]:.3f}": (steps[-1], losses[-1], GREY)}
+    axes.plot(steps, losses, color=GREY, label=f"training {losses[-1]:.3f}", **style)
     steps, losses = series(lines, "validation_loss")
     if steps:
-        style = {"linewidth": 2.2, "marker": "o", "markersize": 4, "label": "validation"}
-        axes.plot(steps, losses, color=COLOURS[0], **style)
-        ends[f"validation {losses[-1]:.3f}"] = (steps[-1], losses[-1], COLOURS[0])
-    axes.set_ylabel("loss (nats per token)")
-    style_steps(axes)
-    name_ends(axes, ends)
-
-
-def draw_panel(axes, lines: list[dict], key: str, title: str) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    steps, values = series(lines, key)
-    axes.plot(steps, values, color=COLOURS[2], linewidth=1.0 if len(steps) > 100 else 1.6)
-    axes.set_title(title)
-    axes.set_ylim(0, 1.15 * max(values) if values and max(values) > 0 else 1)
-    axes.yaxis.set_major_formatter(FuncFormatter(short_number))
-    style_steps(axes)
+        style = {"linewidth": 2.2, "marker": "o", "markersize": 4}
+        axes.plot(steps, losses, label=f"validation {losses[-1]:.3f}", **style)
+    axes.xaxis.set_major_formatter(plain_number)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set_title(f"{short_name(run_directory.resolve().name)}: loss")
+    name_curves(axes)
+    figure.savefig(output)
 
 
 def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
@@ -72,73 +42,62 @@ def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[flo
     return tuple([float(np.mean(np.take(of, s))) for s in stretches] for of in (steps, values))
 
 
-def plot_comparison(runs: dict[str, list[dict]], output: Path) -> Path:
-    """Validation loss against training time. `runs`: name -> metrics."""
-    seconds, _ = at_equal_time(runs)
+def compare_runs(runs: dict[str, list[dict]], output: Path) -> list[dict]:
+    """Draws validation loss against training time, and returns the rows of a table of the runs'
+    ends. `runs`: name -> metrics.
+
+    Raises UserError for a run that has not been evaluated.
+    """
     figure = new_figure(figsize=(8, 4.8))
-    axes, ends = figure.add_subplot(), {}
-    for index, (name, lines) in enumerate(runs.items()):
-        curve, colour = validation_by_time(lines), COLOURS[index % len(COLOURS)]
-        times, losses = list(curve), list(curve.values())
-        # The first run is a wide pale line, so that one lying exactly on it still shows both.
-        look = {"linewidth": 1.6} if index else {"linewidth": 5, "alpha": 0.4}
-        axes.plot(times, losses, color=colour, marker="o", markersize=3.5, label=name, **look)
-        ends[f"{losses[-1]:.4f} {name}"] = (times[-1], losses[-1], colour)
-    axes.axvline(seconds, color=GREY, linestyle=":", linewidth=1)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(f"training time (s); dotted: {seconds:.4g} s, where the shortest run ends")
-    axes.set_ylabel("validation loss (nats per token)")
-    axes.set_title("Validation loss by training time")
-    name_ends(axes, ends)
-    return save(figure, output)
-
-
-def comparison_rows(runs: dict[str, list[dict]]) -> list[dict]:
-    """The rows of a table: each run's validation loss at its end, and at equal time."""
-    seconds, at = at_equal_time(runs)
-    rows = []
+    axes, rows = figure.add_subplot(), []
     for name, lines in runs.items():
-        time, loss = list(validation_by_time(lines).items())[-1]
-        row = {"run": name, "steps": series(lines, "loss")[0][-1], "seconds": f"{time:.1f}"}
-        row["validation loss"] = loss
-        rows.append(row | {f"at {seconds:.1f} s": "-" if at[name] is None else at[name]})
+        steps, losses = series(lines, "validation_loss")
+        if not steps:
+            raise UserError(
+                f"{name} has no validation loss yet: let the run train until its first evaluation, "
+                "after train.eval_every steps or at its end"
+            )
+        seconds = seconds_of_training(lines, steps)
+        label = f"{losses[-1]:.4f} {short_name(name)}"
+        axes.plot(seconds, losses, marker="o", markersize=3.5, label=label)
+        row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
+        rows.append(row | {"validation loss": losses[-1]})
+    axes.set_xlim(left=0)
+    axes.set(xlabel="training time (s)", ylabel="validation loss (nats per token)")
+    axes.set_title("Validation loss by training time")
+    name_curves(axes)
+    figure.savefig(output)
     return rows
 
 
 def plot_loss_by_position(
-    curves: dict[str, list[float | None]], output: Path, contexts: Collection[int] = ()
-) -> Path:
-    """`curves`: name -> mean nats per position, (context,), None where no target was scored.
-    Positions start at 1. `contexts` are marked: those that models were trained with.
+    curves: list[tuple[str, list[float | None]]], output: Path, contexts: Collection[int] = ()
+) -> None:
+    """`curves`: of each its name and mean nats per position, (context,), None where no target was
+    scored. Positions start at 1. `contexts` are marked: those that models were trained with.
     """
     from matplotlib.ticker import LogLocator
 
     figure = new_figure(figsize=(8, 4.6))
     axes = figure.add_subplot()
-    ends = {}
-    for colour, (name, values) in zip(itertools.cycle(COLOURS), curves.items(), strict=False):
-        values = np.array([np.nan if value is None else value for value in values], dtype=float)
-        positions = np.arange(1, len(values) + 1)
+    for number, (name, values) in enumerate(curves):
+        values = np.array(values, dtype=float)  # None is NaN
+        positions, colour = np.arange(1, len(values) + 1), f"C{number}"
         axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
         centres, means = log_means(positions, values)
-        axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=name)
-        ends[name] = (centres[-1], means[-1], colour)
+        label = f"{means[-1]:.3f} {short_name(name)}"
+        axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=label)
     for context in contexts:
-        axes.axvline(context, color="0.4", linestyle=":", linewidth=1)
-        axes.annotate(
-            "trained context", (context, 1), xycoords=("data", "axes fraction"), xytext=(-4, -4),
-            textcoords="offset points", rotation=90, ha="right", va="top", color="0.4", fontsize=8,
-        )  # fmt: skip
+        axes.axvline(context, color="0.4", linestyle=":", label="trained context")
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
     if high < 8 * low:  # powers of 2 alone would be too few marks
         axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("tokens that the prediction can see")
-    axes.set_ylabel("loss (nats per token)")
+    axes.xaxis.set_major_formatter(plain_number)
+    axes.set(xlabel="tokens that the prediction can see", ylabel="loss (nats per token)")
     axes.set_title("Loss by position in the window")
-    name_ends(axes, ends)
-    return save(figure, output)
+    name_curves(axes)
+    figure.savefig(output)
 
 
 def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:

@@ -6,29 +6,20 @@ import json
 import math
 from pathlib import Path
 
-from mixer.analysis.reconstruction import READ
+from mixer.analysis.reconstruction import LR, READ
 from mixer.common.files import whole_directory
-from mixer.reporting.figure import COLOURS, new_figure, save
+from mixer.reporting.figure import name_curves, new_figure
 from mixer.reporting.tables import table, wrapped
-
-
-def groups(result: dict) -> dict[tuple[str, str, int], list[dict]]:
-    """The rows by (outputs, weights, layer), those of trained weights first."""
-    found = {}
-    for row in result["rows"]:
-        found.setdefault((row["outputs"], row["weights"], row["layer"]), []).append(row)
-    return dict(
-        sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "trained", item[0][2]))
-    )
 
 
 def report(result: dict) -> str:
     """The result of the representation test as a Markdown table with notes."""
-    rows = []
-    for (outputs, weights, layer), found in groups(result).items():
-        rows.append({"outputs read": outputs, "weights": weights, "layer": layer})
-        rows[-1] |= {f"Hamming, {row['tokens']} tokens": row["hamming"] for row in found}
-        rows[-1] |= {f"bits, {row['tokens']}": round(row["bits"]) for row in found}
+    rows: dict[tuple, dict] = {}
+    for row in result["rows"]:
+        own = {"outputs read": row["outputs"], "weights": row["weights"], "layer": row["layer"]}
+        own = rows.setdefault(tuple(own.values()), own)
+        own[f"Hamming, {row['tokens']} tokens"] = row["hamming"]
+        own[f"bits, {row['tokens']}"] = round(row["bits"])
     vocabulary, left = result["vocabulary"], max(row["distance_left"] for row in result["rows"])
     notes = (
         f"{result['label']}: {result['architecture']}, {result['parameters']:,} parameters; "
@@ -36,14 +27,14 @@ def report(result: dict) -> str:
         "spread evenly. Hamming score: share of positions whose token is not recovered. Bits of "
         f"context: tokens recovered x log2({vocabulary:,}) = {math.log2(vocabulary):.4g} bits. "
         "Read from the layer's outputs of all tokens, or of the last alone; layer 0 is the "
-        f"embedding. {result['steps']:,} steps of gradient descent on the L1 distance, rate "
-        f"{result['lr']:g} falling to a tenth, from Gaussian noise; at most {left:.1%} of the "
-        "noise's distance is left."
+        f"embedding. {result['steps']:,} steps of gradient descent on the L1 distance, rate {LR:g} "
+        f"falling to a tenth, from Gaussian noise; at most {left:.1%} of the noise's distance is "
+        "left."
     )
-    return f"{table(rows, keys=3)}\n\n{wrapped(notes)}"
+    return f"{table(list(rows.values()))}\n\n{wrapped(notes)}"
 
 
-def plot(result: dict, output: Path) -> Path:
+def plot(result: dict, output: Path) -> None:
     """The Hamming score by layer, a colour for each number of tokens. Those of random weights are
     dashed, with hollow marks.
     """
@@ -54,12 +45,12 @@ def plot(result: dict, output: Path) -> Path:
     figure = new_figure(figsize=(11, 4.6))
     lengths = sorted({row["tokens"] for row in result["rows"]})
     for axes, outputs in zip(figure.subplots(1, 2, sharey=True), READ, strict=True):
-        for length, colour in zip(lengths, COLOURS * len(lengths), strict=False):
+        for number, length in enumerate(lengths):
             for weights, mark in marks.items():
                 wanted = {"outputs": outputs, "weights": weights, "tokens": length}
                 rows = [row for row in result["rows"] if wanted.items() <= row.items()]
                 points = [row["layer"] for row in rows], [row["hamming"] for row in rows]
-                style = {"marker": "o", "color": colour, "clip_on": False, **mark}
+                style = {"marker": "o", "color": f"C{number}", "clip_on": False, **mark}
                 axes.plot(*points, label=f"{length} tokens, {weights}", **style)
         tokens = "all tokens" if outputs == "all" else "the last token"
         axes.set_title(f"Read from the output of {tokens}")
@@ -67,17 +58,16 @@ def plot(result: dict, output: Path) -> Path:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("layer")
     figure.axes[0].set_ylabel("Hamming score (share not recovered)")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
-    return save(figure, output)
+    name_curves(figure.axes[0])
+    figure.savefig(output)
 
 
-def write(result: dict, directory: Path) -> Path:
-    """Writes representation.json, .md and .png into `directory`, and returns it."""
+def write(result: dict, directory: Path) -> None:
+    """Writes representation.json, .md and .png into `directory`."""
     picture = "![Hamming score by layer](representation.png)"
     text = f"# Representation\n\n{report(result)}\n\n{picture}\n"
-    numbers = json.dumps(result, indent=2) + "\n"
     with whole_directory(directory) as stage:
+        numbers = json.dumps(result, indent=2) + "\n"
         (stage / "representation.json").write_text(numbers, encoding="utf-8")
         (stage / "representation.md").write_text(text, encoding="utf-8")
         plot(result, stage / "representation.png")
-    return directory

@@ -5,7 +5,6 @@ drops is not.
 import itertools
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,6 @@ from mixer.data.tokenizer import train_tokenizer
 from mixer.ops import triangular_conv
 from mixer.representation import main
 
-EVERYTHING = slice(None)
-
 
 def test_tokens_that_the_mixing_reads_are_found_and_those_it_ignores_are_not():
     torch.manual_seed(0)
@@ -35,7 +32,7 @@ def test_tokens_that_the_mixing_reads_are_found_and_those_it_ignores_are_not():
 
     def score(weight):
         guess, left = reconstruct(
-            lambda x: triangular_conv(x, weight), embedding[tokens], EVERYTHING, 500, 0.02, seed=1
+            lambda x: triangular_conv(x, weight), embedding[tokens], slice(None), 500
         )
         return guess, left, hamming_score(guess, tokens, inverse)
 
@@ -52,7 +49,7 @@ def test_tokens_that_the_mixing_reads_are_found_and_those_it_ignores_are_not():
 @pytest.mark.parametrize("start", ["zero", "shift", "reference"])
 def test_random_weights_mix_at_random_whatever_the_training_began_with(start):
     model = small_model(mixing_init=start, num_mixer_heads=2)
-    twin = random_twin(model, seed=0)
+    twin = random_twin(model)
     assert twin.config.mixing_backend == model.config.mixing_backend
     bound = 1 / model.config.max_position_embeddings**0.5
     for layer in twin.model.layers:
@@ -88,30 +85,16 @@ def test_a_layers_output_is_the_models_own(kind):
         torch.testing.assert_close(first_layers(model, layer)(embedded), wanted[layer])
 
 
-def options(checkpoint: Path, output: Path, *more) -> list[str]:
-    return list(
-        map(str, ["--checkpoint", checkpoint, "--device", "cpu", "--output", output, *more])
-    )
+def run(checkpoint: Path, output: Path, options: str) -> None:
+    about = ["--checkpoint", checkpoint, "--device", "cpu", "--output", output]
+    main([*map(str, about), *options.split()])
 
 
 def test_the_command_finds_a_text_in_all_outputs_and_its_last_token_alone_in_the_last(
     finished, tmp_path
 ):
-    main(
-        options(
-            finished / "step-12",
-            tmp_path / "pages",
-            "--layers",
-            0,
-            2,
-            "--tokens",
-            12,
-            "--texts",
-            8,
-            "--steps",
-            300,
-        )
-    )
+    how = "--layers 0 2 --tokens 12 --texts 8 --steps 300"
+    run(finished / "step-12", tmp_path / "pages", how)
     rows = json.loads((tmp_path / "pages/representation.json").read_text())["rows"]
     assert {(row["weights"], row["layer"]) for row in rows} == {
         (w, n) for w in ("trained", "random") for n in (0, 2)
@@ -141,20 +124,8 @@ def test_a_transformer_of_transformers_is_tested_as_a_mixer_is(tmp_path):
     torch.manual_seed(1)
     for part in (tokenizer, LlamaForCausalLM(LlamaConfig(**size))):
         part.save_pretrained(tmp_path / "llama")
-    how = [
-        "--text",
-        tmp_path / "book.txt",
-        "--layers",
-        0,
-        1,
-        "--tokens",
-        8,
-        "--texts",
-        4,
-        "--steps",
-        300,
-    ]
-    main(options(tmp_path / "llama", tmp_path / "pages", *how))
+    how = f"--text {tmp_path}/book.txt --layers 0 1 --tokens 8 --texts 4 --steps 300"
+    run(tmp_path / "llama", tmp_path / "pages", how)
     result = json.loads((tmp_path / "pages/representation.json").read_text())
     assert result["architecture"] == "llama" and len(result["rows"]) == 8
     score = {
@@ -167,40 +138,16 @@ def test_a_transformer_of_transformers_is_tested_as_a_mixer_is(tmp_path):
     assert score["trained", "all", 1] != score["random", "all", 1]
 
 
-def test_a_second_test_of_other_settings_leaves_the_first_ones_results(finished, tmp_path):
-    shutil.copytree(finished / "step-12", tmp_path / "step-12")
-    (tmp_path / "book.txt").write_text("def read(self, size): return self.text[:size]\n" * 9)
-    how = [
-        "--checkpoint",
-        tmp_path / "step-12",
-        "--text",
-        tmp_path / "book.txt",
-        "--tokens",
-        4,
-        "--texts",
-        1,
-    ]
-    for layer, steps in ((0, 1), (0, 2), (1, 1), (0, 1)):
-        main([str(word) for word in (*how, "--layers", layer, "--steps", steps)])
-    reports = tmp_path.glob("representation-step-12-*/representation.json")
-    results = [json.loads(path.read_text()) for path in reports]
-    found = sorted((result["rows"][0]["layer"], result["steps"]) for result in results)
-    assert found == [(0, 1), (0, 2), (1, 1)]
-
-
 @pytest.mark.parametrize(
     "given, message",
     [
-        (("--layers", 3), "--layers is 3; allowed here: 0 to 2"),
-        (("--tokens", 33), "--tokens is 33; allowed here: 1 to 32"),
-        (("--texts", 0), "--texts is 0; allowed here: 1 to"),
-        (("--lr", "inf"), "--lr is inf; allowed here"),
-        (("--lr", "nan"), "--lr is nan; allowed here"),
-        (("--seed", 2**64), "--seed is 18446744073709551616; allowed here: 0 to"),
+        ("--layers 3", "--layers is 3; allowed here: 0 to 2"),
+        ("--tokens 33", "--tokens is 33; allowed here: 1 to 32"),
+        ("--texts 0", "--texts is 0; allowed here: 1 to"),
     ],
 )
 def test_what_the_checkpoint_does_not_have_is_refused_saying_what_it_has(
     finished, tmp_path, given, message
 ):
     with pytest.raises(UserError, match=message):
-        main(options(finished / "step-12", tmp_path, *given))
+        run(finished / "step-12", tmp_path, given)

@@ -2,7 +2,6 @@
 every command that loads it.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from markdown import rows
 from models import CODE
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -19,25 +17,14 @@ from transformers import (
     pipeline,
 )
 
-from mixer.checkpoints.format import damage
 from mixer.checkpoints.pretrained import load_masked_mixer
 from mixer.common.errors import UserError
 from mixer.convert import convert, convert_back
-from mixer.eval import main as eval_command
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.export import export
 from mixer.export import main as export_command
 from mixer.generate import continuations
 from mixer.models.masked_mixer.configuration import AUTO_MAP
-
-
-def evaluated(directory: Path, *checkpoints: Path) -> list[dict]:
-    """What eval.py reports of the checkpoints on a text in `directory`."""
-    (directory / "book.txt").write_text("def read(self, size): return self.text[:size]\n" * 9)
-    how = ["--text", directory / "book.txt", "--stride", 8, "--device", "cpu"]
-    eval_command([str(word) for word in ("--checkpoint", *checkpoints, *how)])
-    (report,) = checkpoints[0].parent.glob(f"eval-{checkpoints[0].name}-book.txt-*/report.json")
-    return json.loads(report.read_text())
 
 
 def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path, monkeypatch):
@@ -84,35 +71,6 @@ def test_an_export_into_the_directory_one_stands_in_has_its_name(finished, tmp_p
     monkeypatch.chdir(tmp_path / "my-mixer")
     export(finished / "step-12", Path("."), "apache-2.0")
     assert "# my-mixer\n" in Path("README.md").read_text()
-
-
-def test_the_card_has_what_was_reported_of_these_very_weights(finished, tmp_path, capsys):
-    last, earlier = finished / "step-12", finished / "step-8"
-
-    def card(checkpoint: Path, name: str) -> str:
-        export(checkpoint, tmp_path / name, "apache-2.0")
-        return (tmp_path / name / "README.md").read_text()
-
-    def numbers(text: str) -> list[list[str]]:
-        return [row[1:3] for row in rows(text) if row[:1] == ["book.txt"] and len(row) > 4]
-
-    assert "## Evaluation" not in card(last, "unknown")
-    assert f"no evaluation; python eval.py --checkpoint {last}" in capsys.readouterr().out
-    results = evaluated(tmp_path, earlier, last)
-    own = [[[f"{r['tokens_scored']}", f"{r['loss']:.4f}"]] for r in results]
-    for number, checkpoint in enumerate((earlier, last)):
-        text = card(checkpoint, checkpoint.name)
-        assert numbers(text) == own[number] and own[0] != own[1]
-        assert "of at most 32 tokens, stride 8" in text and str(tmp_path.parent) not in text
-        assert damage(checkpoint) is None
-    shutil.rmtree(earlier)  # as if another run had come in its place
-    shutil.copytree(last, earlier)
-    assert numbers(card(earlier, "replaced")) == own[1]
-    (report,) = finished.glob("eval-step-8-book.txt-*/report.json")
-    report.write_text(report.read_text()[:100])
-    with pytest.raises(UserError, match="report.json is not what .* writes .*: evaluate again in"):
-        card(last, "damaged")
-    assert not (tmp_path / "damaged").exists()
 
 
 def test_a_changed_byte_of_a_checkpoint_is_refused(finished, tmp_path, monkeypatch):

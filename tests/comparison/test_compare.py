@@ -20,8 +20,6 @@ from mixer.common.yaml_file import read_yaml
 from mixer.compare import main
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
-from mixer.comparison.report import best_size, table
-from mixer.training.config import load_config, override
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_plan.py"
@@ -51,7 +49,7 @@ def runs_in(file: Path) -> dict:
 def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path):
     output, printed = tmp_path / "compared", tmp_path / "printed"
     command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
-    command += ["--backends", "dense", "auto", "llama:32x2", "--seeds", 2]
+    command += ["--backends", "dense", "llama", "--seeds", 2]
     command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
 
     # A run that cannot be saved is not in the results, and the same command trains it.
@@ -66,61 +64,46 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     done = run_python(*command, output=printed)
     assert done.returncode == 0, done.stdout
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
-    assert "dense and auto: training losses apart by" in text and text in done.stdout
+    assert text in done.stdout
     assert runs["dense"]["steps"] == 12 and runs["dense"]["tokens_a_step"] == 16 * 32
-    assert runs["dense"]["text_sha256"] == runs["llama:32x2"]["text_sha256"]
+    assert runs["dense"]["text_sha256"] == runs["llama"]["text_sha256"]
     assert all(runs["dense"][key] > 0 for key in ("useful_tflops", "peak_memory_gb", "parameters"))
     losses = [runs[name]["validation_loss"] for name in ("dense", "dense, seed 1")]
     assert losses[0] != losses[1] and f"{losses[0]:.4f} (0), {losses[1]:.4f} (1)" in text
     (row,) = [row for row in rows_of(text) if row[0] == "dense" and "12" in row]
     assert f"{losses[0]:.4f}" in row
 
-    done = run_python(*command, "--commit", "other", output=printed)  # nothing is repeated
+    done = run_python(*command, output=printed)  # nothing is repeated
     assert done.returncode == 0 and runs_in(output / "report.json") == runs
     with pytest.raises(UserError, match="'dense' with other options: train.batch_size"):
         main([*map(str, command[2:]), "train.batch_size=4"])
 
 
-def test_models_of_a_file_train_for_a_time_at_the_best_of_the_same_rates(write_config, tmp_path):
-    (tmp_path / "models.yaml").write_text(
-        "512: {model.hidden_size: 64}\n"
-        "llama: {model.architecture: llama, model.num_attention_heads: 2}\n"
-    )
-    output, printed = tmp_path / "compared", tmp_path / "printed"
+def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_path):
+    """Lags that are shared are for the mixers of a comparison alone."""
+    output, options = tmp_path / "compared", ["optim.name=muon", "optim.shared_lags=true"]
     command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
-    command += ["--models", tmp_path / "models.yaml", "--seconds", 0.8, "--seeds", 2]
-    command += ["--tune", "lr", "--tune-share", 0.5, "--rates", "1e-3", "1e-2", "1e30"]
-    command += ["train.max_grad_norm=0"]
-    # Lags that are shared are for the mixers of a comparison alone.
-    command += ["optim.name=muon", "optim.shared_lags=true"]
-    done = run_python(*command, output=printed)
+    command += ["--backends", "dense", "llama", "--seconds", 0.3, *options]
+    done = run_python(*command, output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
-    for name in ("512", "llama"):
-        own = [row for row in runs.values() if row["kind"] == name]
-        swept = {row["lr"]: row.get("validation_loss") for row in own if row["budget"] == 0.4}
-        assert swept.pop(1e30) is None
-        final = [row for row in own if row["budget"] == 0.8]
-        best = min(swept, key=swept.get)
-        assert [row["lr"] for row in final if "seed" not in row] == [1e-2, 1e-3][best == 1e-3 :]
-        assert sum("seed" in row for row in final) == 1
-        assert f"**{swept[best]:.4f}**" in text
-    assert "diverged" in text and "## Seeds" in text and (output / "report.png").stat().st_size > 0
+    for name in ("dense", "llama"):
+        speed, final = (row for row in runs.values() if row["kind"] == name)
+        wanted = min(0.3 * speed["tokens_per_second"], 4 * speed["training_tokens"])
+        assert final["tokens"] == pytest.approx(wanted, abs=256)
+        assert f"{final['validation_loss']:.4f}" in text
+    assert (output / "report.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["dense", "llama:30x4"], "num_attention_heads is 4; allowed: 1 or more, that divide"),
+        (["llama", "model.hidden_size=31"], "hidden_size 31 into heads of an even number"),
         (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
-        (["dense", "dense"], "one is named twice"),
+        (["train.steps=3"], "nothing to compare; give --backends"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
         (["dense", "--seeds", "0"], "--seeds is 0; allowed: 1 or more"),
-        (["dense", "--rates", "1e-3"], "--rates is for --tune lr"),
-        (["dense", "--tune", "lr"], "give --seconds, too"),
-        (["dense", "--tune", "lr", "--rates", "0"], r"--rates has \[0.0\]; allowed: numbers above"),
-        (["dense", "--tune", "lr", "--rates", "x"], "--rates x; allowed: numbers above 0"),
-        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: above 0 and finite"),
+        (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0 and finite"),
     ],
 )
 def test_mistakes_show_before_anything_runs(write_config, tmp_path, given, message):
@@ -148,7 +131,8 @@ def test_a_plan_of_runs_trains_each_once_and_compares_them(train, tmp_path, monk
     assert rows["recipe"]["loss"][0] != first["loss"][0], "the initial models differ"
     assert "not finite" in rows["diverged"]["failure"]
     text = (tmp_path / "results.md").read_text()
-    assert "failed: after the last step" in text and "| paper |" in text
+    named = {row[0]: row for row in rows_of(text)}
+    assert "failed: not finite" in named["diverged"] and "12" in named["paper"]
     assert (tmp_path / "results.png").stat().st_size > 0
 
     for mistake, said in (
@@ -225,7 +209,8 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
             assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
     assert "not finite" in runs["flat mixer 16, 0.2 s, lr 1e+18"]["failure"]
     text = (tmp_path / "results.md").read_text()
-    assert ["flat mixer 16", "0.4"] in [row[:2] for row in rows_of(text)]
+    losses = {f"{row['validation_loss']:.4f}" for row in (*final, *long) if "seed" not in row}
+    assert losses <= {row[7] for row in rows_of(text) if len(row) > 7}
     assert "diverged" in text and (tmp_path / "results.png").stat().st_size > 0
 
     other = ["--only", "flat mixer 16", "train.batch_size=2"]
@@ -251,7 +236,7 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     starts = {row.get("seed", 0): row["settings"]["train.init_from"] for row in found.values()}
     assert starts == {0: first["checkpoint"], 7: again["checkpoint"]}
     for row in found.values():
-        assert 0 < row["top1_of_32"] <= 1 and row["tokens_a_step"] == 8 * 2 * 32
+        assert 0 <= row["top1_of_32"] <= 1 and row["tokens_a_step"] == 8 * 2 * 32
     section = text.partition("## Retrieval")[2].partition("## ")[0]
     for name, row in found.items():
         measured = [name, f"{row['validation_loss']:.4f}", f"{row['top1_of_32']:.1%}"]
@@ -326,42 +311,6 @@ def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
     plan = read_yaml(plan)
     given = {"data.path": "texts"} if plan["common"].get("data.source") == "text" else {}
     assert len(jobs_of(plan, given, [], {})) == len(plan.get("runs", plan.get("kinds")))
-
-
-def test_the_configuration_of_keyed_mixing_is_the_one_that_was_the_best():
-    runs = runs_in(ROOT / "benchmarks/results/model_sizes_h200.json")
-    measured = best_size(runs, "keyed in all blocks", 60)["settings"]
-    given = [override(key, value) for key, value in measured.items()]
-    measured = load_config(None, given)
-    shipped = load_config(str(ROOT / "configs/keyed.yaml"), [])
-    assert shipped.model == measured.model and shipped.optim == measured.optim
-    assert shipped.train.batch_size == measured.train.batch_size
-
-
-def row_of(size: str, budget: float, lr: float, loss: float | None = None) -> dict:
-    row = {"kind": "mixer", "size": size, "budget": budget, "lr": lr, "parameters": 1, "steps": 1}
-    row |= {"training_tokens": 10**9, "tokens_per_second": 1e3, "tokens_a_step": 100, "tokens": 9}
-    row |= {"training_seconds": budget, "passes": 1, "peak_memory_gb": 1, "bits_per_byte": 1}
-    row |= {"repeats_loss": 1, "others_loss": 1, "repeats_share": 0.5}
-    row |= {"settings": {"model.max_position_embeddings": 8}}
-    if loss is None:
-        return row | {"failure": "not finite"}
-    by_position = {"loss_by_position": [[8, loss]]} if budget > 15 else {}
-    return row | {"validation_loss": loss} | by_position
-
-
-def test_a_report_names_what_diverged_jumped_or_was_not_run():
-    runs = [row_of("16", 15, lr, 5 - lr) for lr in (1, 2)]
-    runs += [row_of("16", 60, 2), row_of("16", 60, 1, 4.5)]
-    where = {"hardware": {"device": "a GPU", "torch": "2"}, "commit": "abc", "command": "it"}
-    plan = {"seconds": 60, "sweep_share": 0.25, "kinds": {"mixer": {16: {}}, "Llama": {1: {}}}}
-    plan |= {"rates": [1, 2]}
-    text = table(where | {"plan": plan, "runs": dict(enumerate(map(dict, runs)))})
-    assert "4.0000 | **3.0000**" in text
-    assert "Diverged: mixer 16 (60 s, lr 2)." in text
-    assert "jumped" in text and "mixer 16 (60 s, lr 1)." in text
-    assert "may lie beyond: mixer 16 (2)." in text
-    assert "In the plan and not run: Llama 1." in text
 
 
 def lines_of(files) -> list[dict]:

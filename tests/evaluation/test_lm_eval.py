@@ -1,6 +1,4 @@
-"""Checkpoints in lm-evaluation-harness itself: on the same documents its perplexities are ours, and
-it chooses answers.
-"""
+"""Checkpoints in lm-evaluation-harness itself: on the same documents its perplexities are ours."""
 
 import json
 import os
@@ -10,7 +8,7 @@ import sys
 import pytest
 import torch
 import yaml
-from checkpoints import WORDS, documents, save_checkpoint
+from checkpoints import documents, save_checkpoint
 
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
@@ -20,35 +18,43 @@ pytest.importorskip(
 )
 
 
-def harness_numbers(directory, folder) -> dict:
-    """The harness's own numbers for a local task of rolling log-likelihoods."""
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
+# The command `lm_eval`, which else reads the descriptions of all its own tasks first, for ten
+# seconds.
+WITHOUT_DEFAULT_TASKS = """
+import functools
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.tasks import TaskManager
+TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+cli_evaluate()
+"""
+METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 
+
+def harness_numbers(directory, folder) -> dict:
+    """What the harness's command finds for a local task of rolling log-likelihoods."""
+    files = {"data_files": {"test": str(folder / "documents.jsonl")}}
     task = {
         "task": "local_rolling",
         "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": {"test": str(folder / "documents.jsonl")},
-            "cache_dir": str(folder / "cache"),
-        },
+        "dataset_kwargs": files | {"cache_dir": str(folder / "cache")},
         "output_type": "loglikelihood_rolling",
         "test_split": "test",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
-        "metric_list": [
-            {"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
-        ],
+        "metric_list": [{"metric": name} for name in METRICS],
     }
     (folder / "local_rolling.yaml").write_text(yaml.safe_dump(task))
-    model, tokenizer = load_checkpoint(directory, torch.device("cpu"))
-    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
-    tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    results = simple_evaluate(
-        model=harness, tasks=["local_rolling"], task_manager=tasks, bootstrap_iters=0
+    command = [sys.executable, "-c", WITHOUT_DEFAULT_TASKS, "run", "--model", "hf"]
+    command += ["--device", "cpu", "--batch_size", "2", "--tasks", "local_rolling"]
+    command += ["--model_args", f"pretrained={directory},trust_remote_code=True"]
+    command += ["--include_path", str(folder), "--output_path", str(folder / "results")]
+    environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules")}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    return results["results"]["local_rolling"]
+    assert done.returncode == 0, done.stderr
+    (results,) = (folder / "results").rglob("results_*.json")
+    return json.loads(results.read_text())["results"]["local_rolling"]
 
 
 def our_numbers(directory, file, texts: list[str]) -> dict:
@@ -64,7 +70,7 @@ def test_numbers_are_those_of_lm_evaluation_harness(tmp_path, kind):
     save_checkpoint(tmp_path / "model", kind)
     ours = our_numbers(tmp_path / "model", tmp_path / "documents.jsonl", documents())
     theirs = harness_numbers(tmp_path / "model", tmp_path)
-    for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+    for name in METRICS:
         assert ours[name] == pytest.approx(theirs[f"{name},none"], rel=1e-4)
 
 
@@ -138,73 +144,3 @@ def test_where_the_numbers_differ_it_is_for_what_docs_evaluation_says(checkpoint
     how = {"sample_by": "document", "cache_dir": str(tmp_path / "cache"), "split": "train"}
     assert load_dataset("text", data_files=str(plain), **how)[0]["text"] == "the\nmixer\n"
     assert ours["nats"] == pytest.approx(harness_nats(checkpoint, text), 1e-5)
-
-
-CHOICE = {
-    "task": "local_choice",
-    "dataset_path": "json",
-    "output_type": "multiple_choice",
-    "test_split": "test",
-    "doc_to_text": "{{question}}",
-    "doc_to_choice": "{{choices}}",
-    "doc_to_target": "{{answer}}",
-    "metric_list": [{"metric": "acc"}],
-}
-
-
-# The command `lm_eval`, which else reads the descriptions of all its own tasks first, for ten
-# seconds.
-WITHOUT_DEFAULT_TASKS = """
-import functools
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.tasks import TaskManager
-TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)
-cli_evaluate()
-"""
-
-
-def choice_rows() -> list[dict]:
-    generator = torch.Generator().manual_seed(4)
-    rows = []
-    for answer in range(12):
-        words = [WORDS[word] for word in torch.randint(len(WORDS), (8,), generator=generator)]
-        rows.append({"question": " ".join(words[:5]), "choices": words[5:], "answer": answer % 3})
-    return rows
-
-
-@torch.no_grad()
-def share_chosen_rightly(directory, rows: list[dict]) -> float:
-    """How often the answer is the most probable choice after its question and a space."""
-    model, tokenizer = load_checkpoint(directory, torch.device("cpu"))
-
-    def log_probability(question: str, choice: str) -> float:
-        ids, begin = tokenizer(f"{question} {choice}").input_ids, len(tokenizer(question).input_ids)
-        logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        return sum(logs[place - 1, ids[place]].item() for place in range(begin, len(ids)))
-
-    chosen = [
-        max(range(3), key=lambda n, row=row: log_probability(row["question"], row["choices"][n]))
-        for row in rows
-    ]
-    return sum(n == row["answer"] for n, row in zip(chosen, rows, strict=True)) / len(rows)
-
-
-def test_the_harness_runs_a_multiple_choice_task_on_a_saved_checkpoint(tmp_path):
-    save_checkpoint(tmp_path / "model", "masked_mixer")
-    rows = choice_rows()
-    (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kwargs = {"data_files": {"test": str(tmp_path / "choices.jsonl")}}
-    kwargs |= {"cache_dir": str(tmp_path / "cache")}
-    (tmp_path / "local_choice.yaml").write_text(yaml.safe_dump(CHOICE | {"dataset_kwargs": kwargs}))
-    command = [sys.executable, "-c", WITHOUT_DEFAULT_TASKS, "run", "--model", "hf"]
-    command += ["--device", "cpu", "--batch_size", "4", "--tasks", "local_choice"]
-    command += ["--model_args", f"pretrained={tmp_path / 'model'},trust_remote_code=True"]
-    command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "results")]
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    (results,) = (tmp_path / "results").rglob("results_*.json")
-    accuracy = json.loads(results.read_text())["results"]["local_choice"]["acc,none"]
-    assert accuracy == pytest.approx(share_chosen_rightly(tmp_path / "model", rows))

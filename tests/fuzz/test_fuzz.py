@@ -44,7 +44,7 @@ COMMANDS = {
     "convert reference.safetensors --output out": "reference.safetensors",
     f"convert {LAST} --back --output out.safetensors": OF_LAST,
     f"export {LAST} --output out --license mit": TRAINED,
-    f"inspect --checkpoint runs/small/step-2 {LAST} --output out": f"{OF_LAST} runs/small/step-2/*",
+    f"inspect --checkpoint {LAST} --output out": OF_LAST,
     f"representation --checkpoint {LAST} --text text/a.jsonl --tokens 4 --texts 1 --steps 2 "
     "--output out": f"{OF_LAST} text/*",
     "report runs/small --output out.png": "runs/small/*",

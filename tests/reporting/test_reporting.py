@@ -2,21 +2,19 @@
 
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
 from launching import run_python
-from markdown import rows, tables
+from markdown import rows
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from pictures import assert_png
 
-from mixer import doctor, eval, inspect, report, train
+from mixer import report
 from mixer.common.errors import UserError
-from mixer.reporting.curves import plot_comparison, plot_loss_by_position, plot_training, smooth
+from mixer.reporting.curves import compare_runs, plot_loss_by_position, plot_training, smooth
 from mixer.reporting.metrics_file import read_metrics
-from mixer.reporting.tables import WIDTH, table
+from mixer.reporting.tables import table
 
 STEPS = list(range(1, 41))
 
@@ -43,8 +41,7 @@ def write_metrics(directory, shift=0.0, seconds=0.5):
     directory.mkdir()
     with open(directory / "metrics.jsonl", "w") as file:
         for step, loss in zip(STEPS, losses(shift), strict=True):
-            line = {"step": step, "loss": loss, "lr": 1e-3 * step, "tokens_per_second": 9e3 + step}
-            line["seconds"] = seconds
+            line = {"step": step, "loss": loss, "seconds": seconds}
             file.write(json.dumps(line) + "\n")
             if step % 10 == 0:
                 file.write(json.dumps({"step": step, "validation_loss": loss + 0.1}) + "\n")
@@ -59,17 +56,14 @@ def curves(axes) -> dict[str, tuple[list, list]]:
     }
 
 
-def test_a_runs_picture_has_its_losses_its_learning_rate_and_its_speed(tmp_path, drawn):
+def test_a_runs_picture_has_its_losses(tmp_path, drawn):
     run = write_metrics(tmp_path / "demo")
-    assert_png(plot_training(run, run / "training.png"))
-    left, rate, speed = drawn[0].axes
-    assert curves(left)["training"] == (STEPS, losses(0.0))
-    assert curves(left)["validation"] == (STEPS[9::10], [y + 0.1 for y in losses(0.0)[9::10]])
-    assert [list(axes.get_lines()[0].get_ydata()) for axes in (rate, speed)] == [
-        [1e-3 * step for step in STEPS],
-        [9e3 + step for step in STEPS],
-    ]
-    assert left.get_title(loc="left") == "demo: loss"
+    plot_training(run, run / "training.png")
+    (axes,) = drawn[0].axes
+    shown = [curve for name, curve in curves(axes).items() if not name.startswith("_")]
+    assert shown[0] == (STEPS, losses(0.0))
+    assert shown[1] == (STEPS[9::10], [y + 0.1 for y in losses(0.0)[9::10]])
+    assert axes.get_title(loc="left") == "demo: loss"
 
 
 def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():
@@ -81,99 +75,66 @@ def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():
     np.testing.assert_allclose(means, [10 - step / 100 for step in at])
 
 
-def test_a_comparisons_picture_has_the_validation_loss_of_each_run_by_its_training_time(
-    tmp_path, drawn
-):
-    runs = {
-        name: read_metrics(write_metrics(tmp_path / name, shift, seconds))
-        for name, shift, seconds in (("a", 0, 0.5), ("b", 0.02, 0.4))
-    }
-    plot_comparison(runs, tmp_path / "both.png")
-    (axes,) = drawn[0].axes
-    shown = curves(axes)
-    for name, shift, times in (("a", 0, [5, 10, 15, 20]), ("b", 0.02, [4, 8, 12, 16])):
-        np.testing.assert_allclose(shown[name][0], times)
-        np.testing.assert_allclose(shown[name][1], [y + 0.1 for y in losses(shift)[9::10]])
-    assert axes.get_xlabel().startswith("training time (s)") and "nats" in axes.get_ylabel()
-
-
 DRAW = {
     "training": lambda run, file: plot_training(run, file),
-    "comparison": lambda run, file: plot_comparison({run.name: read_metrics(run)}, file),
-    "position": lambda run, file: plot_loss_by_position({run.name: losses(0)}, file),
+    "comparison": lambda run, file: compare_runs({run.name: read_metrics(run)}, file),
+    "position": lambda run, file: plot_loss_by_position([(run.name, losses(0))], file),
 }
 
 
 @pytest.mark.parametrize("draw", DRAW.values(), ids=DRAW)
 def test_no_picture_cuts_a_curve_off_or_covers_it(tmp_path, drawn, draw):
-    """Whatever a run is called: its curves have room, and their names are beside the axes."""
+    """Whatever a run is called: its curves have room, and the legend is beside the axes."""
     run = write_metrics(tmp_path / ("_$x^{" + 20 * "long"))
     lines = (run / "metrics.jsonl").read_text()
-    first = {"step": 0, "loss": 90.0, "lr": 0, "tokens_per_second": 1, "seconds": 0.1}
+    first = {"step": 0, "loss": 90.0, "seconds": 0.1}
     more = [json.dumps(first | {"step": step, "loss": 3.0}) for step in range(41, 200)]
     (run / "metrics.jsonl").write_text("\n".join([json.dumps(first), lines.strip(), *more]) + "\n")
-    assert_png(draw(run, tmp_path / "drawn.png"))
+    draw(run, tmp_path / "drawn.png")
+    assert_png(tmp_path / "drawn.png")
     axes = drawn[0].axes[0]
     low, high = axes.get_ylim()
     drawn_losses = [y for _, y in curves(axes).values() if y != [0, 1]]  # but for upright lines
     assert drawn_losses and all(np.nanmin(y) >= low for y in drawn_losses)
     assert all(np.nanmax(y) <= high for y in drawn_losses)
-    assert axes.get_legend() is None and axes.texts
+    (legend,) = drawn[0].legends
     box = axes.get_window_extent()
     assert box.width > 200  # pixels
-    assert all(Text.get_window_extent(text).x0 > box.x1 for text in axes.texts)
+    assert legend.get_texts() and legend.get_window_extent().x0 > box.x1
 
 
 def test_a_loss_by_position_begins_at_the_first_token_and_leaves_out_what_is_unknown(
     tmp_path, drawn
 ):
-    plot_loss_by_position({"a": [None, 3.0, 2.5], "b": [5.0, 3.5, 2.5]}, tmp_path / "position.png")
-    shown = curves(drawn[0].axes[0])
-    assert shown["a"] == ([2, 3], [3.0, 2.5]) and shown["b"] == ([1, 2, 3], [5.0, 3.5, 2.5])
+    losses = [("a", [None, 3.0, 2.5]), ("a", [5.0, 3.5, 2.5])]  # of two runs with one name
+    plot_loss_by_position(losses, tmp_path / "position.png")
+    _, a, _, b = [line.get_data() for line in drawn[0].axes[0].get_lines()]
+    np.testing.assert_array_equal(a, ([2, 3], [3.0, 2.5]))
+    np.testing.assert_array_equal(b, ([1, 2, 3], [5.0, 3.5, 2.5]))
 
 
-def test_the_command_draws_one_run_or_compares_several(tmp_path, capsys):
-    runs = [write_metrics(tmp_path / name) for name in ("cuda", "dense")]
-    report.main([str(runs[1] / "metrics.jsonl")])
-    assert_png(runs[1] / "training.png")
-    report.main([*map(str, runs), "--output", str(tmp_path)])
-    assert_png(tmp_path / "comparison.png")
-    said = capsys.readouterr().out.splitlines()
-    assert [said[0], said[-1]] == [str(runs[1] / "training.png"), str(tmp_path / "comparison.png")]
-    assert "comparison.png" not in {path.name for path in runs[0].iterdir()}
-
-
-def test_runs_are_compared_at_their_ends_and_at_equal_time(tmp_path, capsys):
-    """The second run takes half of the time of the first, and ends when that is at half."""
+def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys):
     runs = [write_metrics(tmp_path / "slow"), write_metrics(tmp_path / "fast", -0.5, 0.25)]
-    report.main([*map(str, runs)])
-    header, slow, fast = rows(capsys.readouterr().out)
-    assert header[-2:] == ["validation loss", "at 10.0 s"]
-    validation = [f"{loss + 0.1:.4f}" for loss in (*losses(0), *losses(-0.5))]
-    assert slow == ["slow", "40", "20.0", validation[39], validation[19]]
-    assert fast == ["fast", "40", "10.0", validation[79], validation[79]]
+    report.main([str(runs[1] / "metrics.jsonl")])
+    report.main([*map(str, runs), "--output", str(tmp_path)])
+    pictures = [runs[1] / "training.png", tmp_path / "comparison.png"]
+    for picture in pictures:
+        assert_png(picture)
+    assert not list(runs[0].glob("*.png"))
+    text = capsys.readouterr().out
+    assert [text.splitlines()[n] for n in (0, -1)] == list(map(str, pictures))
+    header, slow, fast = rows(text)
+    assert header == ["run", "steps", "seconds", "validation loss"]
+    assert slow == [str(runs[0]), "40", "20.0", f"{losses(0)[-1] + 0.1:.4f}"]
+    assert fast == [str(runs[1]), "40", "10.0", f"{losses(-0.5)[-1] + 0.1:.4f}"]
+    times = ([5, 10, 15, 20], [2.5, 5, 7.5, 10])
+    shown = curves(drawn[1].axes[0]).values()
+    for curve, shift, seconds in zip(shown, (0, -0.5), times, strict=True):
+        np.testing.assert_allclose(curve[0], seconds)
+        np.testing.assert_allclose(curve[1], [y + 0.1 for y in losses(shift)[9::10]])
     (runs[1] / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "seconds": 1.0}\n')
     with pytest.raises(UserError, match="fast has no validation loss yet"):
         report.main([*map(str, runs)])
-
-
-def test_what_commands_print_and_report_fits_into_100_columns(
-    finished, tmp_path, capsys, monkeypatch
-):
-    twin = shutil.copytree(finished, tmp_path / "elsewhere/runs/small", symlinks=True)
-    checkpoints = ["--checkpoint", str(twin / "step-12"), str(finished / "step-12")]
-    eval.main([*checkpoints, "--stride", "9", "--device", "cpu"])
-    inspect.main([*checkpoints[:2], str(twin / "step-8")])
-    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
-    for command in (train.main, lambda: doctor.main([])):
-        with pytest.raises(SystemExit):
-            command()
-    said = capsys.readouterr().out.replace(str(tmp_path), "")
-    (report,) = twin.glob("eval-step-12-*/report.md")
-    said += report.read_text().replace(str(tmp_path), "")
-    said += (twin / "inspect-step-8/index.md").read_text().replace(str(tmp_path), "")
-    assert [line for line in said.splitlines() if len(line) > WIDTH] == []
-    assert "1: small/step-12" in said and "2: small/step-12" in said
 
 
 def test_a_table_has_text_on_the_left_and_numbers_in_one_form():
@@ -187,16 +148,6 @@ def test_a_table_has_text_on_the_left_and_numbers_in_one_form():
         "| a    | 1,234,567 |     0.5000 |      3e-07 |",
         "| b    |         2 | over 1e308 | over 1e308 |",
     ]
-
-
-def test_columns_that_do_not_fit_go_into_further_tables_with_the_names_of_the_rows():
-    titles = [f"column {number:02d}" for number in range(20)]
-    data = [{"model": name, "lr": 1} | dict.fromkeys(titles, name) for name in "ab"]
-    text = table(data, keys=2)
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert [title for part in tables(text) for title in part[0][2:]] == titles
-    for part in tables(text):
-        assert [row[:2] for row in part] == [["model", "lr"], ["a", "1"], ["b", "1"]]
 
 
 DAMAGED = [
@@ -215,14 +166,14 @@ DAMAGED = [
 ]
 
 
-def test_damaged_lines_of_metrics_are_left_out_and_named(tmp_path):
+def test_damaged_lines_of_metrics_are_left_out_and_counted(tmp_path):
     good = [b'{"step": 1, "loss": 2.0}', b'{"step": 3, "loss": null}']
     lines = [good[0], *DAMAGED, b"", good[1], b'{"step": 4']  # the last one is being written
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     said = []
     assert read_metrics(tmp_path, said.append) == [*map(json.loads, good)]
     (said,) = said
-    assert f"{tmp_path / 'metrics.jsonl'}: left out line 2, 3, 4, 5, 6 and 7 more: no JSON" in said
+    assert f"{tmp_path / 'metrics.jsonl'}: left out {len(DAMAGED)} line(s), no JSON object" in said
 
 
 def test_the_report_command_says_error_and_exits_2(tmp_path):

@@ -9,7 +9,7 @@ from runs import RECIPE, assert_same, read_losses
 from safetensors.torch import load_file
 
 from mixer.common.errors import UserError
-from mixer.comparison.entrants import entrant
+from mixer.compare import entrant
 from mixer.training.config import load_config, override
 from mixer.training.optim import (
     OPTIMIZERS,
@@ -54,7 +54,7 @@ def test_shared_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the
     refused = "shared_lags = true, which is for .* masked mixers; allowed .* llama: false"
     with pytest.raises(UserError, match=refused):
         load_config(None, [LLAMA, *RECIPE[:2]])
-    for name in ("auto", "llama", "llama:64x2"):
+    for name in ("auto", "llama"):
         overrides = [override(*item) for item in entrant(name).items()]
         optim = load_config(None, [*RECIPE, *overrides]).optim
         assert (optim.name, optim.shared_lags) == ("muon", name == "auto")
