@@ -29,8 +29,8 @@ def settle_backend(
     model: PreTrainedModel, run: RunConfig, earlier: dict[str, Any] | None, world: World
 ) -> dict[str, Any] | None:
     """Sets the backend of the model's triangular convolutions where a race decides it, the same on
-    all processes, before the model is compiled. Keyed mixing needs no race: its kernels are
-    compared with plain PyTorch, which is far slower, when they are built. A recurrence has none.
+    all processes, before the model is compiled. Keyed mixing needs no race, as plain PyTorch
+    is far slower than its kernels. A recurrence has none.
 
     earlier: trainer.json of the checkpoint that the run goes on from. Returns what the next ones
     keep, None without a race.

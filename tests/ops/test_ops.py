@@ -236,5 +236,5 @@ def test_share_of_the_dense_work_that_panels_do(tokens, share):
     "given", [{}, {"weight": torch.ones(1, 1, 9, 9), "lags": torch.ones(1, 1, 9)}]
 )
 def test_exactly_one_kind_of_weight_is_given(given):
-    with pytest.raises(ValueError, match="weight or lags must be given, and not (neither|both)"):
+    with pytest.raises(ValueError, match="either weight .* or lags"):
         triangular_conv(torch.zeros(2, 7, 6), **given)
