@@ -157,7 +157,7 @@ class Problem:
             return torch.randn(size, device=device, dtype=dtype)
 
         self.operation = operation
-        size, columns = (batch, tokens, channels), cuda.packed_columns(tokens)
+        size, columns = (batch, tokens, channels), cuda.packed_shape(1, tokens, False)[2]
         fused = fused and operation == "forward"
         square = (normal(tokens, tokens) * tokens**-0.5).tril()
         self.weight = F.pad(square, (0, columns - tokens))

@@ -124,7 +124,7 @@ def launch(
     x, weight, bias = cuda.rows(x), weight.contiguous(), bias.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     # no tokens yet, since what is kept for a shape would be kept for each length of the memory
-    params = cuda.new_params(x.device.index, x.dtype, heads, 0, False, batch, heads * width)
+    params = cuda.new_params(x.device.index, x.dtype, heads, batch, 0, heads * width, False)
     params.tokens, params.context = length, weight.shape[2]
     params.memory = memory.data_ptr()
     params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()

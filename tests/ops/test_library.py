@@ -66,15 +66,3 @@ def test_a_build_newer_than_the_driver_names_the_toolkit(monkeypatch):
     reason = choice.device_reason.__wrapped__(0)
     assert "do not run on NVIDIA X: " in reason and "mixer_pack failed on cuda:0" in reason
     assert reason.endswith("`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`")
-
-
-def test_a_refused_launch_names_shapes_and_status(monkeypatch):
-    library = SimpleNamespace(
-        mixer_forward=lambda params: 9, mixer_error_string=lambda status: b"invalid configuration"
-    )
-    monkeypatch.setattr(cuda, "kernels", lambda index: library)
-    monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    said = r"mixer_forward failed on cuda:0: invalid .* \(CUDA error 9\); batch=3, tokens=200,"
-    with pytest.raises(RuntimeError, match=said):
-        cuda.call("mixer_forward", cuda.Params(batch=3, tokens=200))
