@@ -57,14 +57,8 @@ def test_the_operator_is_one_to_autograd_the_compiler_and_autocast(tmp_path, mon
 
 
 MISTAKES = {
-    "a tile beyond the last token is read": (
-        "return tl.load(at, mask=start + tl.arange(0, ROWS)[:, None] < tokens, other=0.0)",
-        "return tl.load(at)",
-    ),
-    "a result beyond the last token is written": (
-        "tl.store(at, values, mask=start + tl.arange(0, ROWS)[:, None] < tokens)",
-        "tl.store(at, values)",
-    ),
+    "what lies beyond the last token is read": ("(at, mask=inside, other=0.0)", "(at)"),
+    "a result beyond the last token is written": ("(at, values, mask=inside)", "(at, values)"),
     "the last tile of a row is left out": (
         "sums are\n    for column in range(0, min(start + ROWS, tokens), COLUMNS)",
         "sums are\n    for column in range(0, min(start, tokens), COLUMNS)",
