@@ -13,8 +13,9 @@ from mixer.common.errors import UserError
 
 
 def held_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The weights as PARAMETER, and the optimizer's state as PARAMETER/KEY, whichever keys it has;
-    under FSDP sharded, except for scalars. A tied weight comes once.
+    """The weights and saved buffers by their names, and the optimizer's state as PARAMETER/KEY,
+    whichever keys it has; under FSDP sharded, except for buffers and scalars. A tied weight comes
+    once.
 
     Raises UserError for state that is not sharded like its parameter.
     """
@@ -27,11 +28,12 @@ def held_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
                     "cannot be saved under FSDP; train without FSDP"
                 )
             state[f"{name}/{key}"] = value
-    return weights | state
+    saved = model.state_dict()
+    return weights | {n: x for n, x in model.named_buffers() if n in saved} | state
 
 
 def is_weight(name: str) -> bool:
-    """Whether a name of `held_state` is a weight's."""
+    """Whether a name of `held_state` is a weight's or a buffer's."""
     return "/" not in name
 
 

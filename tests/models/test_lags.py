@@ -6,6 +6,7 @@ from models import MIXINGS, generate, small_model, tokens
 from runs import read_losses
 from safetensors.torch import load_file
 
+from mixer import MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.ops.lags import toeplitz
 from mixer.training.config import load_config
@@ -75,6 +76,8 @@ def test_training_keeps_nothing_that_grows_with_the_square_of_the_context(
             assert tensor.shape[-1:] != (context,) or tensor.numel() < context**2, (
                 f"{name} in {file.name}"
             )
+    again, ids = MaskedMixerForCausalLM.from_pretrained(step), tokens(length=context)
+    assert torch.equal(again(ids).logits, model.cpu().eval()(ids).logits)
 
 
 def test_what_lags_do_not_have_is_refused():
