@@ -16,9 +16,10 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, run_command
 from mixer.ops import choice, keyed_conv, plain, triangular_conv
-from mixer.ops.choice import KEYED_RESULTS, difference
+from mixer.ops.choice import difference
 
 DEVICE = "cuda"
+RESULTS = ("y", "dquery", "dkey", "dvalue", "dweight", "dbias")
 TOKENS = 65536
 # (context, heads, numbers of a key, numbers of a value)
 SHAPES = [
@@ -118,7 +119,7 @@ def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
         return [y.detach(), *gradients]
 
     checked = results("kernels"), results("plain")
-    if problem := difference(*checked, KEYED_RESULTS):
+    if problem := difference(*checked, RESULTS):
         raise UserError(f"context {context}: {problem}")
     del checked
 

@@ -28,7 +28,6 @@ os.environ.update(
 ON_ONE_WORKER = [
     {"test_build", "test_kernel_choice"},
     {"test_hopper_protocol"},
-    {"test_ladder"},
     {"test_ops_cuda", "test_mix_row_cuda", "test_train_cuda"},
 ]
 LONGEST_FIRST = ("test_resume", "test_build", "test_wheel", "test_hopper_protocol", "test_train")

@@ -255,26 +255,22 @@ __device__ __forceinline__ void wgmma_wait() {
   WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24), WGMMA_8(i + 32), WGMMA_8(i + 40), \
       WGMMA_8(i + 48), WGMMA_8(i + 56)
 
-template <bool kLeftTransposed, bool kRightTransposed>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t left, uint64_t right, bool add) {
   asm volatile(
       "{.reg .pred accumulate; setp.ne.b32 accumulate, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_NAMES_64
-      "}, %64, %65, accumulate, 1, 1, %67, %68;}\n"
+      "}, %64, %65, accumulate, 1, 1, 0, 1;}\n"
       : WGMMA_64(0)
-      : "l"(left), "l"(right), "r"(static_cast<int>(add)), "n"(kLeftTransposed),
-        "n"(kRightTransposed)
+      : "l"(left), "l"(right), "r"(static_cast<int>(add))
       : "memory");
 }
 
-template <bool kLeftTransposed, bool kRightTransposed>
 __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t left, uint64_t right, bool add) {
   asm volatile(
       "{.reg .pred accumulate; setp.ne.b32 accumulate, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_NAMES_64
-      ", " WGMMA_NAMES_128_MORE "}, %128, %129, accumulate, 1, 1, %131, %132;}\n"
+      ", " WGMMA_NAMES_128_MORE "}, %128, %129, accumulate, 1, 1, 0, 1;}\n"
       : WGMMA_64(0), WGMMA_64(64)
-      : "l"(left), "l"(right), "r"(static_cast<int>(add)), "n"(kLeftTransposed),
-        "n"(kRightTransposed)
+      : "l"(left), "l"(right), "r"(static_cast<int>(add))
       : "memory");
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, operator, plain
+from mixer.ops.arguments import check_backend, in_autocast_dtype, misfit, on_one_device
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.plain import BACKENDS
 from mixer.ops.row_operator import mix_row
@@ -58,8 +59,7 @@ def triangular_conv(
             while the weight is packed.
 
     Raises:
-        TypeError: an argument has a dtype that is not allowed.
-        ValueError: shapes, devices or the backend's name do not fit.
+        ValueError: shapes, dtypes, devices or the backend's name do not fit.
         mixer.common.errors.UserError: backend="cuda" where the kernels cannot run.
         NotImplementedError: second derivatives where the kernels ran.
 
@@ -67,26 +67,12 @@ def triangular_conv(
     value of x that is not finite may spread to other tokens of the same block of 64, as it does in
     a dense product, but never further.
     """
-    x, residual = _autocast(x, residual)
+    x, residual = in_autocast_dtype(x, residual)
     _check(x, weight, lags, bias, residual, backend)
     given = weight if lags is None else lags
     if choice.kernels_take(backend, x, given.shape[0]):
         return operator.triangular_conv(x, given, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
-
-
-def _autocast(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    device = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x, residual
-    dtype = torch.get_autocast_dtype(device)
-    return _cast(x, dtype), None if residual is None else _cast(residual, dtype)
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.dtype == dtype:
-        return x  # to() costs the host a dispatch even where it changes nothing
-    return x.to(dtype)
 
 
 def _check(
@@ -97,61 +83,31 @@ def _check(
     residual: Tensor | None,
     backend: str,
 ) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    if x.dim() != 3:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be (batch, tokens, channels)")
-    if (weight is None) == (lags is None):
-        which = "neither" if weight is None else "both"
-        raise ValueError(f"weight or lags must be given, and not {which}")
-    name, given = ("weight", weight) if lags is None else ("lags", lags)
-    shape = tuple(given.shape)
-    if lags is not None and len(shape) != 3:
-        raise ValueError(f"lags has shape {shape}; it must be (heads, kernel_size, context)")
-    if lags is None and (len(shape) != 4 or shape[2] != shape[3]):
-        raise ValueError(
-            f"weight has shape {shape}; it must be (heads, kernel_size, context, context), out "
-            "then in"
-        )
-    heads, taps, context = shape[:3]
-    _, tokens, channels = x.shape
-    if heads == 0 or taps == 0:
-        raise ValueError(f"{name} has shape {shape}; it needs at least one head and one tap")
-    if not 1 <= tokens <= context:
-        raise ValueError(
-            f"x has {tokens} tokens but the {name}'s context is {context}; give 1 to {context} "
-            "tokens, or a weight of a longer context"
-        )
-    if channels == 0 or channels % heads:
-        raise ValueError(
-            f"x has {channels} channels, which {heads} heads cannot share equally; use a multiple "
-            f"of {heads}"
-        )
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x is {x.dtype}; allowed: bfloat16, float16, float32, float64")
-    if given.dtype not in (x.dtype, torch.float32):
-        raise TypeError(
-            f"{name} is {given.dtype} while x is {x.dtype}; cast it to {x.dtype} or float32"
-        )
-    if bias is not None:
-        rule = f"(heads, context), in the {name}'s dtype"
-        _expect("bias", bias, (heads, context), given.dtype, rule, x.device)
-    if residual is not None:
-        _expect("residual", residual, tuple(x.shape), x.dtype, "x's shape and dtype", x.device)
-    if given.device != x.device:
-        raise ValueError(
-            f"{name} is on {given.device} while x is on {x.device}; move one to the other's device"
-        )
-
-
-def _expect(
-    name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype, rule: str, device: torch.device
-) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}: {rule}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} is {tensor.dtype}; it must be {dtype}: {rule}")
-    if tensor.device != device:
-        raise ValueError(
-            f"{name} is on {tensor.device} while x is on {device}; move one to the other's device"
+    check_backend(backend)
+    given = weight if lags is None else lags
+    fits = (
+        (weight is None) != (lags is None)
+        and x.dim() == 3
+        and x.dtype in DTYPES
+        and given.dim() == (4 if lags is None else 3)
+        and (heads := given.shape[0]) > 0
+        and given.shape[1] > 0  # taps
+        and (context := given.shape[-1]) == given.shape[2]
+        and 1 <= x.shape[1] <= context
+        and x.shape[2] > 0
+        and x.shape[2] % heads == 0
+        and given.dtype in (x.dtype, torch.float32)
+        and (bias is None or bias.shape == (heads, context) and bias.dtype == given.dtype)
+        and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
+        and on_one_device(x, given, bias, residual)
+    )
+    if not fits:
+        tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
+        raise misfit(
+            "triangular_conv",
+            tensors,
+            "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
+            "heads; either weight (heads, kernel_size, context, context) or lags (heads, "
+            "kernel_size, context) with context >= tokens, of x's dtype or float32; bias (heads, "
+            "context) of their dtype or None; residual as x or None",
         )

@@ -41,17 +41,6 @@ LOG = "build.log"
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
 LOG_TAIL = 30  # lines of the compiler's output that an error quotes
 
-# Patterns in what compilers print when the cause is not in our sources, and the fix.
-KNOWN_FAILURES = {
-    "unsupported GNU version": "This nvcc does not accept this g++; name an older one: "
-    "`export NVCC_PREPEND_FLAGS='-ccbin g++-12'`.",
-    "No space left on device": "The disk is full; name another: "
-    "`export MIXER_CACHE=/a/directory/with/space`.",
-    "No such file or directory": "Headers of the CUDA toolkit are missing; for the nvcc that comes "
-    "as a wheel: `pip install nvidia-cuda-runtime nvidia-cuda-cccl`.",
-    "host compiler|gcc: not found": "nvcc needs a host compiler: `apt-get install g++`.",
-}
-
 
 # ------------------------------------------------------------------------- cache
 
@@ -134,37 +123,33 @@ def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
     """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
     found later.
     """
-    units = [path for path in source_files(sources) if path.suffix == ".cu"]
-    if HOPPER_FLAG not in flags:
-        units = [path for path in units if not path.name.startswith("hopper")]
     # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
     lib = compiler.path.parent.parent / "lib"
     search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
-    objects = [f"{unit.stem}.o" for unit in units]
-    text = "rule nvcc\n  command = $command\n"
-    for unit, name in zip(units, objects, strict=True):
-        text += ninja_step(name, [], compiler, [*flags, "-c", str(unit), "-o", name])
-    link = ["-shared", "-cudart=static", flags[-1], *search, *objects, "-o", f"../{LIBRARY}"]
-    return text + ninja_step(f"../{LIBRARY}", objects, compiler, link)
+    lines, objects = ["rule nvcc", "  command = $command"], []
 
+    def add(made: str, of: list[str], arguments: list[str]) -> None:
+        # Only the command has names with spaces and the like.
+        command = shlex.join([str(compiler.path), *arguments, "-o", made]).replace("$", "$$")
+        lines.extend([f"build {made}: nvcc {' '.join(of)}", f"  command = {command}"])
 
-def ninja_step(made: str, of: list[str], compiler: Compiler, arguments: list[str]) -> str:
-    """What makes one file. Only the command has names with spaces and the like."""
-    command = shlex.join([str(compiler.path), *arguments]).replace("$", "$$")
-    return f"build {made}: nvcc {' '.join(of)}\n  command = {command}\n"
+    for unit in source_files(sources):
+        if unit.suffix == ".cu" and (HOPPER_FLAG in flags or not unit.name.startswith("hopper")):
+            objects.append(f"{unit.stem}.o")
+            add(objects[-1], [], [*flags, "-c", str(unit)])
+    add(f"../{LIBRARY}", objects, ["-shared", "-cudart=static", flags[-1], *search, *objects])
+    return "\n".join([*lines, ""])
 
 
 def compiler_error(log: Path, compiler: Compiler, output: str) -> BuildError:
-    """An error with the end of the log, the path of the log, and the fix where we know one."""
+    """An error with the end of the log and its path."""
     noise = re.compile(r"\[\d+/|ptxas info|.* bytes stack frame")
     lines = [line for line in output.splitlines() if not noise.match(line)]
-    fix = next((fix for sign, fix in KNOWN_FAILURES.items() if re.search(sign, output)), None)
+    end = "\n".join(lines[-LOG_TAIL:])
     return BuildError(
         f"nvcc {dotted(compiler.version)} ({compiler.path}) could not build the CUDA kernels; its "
-        "last words:\n"
-        + "\n".join(lines[-LOG_TAIL:])
-        + f"\nThe whole log: {log}\n"
-        + (fix or "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`.")
+        f"last words:\n{end}\nThe whole log: {log}\n"
+        "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
     )
 
 
@@ -180,13 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m mixer.ops.build", description="Build CUDA kernels ahead of time, or anew."
     )
-    parser.add_argument(
-        "--arch",
-        nargs="+",
-        type=capability,
-        metavar="9.0",
-        help="compute capabilities (default: the GPUs here)",
-    )
+    add, known = parser.add_argument, "compute capabilities (default: the GPUs here)"
+    add("--arch", nargs="+", type=capability, metavar="9.0", help=known)
     here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     wanted = parser.parse_args(arguments).arch or here
     if not wanted:

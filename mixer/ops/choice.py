@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
-from mixer.ops import cuda, plain
-from mixer.ops.strips import weights_of
+from mixer.ops import cuda
 
 logger = logging.getLogger("mixer.ops")
 
@@ -144,18 +143,16 @@ def row_needs_pytorch(*tensors: Tensor | None) -> bool:
 
 KEYED_SIZES = (16, 32, 64, 128)  # of a key, and of a value: numbers of each in a head
 KEYED_CONTEXT = 1 << 15  # the kernels count places in one head's weights in 32 bits
-KEYED_RESULTS = ("y", "dquery", "dkey", "dvalue", "dweight", "dbias")
-MOST_APART = 2e-2  # relative: each backend rounds to the type
 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
 def keyed_kernels_serve(
-    device: torch.device, dtype: torch.dtype, heads: int, key: int, value: int, context: int
+    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
 ) -> bool:
     """Whether the kernels of `keyed_conv` can take a call; plain PyTorch does otherwise. Where that
     is so for a GPU tensor, the log says why, once.
     """
-    reason = keyed_unavailable_reason(device, dtype, heads, key, value, context)
+    reason = keyed_unavailable_reason(device, dtype, key, value, context)
     if reason is not None and device.type == "cuda":
         warn_once(f"keyed mixing goes without kernels, since {reason}")
     return reason is None
@@ -163,18 +160,13 @@ def keyed_kernels_serve(
 
 @functools.cache
 def keyed_unavailable_reason(
-    device: torch.device, dtype: torch.dtype, heads: int, key: int, value: int, context: int
+    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
 ) -> str | None:
     """None if the kernels of `keyed_conv` can take keys of `key` numbers and values of `value` in
     each head, else what is missing.
-
-    The first call for these sizes compiles the kernels, runs them on a small case and compares the
-    results with plain PyTorch's, so it must not come inside a graph capture.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return f"its kernels need an NVIDIA GPU, not {device}"
-    if not torch.cuda.is_available():
-        return "its kernels need an NVIDIA GPU, and torch sees none here"
     if dtype not in cuda.DTYPE_CODES:
         return f"its kernels take float32, float16 and bfloat16, not {dtype}"
     if key not in KEYED_SIZES or value not in KEYED_SIZES or context > KEYED_CONTEXT:
@@ -186,59 +178,12 @@ def keyed_unavailable_reason(
         return "its kernels need compute capability 8.0"
     if importlib.util.find_spec("triton") is None:
         return "Triton, which its kernels need, is not installed: `pip install triton`"
-    return keyed_failure(device, dtype, heads, key, value)
-
-
-def keyed_failure(
-    device: torch.device, dtype: torch.dtype, heads: int, key: int, value: int
-) -> str | None:
-    """How the kernels of keyed mixing fail or are wrong on a device, for keys and values of so many
-    numbers in each head; None if they are right. They are compiled for these sizes.
-    """
-    # Tokens that fill no tile but are a multiple of 16, for which the kernels are compiled.
-    batch, tokens, widths = 2, 208, (heads * key, heads * key, heads * value)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    def results(conv, leaves: list[Tensor]) -> list[Tensor]:
-        y = conv(*leaves)
-        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-    no_autocast = torch.autocast(device.type, enabled=False)
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), no_autocast:
-            dy = draw(batch, tokens, widths[2]).to(dtype)
-            for square in ((tokens, tokens), (tokens,)):  # a full weight, and one by lag
-                leaves = [draw(batch, tokens, width).to(dtype) for width in widths]
-                leaves += [draw(heads, 1, *square) / tokens**0.5, draw(heads, tokens)]
-                leaves = [leaf.requires_grad_() for leaf in leaves]
-                ours, wanted = results(by_kernels, leaves), results(in_plain_pytorch, leaves)
-                if wrong := difference(ours, wanted, KEYED_RESULTS):
-                    return wrong
-    except Exception as error:  # Triton's errors have no type of their own
-        return f"its kernels fail: {first_line(error)}"
     return None
 
 
-def by_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor) -> Tensor:
-    """Keyed mixing with a full weight (heads, 1, tokens, tokens), or lags (heads, 1, tokens)."""
-    weights = weights_of(mixing, decay_for(mixing), query.shape[1], query.dtype)
-    return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
+# ------------------------------------------------------------------------- are results right?
 
-
-def in_plain_pytorch(
-    query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor
-) -> Tensor:
-    if mixing.ndim == 4:
-        return plain.keyed_conv(query, key, value, mixing, bias)
-    by_lag = {"lags": mixing, "decay": decay_for(mixing)}
-    return plain.keyed_conv(query, key, value, None, bias, **by_lag)
-
-
-def decay_for(lags: Tensor) -> Tensor:
-    return torch.full(lags.shape[:1], 1 / 64, device=lags.device)
+MOST_APART = 2e-2  # relative: each backend rounds to the type
 
 
 def difference(

@@ -35,7 +35,7 @@ STRIDES = [
     *("memory_batch_stride", "memory_head_stride", "positions_stride"),
 ]
 SIZES = ["batch", "tokens", "channels", "context", "heads", "columns", "lag_zero"]
-CODES = ["dtype", "weight_dtype", "device", "capability", "processors"]
+SIZES += ["dtype", "weight_dtype", "device", "capability", "processors"]
 
 
 class Params(ctypes.Structure):
@@ -44,25 +44,20 @@ class Params(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in POINTERS]
         + [(name, ctypes.c_int64) for name in STRIDES]
-        + [(name, ctypes.c_int32) for name in SIZES + CODES]
+        + [(name, ctypes.c_int32) for name in SIZES]
     )
 
 
 # ------------------------------------------------------------------------- the four functions
 
 
-def packed_columns(tokens: int) -> int:
-    """Columns of a packed weight: `tokens` rounded up to 8, so that every row of a 16-bit weight
-    starts on 16 bytes.
-    """
-    return (tokens + 7) // 8 * 8
-
-
 def packed_shape(heads: int, tokens: int, by_lag: bool) -> tuple[int, int, int]:
-    """(heads, tokens, columns), or that of the strip of a weight by lag (see csrc/params.h)."""
+    """(heads, tokens, tokens rounded up to 8), so that every row of a 16-bit weight starts on 16
+    bytes; by lag the shape of a strip (csrc/params.h).
+    """
     if by_lag:
         return heads, STRIP_ROWS, lag_zero(tokens) + STRIP_ROWS
-    return heads, tokens, packed_columns(tokens)
+    return heads, tokens, (tokens + 7) // 8 * 8
 
 
 def lag_zero(tokens: int) -> int:
@@ -77,11 +72,9 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     The strictly upper triangle of `weight` is not read.
     """
     weight = weight.contiguous()
-    heads, context = weight.shape[:2]
-    by_lag = weight.dim() == 2
-    shape = packed_shape(heads, tokens, by_lag)
-    packed = torch.empty(shape, dtype=dtype, device=weight.device)
-    params = new_params(weight.device.index, dtype, heads, tokens, by_lag)
+    (heads, context), by_lag = weight.shape[:2], weight.dim() == 2
+    packed = weight.new_empty(packed_shape(heads, tokens, by_lag), dtype=dtype)
+    params = new_params(weight.device.index, dtype, heads, 0, tokens, 0, by_lag)
     params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
     params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
     call("mixer_pack", params)
@@ -106,8 +99,8 @@ def forward(
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
     x = rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = product_params(x, packed, by_lag)
-    params.x, params.y = x.data_ptr(), y.data_ptr()
+    params = new_params(x.device.index, x.dtype, len(packed), *x.shape, by_lag)
+    params.x, params.packed, params.y = x.data_ptr(), packed.data_ptr(), y.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     if bias is not None:
         bias = bias.contiguous()
@@ -126,8 +119,8 @@ def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    params = product_params(dy, packed, by_lag)
-    params.dy, params.dx = dy.data_ptr(), dx.data_ptr()
+    params = new_params(dy.device.index, dy.dtype, len(packed), *dy.shape, by_lag)
+    params.dy, params.packed, params.dx = dy.data_ptr(), packed.data_ptr(), dx.data_ptr()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
     if dx.numel():
         call("mixer_grad_input", params)
@@ -149,22 +142,20 @@ def grad_weight(
     Exact zeros above the diagonal and beyond `tokens`.
     """
     dy, x = rows(dy), rows(x)
-    batch, tokens, channels = x.shape
-    device = x.device
     shape = (heads, context) if by_lag else (heads, context, context)
-    dweight = torch.empty(shape, dtype=dtype, device=device)
-    dbias = torch.empty((heads, context) if with_bias else (0,), dtype=dtype, device=device)
+    dweight = x.new_empty(shape, dtype=dtype)
+    dbias = x.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
-    params = new_params(device.index, x.dtype, heads, tokens, by_lag, batch, channels)
+    params = new_params(x.device.index, x.dtype, heads, *x.shape, by_lag)
     params.x, params.dy, params.dweight = x.data_ptr(), dy.data_ptr(), dweight.data_ptr()
     params.x_batch_stride, params.x_token_stride, _ = x.stride()
     params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
     params.context, params.weight_dtype = context, DTYPE_CODES[dtype]
     if with_bias:
         params.dbias = dbias.data_ptr()
-    size = kernels(device.index).mixer_grad_weight_workspace(ctypes.byref(params))
-    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    size = kernels(x.device.index).mixer_grad_weight_workspace(ctypes.byref(params))
+    workspace = x.new_empty(size, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     call("mixer_grad_weight", params)
     return dweight, dbias
@@ -189,28 +180,11 @@ def rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def product_params(x: Tensor, packed: Tensor, by_lag: bool) -> Params:
-    """Params of a product of `packed` with x (or dy)."""
-    batch, tokens, channels = x.shape
-    params = new_params(x.device.index, x.dtype, packed.shape[0], tokens, by_lag, batch, channels)
-    params.packed = packed.data_ptr()
-    return params
-
-
-def new_params(
-    index: int,
-    dtype: torch.dtype,
-    heads: int,
-    tokens: int,
-    by_lag: bool,
-    batch: int = 0,
-    channels: int = 0,
-) -> Params:
-    """What all calls of one shape have in common; the caller adds addresses, strides, the weight's
-    dtype, and the context if it is longer than the tokens.
+def new_params(*shape) -> Params:
+    """What all calls of one shape, of `template`, have in common; the caller adds addresses,
+    strides, the weight's dtype, and the context if it is longer than the tokens.
     """
-    common = template(index, dtype, heads, tokens, by_lag, batch, channels)
-    return Params.from_buffer_copy(common)
+    return Params.from_buffer_copy(template(*shape))
 
 
 # Made once for a shape, because setting each field takes the host several times as long as a copy.
@@ -219,21 +193,15 @@ def template(
     index: int,
     dtype: torch.dtype,
     heads: int,
-    tokens: int,
-    by_lag: bool,
     batch: int,
+    tokens: int,
     channels: int,
+    by_lag: bool,
 ) -> Params:
-    params = Params(
-        batch=batch,
-        tokens=tokens,
-        channels=channels,
-        context=tokens,
-        heads=heads,
-        columns=packed_shape(heads, tokens, by_lag)[2],
-        lag_zero=lag_zero(tokens) if by_lag else 0,
-        dtype=DTYPE_CODES[dtype],
-    )
+    params = Params(batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads)
+    params.columns = packed_shape(heads, tokens, by_lag)[2]
+    params.lag_zero = lag_zero(tokens) if by_lag else 0
+    params.dtype = DTYPE_CODES[dtype]
     add_device(params, index)
     return params
 
@@ -275,8 +243,8 @@ def call(name: str, params: Params) -> None:
     params.stream = current_stream(index)
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
-        error = f"{library.mixer_error_string(status).decode()} (CUDA error {status})"
-        raise RuntimeError(f"{name} failed on cuda:{index}: {error}; {sizes(params)}")
+        error = library.mixer_error_string(status).decode()
+        raise RuntimeError(f"{name} failed on cuda:{index}: {error} (CUDA error {status})")
 
 
 def current_stream(index: int) -> int:
@@ -284,13 +252,6 @@ def current_stream(index: int) -> int:
     as long to make.
     """
     return torch._C._cuda_getCurrentRawStream(index)
-
-
-def sizes(params: Params) -> str:
-    """What the caller gave, for an error."""
-    numbers = ", ".join(f"{name}={getattr(params, name)}" for name in SIZES)
-    dtype = next(dtype for dtype, code in DTYPE_CODES.items() if code == params.dtype)
-    return f"{numbers}, {str(dtype).removeprefix('torch.')}"
 
 
 # ------------------------------------------------------------------------- the library

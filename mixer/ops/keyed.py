@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, plain
-from mixer.ops.plain import BACKENDS
+from mixer.ops.arguments import check_backend, in_autocast_dtype, misfit, on_one_device
 from mixer.ops.strips import weights_of
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
@@ -60,31 +60,19 @@ def keyed_conv(
         ValueError: shapes or the backend's name do not fit.
         NotImplementedError: second derivatives where the kernels ran.
     """
-    device = query.device
-    may_cast = not query.is_meta and query.dtype != torch.float64
-    if may_cast and torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, weight, bias, lags, decay, backend)
     heads, context = bias.shape
-    tokens = query.shape[1]
-    sizes = (heads, query.shape[-1] // heads, value.shape[-1] // heads, context)
-    if backend != "dense" and choice.keyed_kernels_serve(device, query.dtype, *sizes):
+    sizes = (query.shape[-1] // heads, value.shape[-1] // heads, context)
+    if backend != "dense" and choice.keyed_kernels_serve(query.device, query.dtype, *sizes):
         mixing = weight if lags is None else lags
-        weights = weights_of(mixing, decay, tokens, query.dtype)
+        weights = weights_of(mixing, decay, query.shape[1], query.dtype)
         return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
     return plain.keyed_conv(query, key, value, weight, bias, lags=lags, decay=decay)
 
 
 def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
-    """Raises ValueError for arguments that do not fit, for which the kernels would read and write
-    out of bounds. One expression, because this runs for each block and step.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    given = {"query": query, "key": key, "value": value, "weight": weight, "bias": bias}
-    given |= {"lags": lags, "decay": decay}
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    check_backend(backend)
     mixing = weight if lags is None else lags
     batch, tokens, width = query.shape
     fits = (
@@ -103,19 +91,17 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
         and query.dtype == key.dtype == value.dtype
         and mixing.dtype == bias.dtype
         and mixing.dtype in (query.dtype, torch.float32)
-        and all(tensor.device == query.device for tensor in given.values())
+        and on_one_device(query, key, value, mixing, bias, decay)
     )
     if not fits:
-        described = (
-            f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            for name, tensor in given.items()
-        )
-        raise ValueError(
-            f"keyed_conv got {', '.join(described)}; they must be on one device: query and key "
-            "(batch, tokens, heads * size of a key) and value (batch, tokens, channels) of one "
-            "dtype, either weight (heads, 1, context, context) or lags (heads, 1, context) with "
-            "context >= tokens, and bias (heads, context), both of that dtype or float32; with "
-            "lags also decay (heads,)"
+        given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}
+        raise misfit(
+            "keyed_conv",
+            given | {"decay": decay, "bias": bias},
+            "query and key (batch, tokens, heads * size of a key) and value (batch, tokens, "
+            "channels) of one dtype; either weight (heads, 1, context, context) or lags (heads, 1, "
+            "context) with context >= tokens, and bias (heads, context), both of that dtype or "
+            "float32; with lags also decay (heads,)",
         )
 
 

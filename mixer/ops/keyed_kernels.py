@@ -70,45 +70,48 @@ def rows_at(base, stride, start, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def load(at, inside, WHOLE: tl.constexpr):
+    """Zero where not `inside`. Where all tiles are WHOLE, nothing lies beyond the last token."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store(at, values, inside, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(at, values)
+    else:
+        tl.store(at, values, mask=inside)
+
+
+@triton.jit
 def load_rows(
     base, stride, start, tokens, ROWS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Tokens start .. start + ROWS of one head, (ROWS, SIZE); zero beyond the last token. Where all
-    tiles are WHOLE, none reaches beyond it.
-    """
+    """Tokens start .. start + ROWS of one head, (ROWS, SIZE)."""
     at = rows_at(base, stride, start, ROWS, SIZE)
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=start + tl.arange(0, ROWS)[:, None] < tokens, other=0.0)
+    return load(at, start + tl.arange(0, ROWS)[:, None] < tokens, WHOLE)
 
 
 @triton.jit
 def store_rows(
     base, stride, start, tokens, values, ROWS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    at = rows_at(base, stride, start, ROWS, SIZE)
-    values = values.to(base.dtype.element_ty)
-    if WHOLE:
-        tl.store(at, values)
-    else:
-        tl.store(at, values, mask=start + tl.arange(0, ROWS)[:, None] < tokens)
+    at, values = rows_at(base, stride, start, ROWS, SIZE), values.to(base.dtype.element_ty)
+    store(at, values, start + tl.arange(0, ROWS)[:, None] < tokens, WHOLE)
 
 
 @triton.jit
 def load_vector(x, start, tokens, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     rows = start + tl.arange(0, ROWS)
-    if WHOLE:
-        return tl.load(x + rows)
-    return tl.load(x + rows, mask=rows < tokens, other=0.0)
+    return load(x + rows, rows < tokens, WHOLE)
 
 
 @triton.jit
 def store_vector(x, start, tokens, values, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     rows = start + tl.arange(0, ROWS)
-    if WHOLE:
-        tl.store(x + rows, values)
-    else:
-        tl.store(x + rows, values, mask=rows < tokens)
+    store(x + rows, values, rows < tokens, WHOLE)
 
 
 @triton.jit
@@ -128,10 +131,8 @@ def load_weights(
         return tl.load(at).to(tl.float32)
     i, j = row + r, column + c
     at = w + i[:, None] * tokens + j[None, :]
-    if WHOLE:
-        return tl.load(at).to(tl.float32)
     inside = (i[:, None] < tokens) & (j[None, :] < tokens)
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return load(at, inside, WHOLE).to(tl.float32)
 
 
 @triton.jit

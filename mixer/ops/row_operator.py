@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, cuda, plain
+from mixer.ops.arguments import misfit, on_one_device
 
 
 def mix_row(
@@ -65,9 +66,6 @@ def _check(
     residual: Tensor | None,
     positions: Tensor,
 ) -> None:
-    """Raises ValueError for arguments that do not fit, for which the kernel would read and write
-    out of bounds. One expression, because this runs for each block and token.
-    """
     batch, heads, length, width = memory.shape
     context = weight.shape[-1]
     fits = (
@@ -75,30 +73,19 @@ def _check(
         and x.shape == (batch, 1, heads * width)
         and weight.shape == (heads, weight.shape[1], context, context)
         and bias.shape == (heads, context)
-        and (residual is None or (residual.shape == x.shape and residual.device == x.device))
+        and (residual is None or residual.shape == x.shape)
         and positions.shape in ((1, 1), (batch, 1))
         and positions.dtype == torch.int64
-        and memory.device == x.device == weight.device == bias.device == positions.device
+        and on_one_device(memory, x, weight, bias, residual, positions)
     )
     if not fits:
-        given = {
-            "memory": memory,
-            "x": x,
-            "weight": weight,
-            "bias": bias,
-            "residual": residual,
-            "positions": positions,
-        }
-        described = (
-            f"{name} {tuple(t.shape)} {t.dtype} on {t.device}"
-            for name, t in given.items()
-            if t is not None
-        )
-        raise ValueError(
-            f"mix_row got {', '.join(described)}; they must be on one device: memory (batch, "
-            "heads, length, channels of a head), x and residual (batch, 1, channels of all heads), "
-            "weight (heads, kernel_size, context, context) with context >= length, bias (heads, "
-            "context), positions (batch or 1, 1) int64"
+        given = {"memory": memory, "x": x, "weight": weight, "bias": bias, "residual": residual}
+        raise misfit(
+            "mix_row",
+            given | {"positions": positions},
+            "memory (batch, heads, length, channels of a head), x and residual (batch, 1, channels "
+            "of all heads), weight (heads, kernel_size, context, context) with context >= length, "
+            "bias (heads, context), positions (batch or 1, 1) int64",
         )
 
 
@@ -137,7 +124,7 @@ def launch(
     x, weight, bias = cuda.rows(x), weight.contiguous(), bias.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     # no tokens yet, since what is kept for a shape would be kept for each length of the memory
-    params = cuda.new_params(x.device.index, x.dtype, heads, 0, False, batch, heads * width)
+    params = cuda.new_params(x.device.index, x.dtype, heads, batch, 0, heads * width, False)
     params.tokens, params.context = length, weight.shape[2]
     params.memory = memory.data_ptr()
     params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()

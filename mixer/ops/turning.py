@@ -34,7 +34,7 @@ def turn(
     """
     size = x.shape[-1] // heads
     serves = backend != "dense" and choice.keyed_kernels_serve(
-        x.device, x.dtype, heads, size, size, x.shape[1]
+        x.device, x.dtype, size, size, x.shape[1]
     )
     if not serves:
         return plain.turn(x, heads, norm=norm, rotation=rotation, gain=gain)

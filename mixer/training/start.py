@@ -26,6 +26,7 @@ from mixer.data.manifest import Manifest
 from mixer.data.run_data import Data, open_data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
+from mixer.training.backend import settle_backend
 from mixer.training.compile import compile_objective, compiled, set_recompute
 from mixer.training.config import RunConfig, flatten
 from mixer.training.footprint import needed_gb
@@ -95,6 +96,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
         if (run.directory / "metrics.jsonl").exists():  # else it is a copy of another run's
             wandb_id = trainer["wandb_id"]
     record = start_record(run, trainer, world)
+    record["mixing"] = settle_backend(model, run, trainer, world)
     parallel, optimizer = parallelize(model, run, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)

@@ -260,13 +260,6 @@ def test_a_toolkit_in_a_directory_of_any_name_builds(tiny, fake_nvcc):
     assert build.library((8, 0), tiny).read_text() == "libcudart_static.a\n"
 
 
-def test_known_failure_names_its_mend(tiny, fake_nvcc):
-    said = "#error -- unsupported GNU version! gcc versions later than 13"
-    fake_nvcc(compiles=f"echo '{said}' >&2; exit 1")
-    with pytest.raises(UserError, match="NVCC_PREPEND_FLAGS"):
-        build.library((9, 0), tiny)
-
-
 def test_the_command_builds_although_there_is_a_library(fake_nvcc, tmp_path, monkeypatch, capsys):
     """As by a CUDA toolkit that the driver supports. The old library may be in use."""
     monkeypatch.setenv("MIXER_CACHE", str(tmp_path))

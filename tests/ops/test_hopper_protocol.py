@@ -5,7 +5,6 @@ see emulator/hopper.h. A failure's message names the case and what is wrong.
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,70 +24,48 @@ PLANS = {"resident": (1, 256), "resident_alone": (257, 512), "streamed": (513, 2
 pytestmark = needs_nvcc
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """A mistake, as edits (file, old text, new text), and the plan of forward in which it must be
-    seen: among the first cases.
-    """
-
-    name: str
-    plan: str
-    edits: tuple[tuple[str, str, str], ...]
-
-
 PRODUCT, TILE = "hopper_product.cuh", "hopper_tile.cuh"
 WAIT = "      wgmma_wait<0>();\n"
 RELEASE = "      if (!in_place || step + 1 < steps) barriers.ring.release(slot);\n"
 RELEASE_ALL = "      barriers.ring.release_for_warpgroup(slot);\n"
-MUTATIONS = [
-    Mutation(
-        "a stage is released before its products have ended",
+# What is wrong, the plan of forward in which it must be seen, and edits (file, old text, new text).
+MISTAKES = {
+    "a stage is released before its products have ended": (
         "resident_alone",
-        ((PRODUCT, WAIT, ""), (PRODUCT, RELEASE, RELEASE + WAIT)),
+        [(PRODUCT, WAIT, ""), (PRODUCT, RELEASE, RELEASE + WAIT)],
     ),
-    Mutation(
-        "the last stage is released before the result that lies there has been written out",
+    "the last stage is released before the result that lies there has been written out": (
         "streamed",
-        ((PRODUCT, RELEASE, "      barriers.ring.release(slot);\n"), (PRODUCT, RELEASE_ALL, "")),
+        [(PRODUCT, RELEASE, "      barriers.ring.release(slot);\n"), (PRODUCT, RELEASE_ALL, "")],
     ),
-    Mutation(
-        "two multipliers write to one output box without taking turns",
+    "two multipliers write to one output box without taking turns": (
         "resident_alone",
-        ((PRODUCT, "          wait_for_turn();\n        } else if", "        } else if"),),
+        [(PRODUCT, "          wait_for_turn();\n        } else if", "        } else if")],
     ),
-    Mutation(
-        "only as many full barriers as stages",
+    "only as many full barriers as stages": (
         "streamed",
-        (
-            (
-                PRODUCT,
-                "kFullBarriers = (16 + kStages - 1) / kStages * kStages;",
-                "kFullBarriers = kStages;",
-            ),
-        ),
+        [(PRODUCT, "= (16 + kStages - 1) / kStages * kStages;", "= kStages;")],
     ),
-    Mutation(
-        "the loaders do not arrive at the empty barriers",
+    "the loaders do not arrive at the empty barriers": (
         "streamed",
-        (
+        [
             (PRODUCT, "          if (!Shape::kResident) barriers.ring.loaded(at.slot);\n", ""),
             (PRODUCT, "        barriers.ring.loaded(at.slot);\n      }\n", "      }\n"),
             (TILE, "kReaders + (loaders - 1) * 2 * kClusterSize", "kReaders"),
-        ),
+        ],
     ),
-    Mutation(
-        "a multiplier that passes a tile does not wait for W",
+    "a multiplier that passes a tile does not wait for W": (
         "resident",
-        (
+        [
             (
                 PRODUCT,
                 "    if (Shape::kResident) barrier_wait(&barriers.weight_full[0], "
                 "weight_parity);\n    __syncwarp();\n",
                 "",
-            ),
-        ),
+            )
+        ],
     ),
-]
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +76,6 @@ def built(tmp_path_factory) -> list[Path]:
         return list(
             jobs.map(lambda name: sources.hopper_unit(name, build.SOURCES, directory), UNITS)
         )
-
-
-def build_mutant(mutation: Mutation, built: list[Path], directory: Path) -> Path:
-    """The library with a mistake in forward; its object comes first, so that what it shares with
-    others is its own.
-    """
-    changed = directory / "csrc"
-    shutil.copytree(build.SOURCES, changed)
-    for file, old, new in mutation.edits:
-        text = (changed / file).read_text()
-        assert text.count(old) == 1, f"{mutation.name}: {file} has {text.count(old)} times {old!r}"
-        (changed / file).write_text(text.replace(old, new))
-    forward = sources.hopper_unit("hopper_forward", changed, directory)
-    return sources.link([forward, *built[1:]], directory)
 
 
 def test_random_cases_of_every_operation_and_plan(built, tmp_path):
@@ -127,9 +90,16 @@ def test_random_cases_of_every_operation_and_plan(built, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_mistakes_are_caught(mutation, built, tmp_path):
-    library = build_mutant(mutation, built, tmp_path)
-    tokens = PLANS[mutation.plan]
-    result = run_cases(library, 90, MUTANT_SEED, MUTANT_CASES, "forward", *tokens)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_caught(mistake, built, tmp_path):
+    """The object with the mistake comes first, so that what it shares with others is its own."""
+    plan, edits = MISTAKES[mistake]
+    changed = shutil.copytree(build.SOURCES, tmp_path / "csrc")
+    for file, old, new in edits:
+        text = (changed / file).read_text()
+        assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
+        (changed / file).write_text(text.replace(old, new))
+    forward = sources.hopper_unit("hopper_forward", changed, tmp_path)
+    library = sources.link([forward, *built[1:]], tmp_path)
+    result = run_cases(library, 90, MUTANT_SEED, MUTANT_CASES, "forward", *PLANS[plan])
     assert result.returncode == 1, result.stdout[-500:]

@@ -21,7 +21,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def test_random_cases_are_right(seed):
     rng = random.Random(seed)
     case = drawn(rng, [16, 32, 64, 128], [1, 63, 64, 65, 200, 512, 1000], DTYPES)
-    sizes = (case.heads, case.key, case.value, case.context)
+    sizes = (case.key, case.value, case.context)
     reason = choice.keyed_unavailable_reason(torch.device("cuda", 0), case.dtype, *sizes)
     assert reason is None, reason
     check(case, "cuda")

@@ -1,15 +1,13 @@
-"""The built library as Python loads it: its functions and structures, and why it cannot run."""
+"""The built library as Python loads it: its functions and structures."""
 
 import ctypes
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import pytest
-import torch
 from toolchain import needs_nvcc
 
-from mixer.ops import build, choice, cuda
+from mixer.ops import build, cuda
 
 
 @pytest.fixture(autouse=True)
@@ -48,33 +46,3 @@ def test_structure_and_c_struct_agree(tmp_path):
     subprocess.run(
         ["g++", "-std=c++17", "-fsyntax-only", f"-I{build.SOURCES}", str(source)], check=True
     )
-
-
-def test_a_build_newer_than_the_driver_names_the_toolkit(monkeypatch):
-    library = SimpleNamespace(
-        mixer_pack=lambda params: 35,
-        mixer_error_string=lambda status: b"CUDA driver version is insufficient",
-    )
-    ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
-    monkeypatch.setattr(cuda, "kernels", lambda index: library)
-    monkeypatch.setattr(cuda, "add_device", lambda *_: None)
-    monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
-    reason = choice.device_reason.__wrapped__(0)
-    assert "do not run on NVIDIA X: " in reason and "mixer_pack failed on cuda:0" in reason
-    assert reason.endswith("`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`")
-
-
-def test_a_refused_launch_names_shapes_and_status(monkeypatch):
-    library = SimpleNamespace(
-        mixer_forward=lambda params: 9, mixer_error_string=lambda status: b"invalid configuration"
-    )
-    monkeypatch.setattr(cuda, "kernels", lambda index: library)
-    monkeypatch.setattr(cuda, "current_stream", lambda index: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    said = r"mixer_forward failed on cuda:0: invalid .* \(CUDA error 9\); batch=3, tokens=200,"
-    with pytest.raises(RuntimeError, match=said):
-        cuda.call("mixer_forward", cuda.Params(batch=3, tokens=200))

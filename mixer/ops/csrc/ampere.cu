@@ -9,13 +9,13 @@ namespace {
 
 template <bool kTransposed>
 cudaError_t product(const TriangularConvParams& params) {
-  return dispatch_dtype(params.dtype, [&](auto element) {
+  return with_dtype(params.dtype, [&](auto element) {
     return launch_product<Set<decltype(element)>, kTransposed>(params);
   });
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
-  return dispatch_dtype(params.dtype, [&](auto element) {
+  return with_dtype(params.dtype, [&](auto element) {
     return launch_grad_weight<Set<decltype(element)>>(params);
   });
 }

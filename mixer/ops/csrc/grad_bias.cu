@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kWarps * kWarp)
       const Element* values = reinterpret_cast<const Element*>(&bits);
       float part = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) part += to_float(values[i]);
+      for (int i = 0; i < kVector; ++i) part += float(values[i]);
       sum += part;
     }
   }
@@ -40,17 +40,15 @@ __global__ void __launch_bounds__(kWarps * kWarp)
   __syncthreads();
   if (threadIdx.x > 0) return;
   for (int warp = 1; warp < kWarps; ++warp) sum += sums[warp];
-  static_cast<Gradient*>(params.dbias)[index] = from_float<Gradient>(sum);
+  static_cast<Gradient*>(params.dbias)[index] = Gradient(sum);
 }
 
 }  // namespace
 
 cudaError_t grad_bias(const TriangularConvParams& params) {
   const int64_t blocks = static_cast<int64_t>(params.heads) * params.context;
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtypes(params, [&](auto element, auto gradient) {
-    grad_bias_kernel<decltype(element), decltype(gradient)>
-        <<<static_cast<unsigned>(blocks), kWarps * kWarp, 0, stream>>>(params);
-    return cudaGetLastError();
+  return with_dtypes(params, [&](auto element, auto gradient) {
+    return launch(params, grad_bias_kernel<decltype(element), decltype(gradient)>, blocks,
+                  kWarps * kWarp, 0, params);
   });
 }

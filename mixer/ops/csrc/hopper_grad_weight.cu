@@ -196,9 +196,9 @@ __device__ __forceinline__ void store_sums(Gradient* matrix, int context, int to
     const int i = row + half * 8;
     if (i >= context) continue;
     Gradient* place = matrix + static_cast<int64_t>(i) * context + column;
-    const Gradient first = from_float<Gradient>(column <= i && i < tokens ? sum[half * 2] : 0.0f);
+    const Gradient first = Gradient(column <= i && i < tokens ? sum[half * 2] : 0.0f);
     const Gradient second =
-        from_float<Gradient>(column + 1 <= i && i < tokens ? sum[half * 2 + 1] : 0.0f);
+        Gradient(column + 1 <= i && i < tokens ? sum[half * 2 + 1] : 0.0f);
     if (context % 2 == 0 && column < context) {
       struct alignas(2 * sizeof(Gradient)) Pair { Gradient first, second; };
       *reinterpret_cast<Pair*>(place) = {first, second};
@@ -398,39 +398,26 @@ __device__ __forceinline__ void multiply(const WeightArguments<Plan>& arguments,
 }
 
 // Writes the zeros that no tile covers: columns right of the diagonal tile, rows below the tiles.
-// `warp` is one of `warps` in the grid.
-template <typename Gradient>
+// `warp` is one of `warps` in the grid. A zero has the same bits in all types.
 __device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp,
                                             int warps) {
   const int lane = threadIdx.x % 32;
-  const int context = arguments.context;
+  const int context = arguments.context, size = arguments.gradient_dtype == MIXER_FLOAT32 ? 4 : 2;
   const int64_t rows = static_cast<int64_t>(arguments.plan.heads) * context;
-  const bool wide = context * sizeof(Gradient) % 16 == 0;
-  constexpr int kWide = 16 / sizeof(Gradient);
   for (int64_t head_row = warp; head_row < rows; head_row += warps) {
     const int row = static_cast<int>(head_row % context);
     const int first =
         row / kTileRows < arguments.plan.row_tiles ? (row / kTileRows + 1) * kTileRows : 0;
-    Gradient* values = static_cast<Gradient*>(arguments.dweight) + head_row * context;
-    if (wide) {
-      for (int column = first + lane * kWide; column < context; column += 32 * kWide) {
-        *reinterpret_cast<uint4*>(values + column) = make_uint4(0, 0, 0, 0);
-      }
+    char* const values = static_cast<char*>(arguments.dweight) + head_row * context * size;
+    if (context * size % 16 == 0) {
+      for (int byte = first * size + lane * 16; byte < context * size; byte += 32 * 16)
+        *reinterpret_cast<uint4*>(values + byte) = make_uint4(0, 0, 0, 0);
     } else {
-      for (int column = first + lane; column < context; column += 32)
-        values[column] = from_float<Gradient>(0.0f);
+      for (int byte = first * size + lane * 2; byte < context * size; byte += 32 * 2)
+        *reinterpret_cast<uint16_t*>(values + byte) = 0;
     }
     if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens)
       store_float(arguments.dbias, arguments.gradient_dtype, head_row, 0.0f);
-  }
-}
-
-__device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp,
-                                            int warps) {
-  if (arguments.gradient_dtype == MIXER_FLOAT32) {
-    write_zeros<float>(arguments, warp, warps);
-  } else {
-    write_zeros<__half>(arguments, warp, warps);  // zero has the same bits in both 16-bit types
   }
 }
 
@@ -445,7 +432,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
   char* ones = stages + kStages * kStageBytes;  // 8 rows of 64 ones
   auto& ring = *reinterpret_cast<Ring<kStages, true>*>(ones + 1024);
   for (int i = threadIdx.x; i < 8 * kBox; i += kThreads)
-    reinterpret_cast<Element*>(ones)[i] = from_float<Element>(1.0f);
+    reinterpret_cast<Element*>(ones)[i] = Element(1.0f);
   fence_async_proxy();
   if (threadIdx.x == 0) {
     prefetch_map(&arguments.dy);
@@ -580,24 +567,11 @@ int64_t sum_floats(const LagPlan& plan) {
 cudaError_t finish(const TriangularConvParams& params, const WeightArguments<Plan>& arguments) {
   const Plan& plan = arguments.plan;
   if (plan.splits == 1) return cudaSuccess;
-  finish_kernel<<<plan.rest * kClusterSize * kGroups, kMultiplyingThreads, 0,
-                  static_cast<cudaStream_t>(params.stream)>>>(arguments);
-  return cudaGetLastError();
+  return launch(params, finish_kernel, plan.rest * kClusterSize * kGroups, kMultiplyingThreads, 0,
+                arguments);
 }
 cudaError_t finish(const TriangularConvParams& params, const WeightArguments<LagPlan>& arguments) {
   return finish_lags<Parts>(params, arguments.plan, arguments.sums);
-}
-
-template <typename Element, typename Plan>
-cudaError_t launch(const TriangularConvParams& params, const WeightArguments<Plan>& arguments) {
-  const auto kernel = grad_weight_kernel<Element, Plan>;
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWeightSharedBytes);
-  if (status != cudaSuccess) return status;
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  kernel<<<clusters(params) * kClusterSize, kThreads, kWeightSharedBytes, stream>>>(arguments);
-  status = cudaGetLastError();
-  return status == cudaSuccess ? finish(params, arguments) : status;
 }
 
 template <typename Plan>
@@ -616,8 +590,11 @@ cudaError_t compute(const TriangularConvParams& params, const Plan& plan) {
                                      chunks_of_sample(params),
                                      plan};
   if (status != cudaSuccess) return status;
-  return params.dtype == MIXER_FLOAT16 ? launch<__half>(params, arguments)
-                                       : launch<__nv_bfloat16>(params, arguments);
+  const auto kernel = params.dtype == MIXER_FLOAT16 ? grad_weight_kernel<__half, Plan>
+                                                    : grad_weight_kernel<__nv_bfloat16, Plan>;
+  status = launch_large(params, kernel, clusters(params) * kClusterSize, kWeightSharedBytes,
+                        arguments);
+  return status == cudaSuccess ? finish(params, arguments) : status;
 }
 
 template <typename Plan>

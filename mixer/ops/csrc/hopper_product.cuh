@@ -687,13 +687,8 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
   set_tiles<Shape>(params, arguments);
   constexpr int kBytes =
       kAlignment + Shape::kBoxes * kBoxBytes + static_cast<int>(sizeof(ProductBarriers<Shape>));
-  const auto kernel = product_kernel<Shape>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   const int blocks = params.processors / kClusterSize * kClusterSize;
-  kernel<<<blocks, kThreads, kBytes, static_cast<cudaStream_t>(params.stream)>>>(arguments);
-  return cudaGetLastError();
+  return launch_large(params, product_kernel<Shape>, blocks, kBytes, arguments);
 }
 
 template <typename Element, bool kTransposed, bool kWithResidual>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "hopper_ptx.cuh"
+#include "numeric.cuh"
 
 namespace hopper {
 
@@ -70,6 +71,16 @@ __device__ __forceinline__ void multiply_slices(float (&sum)[64], uint32_t left,
         sum, left + slice * slice_step<kLeftTransposed>(),
         right + slice * slice_step<kRightTransposed>(), accumulate || slice > 0);
   }
+}
+
+// Launches a kernel with more shared memory than one gets without asking.
+template <typename Kernel, typename Arguments>
+cudaError_t launch_large(const TriangularConvParams& params, Kernel kernel, int64_t blocks,
+                         int bytes, const Arguments& arguments) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  return status == cudaSuccess ? launch(params, kernel, blocks, kThreads, bytes, arguments)
+                               : status;
 }
 
 }  // namespace hopper

@@ -127,18 +127,15 @@ __global__ void __launch_bounds__(kLagThreads)
       }
     }
   }
-  static_cast<Gradient*>(params.dweight)[index] = from_float<Gradient>(sum);
+  static_cast<Gradient*>(params.dweight)[index] = Gradient(sum);
 }
 
 template <typename Parts>
 cudaError_t finish_lags(const TriangularConvParams& params, const LagPlan& plan,
                         const float* sums) {
-  const int64_t blocks =
-      ceil_div(static_cast<int64_t>(params.heads) * params.context, kLagThreads);
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.weight_dtype, [&](auto gradient) {
-    finish_lags_kernel<Parts, decltype(gradient)>
-        <<<static_cast<unsigned>(blocks), kLagThreads, 0, stream>>>(params, plan, sums);
-    return cudaGetLastError();
+  const int64_t lags = static_cast<int64_t>(params.heads) * params.context;
+  return with_dtype(params.weight_dtype, [&](auto gradient) {
+    return launch(params, finish_lags_kernel<Parts, decltype(gradient)>,
+                  ceil_div(lags, kLagThreads), kLagThreads, 0, params, plan, sums);
   });
 }

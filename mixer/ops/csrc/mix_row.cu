@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_product(float* sum, float factor, const uint
   constexpr int kVector = kVectorBytes / sizeof(Element);
   const Element* values = reinterpret_cast<const Element*>(&vector);
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) sum[k] += factor * to_float(values[k]);
+  for (int k = 0; k < kVector; ++k) sum[k] += factor * float(values[k]);
 }
 
 #ifdef MIXER_HOPPER
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       if (first + ahead * rows < end)
-        add_product<Element>(sum, to_float(factors[ahead]), vectors[ahead]);
+        add_product<Element>(sum, float(factors[ahead]), vectors[ahead]);
     }
   }
   if (split == 0 && row == 0 && exists && channel < width) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
                        static_cast<int64_t>(head) * width + channel;
     const uint4 vector = *reinterpret_cast<const uint4*>(x);
     *reinterpret_cast<uint4*>(memory + position * width) = vector;
-    add_product<Element>(sum, to_float(weight[position]), vector);
+    add_product<Element>(sum, float(weight[position]), vector);
   }
 
   // The channel that this thread finishes. Its bias and residual are requested now, so that their
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const int64_t place = static_cast<int64_t>(head) * width + mine;
   const bool adds = threadIdx.x < channels && mine < width, finishes = adds && split == 0;
   float bias = 0;
-  Element residual = from_float<Element>(0.0f);
+  Element residual = Element(0.0f);
   if (finishes && exists && params.bias != nullptr) {
     bias = load_float(params.bias, params.weight_dtype,
                       static_cast<int64_t>(head) * params.context + position);
@@ -170,13 +170,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #endif
   if (!finishes) return;
   total += bias;
-  total += to_float(residual);
+  total += float(residual);
   static_cast<Element*>(params.y)[sample * params.channels + place] =
-      from_float<Element>(exists ? total : nanf(""));
+      Element(exists ? total : nanf(""));
 }
 
 template <typename Element, typename Weight>
-cudaError_t launch(const TriangularConvParams& params) {
+cudaError_t launch_row(const TriangularConvParams& params) {
   const int64_t pairs = static_cast<int64_t>(params.batch) * params.heads;
   const int64_t vectors = params.channels / params.heads * sizeof(Element) / kVectorBytes;
   const auto blocks = [&](int across) { return pairs * ceil_div(vectors, across); };
@@ -188,9 +188,8 @@ cudaError_t launch(const TriangularConvParams& params) {
          2 * splits * blocks(across) <= params.processors)
     splits *= 2;
   const int threads = across == kLeastAcross && blocks(across) < wanted ? kMostThreads : kThreads;
-  const unsigned grid = static_cast<unsigned>(blocks(across) * splits);
+  const int64_t grid = blocks(across) * splits;
   const int slices = static_cast<int>(ceil_div(vectors, across));
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
 #ifdef MIXER_HOPPER
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -199,24 +198,23 @@ cudaError_t launch(const TriangularConvParams& params) {
   attributes[1].val.clusterDim.x = splits;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
+  config.gridDim = static_cast<unsigned>(grid);
   config.blockDim = threads;
-  config.stream = stream;
+  config.stream = static_cast<cudaStream_t>(params.stream);
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight>, params, across,
-                            slices, splits);
+  return cudaLaunchKernelEx(&config, mix_row_kernel<Element, Weight>, params, across, slices,
+                            splits);
 #else
-  mix_row_kernel<Element, Weight><<<grid, threads, 0, stream>>>(
-      params, across, slices, splits);
-  return cudaGetLastError();
+  return launch(params, mix_row_kernel<Element, Weight>, grid, threads, 0, params, across, slices,
+                splits);
 #endif
 }
 
 }  // namespace
 
 cudaError_t mix_row(const TriangularConvParams& params) {
-  return dispatch_dtypes(params, [&](auto element, auto weight) {
-    return launch<decltype(element), decltype(weight)>(params);
+  return with_dtypes(params, [&](auto element, auto weight) {
+    return launch_row<decltype(element), decltype(weight)>(params);
   });
 }

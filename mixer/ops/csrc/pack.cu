@@ -35,13 +35,13 @@ __global__ void __launch_bounds__(kThreads)
     const Group<Weight> read = *reinterpret_cast<const Group<Weight>*>(weight + column);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
-      packed.values[i] = from_float<Element>(to_float(read.values[i]));
+      packed.values[i] = Element(float(read.values[i]));
   } else {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       const int from = kByLag ? row + params.lag_zero - (column + i) : column + i;
       const bool exists = kByLag ? from >= 0 && from < params.tokens : from <= row;
-      packed.values[i] = from_float<Element>(exists ? to_float(weight[from]) : 0.0f);
+      packed.values[i] = Element(exists ? float(weight[from]) : 0.0f);
     }
   }
   static_cast<Group<Element>*>(params.packed)[index] = packed;
@@ -53,12 +53,9 @@ cudaError_t pack(const TriangularConvParams& params) {
   const bool by_lag = params.lag_zero > 0;
   const int64_t rows = by_lag ? MIXER_STRIP_ROWS : params.tokens;
   const int64_t groups = params.heads * rows * (params.columns / kGroup);
-  const int64_t blocks = ceil_div(groups, kThreads);
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtypes(params, [&](auto element, auto weight) {
+  return with_dtypes(params, [&](auto element, auto weight) {
     const auto kernel = by_lag ? pack_kernel<decltype(weight), decltype(element), true>
                                : pack_kernel<decltype(weight), decltype(element), false>;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, groups);
-    return cudaGetLastError();
+    return launch(params, kernel, ceil_div(groups, kThreads), kThreads, 0, params, groups);
   });
 }

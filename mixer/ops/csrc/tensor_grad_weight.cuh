@@ -256,13 +256,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
   }
 }
 
-template <typename Set, typename Plan>
-cudaError_t launch_partial(const TriangularConvParams& params, int64_t blocks, const Plan& plan) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  partial_kernel<Set, Plan><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, plan);
-  return cudaGetLastError();
-}
-
 // ------------------------------------------------------------------------------- the second kernel
 
 constexpr int kFinishThreads = 256;
@@ -276,7 +269,7 @@ __device__ __forceinline__ void store_vector(Gradient* row, int column, int cont
   struct alignas(kFinishVector * sizeof(Gradient)) Vector { Gradient value[kFinishVector]; };
   Vector vector;
 #pragma unroll
-  for (int i = 0; i < kFinishVector; ++i) vector.value[i] = from_float<Gradient>(value[i]);
+  for (int i = 0; i < kFinishVector; ++i) vector.value[i] = Gradient(value[i]);
   if (context % kFinishVector == 0) {
     *reinterpret_cast<Vector*>(row + column) = vector;
   } else {
@@ -342,11 +335,9 @@ __global__ void __launch_bounds__(kFinishThreads)
 inline cudaError_t finish(const TriangularConvParams& params, int splits) {
   const int64_t blocks = static_cast<int64_t>(params.heads) * ceil_div(params.context, kTile) *
                          ceil_div(params.context, kBlockRows);
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  return dispatch_dtype(params.weight_dtype, [&](auto gradient) {
-    finish_kernel<decltype(gradient)>
-        <<<static_cast<unsigned>(blocks), kFinishThreads, 0, stream>>>(params, splits);
-    return cudaGetLastError();
+  return with_dtype(params.weight_dtype, [&](auto gradient) {
+    return launch(params, finish_kernel<decltype(gradient)>, blocks, kFinishThreads, 0, params,
+                  splits);
   });
 }
 
@@ -356,12 +347,14 @@ template <typename Set>
 cudaError_t launch_grad_weight(const TriangularConvParams& params) {
   if (params.lag_zero > 0) {
     const LagPlan plan = make_lag_plan(params);
-    const cudaError_t status = launch_partial<Set>(params, plan.workers, plan);
+    const cudaError_t status =
+        launch(params, partial_kernel<Set, LagPlan>, plan.workers, kThreads, 0, params, plan);
     const float* sums = static_cast<const float*>(params.workspace) + tile_floats(plan);
     return status == cudaSuccess ? finish_lags<Parts>(params, plan, sums) : status;
   }
   const int splits = choose_splits(params);
-  const cudaError_t status = launch_partial<Set>(params, partial_blocks(params, splits), splits);
+  const cudaError_t status = launch(params, partial_kernel<Set, int>,
+                                    partial_blocks(params, splits), kThreads, 0, params, splits);
   return status == cudaSuccess ? finish(params, splits) : status;
 }
 

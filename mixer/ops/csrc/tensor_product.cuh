@@ -168,8 +168,8 @@ struct Piece {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Pair pair = {word[i]};
-      value[i][0] += to_float(pair.value[0]);
-      value[i][1] += to_float(pair.value[1]);
+      value[i][0] += float(pair.value[0]);
+      value[i][1] += float(pair.value[1]);
     }
   }
 
@@ -178,8 +178,8 @@ struct Piece {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       Pair pair;
-      pair.value[0] = from_float<Element>(value[i][0]);
-      pair.value[1] = from_float<Element>(value[i][1]);
+      pair.value[0] = Element(value[i][0]);
+      pair.value[1] = Element(value[i][1]);
       word[i] = pair.bits;
     }
     exchange(word);
@@ -334,10 +334,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
 template <typename Set, bool kTransposed>
 cudaError_t launch_product(const TriangularConvParams& params) {
   const int64_t blocks = row_tiles(params) * column_tiles(params) * params.heads;
-  const cudaStream_t stream = static_cast<cudaStream_t>(params.stream);
-  product_kernel<Set, kTransposed>
-      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch(params, product_kernel<Set, kTransposed>, blocks, kThreads, 0, params);
 }
 
 }  // namespace tensor

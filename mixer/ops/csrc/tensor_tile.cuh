@@ -92,27 +92,17 @@ struct KMajor {
   }
 };
 
-// Rows are contiguous: slice[depth][row].
+// Rows are contiguous: slice[depth][row]. 32-bit values are read one by one, since no instruction
+// transposes them: a warp then reads 8 neighbours (2 vectors) at 4 depths at once, and the swizzle
+// gives each depth its own pair of vectors.
 template <typename Element>
 struct MnMajor {
   static constexpr int kVectorsAcross = kTile * sizeof(Element) / kVectorBytes;
   static constexpr int kRowBytes = kTile * sizeof(Element);
 
   __host__ __device__ static constexpr int offset(int depth, int vector) {
-    return depth * kRowBytes + (vector ^ depth % 8) * kVectorBytes;
-  }
-};
-
-// 32-bit values are read one by one, since no instruction transposes them. A warp then reads 8
-// neighbours (2 vectors) at 4 depths at once, and the swizzle gives each depth its own pair of
-// vectors.
-template <>
-struct MnMajor<float> {
-  static constexpr int kVectorsAcross = kTile * sizeof(float) / kVectorBytes;
-  static constexpr int kRowBytes = kTile * sizeof(float);
-
-  __host__ __device__ static constexpr int offset(int depth, int vector) {
-    return depth * kRowBytes + (vector ^ depth % 4 * 2) * kVectorBytes;
+    const int moved = sizeof(Element) == 4 ? depth % 4 * 2 : depth % 8;
+    return depth * kRowBytes + (vector ^ moved) * kVectorBytes;
   }
 };
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from mixer.ops import build, toolchain
 
 HERE = Path(__file__).parent
-# Blocks with dynamic shared memory (the third number) come in clusters of two.
-LAUNCH = r"(\w+(?:<[^;{}]*?>)?)\s*<<<([^;]*?), ([^;,]*?), (\w+),\s*[^;]*?>>>\(\s*([^;]*?)\);"
-LAUNCHED = r"emulator::launch(\2, \3, [&] { \1(\5); }, (\4) > 0 ? 2 : 1);"
+# Blocks with dynamic shared memory come in clusters of two.
+LAUNCH = r"kernel<<<static_cast<unsigned>\(blocks\), threads, bytes, stream>>>\(arguments\.\.\.\);"
+LAUNCHED = "emulator::launch(blocks, threads, [&] { kernel(arguments...); }, bytes > 0 ? 2 : 1);"
 FLAGS = ["-Xcompiler=-fPIC,-fno-strict-aliasing,-Wno-psabi", "-std=c++17", "-O2", "-w"]
 FLAGS += ["-U_FORTIFY_SOURCE", f"-I{HERE}"]
 

@@ -1,0 +1,124 @@
+"""Which backends compute a run's token mixing where model.mixing_backend is auto.
+
+On Hopper our kernels won wherever they were timed, so `auto` takes them wherever they can run. On
+other GPUs nobody has timed them: there a race before the first step decides. Checkpoints keep its
+result, since the other backend would round differently.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mixer.common.errors import first_line
+from mixer.distributed.world import World
+from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
+from mixer.models.masked_mixer.recurrent import RecurrentConv
+from mixer.ops.choice import difference
+from mixer.training.config import RunConfig
+
+TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+HOPPER = (9, 0)  # compute capability
+RACE_SECONDS = 0.2  # for each backend
+
+
+def settle_backend(
+    model: PreTrainedModel, run: RunConfig, earlier: dict[str, Any] | None, world: World
+) -> dict[str, str]:
+    """Sets the backend of the model's convolutions and keyed mixing where a race decides it, the
+    same on all processes, before the model is compiled. A recurrence has none.
+
+    earlier: trainer.json of the checkpoint that the run goes on from. Returns what the next ones
+    keep: the backend of each kind of layer that had a race.
+    """
+    if run.model.mixing_backend != "auto" or not needs_race(world.device):
+        return {}
+    known, found = (earlier or {}).get("mixing") or {}, {}
+    layers = [part for part in model.modules() if isinstance(part, TriangularConv)]
+    for kind, said in (("backend", "token mixing"), ("keyed_backend", "keyed mixing")):
+        own = [layer for layer in layers if kind_of(layer) == kind]
+        if not own:
+            continue
+        backend, why = known.get(kind), "as the run did before"
+        if backend not in ("dense", "cuda"):
+            backend, why = race(own[0], run, world) if world.is_main else ("", "")
+        world.say(f"{said}: auto takes {backend}, {why}")
+        found[kind] = world.of_main(backend)
+        for layer in own:
+            layer.backend = found[kind]
+    return found
+
+
+def kind_of(layer: TriangularConv) -> str:
+    if isinstance(layer, KeyedConv):
+        return "keyed_backend"
+    return "" if isinstance(layer, RecurrentConv) else "backend"
+
+
+def needs_race(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) != HOPPER
+
+
+def race(layer: TriangularConv, run: RunConfig, world: World) -> tuple[str, str]:
+    """The faster backend for a layer on the run's own shape, and why. Kernels that cannot run, fail
+    or are wrong are out.
+    """
+    times, results = {}, []
+    inputs = ("query", "key", "value") if isinstance(layer, KeyedConv) else ("x", "residual")
+    names = ["y", *(f"d{name}" for name in (*inputs, *dict(layer.named_parameters())))]
+    for backend in ("dense", "cuda"):
+        try:
+            step = training_step(layer, backend, run, world)
+            results.append(step())
+            problem = difference(results[-1], results[0], names)
+            times[backend] = milliseconds(step)
+        except Exception as error:  # what the build and CUDA raise has no type of its own
+            problem = first_line(error)
+    step = results = None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(world.device)  # the run reports its own
+    if problem:
+        return "dense", f"without cuda: {problem}"
+    listed = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+    gpu = torch.cuda.get_device_name(world.device)
+    return min(times, key=times.get), f"the faster on {gpu}: {listed}"
+
+
+def milliseconds(step: Callable) -> float:
+    # Its import looks for GPUs, and a process that has done so cannot be forked into one that uses
+    # them.
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("step()", globals={"step": step})
+    return 1000 * timer.blocked_autorange(min_run_time=RACE_SECONDS).median
+
+
+def training_step(
+    layer: TriangularConv, backend: str, run: RunConfig, world: World
+) -> Callable[[], list[Tensor]]:
+    """A forward and backward pass of a copy of the layer by a backend, on random numbers that are
+    the same in each call. It returns the output and the gradients of inputs and parameters.
+    """
+    layer = copy.deepcopy(layer).to(world.device)
+    layer.backend = backend
+    generator = torch.Generator(world.device).manual_seed(0)
+    sizes = run.train.batch_size, run.model.max_position_embeddings
+
+    def draw(channels: int) -> Tensor:
+        about = {"dtype": TYPES[run.train.mixed_precision], "generator": generator}
+        return torch.randn(*sizes, channels, device=world.device, **about)
+
+    keys = [layer.heads * layer.key_size] * 2 if isinstance(layer, KeyedConv) else []
+    inputs = [draw(channels).requires_grad_() for channels in (keys or [layer.channels])]
+    inputs.append(draw(layer.channels).requires_grad_())
+    dy, leaves = draw(layer.channels), [*inputs, *layer.parameters()]
+
+    def step() -> list[Tensor]:
+        with world.accelerator.autocast():
+            y = layer(*inputs, None, None)  # neither a memory nor positions
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    return step
