@@ -138,24 +138,46 @@ def damage(checkpoint: Path, whole: bool = True) -> str | None:
     return f"{min(added)} was added, which may change what is loaded" if added else None
 
 
-def find_resume(directory: Path, say: Say = print) -> Path | None:
-    """The checkpoint that a run continues from: its newest good one. None for a fresh start.
+def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
+    """The checkpoint to continue from, None for a fresh start; see `python train.py
+    --help` for checkpoint.resume.
 
-    Reads and checks all files. Raises UserError where the run has checkpoints and none is good: a
-    fresh start would overwrite them and the run's metrics.
+    Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
+    damaged, if all of the run's checkpoints are, and if they would be in the way.
     """
-    found = all_checkpoints(directory)
-    for path in reversed(found):
+    found = all_checkpoints(directory)[::-1]  # the newest first
+    if resume != "auto":
+        if not found or Path(resume).resolve().parent == directory.resolve():
+            return _named(Path(resume), found)
+        say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
+    for path in found:
         problem = damage(path)
         if problem is None:
             return path
         say(f"passing over {path}: {problem}")
-    if found:
+    if found:  # a fresh start would overwrite them and the run's metrics
         raise UserError(
             f"{directory} has {len(found)} checkpoint(s), and none can be used; choose another "
-            f"name, or delete {directory} to start afresh"
+            f"name, give one with checkpoint.resume, or delete {directory} to start afresh"
         )
     return None
+
+
+def _named(path: Path, of_run: list[Path]) -> Path:
+    """The checkpoint that checkpoint.resume names."""
+    if problem := damage(path):
+        raise UserError(
+            f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
+            "step-N beside it"
+        )
+    step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
+    if newer := [str(other) for other in of_run if step_of(other) > step]:
+        raise UserError(
+            f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto "
+            f"would take next time: {', '.join(newer)}; delete these, or choose another name for a "
+            f"run that goes on from {path.name}"
+        )
+    return path
 
 
 def complete(partial: Path, final: Path) -> None:

@@ -24,7 +24,6 @@ GONE = {
     "train.all_reduce": ("auto", "nccl"),
     "train.max_skipped_steps": (50,),
     "checkpoint.allow_other_data": (False,),
-    "checkpoint.resume": ("auto",),
     "logging.wandb": ("disabled",),
     "logging.profile_step": (20,),
     "logging.profile_steps": (0,),
@@ -98,6 +97,9 @@ class CheckpointConfig:
     keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
     keep_every: int = option(
         0, "also keep a checkpoint where this divides its step; 0 for none", at_least=0
+    )
+    resume: str = option(
+        "auto", "auto (the run's newest complete checkpoint), or a checkpoint to begin from"
     )
 
 

@@ -93,7 +93,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)
-        if (run.directory / "metrics.jsonl").exists():  # else it is a copy of another run's
+        if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
     record = start_record(run, trainer, world)
     record["mixing"] = settle_backend(model, run, trainer, world)
@@ -110,7 +110,7 @@ def find_checkpoint(run: RunConfig, world: World) -> Path | None:
     found = None
     if world.is_main:
         remove_partial(run.directory)
-        found = find_resume(run.directory, world.say)
+        found = find_resume(run.directory, run.checkpoint.resume, world.say)
     found = world.of_main(found)
     begins_in = found or run.directory
     world.require_shared(f"the directory {begins_in}", begins_in.is_dir())

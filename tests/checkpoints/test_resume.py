@@ -144,20 +144,33 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_first_evaluation_once(
     assert evaluated == [0, 12]
 
 
-def test_a_run_goes_on_from_a_copied_checkpoint_of_another_one_with_more_steps(
+def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
     write_config, finished, launch, tmp_path
 ):
-    longer = finished.with_name("longer")
-    shutil.copytree(finished / "step-8", longer / "step-8")
-    changes = ["name=longer", "train.steps=14", "train.batch_size=4"]
+    (finished / "best").unlink()
+    (finished / "best").symlink_to("step-8")
+    changes = [
+        f"checkpoint.resume={finished / 'best'}",
+        "name=longer",
+        "train.steps=14",
+        "train.batch_size=4",
+    ]
     output = launch("--config", write_config(), *changes, processes=2).succeed()
     assert "step 14/14" in output
-    losses, original = read_losses(longer), read_losses(finished)
+    losses, original = read_losses(tmp_path / "runs/longer"), read_losses(finished)
     assert list(losses) == list(range(9, 15))
     # the same samples, on twice the processes
     assert losses[9] == pytest.approx(original[9], rel=1e-5)
-    trainer = json.loads((longer / "step-14/trainer_state/trainer.json").read_text())
+    trainer = json.loads((tmp_path / "runs/longer/step-14/trainer_state/trainer.json").read_text())
     assert (trainer["step"], trainer["samples"]) == (14, 14 * 8)
+    # the same command again goes on, it does not begin again
+    changes[-2:] = ["train.steps=16"]
+    output = launch("--config", write_config(), *changes, "train.batch_size=8").succeed()
+    assert (
+        f"going on from these, not from {finished / 'best'}" in output
+        and "step 13/16" not in output
+    )
+    assert list(read_losses(tmp_path / "runs/longer")) == list(range(9, 17))
 
 
 def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monkeypatch):

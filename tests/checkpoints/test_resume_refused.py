@@ -29,6 +29,25 @@ def test_changed_data_is_refused_naming_what_differs(write_config, finished, tmp
     assert f"train.init_from={finished / 'step-12'}" in str(error.value)
 
 
+def test_going_back_below_newer_checkpoints_is_refused(write_config, finished):
+    config = str(write_config())
+    with pytest.raises(
+        UserError, match="the run has newer ones.*step-12.*delete these, or choose another name"
+    ):
+        train(load_config(config, [f"checkpoint.resume={finished / 'step-8'}"]))
+
+
+def test_a_refused_resume_leaves_no_run_directory(write_config, tmp_path):
+    config, nothing = str(write_config()), tmp_path / "no/checkpoint"
+    with pytest.raises(UserError, match="checkpoint .* cannot be used"):
+        train(load_config(config, [f"checkpoint.resume={nothing}"]))
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs/small").mkdir(parents=True)  # of the user's own
+    with pytest.raises(UserError, match="checkpoint .* cannot be used"):
+        train(load_config(config, [f"checkpoint.resume={nothing}"]))
+    assert (tmp_path / "runs/small").is_dir()
+
+
 def test_a_run_that_is_being_trained_is_not_trained_twice(write_config, launch, tmp_path):
     config = write_config(train={"steps": 100_000, "batch_size": 8, "eval_every": 0})
     launch("--config", config).until((tmp_path / "runs/small/metrics.jsonl").exists)
