@@ -21,6 +21,8 @@ trainer.json holds
     scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
     settings, earlier                         what the next steps train with, and what the steps up
                                               to others had in place of it
+    mixing                                    what model.mixing_backend=auto stands for where a
+                                              race decided it
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
 disk, and renamed. Older checkpoints are deleted only after that. writer.py writes checkpoints,

@@ -5,6 +5,7 @@ loop          the run; `Trainer.step` is one step
 start         what it starts with: data, model, optimizer, counters, the record of its settings
 footprint     the memory that a step needs, and what to change where that is too much
 objective     the model with its loss as one module, and its loss on the validation split
+backend       which backends mix tokens where model.mixing_backend is auto
 compile       torch.compile, CUDA graphs, and what the backward pass computes again
 optim         which optimizer trains which parameter, and the learning rate
 gradients     their norm, clipping, and steps whose gradient is not finite

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.common.errors import UserError, first_line
-from mixer.common.memory import is_out_of_memory
+from mixer.common.errors import first_line
 from mixer.distributed.world import World
 from mixer.training.config import TrainConfig
 from mixer.training.objective import Objective
@@ -47,7 +46,7 @@ def compile_objective(
     Call this before DDP or FSDP wrap the objective. One block is compiled for all of them, and DDP
     gets a block's gradients as soon as the backward pass of that block ends. Compiled functions
     replace methods, so that parameters keep their names. Another shape of the inputs would compile
-    once more. Raises UserError where compiling fails.
+    once more. Where compiling fails on a process, all go on without it.
     """
     if train.compile == "no" or (train.compile == "auto" and world.device.type != "cuda"):
         return False
@@ -56,22 +55,27 @@ def compile_objective(
     obstacle = obstacle_to_graphs(train, world)
     graphs, parts = not obstacle, compiled_parts(objective)
     torch._dynamo.reset()  # what an earlier run of this process has compiled; graphs hold memory
-    if graphs:
-        objective.register_forward_pre_hook(begin_graphs)
-    began = time.perf_counter()
+    each_pass = objective.register_forward_pre_hook(begin_graphs) if graphs else None
+    began, failure = time.perf_counter(), ""
     for module, name in parts:
         setattr(module, name, compiled(getattr(module, name), graphs))
     try:
         for _ in range(2 if graphs else 1):  # the second pass records the graphs
             _first_pass(objective, shape, world)
-    except Exception as error:  # what compilers raise has no type of its own
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"torch.compile has failed: {first_line(error)}. It needs a C++ compiler on a CPU, "
-            "Triton and a C compiler on a GPU of compute capability 7.0 or more. Set "
-            f"{'train.cuda_graphs=false or ' * graphs}train.compile=no"
-        ) from error
+    except Exception as error:  # if it is not the compiler's, the run will meet it again
+        failure = first_line(error)
+    if failure := next(filter(None, world.gather(failure)), ""):
+        for module, name in parts:
+            delattr(module, name)
+        if each_pass:
+            each_pass.remove()
+        objective.zero_grad(set_to_none=True)  # the first step would add up what a pass left
+        world.say(
+            f"torch.compile has failed, the run goes on without: {failure}. It needs a C++ "
+            "compiler on a CPU, Triton and a C compiler on a GPU of compute capability 7.0 or "
+            f"more. {'train.cuda_graphs=false may help, ' * graphs}train.compile=no saves the attempt"
+        )
+        return False
     seconds = time.perf_counter() - began
     with_graphs = "as CUDA graphs" if graphs else f"without CUDA graphs: {obstacle}"
     if graphs and (skipped := counters["inductor"]["cudagraph_skips"]):
