@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
 # are set, so that such data, and checkpoints trained on it, still match.
-ADDED_LATER = ("validation_path", "validation_split", "validation_documents", "cut", "pairs")
-ADDED_LATER += ("pair_field",)
+ADDED_LATER = (
+    *("validation_path", "validation_split", "validation_documents"),
+    *("cut", "pairs", "pair_field"),
+)
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:

@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -143,12 +144,12 @@ def _start_and_kill(config: DataConfig, size: int) -> None:
     process = multiprocessing.get_context("fork").Process(target=prepare, args=(config, quiet))
     process.start()
 
-    def written() -> int:
-        files = Path(config.directory).parent.glob(".partial-*/train.bin")
-        return sum(file.stat().st_size for file in files)
-
-    while process.is_alive() and written() < size:
+    written = 0
+    while process.is_alive() and written < size:
         time.sleep(0.001)
+        for file in Path(config.directory).parent.glob(".partial-*/train.bin"):
+            with suppress(FileNotFoundError):  # the directory has its name by now
+                written = file.stat().st_size
     children = psutil.Process(process.pid).children() if process.is_alive() else []
     process.kill()
     process.join()
@@ -172,7 +173,8 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_data(
         _start_and_kill(config, size)
         if Path(config.directory).exists():  # the last kill comes too late
             assert TokenFile(config.directory, "train", 8) and size > 0
-            shutil.rmtree(config.directory) if size < 10**9 else None
+            if size < 10**9:
+                shutil.rmtree(config.directory)
     assert prepare(config, quiet) and written(config.directory) == found
     assert not list(tmp_path.glob(".partial-*"))
 
