@@ -45,6 +45,10 @@ def convert(
     check_new(output)
     weights = read_weights(source)
     recurrent = is_recurrent_format(weights)
+    if mixing and not recurrent:
+        raise UserError(
+            f"--mixing {mixing} is for recurrent mixers, and {source} is none; leave it out"
+        )
     model = from_recurrent(weights, mixing) if recurrent else from_reference(weights)
     check_finite(source, model)
     tokenizer = None

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Matrices that are worked on together. It bounds the memory, and the time to compile functions of
@@ -132,10 +133,8 @@ class Muon(torch.optim.Optimizer):
             return iterate(stacked)
         share = -(-len(stacked) // processes)
         first = dist.get_rank(self.group) * share
-        own = stacked.new_zeros(share, *stacked.shape[1:])
-        mine = stacked[first : first + share]
-        if len(mine):
-            own[: len(mine)] = iterate(mine)
+        own = stacked[first : first + share]
+        own = iterate(F.pad(own, (0, 0, 0, 0, 0, share - len(own))))
         every = stacked.new_empty(share * processes, *stacked.shape[1:])
         all_gather(every, own, group=self.group)
         return every[: len(stacked)]
