@@ -366,3 +366,19 @@ def lines_of(files) -> list[dict]:
         except (OSError, ValueError):  # not there any more, or half a line
             pass
     return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"common": None, "runs": {}},
+        {"common": {}, "runs": {"a": 3}},
+        {"common": {}, "kinds": {"a": {512: {}}}},
+        {"common": {}, "seconds": 1, "kinds": {"a": {512: None}}},
+    ],
+    ids=str,
+)
+def test_an_incomplete_plan_is_refused(plan):
+    with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
+        jobs_of(plan, {}, [], {})
