@@ -102,8 +102,8 @@ def check_plan(plan: dict) -> None:
         parts += [own for sizes in parts[2:] if isinstance(sizes, dict) for own in sizes.values()]
     if not all(isinstance(part, dict) for part in parts) or (kinds and "seconds" not in plan):
         raise UserError(
-            "the plan is incomplete; allowed: `common` with options by section.key, and `runs` with "
-            "options for each, or `seconds` and `kinds` with sizes and their options, such as "
+            "the plan is incomplete; allowed: `common` with options by section.key, and `runs` "
+            "with options for each, or `seconds` and `kinds` with sizes and their options, such as "
             "benchmarks/plans/model_sizes.yaml"
         )
 
