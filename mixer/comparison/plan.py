@@ -89,7 +89,23 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
 
     Raises UserError for options that are not allowed, or other than those of a known run.
     """
+    check_plan(plan)
     return (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
+
+
+def check_plan(plan: dict) -> None:
+    """Raises UserError unless a plan has what every plan needs."""
+    kinds = "kinds" in plan
+    named = plan.get("kinds" if kinds else "runs")
+    parts = [plan.get("common"), named, *(named.values() if isinstance(named, dict) else ())]
+    if kinds:
+        parts += [own for sizes in parts[2:] if isinstance(sizes, dict) for own in sizes.values()]
+    if not all(isinstance(part, dict) for part in parts) or (kinds and "seconds" not in plan):
+        raise UserError(
+            "the plan is incomplete; allowed: `common` with options by section.key, and `runs` "
+            "with options for each, or `seconds` and `kinds` with sizes and their options, such as "
+            "benchmarks/plans/model_sizes.yaml"
+        )
 
 
 def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:

@@ -73,7 +73,8 @@ def compile_objective(
         world.say(
             f"torch.compile has failed, the run goes on without: {failure}. It needs a C++ "
             "compiler on a CPU, Triton and a C compiler on a GPU of compute capability 7.0 or "
-            f"more. {'train.cuda_graphs=false may help, ' * graphs}train.compile=no saves the attempt"
+            f"more. {'train.cuda_graphs=false may help, ' * graphs}train.compile=no saves the "
+            "attempt"
         )
         return False
     seconds = time.perf_counter() - began

@@ -51,16 +51,6 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
     command += ["--backends", "dense", "llama", "--seeds", 2]
     command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
-
-    # A run that cannot be saved is not in the results, and the same command trains it.
-    in_the_way = output / "report-runs/dense"
-    in_the_way.parent.mkdir(parents=True)
-    in_the_way.touch()
-    done = run_python(*command, output=printed)
-    assert done.returncode == 2 and "error: dense: " in done.stdout, done.stdout
-    assert {"auto", "llama:32x2"} <= runs_in(output / "report.json").keys() - {"dense"}
-    in_the_way.unlink()
-    printed.unlink()
     done = run_python(*command, output=printed)
     assert done.returncode == 0, done.stdout
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
@@ -102,6 +92,7 @@ def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_pat
         (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
         (["train.steps=3"], "nothing to compare; give --backends"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
+        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: above 0 and finite"),
         (["dense", "--seeds", "0"], "--seeds is 0; allowed: 1 or more"),
         (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0 and finite"),
     ],
@@ -273,10 +264,12 @@ def report_lane(connection, run, folder):
         time.sleep(0.02)
     if run.name == "b":
         os.kill(os.getpid(), signal.SIGKILL)
+    if run.name == "e":
+        return connection.send("no space left on device")
     connection.send({"settings": {}, "text_sha256": [], "validation_loss": 1.0, "gpu": gpu})
 
 
-def test_each_gpu_trains_its_own_runs_and_one_that_dies_stops_no_other(monkeypatch, tmp_path):
+def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatch, tmp_path):
     def iterate(name):
         yield Run(name, {})
 
@@ -287,8 +280,9 @@ def test_each_gpu_trains_its_own_runs_and_one_that_dies_stops_no_other(monkeypat
     monkeypatch.setattr(study, "write_report", lambda *_: "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     whole = study.Study(tmp_path / "a.json", tmp_path / "runs", {}, "", "")
-    with pytest.raises(UserError, match="^b: its process was stopped; the same command goes on$"):
-        whole.work([iterate(name) for name in "abcd"])
+    said = "^b: its process was stopped; the same command goes on\ne: no space left on device$"
+    with pytest.raises(UserError, match=said):
+        whole.work([iterate(name) for name in "abcde"])
     rows = runs_in(tmp_path / "a.json")
     assert list(rows) == ["a", "c", "d"] and "CUDA_VISIBLE_DEVICES" not in os.environ
     assert {row["gpu"] for row in rows.values()} <= {"3", "GPU-5"} and rows["a"]["gpu"] == "3"
@@ -321,3 +315,19 @@ def lines_of(files) -> list[dict]:
         except (OSError, ValueError):  # not there any more, or half a line
             pass
     return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"common": None, "runs": {}},
+        {"common": {}, "runs": {"a": 3}},
+        {"common": {}, "kinds": {"a": {512: {}}}},
+        {"common": {}, "seconds": 1, "kinds": {"a": {512: None}}},
+    ],
+    ids=str,
+)
+def test_an_incomplete_plan_is_refused(plan):
+    with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
+        jobs_of(plan, {}, [], {})
