@@ -180,7 +180,7 @@ def test_recurrent_mixers_that_do_not_convert_are_refused(tmp_path):
     save_file(weights, tmp_path / "strange.safetensors")
     with pytest.raises(UserError, match=r"(?s)not those of a structured recurrent .*extra.*m.bias"):
         convert(tmp_path / "strange.safetensors", tmp_path / "new", None, "mixed")
-    save_file(Reference().state_dict(), tmp_path / "plain.safetensors")
+    save_file(LanguageMixer().state_dict(), tmp_path / "plain.safetensors")
     with pytest.raises(UserError, match="--mixing rows is for recurrent mixers, and .* is none"):
         convert(tmp_path / "plain.safetensors", tmp_path / "new", None, "rows")
     small_model(mixing_weight="rows").save_pretrained(tmp_path / "gelu")
