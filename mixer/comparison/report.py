@@ -121,7 +121,7 @@ def parts_of_kinds(result: dict) -> list[str]:
     runs = result["runs"]
     parts = ["# Models of several sizes for equal times"]
     if rows := longer(runs):
-        parts += ["## Losses", tables.table(loss_rows(rows))]
+        parts += ["## Losses", tables.table(loss_rows(rows), keys=3)]
     if rows := accuracy_rows(result):
         parts += ["## Accuracy", tables.table(rows), "The share of the answers that are likeliest."]
     parts += retrieval_section(result) + seeds_section(runs)

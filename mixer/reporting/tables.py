@@ -7,19 +7,19 @@ import textwrap
 WIDTH = 100
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict], keys: int = 1) -> str:
     """A Markdown table of rows that map the columns' titles to text or numbers.
 
-    The titles are those of the first row. The first column names a row and is aligned to the left,
-    the others to the right. Columns that do not fit into WIDTH go into further tables, which begin
-    with the names.
+    The titles are those of the first row. The first `keys` columns name a row. The very first is
+    aligned to the left, the others to the right. Columns that do not fit into WIDTH go into
+    further tables, which begin with the columns that name the rows.
     """
     columns = [[title, *(format_number(row[title]) for row in rows)] for title in rows[0]]
     widths = [max(3, *map(len, column)) for column in columns]
-    parts = [[0]]
-    for number in range(1, len(columns)):
-        if len(parts[-1]) > 1 and sum(widths[n] + 3 for n in [*parts[-1], number]) >= WIDTH:
-            parts.append([0])
+    parts = [list(range(keys))]
+    for number in range(keys, len(columns)):
+        if len(parts[-1]) > keys and sum(widths[n] + 3 for n in [*parts[-1], number]) >= WIDTH:
+            parts.append(list(range(keys)))
         parts[-1].append(number)
     return "\n\n".join(
         _lines([columns[n] for n in part], [widths[n] for n in part]) for part in parts

@@ -201,7 +201,7 @@ def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message
         benchmark.main()
 
 
-CACHES = ("cached", "cached, static", "cached, static, compiled", "uncached")
+CACHES = ("cached", "cached, static", "uncached")
 GENERATED = {
     "": [*(("mixer", cache) for cache in CACHES), ("Llama", "cached")],
     "--recurrent": [

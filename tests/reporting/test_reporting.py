@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from markdown import rows
 from matplotlib.figure import Figure
 from pictures import assert_png
 
-from mixer import report
+from mixer import doctor, eval, inspect, report, train
 from mixer.common.errors import UserError
 from mixer.reporting.curves import compare_runs, plot_loss_by_position, plot_training, smooth
 from mixer.reporting.metrics_file import read_metrics
-from mixer.reporting.tables import table
+from mixer.reporting.tables import WIDTH, table
 
 STEPS = list(range(1, 41))
 
@@ -113,11 +114,12 @@ def test_a_loss_by_position_begins_at_the_first_token_and_leaves_out_what_is_unk
     np.testing.assert_array_equal(b, ([1, 2, 3], [5.0, 3.5, 2.5]))
 
 
-def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys):
-    runs = [write_metrics(tmp_path / "slow"), write_metrics(tmp_path / "fast", -0.5, 0.25)]
+def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [write_metrics(Path("slow")), write_metrics(Path("fast"), -0.5, 0.25)]
     report.main([str(runs[1] / "metrics.jsonl")])
-    report.main([*map(str, runs), "--output", str(tmp_path)])
-    pictures = [runs[1] / "training.png", tmp_path / "comparison.png"]
+    report.main([*map(str, runs), "--output", "."])
+    pictures = [runs[1] / "training.png", Path("comparison.png")]
     for picture in pictures:
         assert_png(picture)
     assert not list(runs[0].glob("*.png"))
@@ -182,3 +184,25 @@ def test_the_report_command_says_error_and_exits_2(tmp_path):
     assert done.returncode == 2
     assert "error:" in done.stdout and "no line that can be read" in done.stdout
     assert "Traceback" not in done.stdout
+
+
+def test_what_commands_print_and_report_fits_into_100_columns(
+    finished, tmp_path, capsys, monkeypatch
+):
+    checkpoint = ["--checkpoint", str(finished / "step-12")]
+    eval.main([*checkpoint, "--stride", "9", "--device", "cpu"])
+    inspect.main(checkpoint)
+    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
+    for command in (train.main, lambda: doctor.main([])):
+        with pytest.raises(SystemExit):
+            command()
+    said = capsys.readouterr().out
+    (written,) = finished.glob("eval-step-12*/report.md")
+    said += written.read_text() + (finished / "inspect-step-12/index.md").read_text()
+    said = said.replace(str(tmp_path), "")
+    assert [line for line in said.splitlines() if len(line) > WIDTH] == []
+
+
+def test_columns_that_do_not_fit_go_into_another_table():
+    first, second = table([{"name": "a", "x": "x" * 60, "y": "y" * 60}]).split("\n\n")
+    assert "x" * 60 in first and "y" * 60 in second and second.startswith("| name |")
