@@ -8,9 +8,8 @@ from torch import Tensor
 from mixer.ops import choice, operator, plain
 from mixer.ops.arguments import check_backend, in_autocast_dtype, misfit, on_one_device
 from mixer.ops.keyed import keyed_conv
-from mixer.ops.plain import BACKENDS
+from mixer.ops.plain import BACKENDS, turn
 from mixer.ops.row_operator import mix_row
-from mixer.ops.turning import turn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -143,7 +143,18 @@ def turn(
     gain: Tensor | None = None,
     backend: str = "dense",
 ) -> Tensor:
-    """Queries or keys normed and turned."""
+    """An RMS norm in each head, then a rotation by position, then a gain, of queries or keys.
+
+    Args:
+        x: (batch, tokens, heads * size), head after head, the size even.
+        norm: divide a head's numbers by the root of the mean of their squares (arXiv 2010.04245).
+        rotation: cosines and sines of angles (arXiv 2104.09864), two of (batch or 1, tokens, size /
+            2) fp32. Number c of a head is turned with number c + size / 2.
+        gain: (heads * size,), which the result is multiplied by.
+
+    Returns:
+        (batch, tokens, heads * size) in the dtype of x. Between, all is at least fp32.
+    """
     y = x.unflatten(-1, (heads, -1))
     y = y.to(torch.promote_types(x.dtype, torch.float32))
     if norm:
