@@ -3,7 +3,8 @@
     python benchmarks/several_gpus.py --output PATH [--processes 1,2,4,8] [--only PART ...] \\
         [--repeats 3] [--kills 5] [section.key=value ...]
 
-start   All processes start at once, without data and kernels: how long until the first loss.
+start   All processes start at once, without data and kernels: how often these are made, and how
+        long until the first loss.
 speed   Tokens/s with DDP on several GPUs against so many times one.
 fsdp    Tokens/s and memory with FSDP against DDP, at hidden size 2048.
 kill    One process gets SIGKILL at a random step, and the same command goes on; several times.
@@ -197,7 +198,9 @@ def start(bench: Bench) -> dict:
         bench.until(lambda: bench.step(run.name) > 0, launcher, run.name)
         seconds = round(time.monotonic() - began, 1)
         bench.until(lambda: launcher.poll() == 0, launcher, run.name)
-    return {"processes": bench.count, "seconds to the first loss": seconds}
+    made = {"data made": "tokenizer: ", "kernels built": "building CUDA kernels"}
+    row = {"processes": bench.count, "seconds to the first loss": seconds}
+    return row | {what: bench.printed(run.name).count(said) for what, said in made.items()}
 
 
 def small(samples: int, steps: int = STEPS) -> list[str]:
@@ -228,6 +231,8 @@ def kill(bench: Bench, kills: int) -> dict:
             bench.until(lambda: any(run.glob("step-*[0-9]")), launcher, run.name)
             rank, step = drawn.randrange(bench.count), bench.step(run.name)
             ends.append({"killed ranks": rank, "after steps": step} | end(launcher, rank))
+        cause = re.search(r"Root Cause.*?rank +: (\d+)", bench.printed(run.name), re.DOTALL)
+        ends[-1]["named by the launcher"] = cause and int(cause[1])
     bench.whole_run(*arguments)
     row = {"processes": bench.count, "the same bits": outcome(run) == outcome(wanted)}
     return row | {key: [one[key] for one in ends] for key in ends[0]}
