@@ -123,12 +123,12 @@ class CheckpointWriter:
         """Queues copies of the state to the host's memory. Shards are gathered by all processes
         together, one tensor at a time: the state need not fit on one device.
         """
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())
         for name, tensor in held.items():
             full = whole(tensor)
             if not self.world.is_main:
                 continue
+            if self.stream:  # for the last step, or the gathering
+                self.stream.wait_stream(torch.cuda.current_stream())
             if name not in self.copies:
                 pinned = self.stream is not None
                 self.copies[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=pinned)
