@@ -98,7 +98,7 @@ def index(checkpoint: str, layers: Layers) -> str:
         for name, matrix in matrices.items()
     ]
     pictures = ["by_lag.png", *(f"layer-{number:02d}.png" for number in range(len(layers)))]
-    parts = [f"# Mixing matrices of {checkpoint}", table(rows), wrapped(NOTES)]
+    parts = [f"# Mixing matrices of {checkpoint}", table(rows, keys=2), wrapped(NOTES)]
     return "\n\n".join([*parts, *(f"![{name}]({name})" for name in pictures)]) + "\n"
 
 

@@ -31,7 +31,7 @@ def report(result: dict) -> str:
         f"falling to a tenth, from Gaussian noise; at most {left:.1%} of the noise's distance is "
         "left."
     )
-    return f"{table(list(rows.values()))}\n\n{wrapped(notes)}"
+    return f"{table(list(rows.values()), keys=3)}\n\n{wrapped(notes)}"
 
 
 def plot(result: dict, output: Path) -> None:

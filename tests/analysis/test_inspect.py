@@ -70,7 +70,7 @@ def test_the_command_writes_an_index_and_a_page_for_each_layer(tmp_path):
     index = tmp_path / "inspect-step-2" / "index.md"
     assert done.stdout.strip().splitlines()[-1] == str(index)
     text = index.read_text()
-    (first,) = tables(text)
+    first = tables(text)[0]
     assert [row[:2] for row in first].count(["0", "second W tap 1"]) == 1
     assert {row[0] for row in first[1:]} == {"0", "1"}  # two layers
     for page in ("layer-00.png", "layer-01.png", "by_lag.png"):
