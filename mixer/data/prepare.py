@@ -111,7 +111,7 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     tokenizer = load_tokenizer(directory)  # as training reads it
     vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
     dtype, file_type = ("uint16", "<u2") if vocab_size <= 1 << 16 else ("uint32", "<u4")
-    task = Tokenise(tokenizer.backend_tokenizer, file_type, eos, bool(config.pair_field))
+    task = Tokenise(tokenizer.backend_tokenizer.to_str(), file_type, eos, bool(config.pair_field))
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,

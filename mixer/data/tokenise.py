@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from mixer.common.checksums import sha256
 from mixer.common.say import Say
@@ -38,7 +37,7 @@ class Tokens:
 class Tokenise:
     """The task of a worker: the tokens of a batch, for each split."""
 
-    tokenizer: Tokenizer
+    tokenizer: str  # the content of a tokenizer.json
     dtype: str  # of the token files, such as <u2
     eos: int
     are_pairs: bool

@@ -48,7 +48,7 @@ def text_of(
     name: str, texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, max_tokens: int
 ) -> Text:
     """The documents, no more than are needed for `max_tokens` targets; 0: all."""
-    encode, sample, left = raw_encoder(tokenizer.backend_tokenizer), [], max_tokens or float("inf")
+    encode, sample, left = raw_encoder(tokenizer), [], max_tokens or float("inf")
     text = Text(name, [])
     for document in texts:
         ids = itertools.chain(*encode(list(pieces(document))))

@@ -40,7 +40,7 @@ def test_trained_tokenizer_is_exactly_reversible_and_deterministic():
     everything = [*range(0xD800), *range(0xE000, 0x110000)]  # all of Unicode but the surrogates
     noise = "".join(map(chr, generator.choices(everything, k=2000)))
     texts = [HARD, noise, " ", "a"]
-    for text, ids in zip(texts, raw_encoder(tokenizer.backend_tokenizer)(texts), strict=True):
+    for text, ids in zip(texts, raw_encoder(tokenizer)(texts), strict=True):
         assert tokenizer.decode(ids) == text
         assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
     assert token_bytes(tokenizer)[tokenizer.eos_token_id] == 0
@@ -98,7 +98,7 @@ def test_a_language_without_spaces_does_not_fill_the_memory(monkeypatch, length)
             yield "".join(generator.choices(HAN, k=length)) + "\n"
 
     trained = train_tokenizer(training_sample(texts(10_000)), 300)
-    encode = token_encoder(trained.backend_tokenizer, "<u2")
+    encode = token_encoder(trained.backend_tokenizer.to_str(), "<u2")
     assert read < 250_000
     process, count = psutil.Process(), 1_300_000 // (3 * length)
     for text in texts(count):  # fills the library's own cache, of 10,000 words
@@ -113,7 +113,7 @@ def test_tokens_are_those_of_the_tokenizer_itself(monkeypatch):
     """The words kept never change a token: white space, contractions and scripts of all kinds."""
     monkeypatch.setattr(module, "KEPT_BYTES", 100_000)  # they are dropped and made again
     trained = train_tokenizer([*made_texts(50), HARD], 400)
-    encode = token_encoder(trained.backend_tokenizer, np.dtype("<u2"))
+    encode = token_encoder(trained.backend_tokenizer.to_str(), np.dtype("<u2"))
     generator = random.Random(0)
     edges = ["'ll", "  "]
     edges += " \n\t\r\x1c\x1d\x1f\x85\xa0\u2028\u3000'\"-_.,09aZsté²Ⅷ日🙂\u0301\u200b"
@@ -124,7 +124,7 @@ def test_tokens_are_those_of_the_tokenizer_itself(monkeypatch):
         for _ in range(20)
     ]
     texts += [HARD, "", " ", "a", "don't  we'll\n\tgo"]
-    for text, ids in zip(texts, raw_encoder(trained.backend_tokenizer)(texts), strict=True):
+    for text, ids in zip(texts, raw_encoder(trained)(texts), strict=True):
         assert np.frombuffer(encode(text), "<u2").tolist() == ids
 
 
@@ -147,11 +147,11 @@ def test_tokens_are_those_of_tokenizer_json_whatever_class_it_names(tmp_path):
     tokenizer = saved(tmp_path / "tok", backend, tokenizer_class="GPT2Tokenizer")
     text = "document 1000:\n\n  the document"
     expected = backend.encode(text, add_special_tokens=False).ids
-    unchanged = train_tokenizer(made_texts(50), 300).backend_tokenizer
+    unchanged = train_tokenizer(made_texts(50), 300)
     assert expected != raw_encoder(unchanged)([text])[0]
     prepare(config_of(tmp_path, made_texts(5), tokenizer=tokenizer), quiet)
     found = load_tokenizer(tmp_path / "prepared")
-    assert raw_encoder(found.backend_tokenizer)([text])[0] == expected
+    assert raw_encoder(found)([text])[0] == expected
     found.save_pretrained(str(tmp_path / "llama"))  # as beside a model
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
     assert AutoTokenizer.from_pretrained(tmp_path / "llama")(text).input_ids == expected
@@ -251,5 +251,5 @@ def test_bytes_of_tokens_of_a_sentencepiece_model_are_those_of_the_text():
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     for text in (HARD, " ", "日本"):
-        (ids,) = raw_encoder(backend)([text])
+        (ids,) = raw_encoder(tokenizer)([text])
         assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
