@@ -14,11 +14,11 @@ COLUMNS = {
     "checkpoint": "label",
     "tokens scored": "tokens_scored",
     "loss (nats/token)": "loss",
-    "accuracy": "accuracy",
     "token ppl": "token_perplexity",
     "word ppl": "word_perplexity",
     "byte ppl": "byte_perplexity",
     "bits/byte": "bits_per_byte",
+    "accuracy": "accuracy",
     "tokens/s": "tokens_per_second",
     "peak memory, GB": "peak_memory_gb",
 }
