@@ -13,18 +13,12 @@ MOST_SKIPPED = 50  # so many skipped steps in a row end a run
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> Tensor:
-    """The norm of all gradients, also where they are sharded over the processes.
-
-    Parts of the optimizer with a `gradient_norm` of their own find it without another pass over the
-    gradients.
-    """
+    """The norm of all gradients, also where they are sharded over the processes."""
     norms = []
     for part in optimizer.parts:
         parameters = [weight for group in part.param_groups for weight in group["params"]]
         gradients = [weight.grad for weight in parameters if weight.grad is not None]
-        if gradients and hasattr(part, "gradient_norm"):
-            norms.append(part.gradient_norm())
-        elif gradients:
+        if gradients:
             norm = torch.nn.utils.get_total_norm(gradients)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     return torch.linalg.vector_norm(torch.stack(norms))
