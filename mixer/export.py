@@ -41,7 +41,8 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
     tokenizer.model_max_length = model.config.max_position_embeddings
     card = model_card(model, checkpoint, output.resolve().name, license)
-    with whole_directory(output, new=True) as stage:
+    with whole_directory(output) as stage:
+        check_new(output)  # another process may have written there
         model.save_pretrained(stage)
         tokenizer.save_pretrained(stage)
         if (checkpoint / LISTING).is_file():

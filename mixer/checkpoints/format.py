@@ -38,12 +38,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
-from mixer.common.file_systems import if_supported
-from mixer.common.files import publish
-from mixer.common.json_file import NONE, object_problem, read_json
-from mixer.common.say import Say
+from mixer.common.files import has_sha256, if_supported, publish, sha256
+from mixer.common.parsing import NONE, object_problem, read_json
+from mixer.common.ranks import Say
 
 FORMAT = 2
 STATE = "trainer_state"

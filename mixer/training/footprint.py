@@ -9,8 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from mixer.common.errors import UserError
-from mixer.common.hardware import memory_limit
-from mixer.common.memory import out_of_memory
+from mixer.common.hardware import memory_limit, out_of_memory
 from mixer.data.manifest import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
@@ -75,14 +74,14 @@ def _bytes_kept(objective: Objective, run: RunConfig) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def step_too_large(run: RunConfig, device: torch.device, error: BaseException) -> UserError:
+def step_too_large(run: RunConfig, device: torch.device) -> UserError:
     """The error of a run that is out of memory on this process's device: names its sizes, and the
     settings that would need less.
     """
     model = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
     sizes = [f"train.batch_size = {run.train.batch_size}"]
     sizes = ", ".join(sizes + [f"model.{name} = {getattr(run.model, name)}" for name in model])
-    return out_of_memory(error, device, f"training {run.directory}", sizes, _remedy(run))
+    return out_of_memory(device, f"training {run.directory}", sizes, _remedy(run))
 
 
 def _remedy(run: RunConfig) -> str:

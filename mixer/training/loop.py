@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.writer import CheckpointWriter
-from mixer.common.errors import NotFinite, UserError, is_refusal
-from mixer.common.hardware import check_precision
-from mixer.common.locks import run_locked
-from mixer.common.memory import is_out_of_memory
+from mixer.common.errors import NotFinite, UserError
+from mixer.common.files import run_locked
+from mixer.common.hardware import check_precision, is_out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
 from mixer.distributed.ending import Stop, leave_with_error
@@ -45,8 +44,8 @@ def train(run: RunConfig) -> PreTrainedModel:
             model = Trainer(run, world).train()
     except BaseException as error:
         if is_out_of_memory(error):
-            error = step_too_large(run, accelerator.device, error)
-        elif is_refusal(error):
+            error = step_too_large(run, accelerator.device)
+        elif isinstance(error, OSError):
             error = UserError(
                 f"the run in {run.directory} has ended: {error}; make space or give access, then "
                 "give the same command again: it goes on from the last save"

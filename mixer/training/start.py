@@ -20,7 +20,7 @@ from mixer.checkpoints.format import earlier_settings, find_resume, remove_parti
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import product_flops
-from mixer.common.yaml_file import as_yaml
+from mixer.common.parsing import as_yaml
 from mixer.data.config import unused_options
 from mixer.data.manifest import Manifest
 from mixer.data.run_data import Data, open_data
