@@ -141,7 +141,6 @@ class Trainer:
         self.norm = gradient_norm(self.optimizer)
         clip(self.optimizer, self.norm, run.train.max_grad_norm)
         self.guard.before_step(self.norm)
-        self.writer.before_step()
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 

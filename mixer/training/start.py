@@ -78,18 +78,14 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     memory = needed_gb(run, data.manifest, world)
     set_seed(run.seed)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    given = dict(flatten(asdict(run)))
-    identity = {
-        "data": data_identity(data.manifest, run.seed),
-        "optimizer": {key: given[key] for key in restore.OPTIMIZER_SETTINGS},
-    }
+    identity = data_identity(data.manifest, run.seed)
     trainer, counters, wandb_id = None, Counters(), None
     if resumed is None:
         model = model_class(config)(config)
         if run.train.init_from:
             restore.start_from(Path(run.train.init_from), model, data.tokenizer)
     else:
-        trainer = restore.load_trainer(resumed, **identity)
+        trainer = restore.load_trainer(resumed, identity)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)
@@ -101,7 +97,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)
     directory = "" if "directory" in unused_options(run.data) else run.data.directory
-    recorded = identity | record | {"data_directory": directory}
+    recorded = {"data": identity, "data_directory": directory} | record
     return State(model, parallel, optimizer, counters, recorded, resumed, wandb_id, memory)
 
 
@@ -206,13 +202,16 @@ SETTINGS = ("seed", "model", "data", "train", "optim")  # what decides what is t
 OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not change
 # What another start may change though no step is left: they do not change what was trained.
 HARMLESS = {"train.steps", "processes"}
+# What decides which state the optimizer has: no resume may change it.
+OF_OPTIMIZER = {"optim.name", "optim.shared_lags", "train.objective"}
 
 
 def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str, Any]:
     """The entries `settings` and `earlier` of trainer.json (see mixer/checkpoints/format.py) for a
     run that goes on from the checkpoint of `trainer`, or begins. Changed settings are said.
 
-    Raises UserError where settings are changed and no step is left to train with them.
+    Raises UserError where settings are changed that decide the optimizer's state, or where no step
+    is left to train with them.
     """
     known = used_settings(run)
     settings = {name: known[name] for name in SETTINGS} | {"processes": world.size}
@@ -223,6 +222,11 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
     step, earlier = trainer["step"], trainer.get("earlier", {})
     listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
+    if changed.keys() & OF_OPTIMIZER:
+        raise UserError(
+            f"the run has the state of another optimizer: {listed}; set that back, or choose "
+            "another name to start afresh"
+        )
     if step >= run.train.steps:
         if changed.keys() - HARMLESS:
             raise UserError(

@@ -13,7 +13,7 @@ from runs import RECIPE, read_lines
 from safetensors.torch import load_file
 
 from mixer.checkpoints.format import damage
-from mixer.checkpoints.state import not_finite
+from mixer.checkpoints.writer import not_finite
 from mixer.common.errors import UserError
 from mixer.training import loop
 from mixer.training.config import load_config
