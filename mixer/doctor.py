@@ -45,7 +45,9 @@ def gpu_problem(name: str, capability: tuple[int, int], reason: str | None) -> P
     if reason is None:
         return None
     arches = torch.cuda.get_arch_list()  # what torch is built for, such as sm_90
-    if not any(arch.startswith(f"sm_{capability[0]}") for arch in arches):
+    built = [divmod(int(digits), 10) for digits in re.findall(r"sm_(\d+)", " ".join(arches))]
+    # Machine code serves its own major version from its minor on.
+    if not any((capability[0], 0) <= arch <= capability for arch in built):
         what = f"torch {torch.__version__} is built for {' '.join(arches)}, not for {name}"
         return f"{what} ({dotted(capability)})", INSTALL_TORCH_12
     commands = re.findall(r"`([^`\n]+)`", reason)  # the builder's advice comes last

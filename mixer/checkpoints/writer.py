@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
-from mixer.common.errors import NotFinite, UserError
+from mixer.common.errors import NotFinite
 from mixer.common.files import as_system_error, flush
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -38,13 +38,11 @@ class CheckpointWriter:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         makes_vectors: bool = False,
-        resumed: Path | None = None,
     ):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.world, self.model, self.tokenizer = world, model, tokenizer
         self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
         self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
-        self.newest = resumed  # the last good checkpoint
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
 
@@ -66,24 +64,14 @@ class CheckpointWriter:
         """
         held = held_state(self.model, optimizer)
         found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
-        reports = self.world.gather(found)
-        rank = next((rank for rank, names in enumerate(reports) if names), None)
-        if rank is None:
-            return
-        names = reports[rank]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise NotFinite(
-            f"after step {step} the weights or the optimizer's state are not finite (on process "
-            f"{rank}: {names[0]}{more}), so no checkpoint of it is written. {self.last_good()}. "
-            "Lower optim.lr or raise optim.warmup_steps and run the same command again"
-        )
-
-    def last_good(self) -> str:
-        """A sentence that names the checkpoint from which a run that fails now can go on. All
-        processes must call this together.
-        """
-        self.wait()
-        return self.world.of_main(self._newest())
+        if names := [name for of_process in self.world.gather(found) for name in of_process]:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise NotFinite(
+                f"after step {step} the weights or the optimizer's state are not finite "
+                f"({names[0]}{more}), so no checkpoint of it is written. Lower optim.lr or raise "
+                "optim.warmup_steps and run the same command again: it goes on from the last "
+                "checkpoint"
+            )
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
@@ -91,16 +79,9 @@ class CheckpointWriter:
         self._submit(format.link_best, self.directory, dict(validation_losses))
 
     def wait(self) -> None:
-        """Waits until all is written. Raises UserError if the system refused to write it."""
+        """Waits until all is written. Raises OSError if the system refused to write it."""
         while self.jobs:
-            try:
-                self.jobs.pop(0).result()
-            except OSError as error:
-                raise UserError(
-                    f"a checkpoint could not be written to {self.directory}: {error}. "
-                    f"{self._newest()}. Make space or give access there, then give the same "
-                    "command again"
-                ) from error
+            self.jobs.pop(0).result()
 
     def close(self) -> None:
         """Ends the thread, which completes its checkpoint first; errors are not raised."""
@@ -109,11 +90,6 @@ class CheckpointWriter:
     def _submit(self, job, *arguments) -> None:
         if self.world.is_main:
             self.jobs.append(self.thread.submit(job, *arguments))
-
-    def _newest(self) -> str:
-        if self.newest is None:
-            return "No checkpoint of the run is complete"
-        return f"The run can go on from {self.newest}, its last good checkpoint"
 
     @torch.no_grad()
     def _copy(self, held: dict[str, Tensor]) -> None:
@@ -150,7 +126,6 @@ class CheckpointWriter:
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
-        self.newest = final
         self.world.say(f"saved {final}")
         format.prune(self.directory, trainer["step"], self.keep, self.keep_every)
 

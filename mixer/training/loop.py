@@ -88,7 +88,7 @@ class Trainer:
         self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
         saved = self.model, self.data.tokenizer, run.is_contrastive
-        self.writer = CheckpointWriter(run.directory, *kept, world, *saved, self.state.resumed)
+        self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
         is_scaled, stops = self.scaler is not None, train.non_finite == "stop"
         self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
         self.stop, self.timer = Stop(world), Timer(self.counters.tokens)
@@ -188,7 +188,7 @@ class Trainer:
         """
         counters = self.counters
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
-        counters.skipped_steps += self.guard.look(counters.step, self.writer.last_good)
+        counters.skipped_steps += self.guard.look(counters.step)
 
     def log(self) -> None:
         """Writes and shows a line of metrics."""

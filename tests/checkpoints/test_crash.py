@@ -130,7 +130,7 @@ def test_a_full_disk_ends_the_run_and_with_space_it_goes_on_exactly(
     assert ranks.wait() == [2]
     assert "No space left on device" in ranks.output and "Traceback" not in ranks.output
     good = good_steps(small_disk / "small")
-    assert good and f"can go on from {small_disk / 'small'}/step-{good[-1]}" in ranks.output
+    assert good and "it goes on from the last save" in ranks.output
     (small_disk / "filler").unlink()
     assert (
         f"resuming {small_disk / 'small'}/step-{good[-1]}"
