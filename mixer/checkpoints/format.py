@@ -37,10 +37,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from mixer.common.errors import UserError
+from mixer.common.errors import Say, UserError
 from mixer.common.files import has_sha256, if_supported, publish, sha256
 from mixer.common.parsing import NONE, object_problem, read_json
-from mixer.common.ranks import Say
 
 FORMAT = 2
 STATE = "trainer_state"

@@ -171,7 +171,7 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
 def load_model(
     directory: Path,
     config: PreTrainedConfig,
-    kind: type[PreTrainedModel] | type[AutoModelForCausalLM] = AutoModelForCausalLM,
+    kind: type = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """The directory's model in fp32, on the CPU; raises UserError where its weights cannot be read,
     are not all there or are no finite floating-point numbers.

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from mixer.common.errors import UserError
+from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.common.options import is_plain_text
-from mixer.common.ranks import Say, say_on_stderr
 
 STAGE = ".partial-"  # the names of what is being written begin with this
 # The umask can only be read by setting it, which affects all threads: once, at the import.

@@ -116,7 +116,7 @@ def out_of_memory(device: torch.device, what: str, sizes: str, remedy: str) -> U
     """
     place = "the host's memory"
     if device.type == "cuda":
-        total = memory_limit(device) / 2**30
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
         place = f"{device} ({torch.cuda.get_device_name(device)}, {total:.1f} GiB)"
     return UserError(
         f"out of memory on {place} while {what}: the peak was {peak_memory_gb(device):.2f} GiB. "

@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mixer.common.errors import UserError
+from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.common.files import has_sha256, sha256
 from mixer.common.parsing import read_json
-from mixer.common.ranks import Say, say_on_stderr
 
 SPLITS = ("train", "validation")
 

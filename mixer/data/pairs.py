@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mixer.common.errors import UserError
-from mixer.common.ranks import Say, say_on_stderr
+from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.data.token_file import TokenFile
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mixer.common.errors import UserError
-from mixer.common.ranks import Say, say_on_stderr
+from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.data.manifest import Manifest
 
 

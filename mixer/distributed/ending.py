@@ -12,8 +12,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from mixer.common.errors import UserError, end_at_interrupt, first_line
-from mixer.common.ranks import is_launched, oddity
+from mixer.common.errors import UserError, end_at_interrupt, first_line, is_launched, oddity
 from mixer.distributed.world import World
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.

@@ -18,8 +18,7 @@ from accelerate.utils import (
 )
 from torch import Tensor
 
-from mixer.common.errors import UserError
-from mixer.common.ranks import is_launched
+from mixer.common.errors import UserError, is_launched
 
 
 class World:

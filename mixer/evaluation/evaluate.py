@@ -11,11 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, rank
 from mixer.common.files import check_writable, directory_for
 from mixer.common.hardware import memory_for
 from mixer.common.options import option, option_problems
-from mixer.common.ranks import rank
 from mixer.data.config import TASKS, DataConfig
 from mixer.distributed.ending import leave_with_error
 from mixer.evaluation.measure import (

@@ -11,9 +11,8 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, is_launched
 from mixer.common.hardware import lacks_bf16, peak_memory_gb
-from mixer.common.ranks import is_launched
 from mixer.data.batches import Batch
 from mixer.data.pairs import PairFile
 from mixer.evaluation.scoring import TokenScores, evaluate_batches
