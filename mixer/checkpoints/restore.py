@@ -13,12 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from mixer.checkpoints import format, pretrained
 from mixer.checkpoints.format import FORMAT, optimizer_files, read_trainer
-from mixer.checkpoints.pretrained import (
-    check_checkpoint,
-    load_checkpoint,
-    load_model_config,
-    settled,
-)
+from mixer.checkpoints.pretrained import load_checkpoint, load_model_config, settled
 from mixer.checkpoints.writer import held_state, is_weight, local_part
 from mixer.common.errors import UserError, first_line
 from mixer.common.parsing import read_json
@@ -73,7 +68,6 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     Raises UserError if the checkpoint cannot be read, and if the model's configuration is not
     `config`, naming each differing field.
     """
-    check_checkpoint(checkpoint)
     saved = load_model_config(checkpoint)
     check_same_model(checkpoint, saved, config, "choose another name to start afresh")
     return pretrained.load_model(checkpoint, config, model_class(config))

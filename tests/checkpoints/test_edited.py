@@ -162,7 +162,7 @@ def pickle_weights(checkpoint: Path) -> None:
 EDITS = {
     "no lm_head": (without_head, "lacks the weights lm_head"),
     "type": (lambda c: change_config(c, model_type="64"), "config.json that cannot be used"),
-    "pickled": (pickle_weights, "it lacks model.safetensors: .*pickled"),
+    "pickled": (pickle_weights, "no file named model.safetensors"),
     "optimizer": (
         lambda c: (c / OPTIMIZER).write_text("junk"),
         "trainer_state/ of checkpoint .*step-12 is not what training wrote .*SafetensorError",
