@@ -17,7 +17,7 @@ from mixer.common.memory import memory_for
 from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
 from mixer.data.config import TASKS, DataConfig
-from mixer.distributed.ending import leave_with_error
+from mixer.distributed.world import leave_with_error
 from mixer.evaluation.measure import (
     DEVICES,
     Process,

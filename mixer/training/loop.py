@@ -16,8 +16,7 @@ from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
-from mixer.distributed.ending import Stop, leave_with_error
-from mixer.distributed.world import World, build_accelerator
+from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig
 from mixer.training.footprint import step_too_large
 from mixer.training.gradients import Guard, clip, gradient_norm
