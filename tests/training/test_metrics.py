@@ -12,7 +12,7 @@ import torch
 from runs import read_lines
 
 from mixer.training import metrics as module
-from mixer.training.config import LoggingConfig
+from mixer.training.config import RunConfig
 from mixer.training.metrics import Metrics, Timer
 
 WANTED = {"step", "tokens", "loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second"}
@@ -75,8 +75,8 @@ def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path):
     texts = [json.dumps(line).encode() for line in lines]
     texts[1:1] = [b"\xff\xfe", b"17"]  # damage that must not stop the run
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*texts, b'{"step": 9, "lo']))
-    metrics, said = Metrics(tmp_path, LoggingConfig(), {}, None), []
-    metrics.rewind(8, again=set(), say=said.append)
+    run, said = RunConfig(name=tmp_path.name, output_dir=str(tmp_path.parent)), []
+    metrics = Metrics(run, 8, False, None, said.append)
     metrics.write({"step": 12, "validation_loss": 2.2})
     metrics.close()
     assert metrics.validation_losses == {4: 2.5, 8: 2.0, 12: 2.2}
