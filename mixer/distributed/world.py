@@ -15,7 +15,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor
 
-from mixer.common.errors import UserError, end_at_interrupt, first_line
+from mixer.common.errors import UserError, end_at_interrupt
 from mixer.common.ranks import is_launched, oddity
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
@@ -25,11 +25,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher passes a signal on to processes that may have received it themselves. Within this time
 # it counts as the same signal.
 SAME_SIGNAL_SECONDS = 1.0
-LOST_CONTACT = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "remote process exited or there was a network error",
-)
 # How long a process that fails waits to hear whether another one failed first.
 QUIET_SECONDS = 1.0
 
@@ -112,33 +107,31 @@ def follow_launcher() -> None:
 
 
 def _problem_of_accelerate(launched: bool, by_accelerate: bool) -> str:
-    """What accelerate was asked for, by its variables, and cannot be done; "" if all can."""
+    """What accelerate was asked for, by its variables, and cannot do here; "" if it can."""
     on = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
-    for engine in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        if f"ACCELERATE_USE_{engine}" in on:
-            return f"accelerate was asked for {engine.lower()}; allowed: DDP or FSDP, {EXAMPLE}"
+    engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+    refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
     if "ACCELERATE_USE_FSDP" in on:
         version = os.environ.get("FSDP_VERSION", "1")
-        if version != "2":
-            return f"FSDP version {version} was asked for; allowed: fsdp_version: 2, {EXAMPLE}"
-        if "FSDP_OFFLOAD_PARAMS" in on:  # the optimizer's steps could not be skipped there
-            return (
-                "fsdp_offload_params: true was asked for; allowed: false. For less memory on the "
-                "GPUs lower train.batch_size, or set train.recompute=block"
-            )
-    # accelerate starts one process on a CPU, which would train on a part of the batch. Where it
-    # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
-    several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
-    if by_accelerate and several and not launched:
+        refused += [f"fsdp_version: {version}"] * (version != "2")
+        # There the optimizer's steps could not be skipped.
+        refused += ["fsdp_offload_params: true"] * ("FSDP_OFFLOAD_PARAMS" in on)
+    if refused:
         return (
-            "accelerate launch was asked for several processes, and has started one; allowed: "
-            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ... (on several "
-            "machines also --nnodes, --node_rank, --master_addr and --master_port)"
+            f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
+            "offloading, such as accelerate launch --config_file configs/accelerate/1x8_fsdp.yaml "
+            "train.py ..."
         )
+    # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
+    # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
+    if by_accelerate and not launched and "MASTER_ADDR" in os.environ:
+        if "WORLD_SIZE" not in os.environ:
+            return (
+                "accelerate launch was asked for several processes, and has started one; allowed: "
+                "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ... (on "
+                "several machines also --nnodes, --node_rank, --master_addr and --master_port)"
+            )
     return ""
-
-
-EXAMPLE = "such as accelerate launch --config_file configs/accelerate/1x8_fsdp.yaml train.py ..."
 
 
 def build_accelerator(precision: str) -> Accelerator:
@@ -220,16 +213,11 @@ def leave_with_error(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         end_at_interrupt(KeyboardInterrupt, error, None)
     is_user_error, rank = isinstance(error, UserError), dist.get_rank()
-    trace = [f"error: {error}\n"] if is_user_error else traceback.format_exception(error)
-    if not _is_first_to_fail():
-        said = f"process {rank} ends, as another process failed first\n"
-    elif any(sign in line for line in trace for sign in LOST_CONTACT):
-        said = (
-            f"process {rank} ends, as another process of this run ended without saying why: it was "
-            f"killed, for example by the system for lack of memory ({first_line(error)})\n"
-        )
-    else:
+    if _is_first_to_fail():
+        trace = [f"error: {error}\n"] if is_user_error else traceback.format_exception(error)
         said = f"process {rank} failed:\n{''.join(trace)}"
+    else:
+        said = f"process {rank} ends, as another process failed first\n"
     print(said, end="", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

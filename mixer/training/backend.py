@@ -35,8 +35,13 @@ def settle_backend(
     """
     known, found = (earlier or {}).get("mixing") or {}, {}
     layers = [part for part in model.modules() if isinstance(part, TriangularConv)]
-    for kind, said in (("backend", "token mixing"), ("keyed_backend", "keyed mixing")):
-        own = [layer for layer in layers if kind_of(layer) == kind]
+    layers = [layer for layer in layers if not isinstance(layer, RecurrentConv)]
+    keyed = [layer for layer in layers if isinstance(layer, KeyedConv)]
+    plain = [layer for layer in layers if not isinstance(layer, KeyedConv)]
+    for kind, said, own in (
+        ("backend", "token mixing", plain),
+        ("keyed_backend", "keyed mixing", keyed),
+    ):
         if not own:
             continue
         backend, why = known.get(kind), "as the run did before"
@@ -47,12 +52,6 @@ def settle_backend(
         for layer in own:
             layer.backend = found[kind]
     return found
-
-
-def kind_of(layer: TriangularConv) -> str:
-    if isinstance(layer, KeyedConv):
-        return "keyed_backend"
-    return "" if isinstance(layer, RecurrentConv) else "backend"
 
 
 def race(layer: TriangularConv, run: RunConfig, world: World) -> tuple[str, str]:

@@ -58,25 +58,18 @@ def train(run: RunConfig) -> PreTrainedModel:
 
 
 def step_too_large(run: RunConfig, device: torch.device, error: BaseException) -> UserError:
-    """The error of a run that is out of memory on this process's device: names its sizes, and the
-    settings that would need less.
-    """
-    train, ways = run.train, []
-    if train.batch_size > 1:
-        ways.append(
-            "lower train.batch_size and raise train.gradient_accumulation_steps by the same factor "
-            "(the losses stay the same)"
-        )
-    if train.recompute != "block":
-        ways.append(f"set train.recompute={'activation or ' * (train.recompute == 'none')}block")
-    if train.mixed_precision == "no":
-        ways.append("set train.mixed_precision=bf16")
-    remedy = f"To need less: {'; or '.join([*ways, 'choose a smaller model'])}. Then give the same"
-    of_model = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-    sizes = [f"train.batch_size = {train.batch_size}"]
-    sizes = ", ".join(sizes + [f"model.{name} = {getattr(run.model, name)}" for name in of_model])
-    what = f"training {run.directory}"
-    return out_of_memory(error, device, what, sizes, f"{remedy} command again")
+    """The error of a run that is out of memory on this process's device."""
+    sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
+    listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
+    return out_of_memory(error, device, f"training {run.directory}", listed, LESS_MEMORY)
+
+
+LESS_MEMORY = (
+    "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
+    "factor (the losses stay the same); or set train.recompute=block; or set "
+    "train.mixed_precision=bf16; or choose a smaller model. Then give the same command again"
+)
 
 
 class Trainer:

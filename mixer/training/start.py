@@ -204,24 +204,21 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     engine = ", FSDP" if world.is_sharded else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
     tokens = batch * run.sample_tokens  # of a step
-    step, steps = state.counters.step, run.train.steps
-    lines = [
-        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
-        f"{world.size} {'process' if world.size == 1 else 'processes'}{engine} on {name}",
-        f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
-        f"{samples:,} samples",
-    ]
-    if step >= steps:
-        left = f"which has {step} steps: train.steps = {steps} leaves none to train"
-        return "\n".join([*lines, f"resuming {state.resumed}, {left}"])
-    flops = (steps - step) * tokens * useful_flops(state.model, run)
+    steps, left = run.train.steps, max(0, run.train.steps - state.counters.step)
+    flops = left * tokens * useful_flops(state.model, run)
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
+    begins += "" if left else f", and train.steps = {steps} leaves none to train"
     # On a GPU compiled code and kernels keep less for the backward pass.
     needs = f"{'up to' if on_gpu else 'about'} {memory:.1f} GB of memory"
-    lines.append(f"{needs}, at least {timedelta(seconds=round(seconds))}; {begins}")
-    return "\n".join(lines)
+    return (
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {world.size} "
+        f"{'process' if world.size == 1 else 'processes'}{engine} on {name}\n"
+        f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
+        f"{samples:,} samples\n"
+        f"{needs}, at least {timedelta(seconds=round(seconds))}; {begins}"
+    )
 
 
 # ------------------------------------------------------------------------- the record
@@ -267,10 +264,9 @@ def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: Wor
     """Says where the learning rate rises after `step`, as the settings were others before."""
     options = {key.partition(".")[2]: changed[key] for key in changed if key.startswith("optim.")}
     optim, steps = replace(run.optim, **options), changed.get("train.steps", run.train.steps)
-    last = learning_rate(optim, step - 1, steps)
-    next = learning_rate(optim, step, steps) if step < steps else last  # higher in a warm-up
+    last = learning_rate(optim, min(step, steps - 1), steps)
     now = learning_rate(run.optim, step, run.train.steps)
-    if now > 1.1 * max(last, next):
+    if now > 1.1 * last:
         world.say(
             f"the learning rate jumps from {last:.3g} to {now:.3g}, to that of the new schedule: "
             "the loss may rise. To go on at the old rate set optim.schedule=constant "
