@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from runs import FSDP, assert_same, read_lines
+from runs import assert_same, read_lines
 from texts import quiet
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -285,16 +285,6 @@ def test_two_processes_learn_what_one_does_and_a_killed_run_ends_with_the_same_b
         for key in {"loss", "validation_loss", "grad_norm", "top1_of_32", "tokens"} & line.keys():
             assert other[key] == pytest.approx(line[key], rel=1e-4), (line["step"], key)
     assert one[-1]["tokens"] == 12 * 32 * 2 * 16
-
-
-def test_a_model_sharded_by_fsdp_learns_the_same(pairs_config, launch, tmp_path):
-    command = ("--config", pairs_config, *CONTRASTIVE, "train.steps=6", "train.eval_every=0")
-    launch(*command, "name=one").succeed()
-    launch(*command, "name=two", "train.batch_size=16", processes=2, environment=FSDP).succeed()
-    one, two = (read_lines(tmp_path / "runs" / name) for name in ("one", "two"))
-    for line, other in zip(one, two, strict=True):
-        for key in {"loss", "validation_loss", "grad_norm"} & line.keys():
-            assert other[key] == pytest.approx(line[key], rel=1e-4), (line["step"], key)
 
 
 def test_what_cannot_be_contrastive_is_refused(pairs_config, write_config, finished):

@@ -13,31 +13,10 @@ from runs import read_lines
 
 from mixer.training import metrics as module
 from mixer.training.config import RunConfig
-from mixer.training.metrics import Metrics, Timer
+from mixer.training.metrics import Metrics
 
 WANTED = {"step", "tokens", "loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second"}
 WANTED |= {"useful_tflops", "seconds", "data_wait_share", "peak_memory_gb"}
-
-
-def test_the_timer_leaves_out_saving_and_evaluation_and_knows_some_devices_peaks(monkeypatch):
-    clock, devices = [100.0], SimpleNamespace(device=torch.device("cuda"), size=4)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")
-    timer = Timer(100)
-    with timer.count("waiting"):
-        clock[0] += 1
-    clock[0] += 3
-    with timer.count("paused"):
-        clock[0] += 50
-    line = timer.window(900, 1e12, devices, "bf16")
-    assert (line["seconds"], line["tokens_per_second"], line["data_wait_share"]) == (4, 200, 0.25)
-    assert (line["useful_tflops"], line["peak_share"]) == (200, pytest.approx(200 / (4 * 835)))
-    clock[0] += 1
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Unheard-of 9000")
-    line = timer.window(900, 1e12, devices, "bf16")
-    assert line["seconds"] == 1 and "peak_share" not in line
 
 
 def slow_evaluation() -> None:
