@@ -21,8 +21,8 @@ from pathlib import Path
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable
-from mixer.common.provenance import commit
-from mixer.common.yaml_file import parse_yaml, read_yaml
+from mixer.common.hardware import commit
+from mixer.common.parsing import parse_yaml, read_yaml
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import Study
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig

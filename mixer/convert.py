@@ -113,7 +113,8 @@ def write(
     model: MaskedMixerForCausalLM, tokenizer: PreTrainedTokenizerBase | None, output: Path
 ) -> None:
     disable_progress_bar()  # of transformers: writing takes no time
-    with whole_directory(output, new=True) as stage:
+    with whole_directory(output) as stage:
+        check_new(output)  # another process may have written there
         model.save_pretrained(stage)
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)

@@ -17,7 +17,7 @@ from transformers import (
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, first_line, run_command
-from mixer.common.memory import memory_for
+from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
 from mixer.evaluation.measure import choose_device, reads
 

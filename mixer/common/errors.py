@@ -2,13 +2,12 @@
 summaries of other errors.
 """
 
-import errno
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from mixer.common.ranks import rank
+from mixer.common.ranks import say_on_stderr
 
 
 class UserError(Exception):
@@ -25,21 +24,8 @@ class NotFinite(UserError):
     """
 
 
-# What a system refuses for reasons outside of the program: no space, no access, a broken disk, a
-# path that cannot be, or output whose reader has ended.
-SYSTEM_REFUSALS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
-    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.EPIPE),
-}
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether the system has refused something for which no code of this package is to blame."""
-    return isinstance(error, OSError) and error.errno in SYSTEM_REFUSALS
-
-
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a command's `main`. On a UserError, or where the system refuses to read or write a file,
+    """Runs a command's `main`. On a UserError, or an error of the system such as a full disk,
     prints the message to stderr and exits with status 2; on Ctrl-C with 130.
 
     In a launch of several processes only rank 0 prints: what fails before the processes connect
@@ -57,12 +43,9 @@ def run_command(main: Callable[[], None]) -> None:
         finally:
             sys.stdout.flush()
     except (UserError, OSError) as error:
-        if not (isinstance(error, UserError) or is_refusal(error)):
-            raise
         if isinstance(error, OSError):  # perhaps of stdout, and Python writes there once more
             sys.stdout = open(os.devnull, "w")
-        if rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        say_on_stderr(f"error: {error}")
         sys.exit(2)
 
 
@@ -70,8 +53,7 @@ def end_at_interrupt(kind, error, trace) -> None:
     """The exception hook of commands: Ctrl-C is a line, and status 130."""
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
-    if rank() == 0:
-        print("interrupted", file=sys.stderr)
+    say_on_stderr("interrupted")
     os._exit(130)  # nobody waits for its threads
 
 

@@ -1,11 +1,17 @@
-"""Which process of a launch this is, by what a launcher such as torchrun sets in the environment.
+"""Which process of a launch this is, by what a launcher such as torchrun sets in the environment,
+and how functions tell people what they do: line by line, to the `say` that they are given.
+
 A pod or a job script may set such variables too, so a rank counts only where the others fit it.
 """
 
 import os
+import sys
+from collections.abc import Callable
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 NAMES = (*PLACE, "MASTER_ADDR", "MASTER_PORT")
+
+Say = Callable[[str], None]
 
 
 def is_launched() -> bool:
@@ -20,6 +26,12 @@ def is_launched() -> bool:
 def rank() -> int:
     """0 where no launcher has started this process."""
     return int(os.environ["RANK"]) if is_launched() else 0
+
+
+def say_on_stderr(line: str) -> None:
+    """For commands whose stdout is their result. Of several processes the first one prints."""
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def oddity() -> str:

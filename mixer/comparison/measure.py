@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from mixer.common.errors import NotFinite, UserError, first_line
-from mixer.common.provenance import hardware
+from mixer.common.hardware import hardware
 from mixer.comparison.plan import Run
 from mixer.comparison.report import mean_by_position
 from mixer.data.manifest import Manifest

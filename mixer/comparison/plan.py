@@ -22,7 +22,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from mixer.common.errors import UserError
-from mixer.common.yaml_file import read_yaml
+from mixer.common.parsing import read_yaml
 from mixer.comparison.report import best_size
 from mixer.data.config import check as check_data
 from mixer.training.config import RunConfig, load_config, override

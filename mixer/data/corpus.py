@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mixer.common.errors import UserError
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.ranks import Say, say_on_stderr
 from mixer.data.config import DataConfig, validation_source
 from mixer.data.readers import part_texts
 from mixer.data.sources import BETWEEN, Part, source_parts, text_hash

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mixer.common.checksums import has_sha256, sha256
 from mixer.common.errors import UserError
-from mixer.common.json_file import read_json
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.files import has_sha256, sha256
+from mixer.common.parsing import read_json
+from mixer.common.ranks import Say, say_on_stderr
 
 SPLITS = ("train", "validation")
 

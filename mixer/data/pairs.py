@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mixer.common.errors import UserError
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.ranks import Say, say_on_stderr
 from mixer.data.token_file import TokenFile
 
 

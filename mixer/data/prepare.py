@@ -10,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
-from mixer.common.files import STAGE, whole_directory
-from mixer.common.say import Say
+from mixer.common.files import STAGE, sha256, whole_directory
+from mixer.common.ranks import Say
 from mixer.data.config import DataConfig, check, unused_options, without_unused
 from mixer.data.corpus import Corpus
 from mixer.data.manifest import Manifest, fingerprint, tokenizer_files

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mixer.common.say import Say
+from mixer.common.ranks import Say
 from mixer.data.config import TASKS, DataConfig
 from mixer.data.manifest import SPLITS, Manifest
 from mixer.data.pairs import PairFile

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixer.common.errors import UserError
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.ranks import Say, say_on_stderr
 from mixer.data.config import DataConfig
 
 BETWEEN = "\0"  # the two texts of a pair, of which the first has none

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mixer.common.errors import UserError
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.ranks import Say, say_on_stderr
 from mixer.data.manifest import Manifest
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mixer.common.checksums import sha256
-from mixer.common.say import Say
+from mixer.common.files import sha256
+from mixer.common.ranks import Say
 from mixer.data.corpus import texts_of
 from mixer.data.manifest import SPLITS, SplitManifest
 from mixer.data.tokenizer import pieces, token_encoder

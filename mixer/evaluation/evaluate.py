@@ -13,7 +13,7 @@ from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.files import check_writable, directory_for
-from mixer.common.memory import memory_for
+from mixer.common.hardware import memory_for
 from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
 from mixer.data.config import TASKS, DataConfig

@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from mixer.checkpoints.format import earlier_settings, read_trainer
-from mixer.common.yaml_file import as_yaml
+from mixer.common.parsing import as_yaml
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.metrics_file import read_metrics
 

@@ -15,8 +15,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
-from mixer.common.ranks import rank
-from mixer.common.say import say_on_stderr
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
 from mixer.data.sources import SUFFIXES, Part, local_files, source_parts
@@ -25,11 +23,6 @@ from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
 
 SAMPLE = 100  # documents by which it is told whether the tokenizer loses text
-
-
-def say(line: str) -> None:
-    if rank() == 0:
-        say_on_stderr(line)
 
 
 @dataclass
@@ -83,12 +76,12 @@ def file_documents(paths: Sequence[str], text_field: str, blank: bool) -> Iterat
     """
     for path in map(str, paths):
         settings = DataConfig(source="text", path=path, text_field=text_field)
-        yield from documents(_parts(settings), settings, blank, say)
+        yield from documents(_parts(settings), settings, blank)
 
 
 def _parts(settings: DataConfig) -> Iterator[Part]:
     """All files that a path names, each to be read as its name says."""
-    for file in local_files(settings, say, "--text"):
+    for file in local_files(settings, option="--text"):
         kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
         yield Part(replace(settings, source=next(kinds, "text")), file)
 
@@ -107,7 +100,7 @@ def hub_documents(
     """
     where = {"path": name, "subset": subset, "split": split, "text_field": text_field}
     settings = DataConfig(source="hub", **where)
-    yield from documents(source_parts(settings, say), settings, blank, say)
+    yield from documents(source_parts(settings), settings, blank)
 
 
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:

@@ -23,9 +23,8 @@ from pathlib import Path
 
 import torch
 
-from mixer.common.checksums import cache_home
 from mixer.common.errors import run_command
-from mixer.common.files import whole_directory
+from mixer.common.files import cache_home, whole_directory
 from mixer.ops.toolchain import (
     HOPPER_FLAG,
     BuildError,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.ranks import Say, say_on_stderr
 
 
 def read_metrics(path, say: Say = say_on_stderr) -> list[dict]:

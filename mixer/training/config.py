@@ -14,7 +14,7 @@ import yaml
 
 from mixer.common.errors import UserError
 from mixer.common.options import allowed_values, as_type, option, option_problems, type_name
-from mixer.common.yaml_file import parse_yaml, read_yaml
+from mixer.common.parsing import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.optim import OptimConfig

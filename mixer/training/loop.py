@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.writer import CheckpointWriter
-from mixer.common.errors import NotFinite, UserError, is_refusal
-from mixer.common.hardware import check_precision
-from mixer.common.locks import run_locked
-from mixer.common.memory import is_out_of_memory, out_of_memory
+from mixer.common.errors import NotFinite, UserError
+from mixer.common.files import run_locked
+from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
 from mixer.data.batches import Batch, Batches, Share, to_device
 from mixer.data.order import SampleOrder
 from mixer.data.run_data import open_data
@@ -23,7 +22,7 @@ from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.metrics import Metrics, Timer, as_text, in_json
 from mixer.training.objective import useful_flops, validate
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
-from mixer.training.start import banner, needed_gb, save_config, start_state
+from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
 
 
 def train(run: RunConfig) -> PreTrainedModel:
@@ -44,8 +43,8 @@ def train(run: RunConfig) -> PreTrainedModel:
             model = Trainer(run, world).train()
     except BaseException as error:
         if is_out_of_memory(error):
-            error = step_too_large(run, accelerator.device, error)
-        elif is_refusal(error):
+            error = step_too_large(run, accelerator.device)
+        elif isinstance(error, OSError):
             error = UserError(
                 f"the run in {run.directory} has ended: {error}; make space or give access, then "
                 "give the same command again: it goes on from the last save"
@@ -57,19 +56,12 @@ def train(run: RunConfig) -> PreTrainedModel:
     return model
 
 
-def step_too_large(run: RunConfig, device: torch.device, error: BaseException) -> UserError:
+def step_too_large(run: RunConfig, device: torch.device) -> UserError:
     """The error of a run that is out of memory on this process's device."""
     sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
     listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
     listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
-    return out_of_memory(error, device, f"training {run.directory}", listed, LESS_MEMORY)
-
-
-LESS_MEMORY = (
-    "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
-    "factor (the losses stay the same); or set train.recompute=block; or set "
-    "train.mixed_precision=bf16; or choose a smaller model. Then give the same command again"
-)
+    return out_of_memory(device, f"training {run.directory}", listed, LESS_MEMORY)
 
 
 class Trainer:
@@ -109,7 +101,7 @@ class Trainer:
         self.batches = Batches(data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
         saved = self.model, data.tokenizer, run.is_contrastive
-        self.writer = CheckpointWriter(run.directory, *kept, world, *saved, state.resumed)
+        self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
         is_scaled, stops = self.scaler is not None, train.non_finite == "stop"
         self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
         self.stop, self.timer = Stop(world), Timer(self.counters.tokens)
@@ -162,7 +154,6 @@ class Trainer:
         self.norm = gradient_norm(self.optimizer)
         clip(self.optimizer, self.norm, run.train.max_grad_norm)
         self.guard.before_step(self.norm)
-        self.writer.before_step()
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 
@@ -208,7 +199,7 @@ class Trainer:
         """
         counters = self.counters
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
-        counters.skipped_steps += self.guard.look(counters.step, self.writer.last_good)
+        counters.skipped_steps += self.guard.look(counters.step)
 
     def log(self) -> None:
         """Writes and shows a line of metrics."""

@@ -17,7 +17,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
-from mixer.common.say import Say
+from mixer.common.ranks import Say
 from mixer.distributed.world import World
 from mixer.reporting.metrics_file import readable_lines
 from mixer.training.config import RunConfig

@@ -21,7 +21,7 @@ from mixer.checkpoints.format import earlier_settings, find_resume, remove_parti
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import memory_limit, product_flops
-from mixer.common.yaml_file import as_yaml
+from mixer.common.parsing import as_yaml
 from mixer.data.config import unused_options
 from mixer.data.manifest import Manifest
 from mixer.data.run_data import Data
@@ -67,18 +67,14 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     resumed = find_checkpoint(run, world)
     torch.manual_seed(run.seed)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    given = dict(flatten(asdict(run)))
-    identity = {
-        "data": data_identity(data.manifest, run.seed),
-        "optimizer": {key: given[key] for key in restore.OPTIMIZER_SETTINGS},
-    }
+    identity = data_identity(data.manifest, run.seed)
     trainer, counters, wandb_id = None, Counters(), None
     if resumed is None:
         model = model_class(config)(config)
         if run.train.init_from:
             restore.start_from(Path(run.train.init_from), model, data.tokenizer)
     else:
-        trainer = restore.load_trainer(resumed, **identity)
+        trainer = restore.load_trainer(resumed, identity)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)
@@ -91,7 +87,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)
     directory = used_settings(run)["data"].get("directory", "")
-    recorded = identity | record | {"data_directory": directory}
+    recorded = {"data": identity, "data_directory": directory} | record
     return State(model, parallel, optimizer, counters, recorded, resumed, wandb_id)
 
 
@@ -154,11 +150,18 @@ def parallelize(
 # ------------------------------------------------------------------------- what it will take
 
 
+LESS_MEMORY = (
+    "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
+    "factor (the losses stay the same); or set train.recompute=block; or set "
+    "train.mixed_precision=bf16; or choose a smaller model. Then give the same command again"
+)
+
+
 def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     """The memory of a training step in one process, in units of 2^30 bytes. It is counted in a pass
     over a model of tensors without numbers, which take no memory.
 
-    Raises MemoryError where a CPU does not have it: the system would kill the run without a word.
+    Raises UserError where a CPU does not have it: the system would kill the run without a word.
     """
     kept: dict[int, torch.UntypedStorage] = {}  # for the backward pass
 
@@ -188,8 +191,11 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     needed += sum(storage.nbytes() for storage in kept.values())
     if world.device.type == "cpu":
         needed += psutil.Process().memory_info().rss
-        if needed > memory_limit(world.device):
-            raise MemoryError(f"unable to allocate {needed / 2**30:.1f} GiB")
+        if needed > (limit := memory_limit(world.device)):
+            raise UserError(
+                f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, and "
+                f"there are {limit / 2**30:.1f}. {LESS_MEMORY}"
+            )
     return needed / 2**30
 
 
@@ -229,13 +235,16 @@ SETTINGS = ("seed", "model", "data", "train", "optim")  # what decides what is t
 OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not change
 # What another start may change though no step is left: they do not change what was trained.
 HARMLESS = {"train.steps", "processes"}
+# What decides which state the optimizer has: no resume may change it.
+OF_OPTIMIZER = {"optim.name", "optim.shared_lags", "train.objective"}
 
 
 def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str, Any]:
     """The entries `settings` and `earlier` of trainer.json (see mixer/checkpoints/format.py) for a
     run that goes on from the checkpoint of `trainer`, or begins. Changed settings are said.
 
-    Raises UserError where settings are changed and no step is left to train with them.
+    Raises UserError where settings are changed that decide the optimizer's state, or where no step
+    is left to train with them.
     """
     known = used_settings(run)
     settings = {name: known[name] for name in SETTINGS} | {"processes": world.size}
@@ -246,6 +255,11 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
     step, earlier = trainer["step"], trainer.get("earlier", {})
     listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
+    if changed.keys() & OF_OPTIMIZER:
+        raise UserError(
+            f"the run has the state of another optimizer: {listed}; set that back, or choose "
+            "another name to start afresh"
+        )
     if step >= run.train.steps:
         if changed.keys() - HARMLESS:
             raise UserError(

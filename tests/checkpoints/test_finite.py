@@ -13,7 +13,7 @@ from runs import RECIPE, read_lines
 from safetensors.torch import load_file
 
 from mixer.checkpoints.format import damage
-from mixer.checkpoints.state import not_finite
+from mixer.checkpoints.writer import not_finite
 from mixer.common.errors import UserError
 from mixer.training import loop
 from mixer.training.config import load_config
@@ -86,8 +86,6 @@ def test_a_number_that_is_not_finite_is_in_no_checkpoint_and_ends_the_run_or_is_
     else:
         assert codes <= {1, 2}, ranks.output
         assert "not finite" in ranks.output and f"step {step}" in ranks.output
-        if place in ("weight", "moment"):  # what Muon makes of a gradient all processes get
-            assert f"on process {processes - 1}: " in ranks.output
     last = 4 if counted else step - 1
     good = [f"step-{number}" for number in (last - 1, last) if number > 0]
     assert sorted(path.name for path in run.glob("step-*")) == good
@@ -95,9 +93,6 @@ def test_a_number_that_is_not_finite_is_in_no_checkpoint_and_ends_the_run_or_is_
         assert damage(run / name) is None
         for file in (run / name).rglob("*.safetensors"):
             assert not_finite(load_file(file)) == [], file
-    if not counted:
-        here = f"The run can go on from {run / good[-1]}" if good else "No checkpoint of the run is"
-        assert here in ranks.output
 
 
 def test_a_run_that_saves_nothing_does_not_end_well_with_weights_that_are_not_finite(write_config):

@@ -58,8 +58,8 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(write_config, launch, 
 @pytest.mark.parametrize(
     ("written_with", "resumed_with", "named"),
     [
-        ([], ["optim.name=muon"], "optim.name is 'adamw' in the checkpoint, now 'muon'"),
-        (RECIPE, ["optim.shared_lags=false"], "optim.shared_lags is True in the checkpoint, now F"),
+        ([], ["optim.name=muon"], r"optim.name = muon \(was adamw\)"),
+        (RECIPE, ["optim.shared_lags=false"], r"optim.shared_lags = False \(was True\)"),
     ],
 )
 def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
@@ -69,6 +69,6 @@ def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
     short = ["train.steps=3", "train.eval_every=0", "train.eval_samples=8"]
     train(load_config(config, [*written_with, *short]))
     before = state_files(tmp_path / "runs")
-    with pytest.raises(UserError, match=f"has the state of another optimizer: {named}.*; set the"):
+    with pytest.raises(UserError, match=f"state of another optimizer: .*{named}.*; set that"):
         train(load_config(config, [*written_with, *resumed_with]))
     assert state_files(tmp_path / "runs") == before

@@ -16,7 +16,7 @@ from markdown import rows as rows_of
 from runs import read_lines
 
 from mixer.common.errors import UserError
-from mixer.common.yaml_file import read_yaml
+from mixer.common.parsing import read_yaml
 from mixer.compare import main
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of

@@ -18,7 +18,7 @@ from texts import HARD, documents_of, quiet
 
 from mixer.common import files
 from mixer.common.errors import UserError
-from mixer.common.locks import locked
+from mixer.common.files import locked
 from mixer.data import readers, tokenise
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare

@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from mixer.common.checksums import note_of
 from mixer.common.errors import UserError
+from mixer.common.files import note_of
 from mixer.data.manifest import fingerprint
 from mixer.data.order import SampleOrder
 from mixer.data.prepare import prepare

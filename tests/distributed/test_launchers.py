@@ -12,7 +12,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from runs import ROOT
 
-from mixer.common.locks import run_locked
+from mixer.common.files import run_locked
 
 MODULE = [sys.executable, "-m", "accelerate.commands.launch"]
 OWN_FILE = """

@@ -179,7 +179,7 @@ def test_models_that_are_not_causal_are_refused(root, tmp_path):
         ("masked_mixer", "hidden_size", 24, "cannot be read"),  # of another shape than the weights
         ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: of"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),
-        ("gpt2", "n_layer", -1, "has n_layer -1, but its weights are"),
+        ("gpt2", "n_layer", -1, "has n_layer -1 in its config.json"),
         ("gpt2", "activation_function", "magic", "magic"),
     ],
 )

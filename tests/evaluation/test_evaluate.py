@@ -296,7 +296,7 @@ def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content,
     uses = [
         lambda: evaluate_checkpoint(EvalOptions(checkpoint, text=book, device="cpu")),
         lambda: export(Path(checkpoint), tmp_path / "given", "mit"),
-        lambda: load_trainer(Path(checkpoint), {}, {}),
+        lambda: load_trainer(Path(checkpoint), {}),
     ]
     for use in uses:
         with pytest.raises(UserError, match=rf"trainer.json is damaged \({problem}.*: copy the"):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from runs import assert_same
 
-from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
+from mixer.common.files import sha256
 from mixer.models.masked_mixer import convolution as layers
 from mixer.training import backend as module
 from mixer.training import start

@@ -45,7 +45,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "unknown key model.hiden_size = 64; did you mean model.hidden_size?",
         "train.steps = 'many' is a str; allowed: int",
         "train.batch_size = 1.5 is a float; allowed: int",
-        "optim.schedule = 'cosin'; allowed: cosine, linear, constant; did you mean cosine?",
+        "optim.schedule = 'cosin'; allowed: cosine, linear, constant",
         "unknown key lr = 1; did you mean optim.lr?",
         "data.packed = 'maybe' is a str; allowed: bool",
         "model.num_mixer_heads = 3 and hidden_size = 1024; allowed: heads that divide it: 1, 2, 4",
