@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from mixer.common.errors import UserError
 from mixer.common.hardware import memory_limit
 from mixer.common.memory import out_of_memory
-from mixer.data.manifest import Manifest
+from mixer.data.prepared import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.compile import set_recompute

@@ -14,8 +14,7 @@ from mixer.common.errors import NotFinite, UserError, is_refusal
 from mixer.common.hardware import check_precision
 from mixer.common.locks import run_locked
 from mixer.common.memory import is_out_of_memory
-from mixer.data.batches import Batch, Batches, Share, to_device
-from mixer.data.order import SampleOrder
+from mixer.data.batches import Batch, Batches, SampleOrder, Share, to_device
 from mixer.distributed.ending import Stop, leave_with_error
 from mixer.distributed.world import World, build_accelerator
 from mixer.training.config import RunConfig

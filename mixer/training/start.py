@@ -22,8 +22,8 @@ from mixer.common.files import write_text
 from mixer.common.hardware import product_flops
 from mixer.common.yaml_file import as_yaml
 from mixer.data.config import unused_options
-from mixer.data.manifest import Manifest
-from mixer.data.run_data import Data, open_data
+from mixer.data.prepare import Data, open_data
+from mixer.data.prepared import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from mixer.checkpoints.restore import load_optimizer
 from mixer.checkpoints.state import begin_state
 from mixer.checkpoints.writer import CheckpointWriter
-from mixer.data.manifest import Manifest
+from mixer.data.prepared import Manifest
 from mixer.distributed.world import World
 
 
