@@ -13,9 +13,8 @@ from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
-from mixer.data.batches import Batch, Batches, Share, to_device
-from mixer.data.order import SampleOrder
-from mixer.data.run_data import open_data
+from mixer.data.batches import Batch, Batches, SampleOrder, Share, to_device
+from mixer.data.prepare import open_data
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig
 from mixer.training.gradients import Guard, clip, gradient_norm

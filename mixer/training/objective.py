@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from mixer.data.batches import to_device
 from mixer.data.config import TASKS
-from mixer.data.run_data import Data
+from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.retrieval import MOST_PAIRS, info_nce, pair_vectors, text_vectors, top1
 from mixer.training.config import RunConfig

@@ -23,8 +23,8 @@ from mixer.common.files import write_text
 from mixer.common.hardware import memory_limit, product_flops
 from mixer.common.parsing import as_yaml
 from mixer.data.config import unused_options
-from mixer.data.manifest import Manifest
-from mixer.data.run_data import Data
+from mixer.data.prepare import Data
+from mixer.data.prepared import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend

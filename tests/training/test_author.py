@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from mixer.checkpoints.recurrent_format import to_recurrent
 from mixer.checkpoints.reference_format import to_reference
-from mixer.data.order import SampleOrder
+from mixer.data.batches import SampleOrder
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import load_config
