@@ -7,15 +7,15 @@ checks and `python train.py --help` all come from there.
 import dataclasses
 import inspect
 import math
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from .lags import toeplitz
-from .options import option, option_problems
-from .plain import BACKENDS, triangular_conv
+from mixer.common.options import option, option_problems
+from mixer.ops.lags import toeplitz
+from mixer.ops.plain import BACKENDS, triangular_conv
 
 # Mixing weights that are a recurrence, with a memory of constant size; see recurrent.py.
 RECURRENT = ("rows", "columns", "mixed")
@@ -187,16 +187,22 @@ class MaskedMixerConfig(PreTrainedConfig):
 
 
 def copy_code(directory: Path) -> None:
-    """Copies the files of the model into a directory, with those that this package has elsewhere
-    and that a file here only passes on.
+    """Copies the files of the model into a directory, and those of mixer/ops and mixer/common that
+    they import. There all stand side by side, so imports of these become relative.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    elsewhere = {"lags": toeplitz, "options": option, "plain": triangular_conv}
-    for file in Path(__file__).parent.glob("*.py"):
-        if file.stem in elsewhere:
-            file = Path(inspect.getfile(elsewhere[file.stem]))
-        if file.stem != "__init__":
-            shutil.copyfile(file, directory / file.name)
+    elsewhere = (Path(inspect.getfile(part)) for part in (option, toeplitz, triangular_conv))
+    files = {file.stem: file for file in (*Path(__file__).parent.glob("*.py"), *elsewhere)}
+    del files["__init__"]
+    for name, file in files.items():
+        code = file.read_text(encoding="utf-8")
+        code = re.sub(r"^( *from) mixer\.\w+(\.\w+ import)", r"\1 \2", code, flags=re.MULTILINE)
+        if name == "modeling":
+            # Up to 5.9, transformers takes no files along but those that this one imports itself.
+            imported = re.findall(r"^from \.(\w+) import", code, re.MULTILINE)
+            missing = sorted(files.keys() - {name, *imported})
+            code += "".join(f"from .{other} import __doc__ as _\n" for other in missing)
+        (directory / file.name).write_text(code, encoding="utf-8")
 
 
 def shape_problems(options: MixerOptions) -> list[str]:

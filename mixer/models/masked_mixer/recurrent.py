@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization
 
+from mixer.ops.lags import toeplitz
+from mixer.ops.plain import shift_channels, tap_shift
+
+from .cache import Memory
 from .convolution import TriangularConv
-from .lags import toeplitz
-from .memory import Memory
 from .operators import triangular_conv
-from .plain import shift_channels, tap_shift
 
 FASTEST = 0.1  # the largest decay
 SPAN = 512  # In longer contexts, a decay is spread over context / 512 tokens.
@@ -31,10 +32,11 @@ class RecurrentConv(TriangularConv):
 
     def make_weight(self) -> None:
         # So many heads go by row, the others by column.
-        self.by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}[self.form]
+        by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}
+        self.by_row = by_row[self.config.mixing_weight]
         self.span = max(1, self.context // SPAN)
         self.scale = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
-        self.decay = nn.Parameter(torch.empty(self.heads)) if self.has_decay else None
+        self.decay = nn.Parameter(torch.empty(self.heads)) if self.config.mixing_decay else None
 
     def mixing_weight(self) -> Tensor:
         powers = toeplitz(self._powers(0, self.context), self.context)[:, None]
@@ -52,14 +54,14 @@ class RecurrentConv(TriangularConv):
     def _draw(self) -> None:
         for parameter in self.parameters(recurse=False):
             initialization.zeros_(parameter)
-        if self.initial == "reference":
+        if self.config.mixing_init == "reference":
             initialization.normal_(self.scale, std=math.sqrt(2 / self.context))
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor | None = None,
-        memory: Memory = None,
+        memory: Memory | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """As TriangularConv.forward, of texts of any length. A negative position is padding, which
@@ -129,7 +131,7 @@ class RecurrentConv(TriangularConv):
 
     def _remembered(self, x: Tensor, memory: Memory, positions: Tensor) -> Tensor:
         """The sums of new tokens, from those in a memory on, which takes each text's last one."""
-        state = memory.extend(x)
+        state = memory.sums(x)
         sums = self._sums(x, state)
         count = (positions >= 0).sum(1)  # tokens stand in front of padding
         last = sums[torch.arange(len(x), device=x.device), count - 1]
