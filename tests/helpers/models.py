@@ -58,7 +58,7 @@ MIXINGS = {
         "zero_init": True,
     },
     "rows": {"mixing_weight": "rows", "mixing_decay": True},
-    "columns": {"mixing_weight": "columns", "mixer_gate": True, "mixer_kernel_size": 3},
+    "columns": {"mixing_weight": "columns", "mixer_gate": True},
     "rows-and-columns": {
         "mixing_weight": "mixed",
         "mixing_decay": True,

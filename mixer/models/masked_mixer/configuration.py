@@ -210,6 +210,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
     heads, blocks = options.num_mixer_heads, options.num_hidden_layers
     gate, expansion, size = options.mixer_gate, options.mixer_expansion, options.mixer_key_size
     every, form, start = options.mixer_keyed_every, options.mixing_weight, options.mixing_init
+    taps = options.mixer_kernel_size
     of_keys = ("attention", "key_norm", "rotary", "key_shift")
     of_keys = [*(f"mixer_{name}" for name in of_keys), "value_embeddings"]
     of_keys = [name for name in of_keys if getattr(options, name)]
@@ -232,7 +233,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
             "mixer_projections true, which gated and keyed mixing always have",
         ),
         (of_keys and not size, " ".join(of_keys), "with a mixer_key_size, such as 64"),
-        (size and options.mixer_kernel_size > 1, "mixer_key_size mixer_kernel_size", "one tap"),
+        (size and taps > 1, "mixer_key_size mixer_kernel_size", "one tap"),
         (options.mixer_rotary and size % 2, "mixer_rotary mixer_key_size", "even sizes"),
         (size and every > blocks, "mixer_keyed_every num_hidden_layers", f"1 to {blocks}"),
         (
@@ -241,6 +242,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
             "a multiple of it, as keyed mixing alone has values to add to",
         ),
         (size and recurrent, "mixing_weight mixer_key_size", "full and lags with keys"),
+        (taps > 1 and recurrent, "mixing_weight mixer_kernel_size", "full and lags with taps"),
         (
             size and form == "lags" and start != "shift",
             "mixing_init mixer_key_size mixing_weight",
