@@ -62,7 +62,6 @@ def call_reason(device: torch.device, dtype: torch.dtype, is_aligned: bool = Tru
     """
     if device.type != "cuda":
         return unmet(f"a CUDA tensor; x is on {device}", "x.to('cuda')")
-    index = torch.cuda.current_device() if device.index is None else device.index
     if dtype not in cuda.DTYPE_CODES:
         return unmet(f"float16, bfloat16 or float32; x is {dtype}", "convert x")
     if dtype == torch.float32 and not cuda.allows_tf32():
@@ -70,10 +69,10 @@ def call_reason(device: torch.device, dtype: torch.dtype, is_aligned: bool = Tru
         return unmet("TF32 for float32, which is off here", allow)
     if not is_aligned:
         return unmet("heads of a multiple of 8 channels, for float32 of 4", "other sizes")
-    if dtype != torch.float16 and cuda.device_facts(index)[0] < 80:
+    if dtype != torch.float16 and cuda.device_facts(device.index)[0] < 80:
         convert = "convert x (train.mixed_precision=fp16)"
         return unmet(f"float16 before compute capability 8.0; x is {dtype}", convert)
-    return device_reason(index)
+    return device_reason(device.index)
 
 
 def unmet(need: str, remedy: str) -> str:
@@ -85,8 +84,8 @@ def unmet(need: str, remedy: str) -> str:
 
 @functools.cache
 def device_reason(index: int) -> str | None:
-    """Why the kernels cannot run on a device: the build's error, or that of the first launch. The
-    message names the one command that fixes it. None if they can.
+    """Why the kernels cannot run on a device: the error of the build, of loading or of the first
+    launch. The message names the one command that fixes it. None if they can.
 
     The first call for a device builds the library if the cache has none, runs one small kernel and
     waits for it, so it must not come inside a graph capture. The answer is kept: a failed build is
@@ -98,7 +97,7 @@ def device_reason(index: int) -> str | None:
         cuda.probe(index)
     except UserError as error:
         return str(error)
-    except RuntimeError as error:  # most often nvcc is newer than the driver
+    except (RuntimeError, OSError) as error:  # most often nvcc is newer than the driver
         return (
             "the CUDA kernels were built but do not run on "
             f"{torch.cuda.get_device_name(index)}: {first_line(error)}. Update the driver, or "
@@ -122,9 +121,15 @@ def row_kernel_serves(
         return False
     if row_needs_pytorch(memory, x, weight, bias, residual):
         return False
-    same_dtype = memory.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
-    known = x.dtype in cuda.DTYPE_CODES and weight.dtype in (x.dtype, torch.float32)
-    fits = same_dtype and known and bias.dtype == weight.dtype and is_aligned(x, memory.shape[1])
+    fits = (
+        x.dtype in cuda.DTYPE_CODES
+        and memory.dtype == x.dtype
+        and (residual is None or residual.dtype == x.dtype)
+        and weight.dtype in (x.dtype, torch.float32)
+        and bias.dtype == weight.dtype
+        and memory.stride()[2:] == (memory.shape[3], 1)
+        and is_aligned(x, memory.shape[1])
+    )
     return fits and device_reason(x.device.index) is None
 
 

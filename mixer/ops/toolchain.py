@@ -14,12 +14,6 @@ from mixer.common.errors import UserError
 HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 
 
-class BuildError(UserError):
-    """The kernels cannot be built here; the message says what is missing and the one command that
-    fixes it.
-    """
-
-
 @dataclass(frozen=True)
 class Compiler:
     """An nvcc: its path, its version (13, 0), and the architectures it knows, e.g. [75, 80, 90]."""
@@ -44,10 +38,10 @@ def nvcc_candidates() -> Iterator[Path]:
 
 
 def find_compiler() -> Compiler:
-    """The first nvcc that there is. Raises BuildError where there is none, or it does not work."""
+    """The first nvcc that there is. Raises UserError where there is none, or it does not work."""
     path = next((path for path in nvcc_candidates() if os.access(path, os.X_OK)), None)
     if path is None:
-        raise BuildError(
+        raise UserError(
             "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "
             "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc "
             "nvidia-cuda-runtime nvidia-cuda-cccl`, or point CUDA_HOME at a CUDA toolkit."
@@ -60,7 +54,7 @@ def find_compiler() -> Compiler:
         version = re.search(r"release (\d+)\.(\d+)", output_of(path, "--version"))
         architectures = re.findall(r"compute_(\d+)\b", output_of(path, "--list-gpu-arch"))
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(
+        raise UserError(
             f"{path} is broken or too old ({error}). Point CUDA_HOME at a CUDA toolkit."
         ) from error
     return Compiler(path, (int(version[1]), int(version[2])), sorted(map(int, architectures)))
@@ -76,13 +70,13 @@ def architecture_flags(compiler: Compiler, capability: tuple[int, int]) -> list[
     """
     wanted = capability[0] * 10 + capability[1]
     if wanted < 70:
-        raise BuildError(
+        raise UserError(
             "the CUDA kernels need compute capability 7.0 or newer; this GPU has "
             f"{dotted(capability)}. Use `model.mixing_backend=dense`."
         )
     known = [architecture for architecture in compiler.architectures if architecture <= wanted]
     if not known:
-        raise BuildError(
+        raise UserError(
             f"nvcc {dotted(compiler.version)} ({compiler.path}) no longer compiles for compute "
             f"capability {dotted(capability)}. Install CUDA 12.x (12.9 is the last that knows 7.0) "
             "and point CUDA_HOME at it, e.g. `export CUDA_HOME=/usr/local/cuda-12.9`."

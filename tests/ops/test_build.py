@@ -1,10 +1,9 @@
 """Building the CUDA kernels: needs nvcc for the tests that compile, a GPU for none of them."""
 
 import ctypes
-import errno
-import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -12,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from launching import start_python
 from toolchain import kernels_of, needs_nvcc
 
 from mixer.common.errors import UserError
-from mixer.ops import build, toolchain
+from mixer.ops import build, cuda, toolchain
 
 TINY = (
     'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
@@ -115,9 +115,7 @@ def test_tensor_core_kernels_compile_for_8_0_without_spills(tmp_path):
 @pytest.mark.parametrize("architecture", ((8, 0), (7, 5)), ids=("8.0", "7.5"))
 def test_kernels_compile_for_older_gpus_without_spills(architecture):
     """8.6 and 8.9 get the same PTX as 8.0, and as many registers."""
-    log = build.library(architecture).with_name(build.LOG).read_text()
-    assert f"for 'sm_{architecture[0]}{architecture[1]}'" in log
-    assert_whole_without_spills(log)
+    assert_whole_without_spills(build.library(architecture).with_name(build.LOG).read_text())
 
 
 def assert_whole_without_spills(log: str, hopper: int = 0) -> None:
@@ -132,6 +130,35 @@ def assert_whole_without_spills(log: str, hopper: int = 0) -> None:
         ]
         assert len(found) == products, family
     assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("capability", [70, 80, 90])
+def test_a_library_loads_without_a_gpu_and_the_gradient_of_lags_needs_no_square(
+    capability, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    library = cuda.kernels.__wrapped__(0)
+    assert b"driver" in library.mixer_error_string(35)
+    params = cuda.Params(batch=1, tokens=1 << 17, context=1 << 17, channels=512, heads=1)
+    params.columns, params.lag_zero, params.dtype = (1 << 17) + 128, 1 << 17, 1
+    params.capability, params.processors = capability, 132
+    assert 0 < library.mixer_grad_weight_workspace(ctypes.byref(params)) < 32 << 20
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_structure_and_c_struct_agree(tmp_path):
+    checks = []
+    for name, _ in cuda.Params._fields_:
+        field = getattr(cuda.Params, name)
+        same_place = f"offsetof(TriangularConvParams, {name}) == {field.offset}"
+        same_size = f"sizeof(TriangularConvParams::{name}) == {field.size}"
+        checks.append(f'static_assert({same_place} && {same_size}, "{name}");')
+    size = f'static_assert(sizeof(TriangularConvParams) == {ctypes.sizeof(cuda.Params)}, "size");'
+    source = tmp_path / "layout.cpp"
+    source.write_text("\n".join(["#include <cstddef>", '#include "params.h"', *checks, size]))
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{build.SOURCES}", str(source)]
+    subprocess.run(command, check=True)
 
 
 @needs_nvcc
@@ -164,7 +191,7 @@ def test_killed_builder_blocks_nobody(tiny, cache, tmp_path):
     process = builder(tiny, tmp_path / "printed")
     name = build.build_name((8, 0), tiny)
     deadline = time.monotonic() + 30
-    while not list(cache.glob(f".partial-*{name}/objects")):  # in mid-build
+    while not list(cache.glob(f".partial-*{name}")):  # in mid-build
         assert time.monotonic() < deadline and process.is_alive()
         time.sleep(0.005)
     assert not (cache / name).exists()
@@ -183,13 +210,11 @@ def test_killed_builder_blocks_nobody(tiny, cache, tmp_path):
 
 
 @needs_nvcc
-def test_compiler_error_is_quoted_and_its_log_kept(tiny, cache):
+def test_compiler_error_is_quoted_and_leaves_nothing_behind(tiny, cache):
     (tiny / "tiny.cu").write_text(TINY + "int broken() { return undeclared_thing; }\n")
-    with pytest.raises(toolchain.BuildError, match="undeclared_thing") as failure:
+    with pytest.raises(UserError, match="undeclared_thing"):
         build.library((8, 0), tiny)
-    log = str(failure.value).partition("The whole log: ")[2].splitlines()[0]
-    assert "undeclared_thing" in Path(log).read_text()
-    assert list(cache.glob(f"*{build.build_name((8, 0), tiny)}*")) == [Path(log)]
+    assert list(cache.glob(f"*{build.build_name((8, 0), tiny)}*")) == []
 
 
 # ------------------------------------------------------------------------- nvcc
@@ -251,10 +276,10 @@ def test_nvcc_that_is_a_link_to_ccache_is_called_by_its_own_name(fake_nvcc):
     assert toolchain.find_compiler().path == nvcc
 
 
-def test_a_toolkit_in_a_directory_of_any_name_builds(tiny, fake_nvcc):
-    """nvcc is called there, and finds its runtime."""
+def test_the_runtime_beside_nvcc_is_linked(tiny, fake_nvcc):
+    """Which a wheel keeps in lib; the toolkit's directory may have any name."""
     finds = 'for out; do case "$out" in -L*) found=$(ls "${out#-L}");; esac; done'
-    nvcc = fake_nvcc("Ann's $HOME: CUDA 13 (new)", compiles=f'{finds}; echo "$found" > "$out"')
+    nvcc = fake_nvcc("Ann's $HOME: CUDA 13", compiles=f'{finds}; echo "$found" > "$out"')
     (nvcc.parents[1] / "lib").mkdir()
     (nvcc.parents[1] / "lib" / "libcudart_static.a").touch()
     assert build.library((8, 0), tiny).read_text() == "libcudart_static.a\n"
@@ -276,15 +301,6 @@ def test_the_command_builds_although_there_is_a_library(fake_nvcc, tmp_path, mon
 # ------------------------------------------------------------------------- cache
 
 
-def test_a_file_system_without_locks_builds(tiny, fake_nvcc, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    fake_nvcc(compiles=WHOLE)
-    assert build.library((8, 0), tiny).read_text() == "whole\n"
-
-
 def test_a_cache_that_only_its_owner_can_write_is_taken(tmp_path, monkeypatch):
     """A library is loaded from there as code."""
     monkeypatch.setenv("MIXER_CACHE", str(tmp_path))
@@ -294,11 +310,11 @@ def test_a_cache_that_only_its_owner_can_write_is_taken(tmp_path, monkeypatch):
     assert build.cache_directory() == directory
     for mode in (0o777, 0o770, 0o702):
         directory.chmod(mode)
-        with pytest.raises(UserError, match=f"others can write .*`chmod 700 {directory}`"):
+        with pytest.raises(UserError, match=f"has mode {mode:o}; .*`chmod 700 {directory}`"):
             build.cache_directory()
-    owner = directory.stat().st_uid
-    monkeypatch.setattr(build.os, "geteuid", lambda: owner + 1)
-    with pytest.raises(UserError, match=f"belongs to user {owner}; .*`export MIXER_CACHE="):
+    directory.chmod(0o700)
+    monkeypatch.setattr(build.os, "geteuid", lambda: directory.stat().st_uid + 1)
+    with pytest.raises(UserError, match="it must be yours, .*`export MIXER_CACHE="):
         build.cache_directory()
 
 
@@ -312,23 +328,16 @@ def test_a_library_that_others_could_write_under_any_umask_is_not_made(tiny, fak
     assert path.parent.stat().st_mode & 0o022 == 0
 
 
-def no_home():
-    raise RuntimeError("Could not determine home directory.")
+def test_a_cache_that_cannot_be_made_names_the_variable(monkeypatch):
+    monkeypatch.setenv("MIXER_CACHE", __file__)
+    with pytest.raises(UserError, match="there is no cache .*`export MIXER_CACHE="):
+        build.cache_directory()
 
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
 
-@pytest.mark.parametrize(
-    ("variables", "home"),
-    [
-        ({"MIXER_CACHE": __file__}, Path.home),
-        ({"HOME": "/proc"}, Path.home),  # even root makes no directory there
-        ({}, no_home),  # a user in a container
-    ],
-)
-def test_a_cache_that_cannot_be_made_names_the_variable(variables, home, monkeypatch):
     for name in ("MIXER_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(build.Path, "home", home)
+    monkeypatch.setattr(build.Path, "home", no_home)
     with pytest.raises(UserError, match="there is no cache .*`export MIXER_CACHE="):
         build.cache_directory()

@@ -54,11 +54,8 @@ def kernel(library, monkeypatch) -> list[str]:
         assert getattr(library, name)(ctypes.byref(params)) == 0
 
     monkeypatch.setattr(cuda, "call", call)
-    monkeypatch.setattr(
-        cuda, "add_device", lambda params, index: setattr(params, "processors", library.processors)
-    )
-    yield calls
-    cuda.template.cache_clear()
+    monkeypatch.setattr(cuda, "device_facts", lambda index: (0, library.processors))
+    return calls
 
 
 @needs_nvcc

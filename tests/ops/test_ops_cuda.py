@@ -193,11 +193,8 @@ def pretend(monkeypatch):
         if capability > facts[0]:
             pytest.skip(f"this GPU has no kernels for compute capability {capability}")
         monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, processors))
-        cuda.template.cache_clear()
 
-    yield choose
-    monkeypatch.undo()
-    cuda.template.cache_clear()
+    return choose
 
 
 # ------------------------------------------------------------------------- numbers
