@@ -114,8 +114,8 @@ def run_nvcc(nvcc: Path, *arguments: Path | str) -> str:
     if done.returncode:
         end = "\n".join(output.splitlines()[-30:])
         raise UserError(
-            f"nvcc could not build the CUDA kernels: {shlex.join(command)}\nIts last words:\n{end}\n"
-            "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
+            f"nvcc could not build the CUDA kernels: {shlex.join(command)}\nIts last words:\n"
+            f"{end}\nTry another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
         )
     return output
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mixer.ops import BACKENDS, DTYPES, choice, operator, triangular_conv
-from mixer.ops.plain import panel_bounds, products_per_triangle, staircase
 
 # Every value of every dimension of interest occurs: tokens, channels, batch, heads, taps, context
 # beyond the tokens.
@@ -231,11 +230,6 @@ def test_autocast_casts_the_input_and_leaves_fp32_gradients_to_the_parameter(bac
     assert y.dtype == torch.bfloat16
     y.float().square().sum().backward()
     assert weight.grad.dtype == bias.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("tokens, share", [(64, 1), (512, 3 / 4), (2048, 5 / 8), (8192, 17 / 32)])
-def test_share_of_the_dense_work_that_panels_do(tokens, share):
-    assert staircase(panel_bounds(tokens)) / products_per_triangle(tokens, "dense") == share
 
 
 @pytest.mark.parametrize(
