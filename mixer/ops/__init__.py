@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, operator, plain
-from mixer.ops.arguments import check_backend, in_autocast_dtype, misfit, on_one_device
+from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.plain import BACKENDS, turn
 from mixer.ops.row_operator import mix_row

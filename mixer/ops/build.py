@@ -12,11 +12,15 @@ case, for example by another compiler.
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import platform
+import re
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,12 +29,12 @@ import torch
 from mixer.common.checksums import cache_home
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import whole_directory
-from mixer.ops.toolchain import HOPPER_FLAG, architecture_flags, dotted, find_compiler
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
 LOG = "build.log"
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
+HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 
 
 def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool = False) -> Path:
@@ -42,11 +46,11 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
     directory = cache_directory() / build_name(capability, sources)
     path = directory / LIBRARY
     if rebuild or not path.exists():
-        compiler = find_compiler()
-        flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
+        nvcc = find_nvcc()
+        flags = [*COMPILE_FLAGS, *architecture_flags(nvcc, capability)]
         with whole_directory(directory) as stage:
             if rebuild or not path.exists():  # no other process has built it meanwhile
-                build(stage, sources, compiler.path, flags)
+                build(stage, sources, nvcc, flags)
     return path
 
 
@@ -118,6 +122,76 @@ def run_nvcc(nvcc: Path, *arguments: Path | str) -> str:
             f"{end}\nTry another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
         )
     return output
+
+
+# ------------------------------------------------------------------------- nvcc
+
+
+def nvcc_candidates() -> Iterator[Path]:
+    """Where an nvcc may be, in the order in which we take it."""
+    if home := os.environ.get("CUDA_HOME"):
+        yield Path(home) / "bin" / "nvcc"
+    if found := shutil.which("nvcc"):
+        yield Path(found)
+    # A namespace package: one location for each site-packages.
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in (wheels.submodule_search_locations or []) if wheels else []:
+        yield Path(folder) / "cu13" / "bin" / "nvcc"
+        yield Path(folder) / "cuda_nvcc" / "bin" / "nvcc"  # of CUDA 12
+    yield Path("/usr/local/cuda/bin/nvcc")
+
+
+def find_nvcc() -> Path:
+    """The first nvcc that there is. Raises UserError where there is none."""
+    path = next((path for path in nvcc_candidates() if os.access(path, os.X_OK)), None)
+    if path is None:
+        raise UserError(
+            "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "
+            "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc "
+            "nvidia-cuda-runtime nvidia-cuda-cccl`, or point CUDA_HOME at a CUDA toolkit."
+        )
+    # nvcc looks for its headers beside the path that it is called by, even if that is a link. A
+    # link to ccache must stay: its name says what ccache is to run.
+    return path.resolve() if path.resolve().name.startswith("nvcc") else path
+
+
+def architecture_flags(nvcc: Path, capability: tuple[int, int]) -> list[str]:
+    """The flags for one GPU, -gencode last. A GPU newer than nvcc gets PTX of the newest
+    architecture nvcc knows. Raises UserError where nvcc does not work, or not for this GPU.
+    """
+    wanted = capability[0] * 10 + capability[1]
+    if wanted < 70:
+        raise UserError(
+            "the CUDA kernels need compute capability 7.0 or newer; this GPU has "
+            f"{dotted(capability)}. Use `model.mixing_backend=dense`."
+        )
+    try:
+        command = [nvcc, "--list-gpu-arch"]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"{nvcc} is broken or too old ({error}). Point CUDA_HOME at a CUDA toolkit."
+        ) from error
+    known = [int(name) for name in re.findall(r"compute_(\d+)\b", listed) if int(name) <= wanted]
+    if not known:
+        raise UserError(
+            f"{nvcc} no longer compiles for compute capability {dotted(capability)}. Install CUDA "
+            "12.x (12.9 is the last that knows 7.0) and point CUDA_HOME at it, e.g. `export "
+            "CUDA_HOME=/usr/local/cuda-12.9`."
+        )
+    if max(known) != wanted:
+        return [f"-gencode=arch=compute_{max(known)},code=compute_{max(known)}"]
+    if wanted == 90:
+        # 9.0a: Hopper's own instructions (wgmma, TMA), which plain sm_90 leaves out.
+        return [HOPPER_FLAG, "-gencode=arch=compute_90a,code=sm_90a"]
+    return [f"-gencode=arch=compute_{wanted},code=sm_{wanted}"]
+
+
+def dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+# ------------------------------------------------------------------------- command
 
 
 def capability(text: str) -> tuple[int, int]:

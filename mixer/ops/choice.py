@@ -1,7 +1,6 @@
-"""Whether our kernels take a call. Every such decision in Python is made here.
-
-The rule: they take what they can, and plain PyTorch does the rest. Which of the kernels serve is
-known to the compiled library (`kernels_for` in csrc/api.cu).
+"""What all operators of this package do with a call first: autocast, errors for arguments that do
+not fit, and whether our kernels take it. They take what they can, and plain PyTorch does the rest.
+Which of the kernels serve is known to the compiled library (`kernels_for` in csrc/api.cu).
 """
 
 import functools
@@ -14,16 +13,53 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
 from mixer.ops import cuda
+from mixer.ops.plain import BACKENDS
 
 logger = logging.getLogger("mixer.ops")
+
+
+# ------------------------------------------------------------------------- arguments
+
+
+def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in autocast's dtype where it is on, for all dtypes but fp64."""
+    first = tensors[0]
+    device = first.device.type
+    if first.is_meta or first.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    # to() costs the host a dispatch even where it changes nothing
+    return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in tensors)
+
+
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+
+
+def misfit(operator: str, given: dict[str, Tensor | None], allowed: str) -> ValueError:
+    """The error for tensors that do not fit together, for which kernels would read and write out of
+    bounds.
+    """
+    described = ", ".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        for name, tensor in given.items()
+        if tensor is not None
+    )
+    return ValueError(f"{operator} got {described}; they must be on one device: {allowed}")
+
+
+def on_one_device(*tensors: Tensor | None) -> bool:
+    device = tensors[0].device
+    return all(tensor is None or tensor.device == device for tensor in tensors)
+
+
+# ------------------------------------------------------------------------- triangular_conv
 
 
 @functools.cache
 def warn_once(message: str) -> None:
     logger.warning(message)
-
-
-# ------------------------------------------------------------------------- triangular_conv
 
 
 def kernels_take(backend: str, x: Tensor, heads: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, cuda, plain
-from mixer.ops.arguments import misfit, on_one_device
+from mixer.ops.choice import misfit, on_one_device
 
 
 def mix_row(

@@ -16,7 +16,7 @@ from launching import start_python
 from toolchain import kernels_of, needs_nvcc
 
 from mixer.common.errors import UserError
-from mixer.ops import build, cuda, toolchain
+from mixer.ops import build, cuda
 
 TINY = (
     'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
@@ -43,27 +43,21 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def no_nvcc(monkeypatch):
-    return lambda: monkeypatch.setattr(toolchain, "nvcc_candidates", lambda: iter([]))
+    return lambda: monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([]))
 
 
 @pytest.fixture
 def fake_nvcc(tmp_path, monkeypatch):
-    """Makes a CUDA_HOME whose nvcc answers questions as the real one does."""
+    """Makes a CUDA_HOME whose nvcc lists its architectures as the real one does."""
 
     def make(
-        home: str = "cuda",
-        version: str = "13.0",
-        architectures: str = "75 80 90 100",
-        compiles: str = "exit 1",
+        home: str = "cuda", architectures: str = "75 80 90 100", compiles: str = "exit 1"
     ) -> Path:
         listing = "; ".join(f"echo compute_{name}" for name in architectures.split())
         path = tmp_path / home / "bin" / "nvcc"
         path.parent.mkdir(parents=True)
         path.write_text(
-            '#!/bin/sh\ncase "$1" in\n'
-            f'--version) echo "Cuda compilation tools, release {version}, V{version}.1";;\n'
-            f"--list-gpu-arch) {listing};;\n"
-            f"*) {compiles};;\nesac\n"
+            f'#!/bin/sh\ncase "$1" in\n--list-gpu-arch) {listing};;\n*) {compiles};;\nesac\n'
         )
         path.chmod(0o755)
         monkeypatch.setenv("CUDA_HOME", str(tmp_path / home))
@@ -99,11 +93,11 @@ def test_kernels_compile_for_hopper_with_its_own_instructions_and_without_spills
 @needs_nvcc
 def test_tensor_core_kernels_compile_for_8_0_without_spills(tmp_path):
     """The products and the weight gradient; `make soak` compiles the whole library."""
-    compiler = toolchain.find_compiler()
-    flags = [*build.COMPILE_FLAGS, *toolchain.architecture_flags(compiler, (8, 0))]
+    nvcc = build.find_nvcc()
+    flags = [*build.COMPILE_FLAGS, *build.architecture_flags(nvcc, (8, 0))]
     unit = [str(build.SOURCES / "ampere.cu"), "-c", "-o", str(tmp_path / "unit.o")]
     done = subprocess.run(
-        [str(compiler.path), *flags, *unit], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [str(nvcc), *flags, *unit], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert done.returncode == 0, done.stdout
     kernels = kernels_of(done.stdout.decode())
@@ -221,24 +215,20 @@ def test_compiler_error_is_quoted_and_leaves_nothing_behind(tiny, cache):
 
 
 @pytest.mark.parametrize(
-    ("version", "known", "capability", "flags"),
+    ("known", "capability", "flags"),
     [
-        ("12.4", "50 70 90", (7, 0), ["-gencode=arch=compute_70,code=sm_70"]),
-        (
-            *("12.4", "50 70 90", (9, 0)),
-            ["-DMIXER_HOPPER", "-gencode=arch=compute_90a,code=sm_90a"],
-        ),
-        ("12.4", "50 70 90", (8, 6), ["-gencode=arch=compute_70,code=compute_70"]),  # PTX
-        ("13.0", "75 80", (7, 0), r"13\.0 .*no longer compiles for .* 7\.0(.|\n)*CUDA 12"),
-        ("12.4", "50 60 70", (6, 1), "7.0 or newer; this GPU has 6.1"),
+        ("50 70 90", (7, 0), ["-gencode=arch=compute_70,code=sm_70"]),
+        ("50 70 90", (9, 0), ["-DMIXER_HOPPER", "-gencode=arch=compute_90a,code=sm_90a"]),
+        ("50 70 90", (8, 6), ["-gencode=arch=compute_70,code=compute_70"]),  # PTX
+        ("75 80", (7, 0), r"no longer compiles for .* 7\.0(.|\n)*CUDA 12"),
+        ("50 60 70", (6, 1), "7.0 or newer; this GPU has 6.1"),
     ],
 )
-def test_each_gpu_gets_its_flags_or_what_it_needs(fake_nvcc, version, known, capability, flags):
-    path = fake_nvcc(version=version, architectures=known)
-    compiler = toolchain.find_compiler()
-    assert compiler.path == path  # CUDA_HOME comes before PATH
+def test_each_gpu_gets_its_flags_or_what_it_needs(fake_nvcc, known, capability, flags):
+    path = fake_nvcc(architectures=known)
+    assert build.find_nvcc() == path  # CUDA_HOME comes before PATH
     if isinstance(flags, list):
-        assert toolchain.architecture_flags(compiler, capability) == flags
+        assert build.architecture_flags(path, capability) == flags
     else:
         with pytest.raises(UserError, match=flags):
             build.library(capability)
@@ -251,12 +241,12 @@ def test_nvcc_of_a_wheel_is_found(folder, fake_nvcc, tmp_path, monkeypatch):
     """
     path = fake_nvcc(folder)
     monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
     wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(
-        toolchain.importlib.util, "find_spec", lambda name: wheels if name == "nvidia" else None
+        build.importlib.util, "find_spec", lambda name: wheels if name == "nvidia" else None
     )
-    assert toolchain.find_compiler().path == path
+    assert build.find_nvcc() == path
 
 
 def test_nvcc_behind_a_link_is_called_where_its_toolkit_is(fake_nvcc, tmp_path, monkeypatch):
@@ -265,7 +255,7 @@ def test_nvcc_behind_a_link_is_called_where_its_toolkit_is(fake_nvcc, tmp_path, 
     (tmp_path / "local" / "bin").mkdir(parents=True)
     (tmp_path / "local" / "bin" / "nvcc").symlink_to(path)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "local"))
-    assert toolchain.find_compiler().path == path
+    assert build.find_nvcc() == path
 
 
 def test_nvcc_that_is_a_link_to_ccache_is_called_by_its_own_name(fake_nvcc):
@@ -273,7 +263,7 @@ def test_nvcc_that_is_a_link_to_ccache_is_called_by_its_own_name(fake_nvcc):
     real = nvcc.rename(nvcc.with_name("ccache"))
     real.write_text(f'#!/bin/sh\n[ "${{0##*/}}" = nvcc ] || exit 1\n{real.read_text()}')
     nvcc.symlink_to(real)
-    assert toolchain.find_compiler().path == nvcc
+    assert build.find_nvcc() == nvcc
 
 
 def test_the_runtime_beside_nvcc_is_linked(tiny, fake_nvcc):

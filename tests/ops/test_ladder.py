@@ -9,14 +9,14 @@ import kernel_ladder
 import torch
 from toolchain import kernels_of, needs_nvcc
 
-from mixer.ops import toolchain
+from mixer.ops import build
 
 
 @needs_nvcc
 def test_compiles_for_hopper_without_spills(tmp_path):
     """Every version fits its registers, and no wgmma waits for the one before."""
     flags = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
-    nvcc, target = toolchain.find_compiler().path, tmp_path / "ladder.cubin"
+    nvcc, target = build.find_nvcc(), tmp_path / "ladder.cubin"
     command = [nvcc, *flags, "-cubin", kernel_ladder.SOURCE, "-o", target]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
