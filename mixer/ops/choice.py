@@ -97,21 +97,19 @@ def call_reason(device: torch.device, dtype: torch.dtype, is_aligned: bool = Tru
     is_aligned: whether a head's channels fill a multiple of 16 bytes.
     """
     if device.type != "cuda":
-        return unmet(f"a CUDA tensor; x is on {device}", "x.to('cuda')")
-    if dtype not in cuda.DTYPE_CODES:
-        return unmet(f"float16, bfloat16 or float32; x is {dtype}", "convert x")
-    if dtype == torch.float32 and not cuda.allows_tf32():
-        allow = "torch.set_float32_matmul_precision('high') (train.tf32=true)"
-        return unmet("TF32 for float32, which is off here", allow)
-    if not is_aligned:
-        return unmet("heads of a multiple of 8 channels, for float32 of 4", "other sizes")
-    if dtype != torch.float16 and cuda.device_facts(device.index)[0] < 80:
-        convert = "convert x (train.mixed_precision=fp16)"
-        return unmet(f"float16 before compute capability 8.0; x is {dtype}", convert)
-    return device_reason(device.index)
-
-
-def unmet(need: str, remedy: str) -> str:
+        need, remedy = f"a CUDA tensor; x is on {device}", "x.to('cuda')"
+    elif dtype not in cuda.DTYPE_CODES:
+        need, remedy = f"float16, bfloat16 or float32; x is {dtype}", "convert x"
+    elif dtype == torch.float32 and not cuda.allows_tf32():
+        need = "TF32 for float32, which is off here"
+        remedy = "torch.set_float32_matmul_precision('high') (train.tf32=true)"
+    elif not is_aligned:
+        need, remedy = "heads of a multiple of 8 channels, for float32 of 4", "other sizes"
+    elif dtype != torch.float16 and cuda.device_facts(device.index)[0] < 80:
+        need = f"float16 before compute capability 8.0; x is {dtype}"
+        remedy = "convert x (train.mixed_precision=fp16)"
+    else:
+        return device_reason(device.index)
     return f"the CUDA kernels need {need}. Use backend='dense', or {remedy}."
 
 
@@ -130,7 +128,8 @@ def device_reason(index: int) -> str | None:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
     try:
-        cuda.probe(index)
+        weight = torch.ones(1, 2, 2, device=torch.device("cuda", index))
+        cuda.pack(weight, 2, torch.float32).cpu()
     except UserError as error:
         return str(error)
     except (RuntimeError, OSError) as error:  # most often nvcc is newer than the driver

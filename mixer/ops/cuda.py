@@ -75,15 +75,6 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return packed
 
 
-def probe(index: int) -> None:
-    """Builds the library if the cache has none, runs one small kernel and waits for it. Raises
-    UserError, or RuntimeError or OSError where the build, the driver and the device do not work
-    together.
-    """
-    weight = torch.ones(1, 2, 2, device=torch.device("cuda", index))
-    pack(weight, 2, torch.float32).cpu()
-
-
 def forward(
     x: Tensor,
     packed: Tensor,

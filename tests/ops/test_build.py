@@ -91,20 +91,6 @@ def test_kernels_compile_for_hopper_with_its_own_instructions_and_without_spills
 
 
 @needs_nvcc
-def test_tensor_core_kernels_compile_for_8_0_without_spills(tmp_path):
-    """The products and the weight gradient; `make soak` compiles the whole library."""
-    nvcc = build.find_nvcc()
-    flags = [*build.COMPILE_FLAGS, *build.architecture_flags(nvcc, (8, 0))]
-    unit = [str(build.SOURCES / "ampere.cu"), "-c", "-o", str(tmp_path / "unit.o")]
-    done = subprocess.run(
-        [str(nvcc), *flags, *unit], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout
-    kernels = kernels_of(done.stdout.decode())
-    assert kernels and [kernel for kernel in kernels if kernel.spilled_bytes] == []
-
-
-@needs_nvcc
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ((8, 0), (7, 5)), ids=("8.0", "7.5"))
 def test_kernels_compile_for_older_gpus_without_spills(architecture):
