@@ -74,14 +74,7 @@ def triangular_conv(
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor | None,
-    lags: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    backend: str,
-) -> None:
+def _check(x, weight, lags, bias, residual, backend) -> None:
     check_backend(backend)
     given = weight if lags is None else lags
     fits = (

@@ -57,14 +57,7 @@ def mix_row(
     return _mix_row(*arguments)
 
 
-def _check(
-    memory: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    positions: Tensor,
-) -> None:
+def _check(memory, x, weight, bias, residual, positions) -> None:
     batch, heads, length, width = memory.shape
     context = weight.shape[-1]
     fits = (
@@ -105,14 +98,7 @@ def _(memory, x, weight, bias, residual, positions, backend):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def launch(
-    memory: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    positions: Tensor,
-) -> Tensor:
+def launch(memory, x, weight, bias, residual, positions) -> Tensor:
     """`mix_row` by the kernel, for arguments that `choice.row_kernel_serves` has accepted."""
     batch, heads, length, width = memory.shape
     x, weight, bias = cuda.rows(x), weight.contiguous(), bias.contiguous()
