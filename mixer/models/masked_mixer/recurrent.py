@@ -83,8 +83,8 @@ class RecurrentConv(TriangularConv):
         return y if residual is None else residual + y.to(residual.dtype)
 
     def _at(self, positions: Tensor | None, numbers: Tensor, tokens: int) -> Tensor:
-        """Numbers (heads, context) at positions (batch or 1, tokens), or at the first tokens: (batch
-        or 1, tokens, heads). Beyond the context stands the last one.
+        """Numbers (heads, context) at positions (batch or 1, tokens), or at the first tokens:
+        (batch or 1, tokens, heads). Beyond the context stands the last one.
         """
         if positions is not None:
             return numbers.T[positions.clamp(0, self.context - 1)]
