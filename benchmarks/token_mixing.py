@@ -30,7 +30,6 @@ from token_mixing_variants import VARIANTS, Data, Shape, Variant
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
 from mixer.ops import choice
-from mixer.ops.plain import products_per_triangle
 
 MAIN_TOKENS = (512, 1024, 2048, 4096, 8192)
 SWEEP_OPERATIONS = ("forward", "grad_input", "grad_weight", "autograd")
@@ -232,7 +231,8 @@ def floor_ms(shape: Shape, operation: str, bytes_per_ms: float, tflops: float) -
     if operation == "autograd":
         parts = ("pack", "forward", "grad_input", "grad_weight")
         return sum(floor_ms(shape, part, bytes_per_ms, tflops) for part in parts)
-    flops = 2 * shape.batch * shape.channels * products_per_triangle(shape.tokens, "cuda")
+    pairs = sum(min(row // 64 * 64 + 64, shape.tokens) for row in range(shape.tokens))
+    flops = 2 * shape.batch * shape.channels * pairs
     arithmetic = 0.0 if operation == "pack" else flops / (tflops * 1e9)
     return max(least_bytes(shape, operation) / bytes_per_ms, arithmetic)
 

@@ -4,6 +4,5 @@ format            what a checkpoint holds; finding, completing and pruning check
 writer            writes a run's checkpoints while it goes on
 restore           a run goes on from a checkpoint
 pretrained        any causal language model's directory, checked and loaded
-reference_format  weights of the reference implementation, both ways
-recurrent_format  weights of the author's structured recurrent mixers, both ways
+reference_format  weights in the formats of the author's code, both ways
 """

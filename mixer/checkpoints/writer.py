@@ -51,27 +51,22 @@ class CheckpointWriter:
 
         trainer: the content of trainer.json without its format, see format.py.
 
-        Raises NotFinite, and writes nothing, if the state is not finite (`require_finite`).
+        All processes must call this together. Raises NotFinite, and writes nothing, if a weight or
+        a number in the optimizer's state is NaN or infinity on any of them.
         """
         self.wait()  # until the last checkpoint is written
-        self.require_finite(optimizer, trainer["step"])
-        self._copy(held_state(self.model, optimizer))
-        self._submit(self._write, {"format": format.FORMAT} | trainer)
-
-    def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
-        any process. All processes must call this together, after step `step`.
-        """
         held = held_state(self.model, optimizer)
         found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
         if names := [name for of_process in self.world.gather(found) for name in of_process]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise NotFinite(
-                f"after step {step} the weights or the optimizer's state are not finite "
+                f"after step {trainer['step']} the weights or the optimizer's state are not finite "
                 f"({names[0]}{more}), so no checkpoint of it is written. Lower optim.lr or raise "
                 "optim.warmup_steps and run the same command again: it goes on from the last "
                 "checkpoint"
             )
+        self._copy(held)
+        self._submit(self._write, {"format": format.FORMAT} | trainer)
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""

@@ -20,8 +20,9 @@ from mixer.common.errors import NotFinite, UserError, first_line
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import Run
 from mixer.comparison.report import mean_by_position
-from mixer.data.manifest import Manifest
-from mixer.data.run_data import Samples, open_data
+from mixer.data.batches import Samples
+from mixer.data.prepare import open_data
+from mixer.data.prepared import Manifest
 from mixer.evaluation.evaluate import loss_by_kind
 from mixer.evaluation.scoring import AUTOCAST_TYPES, evaluate_batches, sample_batches
 from mixer.reporting.metrics_file import read_metrics

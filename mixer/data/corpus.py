@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.data.config import DataConfig, validation_source
-from mixer.data.readers import part_texts
-from mixer.data.sources import BETWEEN, Part, source_parts, text_hash
+from mixer.data.sources import BETWEEN, Part, part_texts, source_parts, text_hash
 
+SPLITS = ("train", "validation")
 MOST_MISSING = 0.1  # share of rows without the text field; with more, that is no field of all rows
 
 

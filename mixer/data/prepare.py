@@ -1,4 +1,5 @@
-"""Prepares data, once: documents become token files, a tokenizer and a manifest.
+"""The data of a run: both splits as samples, with their tokenizer. A text is prepared once:
+documents become token files, a tokenizer and a manifest.
 
 A directory of prepared data appears when it is complete, so a process that is killed leaves nothing
 that could be taken for prepared data.
@@ -6,27 +7,29 @@ that could be taken for prepared data.
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError
 from mixer.common.files import STAGE, sha256, whole_directory
-from mixer.data.config import DataConfig, check, unused_options, without_unused
-from mixer.data.corpus import Corpus
-from mixer.data.manifest import Manifest, fingerprint, tokenizer_files
+from mixer.data.batches import Samples
+from mixer.data.config import TASKS, DataConfig, check, unused_options, without_unused
+from mixer.data.corpus import SPLITS, Corpus
+from mixer.data.prepared import Manifest, PairFile, TokenFile
+from mixer.data.tasks import open_task
 from mixer.data.tokenise import Tokenise, write_tokens
 from mixer.data.tokenizer import (
     existing_tokenizer,
     load_tokenizer,
     loss_of_text,
+    token_bytes,
     train_tokenizer,
     training_sample,
     vocabulary_size,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
@@ -35,6 +38,33 @@ ADDED_LATER = (
     *("validation_path", "validation_split", "validation_documents"),
     *("cut", "pairs", "pair_field"),
 )
+
+
+@dataclass
+class Data:
+    """Prepared data, or a task."""
+
+    manifest: Manifest
+    training: Samples
+    validation: Samples
+    tokenizer: PreTrainedTokenizerFast
+    token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
+
+
+def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say = print) -> Data:
+    """The data as samples of `context` tokens, or pairs of texts of at most so many. A text is
+    prepared unless that was done already.
+    """
+    if config.source in TASKS:
+        manifest, splits, tokenizer = open_task(config, context)
+    else:
+        manifest, tokenizer = prepare(config, say), load_tokenizer(config.directory)
+        kind = PairFile if as_pairs else TokenFile
+        splits = [kind(config.directory, split, context, say) for split in SPLITS]
+    # Both are saved with the model, for tools that cut texts and make batches of them.
+    tokenizer.model_max_length = context
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return Data(manifest, *splits, tokenizer, token_bytes(tokenizer))
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:
@@ -53,14 +83,8 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         return manifest
-    try:
-        with whole_directory(Path(config.directory).absolute()) as stage:
-            return _existing(config) or _write(config, stage, say)
-    except UserError:
-        # Where locks do not reach across machines, another one may have been first.
-        if (manifest := _existing(config)) is None:
-            raise
-        return manifest
+    with whole_directory(Path(config.directory).absolute()) as stage:
+        return _existing(config) or _write(config, stage, say)
 
 
 def _existing(config: DataConfig) -> Manifest | None:
@@ -107,27 +131,26 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     tokenizer, loses = _tokenizer(config, corpus, say)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = load_tokenizer(directory)  # as training reads it
+    hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
     vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
-    dtype, file_type = ("uint16", "<u2") if vocab_size <= 1 << 16 else ("uint32", "<u4")
-    task = Tokenise(tokenizer.backend_tokenizer.to_str(), file_type, eos, bool(config.pair_field))
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    task = Tokenise(tokenizer.backend_tokenizer.to_str(), dtype, eos, bool(config.pair_field))
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,
         "eos_token_id": eos,
-        "tokenizer_sha256": sha256(directory / "tokenizer" / "tokenizer.json"),
-        "tokenizer_files": tokenizer_files(directory),
+        "tokenizer_sha256": hashes["tokenizer.json"],
+        "tokenizer_files": hashes,
         "tokenizer_loses": loses,
         "settings": _settings(config),
         "splits": write_tokens(corpus.documents(say), task, config.workers, directory, say),
     }
-    manifest = Manifest(**values, fingerprint=fingerprint(values))
+    manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
 
 
-def _tokenizer(
-    config: DataConfig, corpus: Corpus, say: Say
-) -> tuple["PreTrainedTokenizerFast", str]:
+def _tokenizer(config: DataConfig, corpus: Corpus, say: Say) -> tuple[PreTrainedTokenizerFast, str]:
     """The tokenizer, and what it loses of the text."""
     if config.tokenizer != "train":
         tokenizer = existing_tokenizer(config.tokenizer)

@@ -1,27 +1,33 @@
-"""Where documents come from: the parts of a source, which are its files, or a dataset of the hub.
+"""Where documents come from: the parts of a source, which are files or a dataset of the hub, and
+the texts of a part.
 
-The parts, one after the other, give the documents in an order that does not change.
+The parts, one after the other, give the texts in an order that does not change. Rows are read as a
+stream.
 """
 
+import bz2
+import codecs
 import fnmatch
 import glob
+import gzip
 import hashlib
+import io
+import json
+import lzma
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from mixer.common.errors import Say, UserError, say_on_stderr
+from mixer.common.errors import Say, UserError, first_line, say_on_stderr
 from mixer.data.config import DataConfig
 
 BETWEEN = "\0"  # the two texts of a pair, of which the first has none
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-SUFFIXES = {
-    "jsonl": tuple(n + how for n in (".jsonl", ".json", ".ndjson") for how in ("", *COMPRESSED)),
-    "parquet": (".parquet",),
-}
+PARQUET_ROWS = 256  # read at once
+ROWS_WITHOUT_FIELD = 1000  # a part that begins with this many has another field for its text
 LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -51,66 +57,55 @@ def source_parts(
     return [Part(config, file) for file in files]
 
 
-def text_hash(text: str) -> int:
-    """64 bits, the same on every machine."""
-    data = text.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+def part_texts(part: Part) -> Iterator[str | None]:
+    """The text of each row or file of a part; None where there is none: a row without the text
+    field, a file of the builtin source that is not UTF-8. An empty line is an empty text.
 
-
-# --- the standard library, and the installed packages ------------------------
-
-
-def _builtin_files(config: DataConfig) -> list[Path]:
-    """The same files in the same order on every machine with this Python (and these packages)."""
-    paths = sysconfig.get_paths()
-    files = [
-        (name, file)
-        for name, file in _python_files(Path(paths["stdlib"]))
-        if not LEFT_OUT_OF_BUILTIN.intersection(Path(name).parts)
-    ]
-    if not config.subset:
-        return [file for _, file in sorted(files)]
-    for folder in {Path(paths[kind]).resolve() for kind in ("purelib", "platlib")}:
-        files += _python_files(folder)
-    # Sorting by a hash of the name mixes the packages: the first data.max_documents files are a
-    # sample of all packages.
-    mixed = [file for _, file in sorted((text_hash(name), file) for name, file in files)]
-    return _without_copies(mixed, config.max_documents)
-
-
-def _python_files(folder: Path) -> list[tuple[str, Path]]:
-    """(name, file) of each Python file below a folder. The name is relative to the folder, with
-    posix separators, so that it sorts the same everywhere.
+    Raises UserError for text that is not UTF-8, a part in which no row has the text field, a field
+    that is not text, and whatever else cannot be read.
     """
-    files = (file for file in folder.rglob("*.py") if file.is_file())
-    return [(file.relative_to(folder).as_posix(), file) for file in files]
-
-
-def _without_copies(files: list[Path], most: int) -> list[Path]:
-    """The first `most` files (0: all) that hold text that no file before them holds: packages hold
-    copies of each other's files.
-    """
-    seen: dict[int, Path] = {}
-    for file in files:
-        text = python_text(file)
-        if text and not text.isspace():
-            seen.setdefault(text_hash(text), file)
-        if most and len(seen) == most:
-            break
-    return list(seen.values())
-
-
-def python_text(file: Path) -> str | None:
-    """The text of a Python file; None if it is not UTF-8, as a few tests of the standard library
-    are on purpose.
-    """
+    number = 1
     try:
-        return file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+        for text in READERS[part.config.source](part):
+            if not isinstance(text, str | None):
+                raise UserError(
+                    f"field {part.config.text_field!r} of row {number} of {part.name} holds "
+                    f"{type(text).__name__}, not text; give a field of text as data.text_field "
+                    "(eval.py: --text-field)"
+                )
+            if text:
+                text.encode()  # half of a surrogate pair, which JSON can spell, is no text
+            yield text
+            number += 1
+    except UserError:
+        raise
+    except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
+        remedy = "correct it (iconv converts text to UTF-8), or copy it again if it is cut short"
+        if part.config.source == "hub":
+            remedy = "check its names and the network; for .zst files, pip install backports.zstd"
+        place = f"row {number} of {part.name}"
+        raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
 
 
-# --- local files -------------------------------------------------------------
+# --- files, compressed or not ------------------------------------------------
+
+
+def _open_zst(file: Path, mode: str) -> BinaryIO:
+    import pyarrow  # it comes with `datasets`
+
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+
+
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
+SUFFIXES = {
+    "jsonl": tuple(n + how for n in (".jsonl", ".json", ".ndjson") for how in ("", *OPENERS)),
+    "parquet": (".parquet",),
+}
+
+
+def _open(file: Path) -> BinaryIO:
+    """Opens a file for reading; a compressed one, which its suffix shows, as what it holds."""
+    return OPENERS.get(file.suffix.lower(), open)(file, "rb")
 
 
 def local_files(
@@ -174,9 +169,7 @@ def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _matches(pattern: Path) -> list[Path]:
-    """What a glob matches. Unlike in the module glob, a folder that cannot be read is an error, and
-    ** follows links.
-    """
+    """What a glob matches. Unlike in the module glob, a folder that cannot be read is an error."""
     places = [Path(pattern.anchor)]
     for part in pattern.relative_to(pattern.anchor).parts:
         if part == "**":
@@ -189,3 +182,129 @@ def _matches(pattern: Path) -> list[Path]:
         else:
             places = [place / part for place in places if (place / part).exists()]
     return places
+
+
+def _file_text(part: Part) -> Iterator[str]:
+    with _open(part.file) as file:
+        yield file.read().decode("utf-8")  # bytes, not text mode: line ends stay as they are
+
+
+# --- the standard library, and the installed packages ------------------------
+
+
+def _builtin_files(config: DataConfig) -> list[Path]:
+    """The same files in the same order on every machine with this Python (and these packages)."""
+    paths = sysconfig.get_paths()
+    files = [
+        (name, file)
+        for name, file in _python_files(Path(paths["stdlib"]))
+        if not LEFT_OUT_OF_BUILTIN.intersection(Path(name).parts)
+    ]
+    if not config.subset:
+        return [file for _, file in sorted(files)]
+    for folder in {Path(paths[kind]).resolve() for kind in ("purelib", "platlib")}:
+        files += _python_files(folder)
+    # Sorting by a hash of the name mixes the packages: the first data.max_documents files are a
+    # sample of all packages.
+    mixed = sorted((text_hash(name), file) for name, file in files)
+    seen: dict[int, Path] = {}  # packages hold copies of each other's files
+    for _, file in mixed:
+        text = _python_text(file)
+        if text and not text.isspace():
+            seen.setdefault(text_hash(text), file)
+        if len(seen) == config.max_documents > 0:
+            break
+    return list(seen.values())
+
+
+def _python_files(folder: Path) -> list[tuple[str, Path]]:
+    """(name, file) of each Python file below a folder. The name is relative to the folder, with
+    posix separators, so that it sorts the same everywhere.
+    """
+    files = (file for file in folder.rglob("*.py") if file.is_file())
+    return [(file.relative_to(folder).as_posix(), file) for file in files]
+
+
+def _python_text(file: Path) -> str | None:
+    """None if it is not UTF-8, as a few tests of the standard library are on purpose."""
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def text_hash(text: str) -> int:
+    """64 bits, the same on every machine."""
+    data = text.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+# --- rows: jsonl, parquet, hub -----------------------------------------------
+
+
+def _field_texts(part: Part, rows: Iterable[object]) -> Iterator[str | None]:
+    """The text field of each row, or both of its pair of texts; "" for an empty row."""
+    fields, found = (), False
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"it holds {type(row).__name__}, not an object")
+        fields, found = fields or row.keys(), found or part.config.text_field in row
+        if fields and not found and number >= ROWS_WITHOUT_FIELD:
+            break
+        yield _text(row, part.config) if row else ""
+    if fields and not found:
+        raise UserError(
+            f"{part.name} has no field {part.config.text_field!r}; its fields: "
+            f"{', '.join(sorted(fields))}. Give one of them as data.text_field "
+            "(eval.py: --text-field)"
+        )
+
+
+def _text(row: dict, config: DataConfig) -> object:
+    """What a row has in its text field; a pair as one text, if neither of the two lacks."""
+    text, partner = row.get(config.text_field), row.get(config.pair_field)
+    if not config.pair_field:
+        return text
+    lacking = [one for one in (text, partner) if not isinstance(one, str) or not one.strip()]
+    return lacking[0] if lacking else text.replace(BETWEEN, " ") + BETWEEN + partner
+
+
+def _json_texts(part: Part) -> Iterator[str | None]:
+    """A row a line, or all of the file one array of rows."""
+    with _open(part.file) as file:
+        if file.peek(4).removeprefix(codecs.BOM_UTF8).startswith(b"["):
+            rows = json.load(file)
+        else:
+            rows = (json.loads(line) if line.strip() else {} for line in file)
+        yield from _field_texts(part, rows)
+
+
+def _parquet_texts(part: Part) -> Iterator[str | None]:
+    from pyarrow.parquet import ParquetFile
+
+    wanted = [part.config.text_field, part.config.pair_field]
+    with ParquetFile(part.file) as file:
+        has_text = wanted[0] in file.schema_arrow.names
+        batches = file.iter_batches(PARQUET_ROWS, columns=wanted if has_text else None)
+        yield from _field_texts(part, (row for batch in batches for row in batch.to_pylist()))
+
+
+def _hub_texts(part: Part) -> Iterator[str | None]:
+    from datasets import load_dataset
+
+    path, split = part.config.path, part.config.split
+    if Path(path, "state.json").is_file():  # written by save_to_disk, which knows no splits
+        files = {split: f"{glob.escape(path)}/*.arrow"}
+        rows = load_dataset("arrow", data_files=files, split=split, streaming=True)
+    else:
+        rows = load_dataset(path, part.config.subset or None, split=split, streaming=True)
+    yield from _field_texts(part, rows)
+
+
+READERS = {
+    "builtin": lambda part: [_python_text(part.file)],
+    "text": _file_text,
+    "jsonl": _json_texts,
+    "parquet": _parquet_texts,
+    "hub": _hub_texts,
+}

@@ -9,6 +9,7 @@ Only the answers are scored: the copied tokens, and the values at the end.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,13 +17,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
+from mixer.data.batches import Batch, hash_number, mixed
 from mixer.data.config import DataConfig, check
-from mixer.data.manifest import SPLITS, Manifest, SplitManifest, fingerprint
-from mixer.data.order import hash_number, mixed
+from mixer.data.prepared import Manifest
 from mixer.data.tokenizer import END_OF_TEXT
 
 SAMPLES = {"train": 2**32, "validation": 2048}
-HASHED = 64  # samples of a split, by which it is told whether a later version makes the same ones
+HASHED = 64  # samples of a split
 STEP = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64, between two numbers of a sample
 
 
@@ -62,7 +63,7 @@ class TaskSamples:
     def __len__(self) -> int:
         return self.samples
 
-    def batch(self, indices) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Sequence[int]) -> Batch:
         """Inputs and targets of the samples `indices`, each int64 (batch, context); targets that
         are no answers are -100.
         """
@@ -116,22 +117,25 @@ def open_task(
     tokenizer. Raises UserError for settings that do not go together.
     """
     check(config)
-    splits = [TaskSamples(config, split, context) for split in SPLITS]
+    splits = {name: TaskSamples(config, name, context) for name in SAMPLES}
     tokenizer = task_tokenizer(config.vocab_size)
     specification = tokenizer.backend_tokenizer.to_str()
-    values = {
+    manifest = {
         "dtype": "int64",
         "vocab_size": config.vocab_size,
         "eos_token_id": 0,
         "tokenizer_sha256": hashlib.sha256(specification.encode()).hexdigest(),
         "settings": {name: getattr(config, name) for name in ("source", "vocab_size", "pairs")},
-        "splits": dict(zip(SPLITS, map(_recorded, splits), strict=True)),
+        "splits": {name: _recorded(samples) for name, samples in splits.items()},
     }
-    return Manifest(**values, fingerprint=fingerprint(values)), splits, tokenizer
+    return Manifest.of(manifest), list(splits.values()), tokenizer
 
 
-def _recorded(samples: TaskSamples) -> SplitManifest:
-    """Counts of a split; its tokens are the answers."""
-    tokens = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
-    answers = len(samples) * int(samples.answers.sum())
-    return SplitManifest(len(samples), 0, 0, answers, tokens.hexdigest(), "")
+def _recorded(samples: TaskSamples) -> dict[str, int | str]:
+    """What a manifest says of a split. Its documents are the samples, and its tokens the answers;
+    the first samples tell whether a later version makes the same ones.
+    """
+    first = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
+    counts = {"documents": len(samples), "tokens": len(samples) * int(samples.answers.sum())}
+    hashes = {"tokens_sha256": first.hexdigest(), "documents_sha256": ""}
+    return {"bytes": 0, "words": 0} | counts | hashes

@@ -1,24 +1,46 @@
-"""Tokenises documents in worker processes, and writes the token files in the documents' order."""
+"""Tokenises documents in worker processes, and writes the token files in the documents' order.
 
+A worker is a new program, not a fork: this process may have threads and a CUDA context, which a
+fork would break. It ends when its stdin closes, and so with this process, however that ends.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
 import time
-from collections import Counter
+import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mixer.common.errors import Say
+from mixer.common.errors import Say, UserError
 from mixer.common.files import sha256
-from mixer.data.corpus import texts_of
-from mixer.data.manifest import SPLITS, SplitManifest
+from mixer.data.corpus import SPLITS, texts_of
 from mixer.data.tokenizer import pieces, token_encoder
-from mixer.data.workers import results
 
 BATCH_CHARACTERS = 1 << 20  # a batch has at least this many, but for the last one
+FEW = 4  # batches that are done before a worker has started
 REPORT_SECONDS = 5.0
+# The package without its __init__, which imports torch: that takes seconds and hundreds of MB, and
+# no worker needs it.
+WORKER = f"""
+import sys, types
+package = sys.modules["mixer"] = types.ModuleType("mixer")
+package.__path__ = [{str(Path(__file__).parents[1])!r}]
+from mixer.data.tokenise import serve
+serve()
+"""
+# Each worker is one of several that share the cores.
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 Batch = list[tuple[str, str]]  # (split, document) of each
 
@@ -38,7 +60,7 @@ class Tokenise:
     """The task of a worker: the tokens of a batch, for each split."""
 
     tokenizer: str  # the content of a tokenizer.json
-    dtype: str  # of the token files, such as <u2
+    dtype: str  # of the token files
     eos: int
     are_pairs: bool
 
@@ -63,9 +85,9 @@ class Tokenise:
 
 def write_tokens(
     documents: Iterable[tuple[str, str]], task: Tokenise, workers: int, directory: Path, say: Say
-) -> dict[str, SplitManifest]:
-    """Writes the token files of the (split, document) pairs, and returns what each split holds.
-    Every few seconds `say` is told how far it is.
+) -> dict[str, dict[str, Any]]:
+    """Writes the token files of the (split, document) pairs, and returns what the manifest says of
+    each split. Every few seconds `say` is told how far it is.
     """
     counts = {name: Counter() for name in SPLITS}
     began = said = time.perf_counter()
@@ -84,7 +106,10 @@ def write_tokens(
                 said = time.perf_counter()
                 say(_report(counts, said - began))
     say(_report(counts, time.perf_counter() - began))
-    return {name: _recorded(directory, name, count) for name, count in counts.items()}
+    for name, count in counts.items():
+        count["tokens_sha256"] = sha256(directory / f"{name}.bin")
+        count["documents_sha256"] = sha256(directory / f"{name}.docs.bin")
+    return {name: dict(count) for name, count in counts.items()}
 
 
 def batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
@@ -109,6 +134,96 @@ def _report(counts: dict[str, Counter], seconds: float) -> str:
     )
 
 
-def _recorded(directory: Path, split: str, counts: Counter) -> SplitManifest:
-    tokens, documents = (sha256(directory / f"{split}.{kind}") for kind in ("bin", "docs.bin"))
-    return SplitManifest(**counts, tokens_sha256=tokens, documents_sha256=documents)
+# --- workers -----------------------------------------------------------------
+
+
+def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
+    """`task(job)` of each job, in the order of the jobs, computed by at most `most` processes (0:
+    one for each core), each of which takes the next job when it is free. Few jobs are done in this
+    process.
+
+    At most 2 * `most` jobs are held at a time. An exception of the task is raised here. Raises
+    UserError if a worker is killed. The workers end when the generator does.
+    """
+    jobs, most = iter(jobs), most or available_cores()
+    first = list(islice(jobs, FEW))
+    jobs = chain(first, jobs)
+    if most == 1 or len(first) < FEW:
+        yield from map(task, jobs)
+        return
+    idle: list[subprocess.Popen] = []
+
+    def do(job: object) -> object:
+        try:
+            worker = idle.pop()
+        except IndexError:
+            worker = _start_worker(task)
+        try:
+            return _ask(worker, job)
+        finally:
+            idle.append(worker)
+
+    # Each thread waits for a worker.
+    threads, given = ThreadPoolExecutor(most), deque()
+    try:
+        for job in jobs:
+            given.append(threads.submit(do, job))
+            if len(given) == 2 * most:
+                yield given.popleft().result()
+        while given:
+            yield given.popleft().result()
+    finally:
+        threads.shutdown(cancel_futures=True)
+        for worker in idle:
+            worker.kill()
+            worker.wait()
+
+
+def available_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _start_worker(task: Callable) -> subprocess.Popen:
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | ONE_THREAD,
+        process_group=0,  # which Ctrl-C does not reach: this process ends its workers
+    )
+    pickle.dump(task, worker.stdin)
+    return worker
+
+
+def _ask(worker: subprocess.Popen, job: object) -> object:
+    try:
+        pickle.dump(job, worker.stdin)
+        worker.stdin.flush()
+        result = pickle.load(worker.stdout)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        raise UserError(
+            f"a worker process ended with status {worker.wait()} before it was done (-9: it was "
+            "killed); if memory is short, set a smaller data.workers"
+        ) from None
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def serve() -> None:
+    """The main function of a worker: does jobs until its stdin closes."""
+    jobs, done = sys.stdin.buffer, sys.stdout.buffer
+    with suppress(EOFError, OSError, pickle.UnpicklingError):  # the other process is gone
+        task = pickle.load(jobs)
+        while True:
+            job = pickle.load(jobs)
+            try:
+                result = task(job)
+            except Exception as error:
+                error.add_note(f"In a worker process:\n{traceback.format_exc()}")
+                result = error
+            pickle.dump(result, done)
+            done.flush()

@@ -16,7 +16,7 @@ from mixer.common.files import check_writable, directory_for
 from mixer.common.hardware import memory_for
 from mixer.common.options import option, option_problems
 from mixer.data.config import TASKS, DataConfig
-from mixer.distributed.ending import leave_with_error
+from mixer.distributed.world import leave_with_error
 from mixer.evaluation.measure import (
     DEVICES,
     Process,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mixer.common.errors import UserError, is_launched
 from mixer.common.hardware import lacks_bf16, peak_memory_gb
 from mixer.data.batches import Batch
-from mixer.data.pairs import PairFile
+from mixer.data.prepared import PairFile
 from mixer.evaluation.scoring import TokenScores, evaluate_batches
 from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 

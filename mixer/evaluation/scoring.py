@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mixer.common.errors import UserError
-from mixer.data.run_data import Samples
+from mixer.data.batches import Samples
 
 # The names of --dtype; None is fp32, without autocast.
 AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}

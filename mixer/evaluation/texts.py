@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
+from mixer.data.prepared import TokenFile
 from mixer.data.sources import SUFFIXES, Part, local_files, source_parts
 from mixer.data.tasks import TaskSamples
-from mixer.data.token_file import TokenFile
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
 
 SAMPLE = 100  # documents by which it is told whether the tokenizer loses text
@@ -118,7 +118,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
         )
     streams = [split.tokens]
     if not split.packed:
-        streams = np.split(split.tokens, split.document_ends[:-1])
+        streams = np.split(split.tokens, split.document_ends()[:-1])
     counts, name = split.manifest.splits["validation"], directory.resolve().name
     sizes = counts.bytes, counts.words, split.manifest.tokenizer_loses
     text = Text(f"validation split of {name}", streams, *sizes)

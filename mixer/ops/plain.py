@@ -17,10 +17,7 @@ from .lags import toeplitz, weight_by_lag
 
 BACKENDS = ("auto", "cuda", "dense")
 
-# Rows of a panel of keyed mixing. p panels compute (p + 1) / 2p of the square, but thin panels run
-# at a lower rate.
-MIN_PANEL_ROWS = 64
-MAX_PANEL_ROWS = 512
+PANEL_ROWS = 256  # of keyed mixing: thin panels skip more of the masked half at a lower rate
 EPSILON = 1e-6  # of the norm of queries and keys
 
 
@@ -185,7 +182,8 @@ def keyed_conv(
     weight = weight_by_lag(lags, decay, tokens) if weight is None else weight
     query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
     positions = torch.arange(tokens, device=query.device)[:, None]
-    for start, end in panel_bounds(tokens):
+    for start in range(0, tokens, PANEL_ROWS):
+        end = min(start + PANEL_ROWS, tokens)
         # (batch, heads, rows, end)
         products = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
         rows = weight[:, 0, start:end, :end].tril(start)
@@ -260,26 +258,3 @@ def mix_row(
     y = mix_rows(memory, rows_at(positions, weight, memory), bias, positions)
     # Under autocast the residual stream has the autocast type, as y has.
     return y if residual is None else y + residual.to(y.dtype)
-
-
-def panel_bounds(tokens: int) -> list[tuple[int, int]]:
-    """The rows (start, end) of each panel. They start at multiples of 8, which aligns a 16-bit
-    weight to 16 bytes.
-    """
-    half = (tokens + 15) // 16 * 8
-    rows = min(max(half, MIN_PANEL_ROWS), MAX_PANEL_ROWS)
-    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
-
-
-def products_per_triangle(tokens: int, backend: str) -> int:
-    """How many pairs (i, j) a backend multiplies for one triangle of `tokens` rows. The result
-    needs tokens * (tokens + 1) / 2 of them.
-    """
-    if backend == "dense":
-        return tokens * tokens
-    return staircase([(start, min(start + 64, tokens)) for start in range(0, tokens, 64)])
-
-
-def staircase(bounds: list[tuple[int, int]]) -> int:
-    """How many pairs (i, j) are multiplied in panels of rows (start, end), each up to its end."""
-    return sum((end - start) * end for start, end in bounds)

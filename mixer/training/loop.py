@@ -12,18 +12,16 @@ from transformers import PreTrainedModel
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
-from mixer.common.hardware import check_precision, is_out_of_memory
-from mixer.data.batches import Batch, Batches, Share, to_device
-from mixer.data.order import SampleOrder
-from mixer.distributed.ending import Stop, leave_with_error
-from mixer.distributed.world import World, build_accelerator
+from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
+from mixer.data.batches import Batch, Batches, SampleOrder, Share, to_device
+from mixer.data.prepare import open_data
+from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig
-from mixer.training.footprint import step_too_large
 from mixer.training.gradients import Guard, clip, gradient_norm
-from mixer.training.metrics import Timer, as_text, in_json
+from mixer.training.metrics import Metrics, Timer, as_text, in_json
 from mixer.training.objective import useful_flops, validate
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
-from mixer.training.start import banner, prepare_data, start_metrics, start_state
+from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
 
 
 def train(run: RunConfig) -> PreTrainedModel:
@@ -57,6 +55,14 @@ def train(run: RunConfig) -> PreTrainedModel:
     return model
 
 
+def step_too_large(run: RunConfig, device: torch.device) -> UserError:
+    """The error of a run that is out of memory on this process's device."""
+    sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
+    listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
+    return out_of_memory(device, f"training {run.directory}", listed, LESS_MEMORY)
+
+
 class Trainer:
     """The training of a run, on one of its processes. `train` does all steps that are left."""
 
@@ -64,19 +70,25 @@ class Trainer:
         self.run, self.world, self.accelerator = run, world, world.accelerator
         self.device, self.scaler = world.device, world.accelerator.scaler
         torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
-        self.data = prepare_data(run, world)
-        self.state = start_state(run, self.data, world)
-        self.model, self.parallel = self.state.model, self.state.parallel
-        self.accelerated, self.counters = self.state.optimizer, self.state.counters
+        # Of the processes of a host one prepares the data, while the others wait for its lock.
+        context = run.model.max_position_embeddings
+        self.data = data = open_data(run.data, context, run.is_contrastive, world.say)
+        world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
+        memory = needed_gb(run, data.manifest, world)
+        self.state = state = start_state(run, data, world)
+        self.model, self.parallel = state.model, state.parallel
+        self.accelerated, self.counters = state.optimizer, state.counters
         self.optimizer = self.accelerated.optimizer
         # A run that was killed between a save and its evaluation makes up for the evaluation.
-        fresh = self.state.resumed is None
-        self.owes_evaluation = fresh or self.evaluation_due(self.counters.step)
+        self.owes_evaluation = state.resumed is None or self.evaluation_due(self.counters.step)
         self.metrics = None
         if world.is_main:
-            self.metrics = start_metrics(run, self.state, self.owes_evaluation, world)
-        samples = len(self.data.training)
-        world.say(banner(run, self.state, samples, world))
+            if self.counters.step < run.train.steps:  # else it stays as it is
+                save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
+            at = self.counters.step, self.owes_evaluation, state.wandb_id
+            self.metrics = Metrics(run, *at, world.say)
+        samples = len(data.training)
+        world.say(banner(run, state, samples, memory, world))
 
         train, checkpoint = run.train, run.checkpoint
         self.share = Share(
@@ -85,9 +97,9 @@ class Trainer:
         # Of all processes; as many are targets, where rows are not padded, or part of a pair.
         self.step_tokens = self.share.step_samples * run.sample_tokens
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
-        self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
+        self.batches = Batches(data.training, order, self.share, self.counters.samples, pin)
         kept = checkpoint.keep, checkpoint.keep_every
-        saved = self.model, self.data.tokenizer, run.is_contrastive
+        saved = self.model, data.tokenizer, run.is_contrastive
         self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
         is_scaled, stops = self.scaler is not None, train.non_finite == "stop"
         self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
@@ -159,24 +171,22 @@ class Trainer:
 
     def between_steps(self) -> bool:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
-        run, counters, writer = self.run, self.counters, self.writer
+        run, counters = self.run, self.counters
         done = counters.step == run.train.steps
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
         saving = stopping or self.save_due(counters.step)
-        if counters.step % run.logging.log_every == 0 or done:
+        if is_due(run.logging.log_every, counters.step) or done:
             self.log()
-        if stopping or saving or evaluating:
+        if saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
         with self.timer.count("paused"):
             if saving:
                 self.save()  # before the evaluation, whose failure must not cost the checkpoint
-            elif done:  # also a run that saves nothing must not end well with NaN
-                writer.require_finite(self.optimizer, counters.step)
             if evaluating:
                 self.evaluate()
         if done or not stopping:
             return False
-        writer.wait()
+        self.writer.wait()
         self.world.say(
             f"stopped by a signal after step {counters.step}. The same command goes on from there"
         )
@@ -194,7 +204,7 @@ class Trainer:
         """Writes and shows a line of metrics."""
         self.settle()
         counters, scaler = self.counters, self.scaler
-        loss = self.nats_of_all() / (counters.tokens - counters.logged_tokens)
+        loss = float(self.world.sum(self.nats)) / (counters.tokens - counters.logged_tokens)
         counters.logged_tokens = counters.tokens
         self.nats.zero_()
         line = {"step": counters.step, "tokens": counters.tokens, "loss": loss, "lr": self.rate}
@@ -208,13 +218,9 @@ class Trainer:
             self.metrics.write(line)
         self.world.say(as_text(line, self.run.train.steps))
 
-    def nats_of_all(self) -> float:
-        """The sum of all processes' nats since the last line of metrics."""
-        return float(self.world.sum(self.nats))
-
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
-        self.counters.nats = in_json(self.nats_of_all())
+        self.counters.nats = in_json(float(self.world.sum(self.nats)))
         trainer = asdict(self.counters) | self.state.recorded
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None

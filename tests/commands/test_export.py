@@ -29,7 +29,7 @@ from mixer.models.masked_mixer.configuration import AUTO_MAP
 
 def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path, monkeypatch):
     last, given = finished / "step-12", tmp_path / "given"
-    assert {path.name for path in last.iterdir()} >= {path.name for path in CODE}
+    assert {path.name for path in last.iterdir()} >= CODE
     options = ["--output", str(given), "--license", "apache-2.0", "--dtype", "bf16"]
     monkeypatch.setattr("sys.argv", ["export", str(last), *options])
     export_command()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mixer.data.order import SampleOrder
+from mixer.data.batches import SampleOrder
 
 
 def test_the_order_is_the_same_everywhere_and_for_ever():

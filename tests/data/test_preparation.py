@@ -5,7 +5,6 @@ data. Real processes, real signals, real files.
 import dataclasses
 import json
 import multiprocessing
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,9 @@ import pytest
 from runs import file_limit
 from texts import HARD, config_of, decoded_documents, made_texts, quiet
 
-from mixer.common import files
 from mixer.common.errors import UserError
-from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
+from mixer.data.prepared import Manifest
 from mixer.data.tokenizer import train_tokenizer
 
 
@@ -110,20 +108,6 @@ def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, monkeypatch):
     assert [process.exitcode for process in running] == [0, 0, 0]
     assert (tmp_path / "lines").read_text().count("tokenised: 1500 documents") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"lines", "prepared", "texts", "tok"}
-
-
-def test_another_machine_may_be_first_where_locks_do_not_reach(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "locked", lambda *_: nullcontext())
-    hosts = iter(("one", "other"))
-    monkeypatch.setattr("socket.gethostname", lambda: next(hosts))
-    config, made = config_of(tmp_path, made_texts(5)), []
-
-    def say(line: str) -> None:
-        if line.startswith("tokenizer"):
-            made.append(prepare(config, quiet))
-
-    assert [prepare(config, say)] == made
-    assert {path.name for path in tmp_path.iterdir()} == {"prepared", "texts"}
 
 
 def test_a_disk_that_fills_anywhere_is_one_error_and_with_space_the_same_data_is_prepared(tmp_path):

@@ -27,8 +27,8 @@ from mixer.common.errors import UserError
 from mixer.data import tokenise
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
-from mixer.data.token_file import TokenFile
-from mixer.data.workers import results
+from mixer.data.prepared import TokenFile
+from mixer.data.tokenise import results
 
 KILLS = max(1, int(os.environ.get("MIXER_SOAK_KILLS", "0")))
 FILES = ("train.bin", "train.docs.bin", "validation.bin", "validation.docs.bin", "manifest.json")
@@ -180,7 +180,7 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_data(
 
 
 def test_a_worker_that_is_killed_is_named_and_the_others_end():
-    with pytest.raises(UserError, match="ended by signal 9 before it was done.*data.workers"):
+    with pytest.raises(UserError, match="ended with status -9 before it was done.*data.workers"):
         list(results(Kill(), range(5), 2))
     assert not workers_left()
 

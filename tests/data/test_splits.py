@@ -10,8 +10,8 @@ from texts import HARD, config_of, corpus, decoded_documents, made_texts, quiet
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.corpus import Corpus
-from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
+from mixer.data.prepared import Manifest
 
 WRITTEN_BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
 

@@ -9,12 +9,10 @@ import numpy as np
 import psutil
 import pytest
 
-from mixer.common.errors import UserError
 from mixer.common.files import note_of
-from mixer.data.manifest import fingerprint
-from mixer.data.order import SampleOrder
+from mixer.data.batches import SampleOrder
 from mixer.data.prepare import prepare
-from mixer.data.token_file import TokenFile
+from mixer.data.prepared import TokenFile, fingerprint
 from mixer.training.config import load_config
 
 TOKENS = 10_000_000_000
@@ -79,13 +77,3 @@ def test_opening_and_reading_ten_billion_tokens_takes_little_time_and_memory(
     # A document has 999 targets, 512 of them in its first row.
     full = [512 if packed or index % 2 == 0 else 487 for index in order.indices(0, 64)]
     assert (targets != -100).sum(1).tolist() == full
-
-
-def test_a_file_cut_short_while_in_use_is_named(large, small_run, tmp_path):
-    directory = shutil.copytree(small_run["data"]["directory"], tmp_path / "cut")
-    data = TokenFile(directory, "train", 32)
-    (directory / "train.bin").open("r+b").truncate(64)
-    with pytest.raises(
-        UserError, match="train.bin ends before number .* cut short while it was in use"
-    ):
-        data.batch([100])

@@ -10,9 +10,8 @@ import torch
 from texts import config_of, made_texts, quiet
 
 from mixer.common.errors import UserError
-from mixer.data.manifest import Manifest
 from mixer.data.prepare import prepare
-from mixer.data.token_file import TokenFile
+from mixer.data.prepared import Manifest, TokenFile
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from mixer.data.config import DataConfig, check
 from mixer.data.corpus import documents
-from mixer.data.manifest import Manifest
+from mixer.data.prepared import Manifest
 from mixer.data.sources import source_parts
 from mixer.data.tokenizer import load_tokenizer
 

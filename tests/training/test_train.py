@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import check_precision
-from mixer.data.order import SampleOrder
-from mixer.data.token_file import TokenFile
+from mixer.data.batches import SampleOrder
+from mixer.data.prepared import TokenFile
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
@@ -81,7 +81,7 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
     assert sorted(p.name for p in directory.glob("step-*")) == ["step-12", "step-8"]  # two are kept
     assert json.loads((directory / "step-12/config.json").read_text())["mixing_backend"] == "auto"
     finished = launch("--config", write_config(), *changes).succeed()
-    assert "step-12, which has 12 steps: train.steps = 12 leaves none to train" in finished
+    assert "step-12, and train.steps = 12 leaves none to train" in finished
     assert read_lines(directory) == lines
 
 

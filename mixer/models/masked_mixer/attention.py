@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mixer.ops.plain import by_head
+
+from .cache import Memory
 from .configuration import MaskedMixerConfig
-from .memory import Memory, is_first
 from .operators import turn
-from .plain import by_head
 
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
@@ -55,14 +56,18 @@ class Attention(nn.Module):
         self.channels = config.hidden_size
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, memory: Memory, positions: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        memory: Memory | None,
+        positions: Tensor | None,
     ) -> Tensor:
         """As KeyedConv.forward."""
         query, key, value = (by_head(part, self.heads) for part in (query, key, value))
-        first = is_first(memory)
         if memory is not None:
             past = memory.update(torch.cat([key, value], -1), positions)
-        if first:
+        if memory is None or memory.is_empty:
             y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             key, value = past[..., : self.key_size], past[..., self.key_size :]

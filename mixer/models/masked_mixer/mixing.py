@@ -6,20 +6,18 @@ of MixerOptions in configuration.py.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mixer.ops.plain import by_head
+
 from .attention import Attention, QueryKey
-from .by_lag import KeyedLagConv, LagConv
+from .cache import Memory
 from .configuration import RECURRENT, MaskedMixerConfig
-from .convolution import KeyedConv, TriangularConv
-from .gelu import gelu
-from .linear import Linear
-from .memory import Memory
-from .plain import by_head
+from .convolution import KeyedConv, KeyedLagConv, LagConv, TriangularConv
+from .layers import Linear, gelu
 from .recurrent import RecurrentConv
 
 
@@ -52,17 +50,7 @@ class TokenMixing(nn.Module):
         convolution, or none; `positions` are those of TriangularConv; keyed mixing takes `more`.
         """
         memories = memories or (None,) * self.convolutions
-        if torch.compiler.is_compiling():
-            named = nullcontext()  # compiled code has no named ranges
-        else:  # so that any profile shows the time spent here, whichever backend runs
-            named = torch.profiler.record_function("token_mixing")
-        with named:
-            return self.mix(x, residual, memories, positions, **more)
-
-    def mix(
-        self, x: Tensor, residual: Tensor, memories: Sequence[Memory], positions: Tensor | None
-    ) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not define mix()")
+        return self.mix(x, residual, memories, positions, **more)
 
 
 class Flat(TokenMixing):
@@ -155,7 +143,7 @@ class Keyed(TokenMixing):
         value = value if values is None else value + values
         return residual + self.out_proj(self.keyed_conv(query, key, value, memories[0], positions))
 
-    def previous(self, key: Tensor, memory: Memory, positions: Tensor | None) -> Tensor:
+    def previous(self, key: Tensor, memory: Memory | None, positions: Tensor | None) -> Tensor:
         """The keys of the tokens before those of key (batch, tokens, channels), zero before the
         first.
         """

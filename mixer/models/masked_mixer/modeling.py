@@ -13,75 +13,22 @@ from collections.abc import Sequence
 from itertools import islice
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-# Imports are relative because these files are copied beside every saved model, and transformers
-# loads them from there. Up to 5.9 it finds only what this file itself imports.
 from .attention import rotations
-from .by_lag import LagConv  # noqa: F401
-from .cache import MixingCache, Places
-from .captured_step import CapturedStep  # noqa: F401
+from .cache import Generation, Memory, MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
-from .gelu import gelu
-from .generation import Generation
-from .lags import toeplitz  # noqa: F401
-from .linear import Linear
-from .memory import Memory
+from .layers import MLP, in_autocast_type
 from .mixing import Keyed, mixing_class
-from .operators import turn  # noqa: F401
-from .options import option  # noqa: F401
-from .plain import BACKENDS  # noqa: F401
-from .recurrent import RecurrentConv  # noqa: F401
-from .trainer import Training
+from .padding import Places, PredictedLabels
 
 # The standard deviation of the embedding's initial weights with zero_init; 1 without.
 SMALL_EMBEDDING = 0.05
-
-
-def relu2(x: Tensor) -> Tensor:
-    """The square of ReLU (arXiv 2109.08668), in x's dtype and shape."""
-    return F.relu(x).square()
-
-
-def in_autocast_type(x: Tensor) -> Tensor:
-    """x in the autocast dtype of its device, or as it is without autocast.
-
-    An embedding's output, which autocast leaves in float32: added to it, all that blocks compute
-    would be in float32, and norms and sums would move twice the bytes.
-    """
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
-class MLP(nn.Module):
-    """Two linear layers with a nonlinearity between, on each token by itself."""
-
-    # Set by training to save memory: backward computes the nonlinearity again, and its output is
-    # not kept.
-    recompute_activation = False
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
-        self.up_proj = Linear(hidden, wide, bias=bias)
-        self.down_proj = Linear(wide, hidden, bias=bias)
-        self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up_proj(x)
-        if self.recompute_activation and torch.is_grad_enabled():
-            return checkpoint(self._down, x, use_reentrant=False)
-        return self._down(x)
-
-    def _down(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(x))
 
 
 class Block(GradientCheckpointingLayer):
@@ -187,13 +134,13 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """
         self._check(input_ids, attention_mask, past_key_values, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
-            # A block that is computed again in the backward pass would write to it twice.
-            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            # A block that is computed again in the backward pass would write to a cache twice.
+            if past_key_values is not None:
                 raise ValueError(
-                    "past_key_values holds tokens, which gradient checkpointing cannot follow; "
-                    "give all tokens without a cache"
+                    "past_key_values given, which gradient checkpointing cannot follow; give all "
+                    "tokens without a cache"
                 )
-            use_cache, past_key_values = False, None
+            use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
         if output_hidden_states is None:
@@ -223,16 +170,19 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         states: list[Tensor] | None,
     ) -> Tensor:
         """`_blocks` on tokens that follow those in the cache."""
-        past, new = cache.get_seq_length(), input_ids.shape[1]
-        recurrent = self.config.mixing_weight in RECURRENT
-        if places is None or (past == 0 and not recurrent):
+        past, new = cache.length, input_ids.shape[1]
+        if places is None:
             positions = torch.arange(past, past + new, device=input_ids.device)[None]  # (1, new)
         else:
+            recurrent = self.config.mixing_weight in RECURRENT
             positions = places.positions(mark_padding=recurrent)  # (batch, new)
         if past > 0 and new == 1 and states is None:
-            return cache.step(self._blocks, input_ids, positions)
-        memories = cache.memories(sum(layer.mixing.convolutions for layer in self.layers))
-        return self._blocks(input_ids, memories, positions, states)
+            x = cache.step(self._blocks, input_ids, positions)
+        else:
+            memories = cache.memories(sum(layer.mixing.convolutions for layer in self.layers))
+            x = self._blocks(input_ids, memories, positions, states)
+        cache.length += new
+        return x
 
     def _blocks(
         self,
@@ -256,7 +206,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 more["rotation"] = rotation
             if str(number) in self.value_tables:
                 more["values"] = in_autocast_type(self.value_tables[str(number)](input_ids))
-            x = layer(x, own, positions.to(x.device) if own else None, **more)
+            x = layer(x, own, positions, **more)
         x = self.norm(x)
         if states is not None:
             states.append(x)
@@ -284,14 +234,13 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 f"{' and '.join(unread) or 'no input_ids'} given; a masked mixer reads input_ids "
                 "alone: give these, and an attention_mask for padding"
             )
-        # Another kind of cache would stay empty, and each token would be computed by itself.
         if cache is not None and not isinstance(cache, MixingCache):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: "
                 "leave it out, or give the one that an earlier call with use_cache=True returned"
             )
         (batch, new), context = input_ids.shape, self.config.longest_text
-        past = cache.get_seq_length() if cache is not None else 0
+        past = cache.length if cache is not None else 0
         if new == 0 or past + new > context:
             before = f" and the cache {past}" if past else ""
             raise ValueError(
@@ -307,7 +256,9 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
-class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, GenerationMixin):
+class MaskedMixerForCausalLM(
+    MaskedMixerPreTrainedModel, Generation, PredictedLabels, GenerationMixin
+):
     """The language model: MaskedMixerModel and lm_head.
 
     `AutoModelForCausalLM.from_pretrained` loads one after `import mixer`, and with
