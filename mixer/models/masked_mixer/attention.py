@@ -23,8 +23,8 @@ class QueryKey(nn.Module):
         super().__init__()
         self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
         self.backend = config.mixing_backend
-        if self.norm:
-            self.gain = nn.Parameter(torch.ones(self.heads * config.mixer_key_size))
+        keys = self.heads * config.mixer_key_size
+        self.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
 
     def forward(
         self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None
@@ -32,8 +32,7 @@ class QueryKey(nn.Module):
         if not self.norm and rotation is None:
             return query, key
         how = {"norm": self.norm, "rotation": rotation, "backend": self.backend}
-        gain = self.gain if self.norm else None
-        return turn(query, self.heads, gain=gain, **how), turn(key, self.heads, **how)
+        return turn(query, self.heads, gain=self.gain, **how), turn(key, self.heads, **how)
 
 
 def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -157,18 +157,16 @@ class Keyed(TokenMixing):
         return rows.transpose(1, 2).flatten(2)
 
 
-# Which configurations have which variant: the first line whose condition holds decides.
-Condition = Callable[[MaskedMixerConfig], bool]
+# Which blocks of which configurations have which variant: the first line whose condition holds for
+# the configuration and the number of the block, from 0 on, decides.
+Condition = Callable[[MaskedMixerConfig, int], bool]
 VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
-    (lambda config: config.mixer_key_size > 0, Keyed),
-    (lambda config: config.mixer_gate, Gated),
-    (lambda config: True, Flat),
+    (lambda c, block: c.mixer_key_size > 0 and (block + 1) % c.mixer_keyed_every == 0, Keyed),
+    (lambda c, block: c.mixer_gate, Gated),
+    (lambda c, block: True, Flat),
 ]
 
 
 def mixing_class(config: MaskedMixerConfig, block: int) -> type[TokenMixing]:
     """The variant of token mixing that a configuration asks for in a block."""
-    chosen = next(variant for condition, variant in VARIANTS if condition(config))
-    if issubclass(chosen, Keyed) and (block + 1) % config.mixer_keyed_every:
-        return Gated if config.mixer_gate else Flat
-    return chosen
+    return next(variant for holds, variant in VARIANTS if holds(config, block))
