@@ -1,11 +1,13 @@
 """The training loop: steps, metrics, evaluations and checkpoints, to the last step or a signal."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,33 +36,14 @@ def train(run: RunConfig) -> PreTrainedModel:
     """
     transformers.utils.logging.disable_progress_bar()
     accelerator = build_accelerator(run.train.mixed_precision)
-    try:
+    with advice_on_errors(run, accelerator):
         world = World(accelerator)
         check_precision(world.device, run.train.mixed_precision)
         check_optimizer(run.optim, world.is_sharded)
         with run_locked(run.directory) if world.is_main else nullcontext():
             model = Trainer(run, world).train()
-    except BaseException as error:
-        if is_out_of_memory(error):
-            error = step_too_large(run, accelerator.device)
-        elif isinstance(error, OSError):
-            error = UserError(
-                f"the run in {run.directory} has ended: {error}; make space or give access, then "
-                "give the same command again: it goes on from the last save"
-            )
-        if accelerator.num_processes > 1:
-            leave_with_error(error)
-        raise error
     accelerator.end_training()
     return model
-
-
-def step_too_large(run: RunConfig, device: torch.device) -> UserError:
-    """The error of a run that is out of memory on this process's device."""
-    sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-    listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
-    listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
-    return out_of_memory(device, f"training {run.directory}", listed, LESS_MEMORY)
 
 
 class Trainer:
@@ -254,3 +237,27 @@ class Trainer:
 def is_due(every: int, step: int) -> bool:
     """Whether something is done after `step` that is done every so many steps, or never for 0."""
     return every > 0 and step % every == 0
+
+
+@contextmanager
+def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]:
+    """Turns what the system refuses, memory or a file, into a UserError that says what to do. With
+    several processes any error ends this one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error):
+            sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+            listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
+            listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
+            what = f"training {run.directory}"
+            error = out_of_memory(accelerator.device, what, listed, LESS_MEMORY)
+        elif isinstance(error, OSError):
+            error = UserError(
+                f"the run in {run.directory} has ended: {error}; make space or give access, then "
+                "give the same command again: it goes on from the last save"
+            )
+        if accelerator.num_processes > 1:
+            leave_with_error(error)
+        raise error
