@@ -112,9 +112,10 @@ def _problem_of_accelerate(launched: bool, by_accelerate: bool) -> str:
     refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
     if "ACCELERATE_USE_FSDP" in on:
         version = os.environ.get("FSDP_VERSION", "1")
-        refused += [f"fsdp_version: {version}"] * (version != "2")
-        # There the optimizer's steps could not be skipped.
-        refused += ["fsdp_offload_params: true"] * ("FSDP_OFFLOAD_PARAMS" in on)
+        if version != "2":
+            refused.append(f"fsdp_version: {version}")
+        if "FSDP_OFFLOAD_PARAMS" in on:  # the optimizer's steps could not be skipped there
+            refused.append("fsdp_offload_params: true")
     if refused:
         return (
             f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
@@ -123,13 +124,13 @@ def _problem_of_accelerate(launched: bool, by_accelerate: bool) -> str:
         )
     # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
     # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
-    if by_accelerate and not launched and "MASTER_ADDR" in os.environ:
-        if "WORLD_SIZE" not in os.environ:
-            return (
-                "accelerate launch was asked for several processes, and has started one; allowed: "
-                "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ... (on "
-                "several machines also --nnodes, --node_rank, --master_addr and --master_port)"
-            )
+    several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if by_accelerate and several and not launched:
+        return (
+            "accelerate launch was asked for several processes, and has started one; allowed: "
+            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ... (on several "
+            "machines also --nnodes, --node_rank, --master_addr and --master_port)"
+        )
     return ""
 
 

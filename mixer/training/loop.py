@@ -68,8 +68,8 @@ class Trainer:
         if world.is_main:
             if self.counters.step < run.train.steps:  # else it stays as it is
                 save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
-            at = self.counters.step, self.owes_evaluation, state.wandb_id
-            self.metrics = Metrics(run, *at, world.say)
+            step, again = self.counters.step, self.owes_evaluation
+            self.metrics = Metrics(run, step, again, state.wandb_id, world.say)
         samples = len(data.training)
         world.say(banner(run, state, samples, memory, world))
 
@@ -81,9 +81,10 @@ class Trainer:
         self.step_tokens = self.share.step_samples * run.sample_tokens
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
         self.batches = Batches(data.training, order, self.share, self.counters.samples, pin)
-        kept = checkpoint.keep, checkpoint.keep_every
-        saved = self.model, data.tokenizer, run.is_contrastive
-        self.writer = CheckpointWriter(run.directory, *kept, world, *saved)
+        keep, keep_every, tokenizer = checkpoint.keep, checkpoint.keep_every, data.tokenizer
+        self.writer = CheckpointWriter(
+            run.directory, keep, keep_every, world, self.model, tokenizer, run.is_contrastive
+        )
         is_scaled, stops = self.scaler is not None, train.non_finite == "stop"
         self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
         self.stop, self.timer = Stop(world), Timer(self.counters.tokens)
