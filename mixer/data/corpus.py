@@ -4,7 +4,6 @@ A document is one `str`. Sources are read as a stream, so memory use does not gr
 """
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -71,40 +70,27 @@ class Corpus:
 
     @classmethod
     def open(cls, config: DataConfig, say: Say = say_on_stderr) -> "Corpus":
-        """Finds the files. Raises UserError for a source that cannot be read, and a split without
-        a document, as early as that can be known.
+        """Finds the files. Raises UserError for a source that cannot be read, a file of both
+        splits, and a split without a document, as early as that can be known.
         """
-        validation, held_out = [], validation_source(config)
-        if held_out:
-            validation = source_parts(held_out, say, "data.validation_path")
-            # Errors in the validation text are found now, not after hours with the training text.
-            next(documents(validation, held_out))
+        held_out = validation_source(config)
+        validation = source_parts(held_out, say, "data.validation_path") if held_out else []
         corpus = cls(config, source_parts(config, say), validation)
         corpus._refuse_common_files()
         corpus._refuse_an_empty_split()
         return corpus
 
-    def documents(self, say: Say) -> Iterator[tuple[str, str]]:
-        """(split, document) of all documents, in order. Says how many rows have no text."""
-        if self.validation:
-            for text in documents(self.validation, validation_source(self.config), say=say):
-                yield "validation", text
-        yield from self._of_training(say)
-
-    def training_texts(self) -> Iterator[str]:
-        """The texts of the documents of the training split, in order."""
-        for split, document in self._of_training():
-            if split == "train":
-                yield from texts_of(document, bool(self.config.pair_field))
-
-    def _of_training(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
-        """(split, document) of the documents in `training`.
+    def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
+        """(split, document) of all documents, in order. Says how many rows have no text.
 
         Where a share of them is held out, the split follows a hash of the text, so a document keeps
         its split when the corpus grows or is reordered, and exact copies land in the same split.
         Neither split is empty: the first document is for training, and the next that is no copy of
         it for validation.
         """
+        if self.validation:
+            for text in documents(self.validation, validation_source(self.config), say=say):
+                yield "validation", text
         first = other = None
         for number, text in enumerate(documents(self.training, self.config, say=say)):
             if self.validation:
@@ -119,9 +105,15 @@ class Corpus:
                 held_out = text_hash(text) < self.config.validation_fraction * 2**64
             yield "validation" if held_out else "train", text
 
+    def training_texts(self) -> Iterator[str]:
+        """The texts of the documents of the training split, in order."""
+        for split, document in self.documents():
+            if split == "train":
+                yield from texts_of(document, bool(self.config.pair_field))
+
     def _refuse_an_empty_split(self) -> None:
-        found = {"validation"} if self.validation else set()
-        for split, _ in self._of_training():
+        found = set()
+        for split, _ in self.documents():
             found.add(split)
             if len(found) == 2:
                 return
@@ -133,14 +125,14 @@ class Corpus:
         )
 
     def _refuse_common_files(self) -> None:
-        def files(parts: list[Part]) -> dict:  # by what all links to a file have in common
-            found = {part.file: os.stat(part.file) for part in parts if part.file}
-            return {(status.st_dev, status.st_ino): file for file, status in found.items()}
-
-        training = files(self.training)
-        if common := training.keys() & files(self.validation):
-            raise UserError(
-                f"{min(str(training[file]) for file in common)} belongs to both data.path and "
-                "data.validation_path: the model would be validated on what it is trained on; move "
-                "the validation text out of data.path, or name the training files alone"
-            )
+        """By what all links to a file have in common."""
+        parts = [(part.file, part.file.stat()) for part in self.training if part.file]
+        training = {(status.st_dev, status.st_ino): file for file, status in parts}
+        for part in self.validation:
+            status = part.file and part.file.stat()
+            if status and (file := training.get((status.st_dev, status.st_ino))):
+                raise UserError(
+                    f"{file} belongs to both data.path and data.validation_path: the model would "
+                    "be validated on what it is trained on; move the validation text out of "
+                    "data.path, or name the training files alone"
+                )

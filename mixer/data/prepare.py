@@ -92,15 +92,14 @@ def _existing(config: DataConfig) -> Manifest | None:
     nothing there.
     """
     directory = Path(config.directory)
-    if not directory.exists() or (
-        directory.is_dir() and all(file.name.startswith(STAGE) for file in directory.iterdir())
-    ):
-        return None
     if not (directory / "manifest.json").is_file():
-        raise UserError(
-            f"data.directory {directory} exists and holds other files, no prepared data; choose "
-            "another data.directory"
-        )
+        others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
+        if directory.is_file() or any(others):
+            raise UserError(
+                f"data.directory {directory} exists and holds other files, no prepared data; "
+                "choose another data.directory"
+            )
+        return None
     manifest = Manifest.load(directory)
     wanted, found = _settings(config), manifest.settings
     changed = [

@@ -1,22 +1,18 @@
-"""Tokenises documents in worker processes, and writes the token files in the documents' order.
+"""Tokenises documents in worker processes, and writes the token files in the documents' order."""
 
-A worker is a new program, not a fork: this process may have threads and a CUDA context, which a
-fork would break. It ends when its stdin closes, and so with this process, however that ends.
-"""
-
+import gc
+import multiprocessing
 import os
-import pickle
-import subprocess
-import sys
+import signal
+import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +24,7 @@ from mixer.data.corpus import SPLITS, texts_of
 from mixer.data.tokenizer import pieces, token_encoder
 
 BATCH_CHARACTERS = 1 << 20  # a batch has at least this many, but for the last one
-FEW = 4  # batches that are done before a worker has started
 REPORT_SECONDS = 5.0
-# The package without its __init__, which imports torch: that takes seconds and hundreds of MB, and
-# no worker needs it.
-WORKER = f"""
-import sys, types
-package = sys.modules["mixer"] = types.ModuleType("mixer")
-package.__path__ = [{str(Path(__file__).parents[1])!r}]
-from mixer.data.tokenise import serve
-serve()
-"""
-# Each worker is one of several that share the cores.
-ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 Batch = list[tuple[str, str]]  # (split, document) of each
 
@@ -138,45 +122,34 @@ def _report(counts: dict[str, Counter], seconds: float) -> str:
 
 
 def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
-    """`task(job)` of each job, in the order of the jobs, computed by at most `most` processes (0:
-    one for each core), each of which takes the next job when it is free. Few jobs are done in this
-    process.
+    """`task(job)` of each job, in the order of the jobs, computed by `most` processes (0: one for
+    each core), each of which takes the next job when it is free. With one, there is no other.
 
-    At most 2 * `most` jobs are held at a time. An exception of the task is raised here. Raises
-    UserError if a worker is killed. The workers end when the generator does.
+    At most 2 * `most` jobs are held at a time; jobs and results are pickled. An exception of the
+    task is raised here. Raises UserError if a worker is killed. The workers end when the generator
+    does, or this process, however that ends.
     """
-    jobs, most = iter(jobs), most or available_cores()
-    first = list(islice(jobs, FEW))
-    jobs = chain(first, jobs)
-    if most == 1 or len(first) < FEW:
+    most = most or available_cores()
+    if most == 1:
         yield from map(task, jobs)
         return
-    idle: list[subprocess.Popen] = []
-
-    def do(job: object) -> object:
-        try:
-            worker = idle.pop()
-        except IndexError:
-            worker = _start_worker(task)
-        try:
-            return _ask(worker, job)
-        finally:
-            idle.append(worker)
-
-    # Each thread waits for a worker.
-    threads, given = ThreadPoolExecutor(most), deque()
+    # Forks, which start at once. They use no threads and no GPU, which a fork would break.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    context = multiprocessing.get_context("fork")
+    pool, given = ProcessPoolExecutor(most, context, _begin_worker, (task,)), deque()
     try:
         for job in jobs:
-            given.append(threads.submit(do, job))
+            given.append(pool.submit(_do, job))
             if len(given) == 2 * most:
                 yield given.popleft().result()
         while given:
             yield given.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed; if memory is short, set a smaller data.workers"
+        ) from None
     finally:
-        threads.shutdown(cancel_futures=True)
-        for worker in idle:
-            worker.kill()
-            worker.wait()
+        pool.shutdown(cancel_futures=True)
 
 
 def available_cores() -> int:
@@ -186,44 +159,20 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _start_worker(task: Callable) -> subprocess.Popen:
-    worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | ONE_THREAD,
-        process_group=0,  # which Ctrl-C does not reach: this process ends its workers
-    )
-    pickle.dump(task, worker.stdin)
-    return worker
+def _begin_worker(task: Callable) -> None:
+    global _task
+    _task = task
+    gc.freeze()  # it would look through all that this process has inherited, and copy it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _ask(worker: subprocess.Popen, job: object) -> object:
-    try:
-        pickle.dump(job, worker.stdin)
-        worker.stdin.flush()
-        result = pickle.load(worker.stdout)
-    except (EOFError, OSError, pickle.UnpicklingError):
-        raise UserError(
-            f"a worker process ended with status {worker.wait()} before it was done (-9: it was "
-            "killed); if memory is short, set a smaller data.workers"
-        ) from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
-def serve() -> None:
-    """The main function of a worker: does jobs until its stdin closes."""
-    jobs, done = sys.stdin.buffer, sys.stdout.buffer
-    with suppress(EOFError, OSError, pickle.UnpicklingError):  # the other process is gone
-        task = pickle.load(jobs)
-        while True:
-            job = pickle.load(jobs)
-            try:
-                result = task(job)
-            except Exception as error:
-                error.add_note(f"In a worker process:\n{traceback.format_exc()}")
-                result = error
-            pickle.dump(result, done)
-            done.flush()
+def _do(job: object) -> object:
+    return _task(job)

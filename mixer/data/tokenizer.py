@@ -4,22 +4,19 @@ with it.
 
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
 from mixer.common.errors import UserError, first_line
-
-# transformers is imported where it is used: workers need none of it, and it takes seconds.
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 # Characters. Longer documents are tokenised piece by piece, so that one huge file does not fill the
@@ -38,15 +35,14 @@ DISTINCT_WORD = re.compile(r"[A-Za-z]+|[^\sA-Za-z]+")  # about the trainer's
 # another ASCII character. \x1c-\x1f are white space to Python, but not to that pattern.
 WORD = re.compile(r" ?[A-Za-z]++(?![^\x00-@\[-`{-\x7f])|\s*[\S\x1c-\x1f]+|\s+")
 KEPT_BYTES = 50_000_000  # of words and their tokens; those of 30 MB of English take half as much
-LONGEST_KEPT = 64  # characters; longer words hardly ever come again
 
 
-def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerFast":
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of the prepared data in `directory` (its tokenizer/ folder)."""
     return read_tokenizer(str(Path(directory) / "tokenizer"))
 
 
-def existing_tokenizer(name: str) -> "PreTrainedTokenizerFast":
+def existing_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """`read_tokenizer`, of a tokenizer that has an EOS."""
     tokenizer = read_tokenizer(name)
     if tokenizer.eos_token_id is None:
@@ -57,7 +53,7 @@ def existing_tokenizer(name: str) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def read_tokenizer(name: str) -> "PreTrainedTokenizerFast":
+def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a local directory or the hub. Raises UserError if it cannot be had, is not a
     fast one, or has code of its own, which is never run.
     """
@@ -72,18 +68,11 @@ def read_tokenizer(name: str) -> "PreTrainedTokenizerFast":
         ) from error
 
 
-def _read_tokenizer(name: str) -> "PreTrainedTokenizerFast":
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-    from transformers.utils import cached_file
-
+def _read_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if Path(name).is_file():
         raise UserError("it is a file")
     options = {"local_files_only": Path(name).is_dir()}
-    own_code = get_tokenizer_config(name, **options).get("auto_map")
-    if isinstance(own_code, dict):
-        own_code = own_code.get("AutoTokenizer")
-    if own_code:
+    if own_code := get_tokenizer_config(name, **options).get("auto_map"):
         raise UserError(f"it has code of its own (auto_map: {own_code!s:.60}), which is never run")
     options["trust_remote_code"] = False
     if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options):
@@ -120,15 +109,13 @@ def training_sample(texts: Iterable[str]) -> Iterator[str]:
             yield piece
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of at most `vocab_size` tokens: any text comes back exactly, and the same
     texts, such as a `training_sample`, give the same BPE.
 
     There is no normaliser and no prefix space, and all 256 bytes are in the vocabulary, so nothing
     is ever unknown. `<|endoftext|>` is id 0: EOS and padding.
     """
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,7 +135,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     )
 
 
-def raw_encoder(tokenizer: "PreTrainedTokenizerFast") -> Callable[[list[str]], list[list[int]]]:
+def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[list[int]]]:
     """A function from texts to their token ids: nothing added, truncated or padded, on all cores.
 
     Text that spells a special token, such as a literal `<|endoftext|>`, is tokenised as the text it
@@ -179,37 +166,33 @@ def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
 def token_encoder(specification: str, dtype: np.dtype) -> Callable[[str], bytes]:
     """A function from a text to the bytes of its token ids, the same ids that `raw_encoder` gives.
 
-    specification: the content of a tokenizer.json. Made for one process among several: it uses no
-    threads. A byte-level BPE with GPT-2's pattern is 3 to 5 times as fast as with `raw_encoder`
-    (on one core), since the tokens of the words seen so far are kept.
+    specification: the content of a tokenizer.json. On one core a byte-level BPE with GPT-2's
+    pattern is 3 to 5 times as fast as with `raw_encoder`, since the tokens of the words seen so far
+    are kept.
     """
-    ids = _raw_encoder(specification)
+    encode = _raw_encoder(specification)
 
-    def encode(text: str) -> bytes:
-        return np.array(ids([text])[0], dtype).tobytes()
+    def tokens_of(texts: list[str]) -> list[bytes]:
+        return [np.array(ids, dtype).tobytes() for ids in encode(texts)]
 
     if not _cuts_words_as_gpt2(json.loads(specification)):
-        return encode
-    words = _Words(encode)
-    return lambda text: b"".join(map(words.__getitem__, WORD.findall(text)))
+        return lambda text: tokens_of([text])[0]
+    kept: dict[str, bytes] = {}
+    size = 0
 
-
-class _Words(dict):
-    """The encoded form of each word, computed at its first use; in about KEPT_BYTES at most."""
-
-    def __init__(self, encode: Callable[[str], bytes]):
-        super().__init__()
-        self.encode, self.size = encode, 0
-
-    def __missing__(self, word: str) -> bytes:
-        tokens = self.encode(word)
-        if len(word) <= LONGEST_KEPT:
-            if self.size >= KEPT_BYTES:
-                self.clear()
-                self.size = 0
-            self.size += sys.getsizeof(word) + sys.getsizeof(tokens) + 100  # the dict's own
-            self[word] = tokens
+    def encode_words(text: str) -> bytes:
+        nonlocal size
+        words = WORD.findall(text)
+        new = [word for word in {*words} if word not in kept]
+        kept.update(zip(new, tokens_of(new), strict=True))
+        tokens = b"".join(map(kept.__getitem__, words))
+        size += sum(200 + 8 * len(word) for word in new)  # about what Python takes for them
+        if size > KEPT_BYTES:
+            kept.clear()
+            size = 0
         return tokens
+
+    return encode_words
 
 
 def _cuts_words_as_gpt2(specification: dict) -> bool:
@@ -228,14 +211,14 @@ def _cuts_words_as_gpt2(specification: dict) -> bool:
     )
 
 
-def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """One more than the largest id: what a model's embedding needs (ids of a vocabulary may have
     holes).
     """
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def token_bytes(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray:
+def token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     """(vocabulary,) int64: the bytes of text (UTF-8) that each id stands for. Special tokens, and
     the one for what is unknown, stand for none.
     """
@@ -255,7 +238,7 @@ def token_bytes(tokenizer: "PreTrainedTokenizerFast") -> np.ndarray:
     return sizes
 
 
-def loss_of_text(tokenizer: "PreTrainedTokenizerFast", texts: Iterable[str]) -> str:
+def loss_of_text(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> str:
     """What a tokenizer loses of the first texts, in words; empty if nothing.
 
     Counted are the characters that are missing in what its tokens decode to.

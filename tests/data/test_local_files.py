@@ -22,7 +22,6 @@ from mixer.common.files import locked
 from mixer.data import tokenise
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
-from mixer.data.tokenise import WORKER
 from mixer.training.config import load_config
 
 
@@ -112,8 +111,8 @@ def test_a_folder_without_permission_is_named(linked):
     give_up = give_up if os.getuid() == 0 else []
     if give_up and (not shutil.which("setpriv") or subprocess.run([*give_up, "true"]).returncode):
         pytest.skip("root without setpriv")
-    program = WORKER.partition("from mixer")[0] + (
-        "from mixer.data.sources import *\n"
+    program = (
+        "import sys\nfrom mixer.data.sources import *\n"
         "for path in sys.argv[1:]:\n"
         "    try: print(local_files(DataConfig(source='jsonl', path=path)))\n"
         "    except UserError as error: print(error)\n"
