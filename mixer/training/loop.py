@@ -45,8 +45,8 @@ def train(run: RunConfig) -> PreTrainedModel:
             error = step_too_large(run, accelerator.device)
         elif isinstance(error, OSError):
             error = UserError(
-                f"the run in {run.directory} has ended: {error}; make space or give access, then "
-                "give the same command again: it goes on from the last save"
+                f"the run in {run.directory} has ended: {error}; mend that (make space, give "
+                "access), then give the same command again: it goes on from the last save"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)
