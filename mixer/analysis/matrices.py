@@ -6,9 +6,9 @@ W[i, j] of token j, at lag i - j.
 """
 
 import numpy as np
+from torch import nn
 
 from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.models.masked_mixer.mixing import TokenMixing
 
 SHARE = 0.9  # of the last row's |W|, for the effective context
 ORDER = ("first ", "second ", "third ")  # names of a block's convolutions, if it has several
@@ -21,7 +21,7 @@ def mixing_matrices(model) -> list[dict[str, np.ndarray]]:
     return [layer_matrices(layer.mixing) for layer in model.model.layers]
 
 
-def layer_matrices(mixing: TokenMixing) -> dict[str, np.ndarray]:
+def layer_matrices(mixing: nn.Module) -> dict[str, np.ndarray]:
     found = [module for module in mixing.modules() if isinstance(module, TriangularConv)]
     prefixes = [""] if len(found) == 1 else ORDER[: len(found)]
     matrices = {}

@@ -110,7 +110,7 @@ def training_step(
 
     def step() -> list[Tensor]:
         with world.accelerator.autocast():
-            y = layer(*inputs, None, None)  # neither a memory nor positions
+            y = layer(*inputs)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
     return step

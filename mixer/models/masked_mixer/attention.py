@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mixer.ops.plain import by_head
 
-from .cache import Memory
+from .cache import Past
 from .configuration import MaskedMixerConfig
 from .operators import turn
 
@@ -23,8 +23,8 @@ class QueryKey(nn.Module):
         super().__init__()
         self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
         self.backend = config.mixing_backend
-        if self.norm:
-            self.gain = nn.Parameter(torch.ones(self.heads * config.mixer_key_size))
+        keys = self.heads * config.mixer_key_size
+        self.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
 
     def forward(
         self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None
@@ -32,8 +32,7 @@ class QueryKey(nn.Module):
         if not self.norm and rotation is None:
             return query, key
         how = {"norm": self.norm, "rotation": rotation, "backend": self.backend}
-        gain = self.gain if self.norm else None
-        return turn(query, self.heads, gain=gain, **how), turn(key, self.heads, **how)
+        return turn(query, self.heads, gain=self.gain, **how), turn(key, self.heads, **how)
 
 
 def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -56,23 +55,19 @@ class Attention(nn.Module):
         self.channels = config.hidden_size
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        memory: Memory | None,
-        positions: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, past: Past | None = None
     ) -> Tensor:
         """As KeyedConv.forward."""
         query, key, value = (by_head(part, self.heads) for part in (query, key, value))
-        if memory is not None:
-            past = memory.update(torch.cat([key, value], -1), positions)
-        if memory is None or memory.is_empty:
+        if past is not None:
+            both = past.update(self.place, torch.cat([key, value], -1))
+        if past is None or past.is_empty:
             y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            key, value = past[..., : self.key_size], past[..., self.key_size :]
+            key, value = both[..., : self.key_size], both[..., self.key_size :]
             # (batch or 1, 1, new, length)
-            seen = torch.arange(past.shape[2], device=past.device) <= positions[:, None, :, None]
+            place = torch.arange(both.shape[2], device=both.device)
+            seen = place <= past.positions[:, None, :, None]
             y = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         return y.transpose(1, 2).flatten(2)
 

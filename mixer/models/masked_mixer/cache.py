@@ -2,7 +2,7 @@
 costs one row of each mixing weight instead of the whole triangle.
 """
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,56 +11,61 @@ from transformers.cache_utils import Cache
 
 from mixer.ops.plain import write_rows
 
-from .captured_step import CapturedStep, can_capture
+from .captured_step import Blocks, CapturedStep, can_capture
 from .configuration import RECURRENT
 
+Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
 
-class Memory:
-    """What one convolution keeps, in `kept`: the inputs of the tokens in a cache, (batch, heads,
-    context, channels of a head), or a running sum of them, (batch, channels).
+
+class Past(NamedTuple):  # so accelerate moves its tensor to a block's device
+    """The tokens before new ones, of which a cache keeps what each convolution needs, and where the
+    new ones stand: `positions` (batch or 1, new) int64. A place is that of a convolution.
     """
 
-    def __init__(self, cache: "MixingCache"):
-        self.cache, self.kept = cache, None
+    cache: "MixingCache"
+    positions: Tensor
 
     @property
     def is_empty(self) -> bool:
-        """Whether no tokens stand before the new ones."""
         return self.cache.length == 0
 
-    def update(self, new: Tensor, positions: Tensor) -> Tensor:
-        """Writes the inputs of new tokens, (batch, heads, new, channels of a head), at `positions`
-        (batch or 1, new). Returns those of all tokens so far, as `extended`.
+    def update(self, place: Place, new: Tensor) -> Tensor:
+        """Keeps the inputs of the new tokens, (batch, heads, new, channels of a head). Returns
+        those of all tokens so far, as `extended`.
         """
         batch, heads, tokens, channels = new.shape
-        self._allocate((batch, heads, self.cache.config.longest_text, channels), new, new.dtype)
-        inputs = self.extended(tokens)
-        write_rows(inputs, new, positions)
+        context = self.cache.config.longest_text
+        self._allocate(place, (batch, heads, context, channels), new, new.dtype)
+        inputs = self.extended(place, tokens)
+        write_rows(inputs, new, self.positions)
         return inputs
 
-    def extended(self, new: int) -> Tensor:
+    def extended(self, place: Place, new: int) -> Tensor:
         """The inputs of all tokens so far, and `new` more for the caller to write: (batch, heads,
         length, channels of a head), where length is the whole context if the cache is static.
         """
-        return self.kept if self.cache.static else self.kept[:, :, : self.cache.length + new]
+        kept = self.cache.kept[place]
+        return kept if self.cache.static else kept[:, :, : self.cache.length + new]
 
-    def sums(self, x: Tensor) -> Tensor:
-        """The sums, fp32 or wider, for the caller to add x (batch, new, channels) to in place."""
+    def sums(self, place: Place, x: Tensor) -> Tensor:
+        """The running sum of a recurrence, (batch, channels) in fp32 or wider, for the caller to
+        add x (batch, new, channels) to in place.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
-        self._allocate((x.shape[0], x.shape[2]), x, wide)
-        return self.kept
+        self._allocate(place, (x.shape[0], x.shape[2]), x, wide)
+        return self.cache.kept[place]
 
-    def _allocate(self, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype) -> None:
+    def _allocate(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> None:
         """Where a text begins, unless what an earlier one left serves."""
-        kept, wanted = self.kept, (shape, dtype, x.device)
+        kept, wanted = self.cache.kept.get(place), (shape, dtype, x.device)
         if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
-            self.kept = x.new_zeros(shape, dtype=dtype)
+            self.cache.kept[place] = x.new_zeros(shape, dtype=dtype)
 
 
 class MixingCache(Cache):
-    """A Memory for each convolution of a model, block after block. Give it to `forward` as
-    past_key_values. `length` counts the columns of the batch with their padding, as transformers
-    counts them.
+    """What each convolution of a model keeps of a text, by its place: its inputs or their sum. Give
+    it to `forward` as past_key_values. `length` counts the columns of the batch with their padding,
+    as transformers counts them.
 
     static: no shape changes from one decoding step to the next. On one GPU, the first such step is
     captured as a CUDA graph, which is replayed for all later ones. `generate(...,
@@ -75,29 +80,25 @@ class MixingCache(Cache):
     def __init__(self, config, static: bool = False):
         super().__init__(layers=[])
         self.config, self.static, self.length, self.captured = config, static, 0, None
+        self.kept: dict[Place, Tensor] = {}
 
-    def memories(self, count: int) -> list[Memory]:
-        """A memory for each of `count` convolutions, made at the first call."""
-        self.layers = self.layers or [Memory(self) for _ in range(count)]
-        return self.layers
-
-    def step(self, blocks: Callable[..., Tensor], input_ids: Tensor, positions: Tensor) -> Tensor:
-        """blocks(input_ids, memories, positions) for one new token of each text, from a CUDA graph
-        where that is possible: `blocks` is a method of the model, which is on one GPU.
+    def step(self, blocks: Blocks, input_ids: Tensor, past: Past) -> Tensor:
+        """blocks(input_ids, past) for one new token of each text, from a CUDA graph where that is
+        possible: `blocks` is a method of the model, which is on one GPU.
         """
         if not self.static or not can_capture(input_ids):
-            return blocks(input_ids, self.layers, positions)
-        if self.captured is None or not self.captured.fits(blocks, self, input_ids, positions):
+            return blocks(input_ids, past)
+        if self.captured is None or not self.captured.fits(blocks, input_ids, past):
             parameters = blocks.__self__.parameters()
             if any(parameter.device != input_ids.device for parameter in parameters):
-                return blocks(input_ids, self.layers, positions)  # hooks bring them for each step
-            self.captured = CapturedStep(blocks, self, input_ids, positions)
+                return blocks(input_ids, past)  # hooks bring them for each step
+            self.captured = CapturedStep(blocks, input_ids, past)
             return self.captured.first
-        return self.captured(input_ids, positions)
+        return self.captured(input_ids, past)
 
     def reset(self) -> None:
         self.length = 0
-        for kept in self._kept():
+        for kept in self.kept.values():
             kept.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -118,11 +119,8 @@ class MixingCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
-        for kept in self._kept():
+        for kept in self.kept.values():
             kept.copy_(kept.index_select(0, beam_idx.to(kept.device)))
-
-    def _kept(self) -> list[Tensor]:
-        return [memory.kept for memory in self.layers if memory.kept is not None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length

@@ -207,7 +207,7 @@ def copy_code(directory: Path) -> None:
 
 def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule that options break together, each being allowed by itself."""
-    heads, blocks = options.num_mixer_heads, options.num_hidden_layers
+    heads, hidden = options.num_mixer_heads, options.hidden_size
     gate, expansion, size = options.mixer_gate, options.mixer_expansion, options.mixer_key_size
     every, form, start = options.mixer_keyed_every, options.mixing_weight, options.mixing_init
     taps = options.mixer_kernel_size
@@ -215,11 +215,10 @@ def shape_problems(options: MixerOptions) -> list[str]:
     of_keys = [*(f"mixer_{name}" for name in of_keys), "value_embeddings"]
     of_keys = [name for name in of_keys if getattr(options, name)]
     of_keys += ["mixer_keyed_every"] if every > 1 else []
-    recurrent, hidden = form in RECURRENT, options.hidden_size
-    divisors = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
+    recurrent = form in RECURRENT
     # Whether it is broken, the options, and what is allowed.
     rules = [
-        (hidden % heads, "num_mixer_heads hidden_size", f"heads that divide it: {divisors}"),
+        (hidden % heads, "num_mixer_heads hidden_size", "heads that divide it"),
         (expansion and gate, "mixer_expansion mixer_gate", "one of them"),
         (expansion and size, "mixer_expansion mixer_key_size", "one of them"),
         (
@@ -235,7 +234,6 @@ def shape_problems(options: MixerOptions) -> list[str]:
         (of_keys and not size, " ".join(of_keys), "with a mixer_key_size, such as 64"),
         (size and taps > 1, "mixer_key_size mixer_kernel_size", "one tap"),
         (options.mixer_rotary and size % 2, "mixer_rotary mixer_key_size", "even sizes"),
-        (size and every > blocks, "mixer_keyed_every num_hidden_layers", f"1 to {blocks}"),
         (
             size and options.value_embeddings % every,
             "value_embeddings mixer_keyed_every",

@@ -14,7 +14,7 @@ from transformers import initialization
 from mixer.ops.lags import diagonal_sums, rows_by_lag, toeplitz, weight_by_lag
 from mixer.ops.plain import by_head, keyed_rows, mix_rows, rows_at
 
-from .cache import Memory
+from .cache import Past, Place
 from .configuration import MaskedMixerConfig
 from .operators import keyed_conv, mix_row, triangular_conv
 
@@ -37,12 +37,13 @@ class TriangularConv(nn.Module):
     `set_mixing_weight`. `mixing.convolution` chooses the class that a configuration asks for.
     """
 
+    place: Place = (0, 0)  # in the model, which sets it
+
     def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
         super().__init__()
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.config, self.backend = config, config.mixing_backend
-        self.block = 0  # the number of the block that it stands in, which the model sets
         self.make_weight()
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
         self._draw()
@@ -69,13 +70,13 @@ class TriangularConv(nn.Module):
         """The weight as the operators take it: `weight`, or None and `lags`, maybe with `decay`."""
         return {"weight": self.mixing_weight()}
 
-    def rows(self, positions: Tensor, memory: Tensor) -> Tensor:
+    def rows(self, positions: Tensor, inputs: Tensor) -> Tensor:
         """The weight's rows that `mix_rows` and `keyed_rows` need."""
         given = self.operands()
         if given["weight"] is not None:
-            return rows_at(positions, given["weight"], memory)
-        rows = rows_by_lag(given["lags"], given.get("decay"), positions, memory.shape[2])
-        return rows.to(memory.dtype)
+            return rows_at(positions, given["weight"], inputs)
+        rows = rows_by_lag(given["lags"], given.get("decay"), positions, inputs.shape[2])
+        return rows.to(inputs.dtype)
 
     def kind_of(self, name: str) -> str:
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
@@ -123,35 +124,31 @@ class TriangularConv(nn.Module):
         """
         lags = torch.zeros(self.heads, self.taps, self.context, device=self.bias.device)
         for head in range(self.heads):
-            lag = LAGS[(self.block + head) % len(LAGS)]
+            lag = LAGS[(self.place[0] + head) % len(LAGS)]
             lags[head, (self.taps - 1) // 2, min(lag, self.context - 1)] = 1.0
         return lags
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        memory: Memory | None = None,
-        positions: Tensor | None = None,
+        self, x: Tensor, residual: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         """residual + the convolution of x, both (batch, tokens, channels).
 
-        Without a memory, x holds whole texts. With one, x continues the tokens in it: the first
-        tokens go through the whole operation, and later ones need only their own rows of the
-        weight. `positions` (batch or 1, tokens) int64 says where they stand.
+        Without a past, x holds whole texts. With one, x continues its tokens: the first tokens go
+        through the whole operation, and later ones need only their own rows of the weight.
         """
         given = self.operands()
-        if memory is None or memory.is_empty:
-            if memory is not None:
-                memory.update(by_head(x, self.heads), positions)
+        if past is None or past.is_empty:
+            if past is not None:
+                past.update(self.place, by_head(x, self.heads))
             how = {"backend": self.backend, **given}
             return triangular_conv(x, bias=self.bias, residual=residual, **how)
         if x.shape[1] == 1 and given["weight"] is not None:
-            past, weight = memory.extended(1), given["weight"]
-            return mix_row(past, x, weight, self.bias, residual, positions, self.backend)
+            inputs, weight = past.extended(self.place, 1), given["weight"]
+            return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
         # (batch, heads, length, channels of a head)
-        past = memory.update(by_head(x, self.heads), positions)
-        y = mix_rows(past, self.rows(positions, past), self.bias, positions)
+        inputs = past.update(self.place, by_head(x, self.heads))
+        rows = self.rows(past.positions, inputs)
+        y = mix_rows(inputs, rows, self.bias, past.positions)
         # Under autocast the residual stream has the autocast type, as y has.
         return y if residual is None else y + residual.to(y.dtype)
 
@@ -182,27 +179,23 @@ class KeyedConv(TriangularConv):
         exp(-lag * decay). Those of a token add up to 1, as those of attention do. While all keys
         fit alike, a head starts as a mean of earlier tokens, of all of them where decay is 0.
         """
-        spans = [SPANS[(self.block + head) % len(SPANS)] for head in range(self.heads)]
+        spans = [SPANS[(self.place[0] + head) % len(SPANS)] for head in range(self.heads)]
         return 1 / torch.tensor(spans, device=self.bias.device)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        memory: Memory | None,
-        positions: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, past: Past | None = None
     ) -> Tensor:
         """query and key are (batch, tokens, heads * key_size), value and the result (batch, tokens,
-        channels); memory and positions are those of TriangularConv.
+        channels); past is that of TriangularConv.
         """
-        if memory is not None:
+        if past is not None:
             # (batch, heads, new, key_size + channels of a head)
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
-            past = memory.update(new, positions)
-            if not memory.is_empty:
-                rows = self.rows(positions, past)
-                return keyed_rows(by_head(query, self.heads), past, rows, self.bias, positions)
+            both = past.update(self.place, new)
+            if not past.is_empty:
+                rows = self.rows(past.positions, both)
+                query = by_head(query, self.heads)
+                return keyed_rows(query, both, rows, self.bias, past.positions)
         how = {"backend": self.backend, **self.operands()}
         return keyed_conv(query, key, value, bias=self.bias, **how)
 

@@ -9,8 +9,6 @@ There is no norm after the last block unless `final_norm` is set, and lm_head ha
 """
 
 import math
-from collections.abc import Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from .attention import rotations
-from .cache import Generation, Memory, MixingCache
+from .cache import Generation, MixingCache, Past
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
 from .layers import MLP, in_autocast_type
@@ -44,13 +42,12 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,  # (batch, tokens, channels)
-        memories: Sequence[Memory] = (),
-        positions: Tensor | None = None,
+        past: Past | None = None,
         **more,  # what keyed mixing takes
     ) -> Tensor:
         if self.mlp_first:
             x = x + self.mlp(self.mlp_norm(x))
-        x = self.mixing(self.mixing_norm(x), x, memories, positions, **more)
+        x = self.mixing(self.mixing_norm(x), x, past, **more)
         return x if self.mlp_first else x + self.mlp(self.mlp_norm(x))
 
 
@@ -104,9 +101,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         numbers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(Block(config, number) for number in numbers)
         for number, layer in enumerate(self.layers):
-            for module in layer.modules():
-                if isinstance(module, TriangularConv):
-                    module.block = number
+            for index, module in enumerate(layer.mixing.modules()):
+                module.place = (number, index)
         every = config.value_embeddings  # blocks have one; the last block of all is one of these
         self.value_tables = nn.ModuleDict(
             {
@@ -170,54 +166,50 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         states: list[Tensor] | None,
     ) -> Tensor:
         """`_blocks` on tokens that follow those in the cache."""
-        past, new = cache.length, input_ids.shape[1]
+        start, new = cache.length, input_ids.shape[1]
         if places is None:
-            positions = torch.arange(past, past + new, device=input_ids.device)[None]  # (1, new)
+            positions = torch.arange(start, start + new, device=input_ids.device)[None]  # (1, new)
         else:
             recurrent = self.config.mixing_weight in RECURRENT
             positions = places.positions(mark_padding=recurrent)  # (batch, new)
-        if past > 0 and new == 1 and states is None:
-            x = cache.step(self._blocks, input_ids, positions)
+        past = Past(cache, positions)
+        if new == 1 and states is None and not past.is_empty:
+            x = cache.step(self._blocks, input_ids, past)
         else:
-            memories = cache.memories(sum(layer.mixing.convolutions for layer in self.layers))
-            x = self._blocks(input_ids, memories, positions, states)
+            x = self._blocks(input_ids, past, states)
         cache.length += new
         return x
 
     def _blocks(
         self,
         input_ids: Tensor,
-        memories: Sequence[Memory] = (),
-        positions: Tensor | None = None,
+        past: Past | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels).
-
-        `memories` has one for each convolution, block after block. `states` is filled with the
-        embedding and the output of each block, the last one after the norm.
+        """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
+        is filled with the embedding and the output of each block, the last one after the norm.
         """
         x = in_autocast_type(self.embed_tokens(input_ids))
-        memories, rotation = iter(memories), self._rotation(x, positions)
+        rotation = self._rotation(x, past)
         for number, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
-            own, more = list(islice(memories, layer.mixing.convolutions)), {}
+            more = {}
             if rotation and isinstance(layer.mixing, Keyed):
                 more["rotation"] = rotation
             if str(number) in self.value_tables:
                 more["values"] = in_autocast_type(self.value_tables[str(number)](input_ids))
-            x = layer(x, own, positions, **more)
+            x = layer(x, past, **more)
         x = self.norm(x)
         if states is not None:
             states.append(x)
         return x
 
-    def _rotation(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _rotation(self, x: Tensor, past: Past | None) -> tuple[Tensor, Tensor] | None:
         if not self.config.mixer_rotary:
             return None
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)[None]
-        return rotations(positions, self.config.mixer_key_size)
+        whole = torch.arange(x.shape[1], device=x.device)[None]
+        return rotations(whole if past is None else past.positions, self.config.mixer_key_size)
 
     def _check(
         self,

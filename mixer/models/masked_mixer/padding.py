@@ -99,11 +99,12 @@ def _of_predicted(count):
     @wraps(count)
     def counted(trainer, batches, device):
         parts = trainer.model.modules()  # an adapter or DDP may be around the model
-        model = next((part for part in parts if hasattr(part, "predicted_labels")), None)
-        if model is not None and batches and "labels" in batches[0]:
-            masked = (model.predicted_labels(b["labels"], b.get("attention_mask")) for b in batches)
-            pairs = zip(batches, masked, strict=True)
-            batches = [dict(batch) | {"labels": labels} for batch, labels in pairs]
+        scored = next((p.predicted_labels for p in parts if hasattr(p, "predicted_labels")), None)
+        if scored and batches and "labels" in batches[0]:
+            batches = [
+                dict(batch, labels=scored(batch["labels"], batch.get("attention_mask")))
+                for batch in batches
+            ]
         return count(trainer, batches, device)
 
     return counted

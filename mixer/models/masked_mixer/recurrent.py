@@ -11,7 +11,7 @@ from transformers import initialization
 
 from mixer.ops.lags import toeplitz
 
-from .cache import Memory
+from .cache import Past
 from .convolution import TriangularConv
 from .operators import triangular_conv
 
@@ -63,22 +63,19 @@ class RecurrentConv(TriangularConv):
             initialization.normal_(self.scale, std=math.sqrt(2 / self.context))
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        memory: Memory | None = None,
-        positions: Tensor | None = None,
+        self, x: Tensor, residual: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         """As TriangularConv.forward, of texts of any length. A negative position is padding, which
-        does not change the memory.
+        does not change the sum that is kept.
         """
+        positions = None if past is None else past.positions
         # (batch or 1, tokens, heads, 1) each
         given, taken, bias = (
             self._at(positions, numbers, x.shape[1])[..., None].to(x.dtype)
             for numbers in (*self._sides(), self.bias)
         )
         x = (x.unflatten(-1, (self.heads, -1)) * given).flatten(2)
-        sums = self._sums(x) if memory is None else self._remembered(x, memory, positions)
+        sums = self._sums(x) if past is None else self._continued(x, past)
         y = (sums.unflatten(-1, (self.heads, -1)) * taken + bias).flatten(2)
         return y if residual is None else residual + y.to(residual.dtype)
 
@@ -116,11 +113,11 @@ class RecurrentConv(TriangularConv):
             found.append(sums)
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def _remembered(self, x: Tensor, memory: Memory, positions: Tensor) -> Tensor:
-        """The sums of new tokens, from those in a memory on, which takes each text's last one."""
-        state = memory.sums(x)
+    def _continued(self, x: Tensor, past: Past) -> Tensor:
+        """The sums of new tokens, from the one that is kept on, which becomes each text's last."""
+        state = past.sums(self.place, x)
         sums = self._sums(x, state)
-        count = (positions >= 0).sum(1)  # tokens stand in front of padding
+        count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
         last = sums[torch.arange(len(x), device=x.device), count - 1]
         state.copy_(torch.where((count == 0)[:, None], state, last))
         return sums.to(x.dtype)
