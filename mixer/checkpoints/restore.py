@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from mixer.checkpoints import format, pretrained
 from mixer.checkpoints.format import FORMAT, optimizer_files, read_trainer
 from mixer.checkpoints.pretrained import load_checkpoint, load_model_config, settled
-from mixer.checkpoints.writer import held_state, is_weight, local_part
+from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
 from mixer.common.parsing import read_json
 from mixer.distributed.world import World
@@ -158,8 +158,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
 
     Raises ValueError unless the checkpoint has just the names and shapes that the optimizer has.
     """
-    held = held_state(model, optimizer)
-    state = {name: tensor for name, tensor in held.items() if not is_weight(name)}
+    state = optimizer_state(model, optimizer)
     parts: dict[str, list[Any]] = {}  # the files that have each name
     for file in optimizer_files(checkpoint):
         opened = safe_open(file, "pt")

@@ -55,7 +55,7 @@ class CheckpointWriter:
         a number in the optimizer's state is NaN or infinity on any of them.
         """
         self.wait()  # until the last checkpoint is written
-        held = held_state(self.model, optimizer)
+        held = saved_weights(self.model) | optimizer_state(self.model, optimizer)
         found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
         if names := [name for of_process in self.world.gather(found) for name in of_process]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -104,8 +104,8 @@ class CheckpointWriter:
 
     def _write(self, trainer: dict[str, Any]) -> None:
         """Writes one checkpoint, of the copies; runs in the thread."""
-        weights = {name: copy for name, copy in self.copies.items() if is_weight(name)}
-        optimizer = {name: copy for name, copy in self.copies.items() if name not in weights}
+        optimizer = {name: copy for name, copy in self.copies.items() if "/" in name}
+        weights = {name: copy for name, copy in self.copies.items() if name not in optimizer}
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
@@ -128,24 +128,24 @@ class CheckpointWriter:
 # ------------------------------------------------------------------------- the state
 
 
-def held_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The weights and saved buffers by their names, and the optimizer's state as PARAMETER/KEY,
-    whichever keys it has. Under FSDP they are sharded, except for buffers and scalars. A tied
+def saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights and saved buffers by their names. Under FSDP the weights are sharded. A tied
     weight comes once.
     """
-    weights, saved = dict(model.named_parameters()), model.state_dict()
+    saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    state = {
+    return dict(model.named_parameters()) | buffers
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as PARAMETER/KEY, whichever keys it has. Under FSDP it is sharded,
+    except for scalars.
+    """
+    return {
         f"{name}/{key}": value
-        for name, weight in weights.items()
+        for name, weight in model.named_parameters()
         for key, value in optimizer.state.get(weight, {}).items()
     }
-    return weights | buffers | state
-
-
-def is_weight(name: str) -> bool:
-    """Whether a name of `held_state` is a weight's or a buffer's."""
-    return "/" not in name
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -256,8 +256,8 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
             error = out_of_memory(accelerator.device, what, listed, LESS_MEMORY)
         elif isinstance(error, OSError):
             error = UserError(
-                f"the run in {run.directory} has ended: {error}; make space or give access, then "
-                "give the same command again: it goes on from the last save"
+                f"the run in {run.directory} has ended: {error}; mend that (make space, give "
+                "access), then give the same command again: it goes on from the last save"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)
