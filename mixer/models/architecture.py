@@ -4,7 +4,7 @@ mixers are compared with, which is the Llama or the Qwen3 of transformers.
 
 from dataclasses import asdict, dataclass, fields
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -51,6 +51,14 @@ class Llama(Transformer, LlamaForCausalLM):
 
 class Qwen3(Transformer, Qwen3ForCausalLM):
     """RMS-normed queries and keys (arXiv 2505.09388): the transformer of today."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **more):
+        """As the model of transformers. In training without a mask it does not look for texts that
+        are packed into one row, which would wait for the GPU in every step.
+        """
+        if self.training and attention_mask is None:
+            attention_mask = {"full_attention": None}
+        return super().forward(input_ids, attention_mask=attention_mask, **more)
 
 
 MODELS = {MaskedMixerConfig: MaskedMixerForCausalLM, LlamaConfig: Llama, Qwen3Config: Qwen3}
