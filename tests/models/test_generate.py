@@ -201,27 +201,20 @@ def test_pipeline_and_streamer(tokenizer):
 def test_what_cannot_be_generated_from_is_refused():
     model, short = small_model(), tokens(length=4)
     cache = model(tokens(), use_cache=True).past_key_values
-    embedded = model.get_input_embeddings()(tokens())
     for call, words in (
         (lambda: model(tokens(length=13)), "input has 13 tokens; .* the model's context of 12"),
         (
             lambda: model.generate(short, max_new_tokens=9),
             "4 tokens and 9 new ones were asked for, 13 together; the model's context is 12",
         ),
-        (lambda: model.generate(tokens(length=0), max_new_tokens=2), "the input has 0 tokens; al"),
-        (
-            lambda: model.generate(short, max_new_tokens=2, past_key_values=cache),
-            r"has 0 tokens and the cache 12; .* or past_key_values.reset\(\)",
-        ),
         (
             lambda: model(tokens(length=1), past_key_values=cache),
-            "the input has 1 tokens and the cache 12; .* the model's context of 12",
+            r"has 1 tokens and the cache 12; .* or past_key_values.reset\(\)",
         ),
         (
             lambda: model.generate(short, max_new_tokens=2, past_key_values=DynamicCache()),
             "past_key_values is a DynamicCache; a masked mixer needs a MixingCache: leave it out",
         ),
-        (lambda: model(inputs_embeds=embedded), "inputs_embeds given; .* reads input_ids alone"),
         (lambda: model(short, position_ids=short), "position_ids given; .* reads input_ids alone"),
         (
             lambda: model(tokens(length=2), attention_mask=torch.ones(3, 1)),

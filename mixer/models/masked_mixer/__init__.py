@@ -3,10 +3,9 @@
 configuration  its options, and its code beside a saved model
 modeling       the model: embedding, blocks, head, loss
 layers         linear layers and the MLP
-mixing         token mixing and its variants
+mixing         token mixing and its variants: flat, gated, keyed
 convolution    the convolutions in them, with their mixing weights
 recurrent      mixing weights that are a running sum
-attention      queries and keys, and attention
 operators      what convolutions call: with kernels where this package is installed
 padding        padded batches, and what transformers' Trainer counts in them
 cache          what generate() needs: the inputs of earlier tokens, or their sum

@@ -17,12 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention import rotations
 from .cache import Generation, MixingCache, Past
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
 from .layers import MLP, in_autocast_type
-from .mixing import Keyed, mixing_class
+from .mixing import Keyed, mixing_class, rotations
 from .padding import Places, PredictedLabels
 
 # The standard deviation of the embedding's initial weights with zero_init; 1 without.
@@ -142,14 +141,18 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states: list[Tensor] | None = [] if output_hidden_states else None
-        places = None
+        places = past = None
         if attention_mask is not None:
             places = Places(attention_mask, input_ids.shape[1])
             input_ids = places.gather(input_ids)
-        if past_key_values is None:
-            x = self._blocks(input_ids, states=states)
+        if past_key_values is not None:
+            past = Past(past_key_values, self._positions(input_ids, past_key_values, places))
+        if past is None or past.is_empty or input_ids.shape[1] > 1 or states is not None:
+            x = self._blocks(input_ids, past, states)
         else:
-            x = self._cached_blocks(input_ids, past_key_values, places, states)
+            x = past_key_values.step(self._blocks, input_ids, past)
+        if past is not None:
+            past_key_values.length += input_ids.shape[1]
         if places is not None:
             x, states = places.restore(x), states and [places.restore(state) for state in states]
         return BaseModelOutputWithPast(
@@ -158,27 +161,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             hidden_states=states and tuple(states),
         )
 
-    def _cached_blocks(
-        self,
-        input_ids: Tensor,
-        cache: MixingCache,
-        places: Places | None,
-        states: list[Tensor] | None,
-    ) -> Tensor:
-        """`_blocks` on tokens that follow those in the cache."""
-        start, new = cache.length, input_ids.shape[1]
-        if places is None:
-            positions = torch.arange(start, start + new, device=input_ids.device)[None]  # (1, new)
-        else:
-            recurrent = self.config.mixing_weight in RECURRENT
-            positions = places.positions(mark_padding=recurrent)  # (batch, new)
-        past = Past(cache, positions)
-        if new == 1 and states is None and not past.is_empty:
-            x = cache.step(self._blocks, input_ids, past)
-        else:
-            x = self._blocks(input_ids, past, states)
-        cache.length += new
-        return x
+    def _positions(self, input_ids: Tensor, cache: MixingCache, places: Places | None) -> Tensor:
+        """Where tokens stand that follow those in the cache, (batch or 1, new) int64."""
+        if places is not None:
+            return places.positions(mark_padding=self.config.mixing_weight in RECURRENT)
+        end = cache.length + input_ids.shape[1]
+        return torch.arange(cache.length, end, device=input_ids.device)[None]
 
     def _blocks(
         self,
@@ -211,13 +199,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         whole = torch.arange(x.shape[1], device=x.device)[None]
         return rotations(whole if past is None else past.positions, self.config.mixer_key_size)
 
-    def _check(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        cache: MixingCache | None,
-        others: dict,
-    ) -> None:
+    def _check(self, input_ids, attention_mask, cache, others: dict) -> None:
         """Raises ValueError for the input errors that MaskedMixerForCausalLM.forward names."""
         # Other models read these. Ignoring them without an error would give wrong results.
         unread = [n for n in ("inputs_embeds", "position_ids") if others.get(n) is not None]
