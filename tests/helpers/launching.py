@@ -34,6 +34,8 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     """Gives a forked process a group, a directory and an environment of its own; what it prints
     goes to a file.
     """
+    # A daemon, which ends with the tests, may have no children; a program may.
+    multiprocessing.current_process()._config["daemon"] = False
     os.setpgid(0, 0)
     os.chdir(directory)
     sys.path.insert(0, str(ROOT))
@@ -90,8 +92,6 @@ def _program(
     arguments: list[str], environment: dict[str, str], directory: str, output: str
 ) -> None:
     _enter(directory, environment, output)
-    # A daemon, which ends with the tests, may have no children; a program may.
-    multiprocessing.current_process()._config["daemon"] = False
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
