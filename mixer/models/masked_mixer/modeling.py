@@ -178,7 +178,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         is filled with the embedding and the output of each block, the last one after the norm.
         """
         x = in_autocast_type(self.embed_tokens(input_ids))
-        rotation = self._rotation(x, past)
+        rotation = None
+        if self.config.mixer_rotary:
+            whole = torch.arange(x.shape[1], device=x.device)[None]
+            positions = whole if past is None else past.positions
+            rotation = rotations(positions, self.config.mixer_key_size)
         for number, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
@@ -192,12 +196,6 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if states is not None:
             states.append(x)
         return x
-
-    def _rotation(self, x: Tensor, past: Past | None) -> tuple[Tensor, Tensor] | None:
-        if not self.config.mixer_rotary:
-            return None
-        whole = torch.arange(x.shape[1], device=x.device)[None]
-        return rotations(whole if past is None else past.positions, self.config.mixer_key_size)
 
     def _check(self, input_ids, attention_mask, cache, others: dict) -> None:
         """Raises ValueError for the input errors that MaskedMixerForCausalLM.forward names."""
