@@ -31,14 +31,13 @@ class Transformer:
             lambda embedding, arguments, x: in_autocast_type(x)
         )
 
-    def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
+    def flops_per_token(self) -> dict[str, float]:
         """As MaskedMixerForCausalLM.flops_per_token. In causal attention a token attends to
         (tokens + 1) / 2 tokens on average.
 
         `token_mixing` is attention without its projections.
         """
-        config = self.config
-        tokens = config.max_position_embeddings if tokens is None else tokens
+        config, tokens = self.config, self.config.max_position_embeddings
         linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         # the scores, and the sum of the values
         mixing = config.num_hidden_layers * 2 * 2 * config.hidden_size * (tokens + 1) / 2

@@ -331,21 +331,17 @@ class MaskedMixerForCausalLM(
                 part.extend(context)
         self.config.max_position_embeddings = context
 
-    def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
-        """Floating-point operations of one training step per token: forward, and backward, which
-        costs twice as much. A multiplication and an addition are two operations. Norms, GELU,
-        embedding and softmax are left out, as is customary.
-
-        Args:
-            tokens: length of the sequences; None for the whole context.
+    def flops_per_token(self) -> dict[str, float]:
+        """Floating-point operations of one training step per token of a text as long as the
+        context: forward, and backward, which costs twice as much. A multiplication and an addition
+        are two operations. Norms, GELU, embedding and softmax are left out, as is customary.
 
         Returns:
             `useful`: every product that the model is defined by. A triangle is counted exactly: a
             token is mixed with (tokens + 1) / 2 others on average.
             `token_mixing`: the part of `useful` that is spent in the triangular convolutions.
         """
-        tokens = self.config.max_position_embeddings if tokens is None else tokens
-        parts = list(self.modules())
+        tokens, parts = self.config.max_position_embeddings, list(self.modules())
         linear = sum(2 * part.weight.numel() for part in parts if isinstance(part, nn.Linear))
         mixing = sum(part.flops(tokens) for part in parts if hasattr(part, "flops")) / tokens
         return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}
