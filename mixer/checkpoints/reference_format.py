@@ -55,7 +55,6 @@ class Format:
     alone: str  # the one convolution of a block without heads
     heads: str  # what is around the heads of a block
     conv: str  # the convolutions in it
-    kinds: dict[str, str]  # ours, and the author's
     options: tuple[str, ...]  # that models of this format have besides SHARED
     fixed: dict[str, Any]  # options of all models of this format that are not our defaults
 
@@ -82,7 +81,6 @@ LANGUAGE_MIXER = Format(
     alone="conv",
     heads="mixerhead",
     conv="convs",
-    kinds={},
     options=("mixer_kernel_size", "mixer_expansion"),
     fixed={},
 )
@@ -96,11 +94,12 @@ RECURRENT_MIXER = Format(
         "mlp_norm": "channel_norm",
         "mlp.up_proj": "channel_mixing_layer.0",
         "mlp.down_proj": "channel_mixing_layer.2",
+        "conv.scale": "conv.weight",
+        "conv.decay": "conv.decay_value",
     },
     alone="token_mixing_layer",
     heads="token_mixing_layer",
     conv="mixer_heads",
-    kinds={"scale": "weight", "decay": "decay_value"},
     options=("mixer_projections", "mixing_decay"),
     fixed={"mlp_first": True, "hidden_act": "silu"},
 )
@@ -200,7 +199,6 @@ def _pieces(
             name = name.replace(ours, theirs)
         block, is_mixing, part = name.partition("mixing.")
         layer, _, kind = part.partition(".")
-        kind = form.kinds.get(kind, kind)
         if not is_mixing:
             yield name, tensor
         elif layer == "out_proj":

@@ -2,7 +2,7 @@
 mixers are compared with, which is the Llama or the Qwen3 of transformers.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 from transformers import (
@@ -31,14 +31,13 @@ class Transformer:
             lambda embedding, arguments, x: in_autocast_type(x)
         )
 
-    def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
+    def flops_per_token(self) -> dict[str, float]:
         """As MaskedMixerForCausalLM.flops_per_token. In causal attention a token attends to
         (tokens + 1) / 2 tokens on average.
 
         `token_mixing` is attention without its projections.
         """
-        config = self.config
-        tokens = config.max_position_embeddings if tokens is None else tokens
+        config, tokens = self.config, self.config.max_position_embeddings
         linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         # the scores, and the sum of the values
         mixing = config.num_hidden_layers * 2 * 2 * config.hidden_size * (tokens + 1) / 2
@@ -120,18 +119,14 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 def attention_heads(model: ModelConfig) -> int:
     """The number of a transformer's heads: as configured, or as many as have 64 channels each."""
-    if model.num_attention_heads is None:
-        return max(1, model.hidden_size // 64)
-    return model.num_attention_heads
+    return model.num_attention_heads or max(1, model.hidden_size // 64)
 
 
 def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) -> PreTrainedConfig:
     """The transformers configuration of a run's model, for a tokenizer's vocabulary."""
     common = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
     if model.architecture == "masked_mixer":
-        options = asdict(model)
-        for name in ("architecture", *OF_TRANSFORMERS):
-            del options[name]
+        options = {item.name: getattr(model, item.name) for item in fields(MixerOptions)}
         return MaskedMixerConfig(**common, **options)
     default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     heads = attention_heads(model)

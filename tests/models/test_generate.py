@@ -137,12 +137,19 @@ def test_the_dead_half_of_the_weight_is_never_read():
     assert torch.equal(generate(model, ids, attention_mask=mask), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_steps_are_those_of_the_full_forward(dtype):
-    model, ids = small_model(num_mixer_heads=2).to(dtype), tokens()
+@pytest.mark.parametrize(
+    ("dtype", "kept", "form"),
+    [
+        (torch.bfloat16, torch.bfloat16, "full"),
+        (torch.float16, torch.float16, "full"),
+        (torch.bfloat16, torch.float32, "mixed"),  # a sum keeps more digits
+    ],
+)
+def test_half_precision_steps_are_those_of_the_full_forward(dtype, kept, form):
+    model, ids = small_model(num_mixer_heads=2, mixing_weight=form).to(dtype), tokens()
     cache = model(ids[:, :8], use_cache=True).past_key_values
     step = model(ids[:, 8:9], past_key_values=cache).logits
-    assert step.dtype == dtype and next(iter(cache.kept.values())).dtype == dtype
+    assert step.dtype == dtype and {x.dtype for x in cache.kept.values()} == {kept}
     torch.testing.assert_close(step, model(ids).logits[:, 8:9], rtol=3e-2, atol=3e-2)
 
 

@@ -7,13 +7,11 @@ import sys
 import pytest
 import torch
 from models import MIXINGS, SMALL, lively_model, small_model, tokens
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.checkpoints.pretrained import load_model
-from mixer.common.errors import UserError
 from mixer.models.masked_mixer.convolution import LAGS, SPANS
 from mixer.models.masked_mixer.mixing import rotations
 
@@ -95,17 +93,6 @@ def test_queries_and_keys_are_shifted_normed_and_rotated_as_written():
     torch.testing.assert_close(
         mixing(x, torch.zeros_like(x), rotation=rotation)[0], found, rtol=1e-5, atol=1e-5
     )
-
-
-def test_a_checkpoint_of_keyed_mixing_by_squared_products_is_refused(tmp_path):
-    """Which had these weights under another name, and another function of queries and keys."""
-    model = small_model(num_mixer_heads=4, mixer_key_size=2)
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = {name.replace("keyed_conv", "conv"): x for name, x in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lacks the weights model.layers.0.mixing.keyed_conv.bias"):
-        load_model(tmp_path, model.config)
 
 
 def test_keyed_mixing_in_every_second_block_leaves_the_others_to_flat_or_gated_mixing():

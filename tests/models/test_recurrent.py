@@ -90,14 +90,6 @@ def test_padded_texts_go_on_behind_the_context_as_each_alone(form, how):
     assert torch.equal(written, torch.cat(alone))
 
 
-def test_a_state_keeps_more_digits_than_half_precision():
-    model, ids = small_model(mixing_weight="mixed", **HEADS).bfloat16(), tokens()
-    cache = model(ids[:, :8], use_cache=True).past_key_values
-    step = model(ids[:, 8:9], past_key_values=cache).logits
-    assert step.dtype == torch.bfloat16 and next(iter(cache.kept.values())).dtype == torch.float32
-    torch.testing.assert_close(step, model(ids).logits[:, 8:9], rtol=3e-2, atol=3e-2)
-
-
 def test_a_run_trains_scale_and_decay_and_its_checkpoint_writes_behind_the_context(
     write_config, tmp_path
 ):

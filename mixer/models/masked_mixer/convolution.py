@@ -72,11 +72,7 @@ class TriangularConv(nn.Module):
 
     def rows(self, positions: Tensor, inputs: Tensor) -> Tensor:
         """The weight's rows that `mix_rows` and `keyed_rows` need."""
-        given = self.operands()
-        if given["weight"] is not None:
-            return rows_at(positions, given["weight"], inputs)
-        rows = rows_by_lag(given["lags"], given.get("decay"), positions, inputs.shape[2])
-        return rows.to(inputs.dtype)
+        return rows_at(positions, self.mixing_weight(), inputs)
 
     def kind_of(self, name: str) -> str:
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
@@ -222,6 +218,9 @@ class LagConv(TriangularConv):
 
     def operands(self) -> dict[str, Tensor | None]:
         return {"weight": None, "lags": self.lags}
+
+    def rows(self, positions: Tensor, inputs: Tensor) -> Tensor:
+        return rows_by_lag(self.lags, self.decay, positions, inputs.shape[2]).to(inputs.dtype)
 
     def _start(self) -> None:
         if self.config.mixing_init == "zero":

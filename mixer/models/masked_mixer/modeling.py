@@ -178,7 +178,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         is filled with the embedding and the output of each block, the last one after the norm.
         """
         x = in_autocast_type(self.embed_tokens(input_ids))
-        rotation = self._rotation(x, past)
+        rotation = None
+        if self.config.mixer_rotary:
+            whole = torch.arange(x.shape[1], device=x.device)[None]
+            positions = whole if past is None else past.positions
+            rotation = rotations(positions, self.config.mixer_key_size)
         for number, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
@@ -192,12 +196,6 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if states is not None:
             states.append(x)
         return x
-
-    def _rotation(self, x: Tensor, past: Past | None) -> tuple[Tensor, Tensor] | None:
-        if not self.config.mixer_rotary:
-            return None
-        whole = torch.arange(x.shape[1], device=x.device)[None]
-        return rotations(whole if past is None else past.positions, self.config.mixer_key_size)
 
     def _check(self, input_ids, attention_mask, cache, others: dict) -> None:
         """Raises ValueError for the input errors that MaskedMixerForCausalLM.forward names."""
@@ -333,21 +331,17 @@ class MaskedMixerForCausalLM(
                 part.extend(context)
         self.config.max_position_embeddings = context
 
-    def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
-        """Floating-point operations of one training step per token: forward, and backward, which
-        costs twice as much. A multiplication and an addition are two operations. Norms, GELU,
-        embedding and softmax are left out, as is customary.
-
-        Args:
-            tokens: length of the sequences; None for the whole context.
+    def flops_per_token(self) -> dict[str, float]:
+        """Floating-point operations of one training step per token of a text as long as the
+        context: forward, and backward, which costs twice as much. A multiplication and an addition
+        are two operations. Norms, GELU, embedding and softmax are left out, as is customary.
 
         Returns:
             `useful`: every product that the model is defined by. A triangle is counted exactly: a
             token is mixed with (tokens + 1) / 2 others on average.
             `token_mixing`: the part of `useful` that is spent in the triangular convolutions.
         """
-        tokens = self.config.max_position_embeddings if tokens is None else tokens
-        parts = list(self.modules())
+        tokens, parts = self.config.max_position_embeddings, list(self.modules())
         linear = sum(2 * part.weight.numel() for part in parts if isinstance(part, nn.Linear))
         mixing = sum(part.flops(tokens) for part in parts if hasattr(part, "flops")) / tokens
         return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}
