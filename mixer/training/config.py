@@ -2,11 +2,10 @@
 problems in one report.
 """
 
-import dataclasses
 import difflib
 import json
 import textwrap
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,10 @@ class RunConfig:
         return self.model.max_position_embeddings * (1 + self.is_contrastive)
 
 
-SECTIONS = {item.name for item in dataclasses.fields(RunConfig) if is_dataclass(item.type)}
+SECTIONS = {item.name: item.type for item in fields(RunConfig) if is_dataclass(item.type)}
+OPTIONS = {item.name: item for item in fields(RunConfig) if item.name not in SECTIONS}
+for section, kind in SECTIONS.items():
+    OPTIONS |= {f"{section}.{item.name}": item for item in fields(kind)}
 
 
 def load_config(path: str | None, overrides: list[str]) -> RunConfig:
@@ -153,14 +155,14 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     Raises UserError that lists every problem: unknown keys with the nearest valid one, wrong types,
     values not allowed.
     """
-    run, keys, problems = RunConfig(), dict(_options(RunConfig)), []
+    run, problems = RunConfig(), []
     entries = [(key, value, path) for key, value in flatten(read_yaml(path) if path else {})]
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
             problems.append(f"{text!r} on the command line: write overrides as section.key=value")
             continue
-        if value and not (key in keys and keys[key].type is str):  # text is taken as it is
+        if value and not (key in OPTIONS and OPTIONS[key].type is str):  # text is taken as it is
             try:
                 value = parse_yaml(value)
             except yaml.YAMLError as error:
@@ -168,7 +170,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
                 continue
         entries.append((key, value, "command line"))
     for key, value, origin in entries:
-        if problem := _set(run, keys, key, value):
+        if problem := _set(run, key, value):
             problems.append(f"{problem} ({origin})")
     run.data = without_unused(run.data)
     problems += _value_problems(run)
@@ -188,7 +190,7 @@ def describe_options() -> str:
     """Every key with its type, default, allowed values and meaning, for --help."""
     lines = ["keys (give them in the YAML file, or as section.key=value):"]
     indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-    for key, item in _options(RunConfig):
+    for key, item in OPTIONS.items():
         allowed = allowed_values(item)
         lines.append(f"  {key}: {type_name(item.type)} = {item.default!r}")
         lines[-1] += f"; allowed: {allowed}" if allowed else ""
@@ -207,26 +209,20 @@ def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return entries
 
 
-def _options(section: type, prefix: str = "") -> list[tuple[str, dataclasses.Field]]:
-    found = []
-    for item in dataclasses.fields(section):
-        if is_dataclass(item.type):
-            found += _options(item.type, f"{prefix}{item.name}.")
-        else:
-            found.append((f"{prefix}{item.name}", item))
-    return found
-
-
-def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: Any) -> str | None:
+def _set(run: RunConfig, key: str, value: Any) -> str | None:
     """Sets one key, or says why it cannot be set."""
     if value in GONE.get(key, ()):
         return None
-    if key not in keys:
-        return f"unknown key {key} = {value!r}{_nearest(key, keys)}"
-    if isinstance(value, bool) and str(value).lower() in keys[key].metadata.get("choices", ()):
+    if key not in OPTIONS:
+        # its name in another section, or one like it
+        near = [other for other in OPTIONS if other.rpartition(".")[2] == key.rpartition(".")[2]]
+        near += difflib.get_close_matches(key, OPTIONS, 1)
+        hint = f"did you mean {near[0]}?" if near else "allowed keys: python train.py --help"
+        return f"unknown key {key} = {value!r}; {hint}"
+    kind, choices = OPTIONS[key].type, OPTIONS[key].metadata.get("choices", ())
+    if isinstance(value, bool) and str(value).lower() in choices:
         value = str(value).lower()  # YAML's true, where it is one of several choices
     section, _, name = key.rpartition(".")
-    kind = keys[key].type
     try:
         setattr(getattr(run, section) if section else run, name, as_type(value, kind))
     except TypeError:
@@ -237,19 +233,11 @@ def _set(run: RunConfig, keys: dict[str, dataclasses.Field], key: str, value: An
     return None
 
 
-def _nearest(key: str, keys: dict) -> str:
-    """What may have been meant by an unknown key: its name in another section, or one like it."""
-    near = [other for other in keys if other.rpartition(".")[2] == key.rpartition(".")[2]]
-    near += difflib.get_close_matches(key, keys, 1)
-    return f"; did you mean {near[0]}?" if near else "; allowed keys: python train.py --help"
-
-
 def _value_problems(run: RunConfig) -> list[str]:
     """Values of the right type that make no sense, alone or together."""
     problems = option_problems(run)
-    for item in dataclasses.fields(run):
-        if is_dataclass(item.type):
-            problems += option_problems(getattr(run, item.name), f"{item.name}.")
+    for section in SECTIONS:
+        problems += option_problems(getattr(run, section), f"{section}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     train, optim, architecture = run.train, run.optim, run.model.architecture
     is_mixer, form = architecture == "masked_mixer", run.model.mixing_weight
