@@ -8,14 +8,13 @@ from dataclasses import asdict
 import torch
 import transformers
 from accelerate import Accelerator
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
-from mixer.data.batches import Batch, Batches, SampleOrder, Share, to_device
+from mixer.data.batches import Batches, SampleOrder, Share, to_device
 from mixer.data.prepare import open_data
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig
@@ -128,11 +127,16 @@ class Trainer:
             own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
             step_targets = self.world.sum(own_targets)
 
+        # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
+        # gradient of the mean over all target tokens of the step.
+        factor = self.world.size / step_targets
         nats = torch.zeros((), device=self.device)  # in fp32
         for micro, batch in enumerate(micro_batches, 1):
             is_last = micro == len(micro_batches)
             with nullcontext() if is_last else accelerator.no_sync(self.parallel):
-                nats += self.backward(batch, step_targets)
+                of_batch = self.parallel(*batch).sum()
+                accelerator.backward(of_batch * factor)
+                nats += of_batch.detach()
         accelerator.unscale_gradients()  # of fp16's loss scale
         self.norm = gradient_norm(self.optimizer)
         clip(self.optimizer, self.norm, run.train.max_grad_norm)
@@ -145,20 +149,13 @@ class Trainer:
         counters.samples += self.share.step_samples
         self.uncounted += step_targets
 
-    def backward(self, batch: Batch, step_targets: int | Tensor) -> Tensor:
-        """The forward and backward pass of a micro-batch; returns the sum of its nats."""
-        nats = self.parallel(*batch).sum()
-        # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
-        # gradient of the mean over all target tokens of the step.
-        self.accelerator.backward(nats * (self.world.size / step_targets))
-        return nats.detach()
-
     def between_steps(self) -> bool:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
         run, counters = self.run, self.counters
         done = counters.step == run.train.steps
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
-        saving = stopping or self.save_due(counters.step)
+        saving = stopping or (done and run.checkpoint.save_last)
+        saving = saving or is_due(run.checkpoint.save_every, counters.step)
         if is_due(run.logging.log_every, counters.step) or done:
             self.log()
         if saving or evaluating:
@@ -212,10 +209,6 @@ class Trainer:
 
     def evaluation_due(self, step: int) -> bool:
         return step == self.run.train.steps or is_due(self.run.train.eval_every, step)
-
-    def save_due(self, step: int) -> bool:
-        last = step == self.run.train.steps and self.run.checkpoint.save_last
-        return last or is_due(self.run.checkpoint.save_every, step)
 
     def evaluate(self) -> None:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
