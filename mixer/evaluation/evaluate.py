@@ -314,7 +314,7 @@ def numbers(scores: TokenScores, text: Text) -> dict:
         "nats": scores.nats,
         "accuracy": scores.accuracy,
         **perplexities(scores, text),
-        **loss_by_kind(scores),
+        **scores.by_kind,
         "loss_by_position": scores.loss_by_position,
         "accuracy_by_position": scores.accuracy_by_position,
         "count_by_position": scores.count_by_position.tolist(),
@@ -339,19 +339,6 @@ def perplexities(scores: TokenScores, text: Text) -> dict:
         "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
         "byte_perplexity": exp_or_none(scores.nats / text.bytes),
         "bits_per_byte": scores.nats / math.log(2) / text.bytes,
-    }
-
-
-def loss_by_kind(scores: TokenScores) -> dict:
-    """Mean nats of the targets that a copy from the window would predict, and of all others; None
-    where there are none.
-    """
-    others = scores.tokens - scores.repeats
-    others_nats = scores.nats - scores.repeats_nats
-    return {
-        "repeats_share": scores.repeats / scores.tokens,
-        "repeats_loss": scores.repeats_nats / scores.repeats if scores.repeats else None,
-        "others_loss": others_nats / others if others else None,
     }
 
 

@@ -71,6 +71,18 @@ class TokenScores:
         return float(self.right_by_position.sum()) / self.tokens
 
     @property
+    def by_kind(self) -> dict[str, float | None]:
+        """Mean nats of the targets that a copy from the window would predict, and of all others;
+        None where there are none.
+        """
+        others, nats = self.tokens - self.repeats, self.nats - self.repeats_nats
+        return {
+            "repeats_share": self.repeats / self.tokens,
+            "repeats_loss": self.repeats_nats / self.repeats if self.repeats else None,
+            "others_loss": nats / others if others else None,
+        }
+
+    @property
     def loss_by_position(self) -> list[float | None]:
         """Mean nats of each window position; None where no target was scored."""
         return self._means(self.nats_by_position)

@@ -53,3 +53,14 @@ def short_name(name: str) -> str:
 
 def plain_number(value: float, _position: int) -> str:
     return f"{value:,g}"
+
+
+def log_axis(axes) -> None:
+    """Makes the horizontal axis logarithmic, of numbers that are drawn already."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_xscale("log", base=2)
+    low, high = axes.get_xlim()
+    if high < 8 * low:  # powers of 2 alone would be too few marks
+        axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
+    axes.xaxis.set_major_formatter(plain_number)
