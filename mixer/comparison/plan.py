@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from mixer.common.errors import UserError
 from mixer.common.yaml_file import read_yaml
 from mixer.comparison.report import best_size
-from mixer.data.config import check as check_data
 from mixer.training.config import RunConfig, load_config, override
 
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
@@ -134,7 +133,7 @@ def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[
         settings = plan["common"] | recipe(changes or {}) | given | (changes or {})
         settings.pop("recipe", None)
         run = Run(name, settings)
-        check_data(run.config().data)
+        run.config()  # refuses what is not allowed
         if name in known:
             check_known(name, known[name], settings)
         if not only or name in only:
@@ -152,7 +151,7 @@ def jobs_of_kinds(plan: dict, given: dict, only: list[str], known: dict) -> list
         models += [Model(kind, str(size), common | (own or {})) for size, own in sizes.items()]
     check_names(only, {name for model in models for name in (model.kind, model.name)})
     for model in models:
-        check_data(model.run(0, model.rate, 100).config().data)
+        model.run(0, model.rate, 100).config()  # refuses what is not allowed
         for name, row in known.items():
             if (row.get("kind"), row.get("size")) == (model.kind, model.size):
                 own = row["settings"]

@@ -25,16 +25,17 @@ COLUMNS = {
     "bits/byte": ("bits_per_byte", 1, ".4f"),
     "repeats": ("repeats_loss", 1, ".3f"),
     "others": ("others_loss", 1, ".3f"),
+    "accuracy": ("accuracy", 1, ".2%"),
     "top1 of 32": ("top1_of_32", 1, ".1%"),
     "top1 of 1024": ("top1_of_1024", 1, ".1%"),
     "top1 of 8192": ("top1_of_8192", 1, ".1%"),
 }
+OF_RETRIEVAL = ["top1 of 32", "top1 of 1024", "top1 of 8192"]
 OF_RUNS = ["steps", "thousand tokens/s", "training, s", "of its time", "validation loss"]
-OF_RUNS += ["memory, GB", "useful TFLOP/s"]
+OF_RUNS += ["memory, GB", "useful TFLOP/s", *OF_RETRIEVAL]
 OF_KINDS = ["training, s", "lr", "steps", "tokens, M", "epochs", "memory, GB", "validation loss"]
 OF_KINDS += ["of the lowest"]
-OF_TEXTS = ["bits/byte", "repeats", "others"]
-OF_RETRIEVAL = ["validation loss", "top1 of 32", "top1 of 1024", "top1 of 8192"]
+OF_TEXTS = ["bits/byte", "repeats", "others", *OF_RETRIEVAL]
 
 NOTES = (
     "Losses are in nats per token. Training time is the steps by the median time of a step, "
@@ -111,7 +112,7 @@ def parts_of_runs(result: dict) -> list[str]:
             if time and "training_seconds" in row:
                 row = row | {"share_of_time": row["training_seconds"] / time}
             rows.append({"run": name} | cells(row, OF_RUNS))
-    return section("# Runs compared", rows) + retrieval_section(result) + seeds_section(runs)
+    return section("# Runs compared", rows) + seeds_section(runs)
 
 
 def repeated(runs: dict) -> dict[str, list[dict]]:
@@ -137,27 +138,13 @@ def seeds_section(runs: dict) -> list[str]:
     return section("## Seeds", rows)
 
 
-def retrieval_section(result: dict) -> list[str]:
-    """How often texts find their partners among so many, after each run but those of a sweep."""
-    rows = [
-        {"run": name} | cells(row, OF_RETRIEVAL)
-        for name, row in result["runs"].items()
-        if "top1_of_32" in row and row.get("budget", math.inf) > sweep_budget(result)
-    ]
-    return section("## Retrieval", rows)
-
-
 # ------------------------------------------------------------------------- kinds and sizes
 
 
 def parts_of_kinds(result: dict) -> list[str]:
     runs = result["runs"]
-    rows = [row for row in finished(runs) if "loss_by_position" in row]  # those after a sweep
-    rows.sort(key=lambda row: (row["budget"], row["validation_loss"]))
     parts = ["# Models of several sizes for equal times"]
-    parts += section("## Losses", loss_rows(rows), keys=3)
-    parts += section("## Accuracy", accuracy_rows(result["plan"], filter(is_task, rows)))
-    parts += retrieval_section(result) + seeds_section(runs)
+    parts += section("## Losses", loss_rows(result), keys=3) + seeds_section(runs)
     parts += section("## Speeds and learning rates", rate_rows(result))
     diverged = [
         f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})"
@@ -170,10 +157,6 @@ def parts_of_kinds(result: dict) -> list[str]:
 
 def model_of(row: dict) -> str:
     return f"{row['kind']} {row['size']}".strip()
-
-
-def is_task(row: dict) -> bool:
-    return row["settings"].get("data.source") in TASKS
 
 
 def finished(runs: dict, kind: str | None = None) -> list[dict]:
@@ -200,28 +183,19 @@ def sweep_budget(result: dict) -> float:
     return plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
 
 
-def loss_rows(rows: list[dict]) -> list[dict]:
+def loss_rows(result: dict) -> list[dict]:
+    """The runs that follow a sweep and pretraining: by time, and the best first."""
+    ends = {"loss_by_position", "top1_of_32"}
+    rows = [row for row in finished(result["runs"]) if ends & row.keys()]
+    rows = [row for row in rows if row["budget"] > sweep_budget(result)]
+    rows.sort(key=lambda row: (row["budget"], row["validation_loss"]))
     lowest = {row["budget"]: row["validation_loss"] for row in reversed(rows)}
-    titles = OF_KINDS if any(map(is_task, rows)) else OF_KINDS + OF_TEXTS
+    are_tasks = any(row["settings"].get("data.source") in TASKS for row in rows)
+    titles = OF_KINDS + (["accuracy"] if are_tasks else OF_TEXTS)
     return [
         {"model": model_of(row)}
         | cells(row | {"share_of_lowest": row["validation_loss"] / lowest[row["budget"]]}, titles)
         for row in rows
-    ]
-
-
-def accuracy_rows(plan: dict, rows: list[dict]) -> list[dict]:
-    """The kinds of a plan whose sizes are tasks, with the best share of likeliest answers in each
-    task.
-    """
-    best: dict[str, dict[str, str]] = {}
-    for row in sorted(rows, key=lambda row: row["accuracy"]):
-        best.setdefault(row["kind"], {})[row["size"]] = f"{row['accuracy']:.2%}"  # the best last
-    tasks = dict.fromkeys(task for sizes in plan["kinds"].values() for task in sizes)
-    return [
-        {"model": kind} | {task: best[kind].get(task, "") for task in tasks}
-        for kind in plan["kinds"]
-        if kind in best
     ]
 
 
