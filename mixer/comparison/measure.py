@@ -125,7 +125,8 @@ def where(model: PreTrainedModel, config: RunConfig, validation: Samples) -> dic
         next(model.parameters()).device,
         AUTOCAST_TYPES.get(config.train.mixed_precision),
     )
-    return scores.by_kind | {"loss_by_position": mean_by_position(scores.loss_by_position)}
+    losses = scores.by_position["loss_by_position"]
+    return scores.by_kind | {"loss_by_position": mean_by_position(losses)}
 
 
 def mean_by_position(losses: list[float | None]) -> list[list[float]]:

@@ -38,13 +38,11 @@ from mixer.evaluation.scoring import (
 )
 from mixer.evaluation.texts import (
     Text,
-    file_documents,
-    hub_documents,
+    file_text,
+    hub_text,
     limit,
-    named,
     put_eos_first,
     task_text,
-    text_of,
     validation_text,
 )
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -78,8 +76,8 @@ class EvalOptions:
     text_field: str = option("text", "field of a row that holds its text")
     window: int | None = option(
         None,
-        "longest window in tokens; default: the model's context, which "
-        "mixing weights by lag can exceed",
+        "longest window in tokens; default: the model's context, which mixing weights by lag can "
+        "exceed",
         at_least=1,
     )
     stride: int | None = option(
@@ -105,6 +103,17 @@ class EvalOptions:
     backend: str = option(
         "", "auto, cuda or dense; default: what the checkpoint says", choices=("", *BACKENDS)
     )
+
+    @property
+    def task(self) -> DataConfig | None:
+        """The task that the checkpoint was trained on, unless the options name a text."""
+        data = read_trainer(Path(self.checkpoint)).get("settings", {}).get("data", {})
+        given = self.text or self.data or self.hub or self.pairs
+        return None if given or data.get("source") not in TASKS else DataConfig(**data)
+
+    @property
+    def data_directory(self) -> str | None:
+        return self.data or read_trainer(Path(self.checkpoint)).get("data_directory")
 
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
@@ -161,14 +170,14 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    if task_of(options):
+    if options.task:
         if options.first_token != "skip" or options.max_tokens:
             raise UserError(
                 f"{directory} was trained on a task, of which all answers are scored: leave out "
                 "--first-token and --max-tokens, or give --text FILE..., --data DIR or --hub NAME"
             )
     elif not (options.text or options.hub or options.data or options.pairs):
-        data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
+        data, give = options.data_directory, "give --data DIR, --text FILE... or --hub NAME"
         if not data:
             raise UserError(f"{directory} does not say which data it was trained on: {give}")
         if not Path(data).is_dir():  # a relative one is of where training was started
@@ -176,19 +185,6 @@ def check_options(options: EvalOptions) -> None:
                 f"{directory} was trained on the data in {data}, which is not here "
                 f"({Path.cwd()}): {give}"
             )
-
-
-def task_of(options: EvalOptions) -> DataConfig | None:
-    """The task that the checkpoint was trained on, unless the options name a text."""
-    settings = read_trainer(Path(options.checkpoint)).get("settings", {}).get("data", {})
-    given = options.text or options.data or options.hub or options.pairs
-    if given or settings.get("source") not in TASKS:
-        return None
-    return DataConfig(**settings)
-
-
-def data_directory(options: EvalOptions) -> str | None:
-    return options.data or read_trainer(Path(options.checkpoint)).get("data_directory")
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
@@ -214,19 +210,16 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     """The text that the options name, cut to max_tokens, or the checkpoint's task; see
     mixer.evaluation.texts.
     """
-    if task := task_of(options):
-        return task_text(task, window)
-    with_eos = options.first_token == "eos"
+    if options.task:
+        return task_text(options.task, window)
+    how = options.text_field, options.first_token == "eos", tokenizer, options.max_tokens
     if options.text:
-        found = file_documents(options.text, options.text_field, blank=with_eos)
-        text = text_of(named(options.text), found, tokenizer, options.max_tokens)
+        text = file_text(options.text, *how)
     elif options.hub:
-        where = options.hub, options.subset, options.split
-        found = hub_documents(*where, options.text_field, blank=with_eos)
-        text = text_of(" ".join(filter(None, where)), found, tokenizer, options.max_tokens)
+        text = hub_text(options.hub, options.subset, options.split, *how)
     else:
-        text = validation_text(Path(data_directory(options)), window, tokenizer)
-    if with_eos:
+        text = validation_text(Path(options.data_directory), window, tokenizer)
+    if options.first_token == "eos":
         put_eos_first(text, tokenizer)
     if all(len(tokens) < 2 for tokens in text.streams):
         raise UserError(
@@ -273,8 +266,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     }
     if options.pairs:
         validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
-        how = {"batch_size": batch_size, "dtype": dtype}
-        return found | find_partners(model, options.pairs, window, process, **how)
+        return found | find_partners(model, options.pairs, window, batch_size, dtype, process)
     text = choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
@@ -293,53 +285,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "first_token": FIRST_TOKEN[options.first_token],
         "last_window": LAST_WINDOW[options.last_window],
     }
-    return found | describe_text(text) | numbers(scores, text) | cost
-
-
-def describe_text(text: Text) -> dict:
-    return {
-        "text": text.name,
-        "bytes": text.bytes,
-        "words": text.words,
-        "tokenizer_loses": text.loses,
-        "streams": len(text.streams),
-    }
-
-
-def numbers(scores: TokenScores, text: Text) -> dict:
-    """What a report has of the scores."""
-    return {
-        "windows": scores.windows,
-        "tokens_scored": scores.tokens,
-        "nats": scores.nats,
-        "accuracy": scores.accuracy,
-        **perplexities(scores, text),
-        **scores.by_kind,
-        "loss_by_position": scores.loss_by_position,
-        "accuracy_by_position": scores.accuracy_by_position,
-        "count_by_position": scores.count_by_position.tolist(),
-    }
-
-
-def exp_or_none(value: float) -> float | None:
-    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
-    model can be.
-    """
-    return math.exp(value) if value < 709 else None
-
-
-def perplexities(scores: TokenScores, text: Text) -> dict:
-    """Perplexity per token, and of a text also per word and byte, and bits per byte (nats / ln 2 /
-    bytes).
-    """
-    found = {"loss": scores.loss, "token_perplexity": exp_or_none(scores.loss)}
-    if text.task:
-        return found
-    return found | {
-        "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
-        "byte_perplexity": exp_or_none(scores.nats / text.bytes),
-        "bits_per_byte": scores.nats / math.log(2) / text.bytes,
-    }
+    return found | numbers(scores, text) | cost
 
 
 def describe_model(
@@ -357,3 +303,36 @@ def describe_model(
         "context": getattr(model.config.get_text_config(), "max_position_embeddings", None),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
     }
+
+
+def numbers(scores: TokenScores, text: Text) -> dict:
+    """What a report has of the text and its scores: perplexity per token, and but for a task also
+    per word and byte, and bits per byte (nats / ln 2 / bytes).
+    """
+    found = {
+        "text": text.name,
+        "bytes": text.bytes,
+        "words": text.words,
+        "tokenizer_loses": text.loses,
+        "streams": len(text.streams),
+        "windows": scores.windows,
+        "tokens_scored": scores.tokens,
+        "nats": scores.nats,
+        "accuracy": scores.accuracy,
+        "loss": scores.loss,
+        "token_perplexity": exp_or_none(scores.loss),
+    }
+    if not text.task:
+        found |= {
+            "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
+            "byte_perplexity": exp_or_none(scores.nats / text.bytes),
+            "bits_per_byte": scores.nats / math.log(2) / text.bytes,
+        }
+    return found | scores.by_kind | scores.by_position
+
+
+def exp_or_none(value: float) -> float | None:
+    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
+    model can be.
+    """
+    return math.exp(value) if value < 709 else None

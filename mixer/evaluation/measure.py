@@ -90,13 +90,12 @@ def measure(
     start = time.perf_counter()
     share = process.index, process.count
     scores = evaluate_batches(model, batches, context, process.device, dtype, share)
-    memory = peak_memory_gb(process.device)
-    if process.count > 1:
-        every_score, memories = zip(*gather_object([(scores, memory)]), strict=True)
-        scores, memory = TokenScores.total(every_score), max(memories)
+    found = [(scores, peak_memory_gb(process.device))]
+    scores, memories = zip(*(gather_object(found) if process.count > 1 else found), strict=True)
+    scores = TokenScores.total(scores)
     return scores, {
         "tokens_per_second": scores.tokens / (time.perf_counter() - start),
-        "peak_memory_gb": memory,
+        "peak_memory_gb": max(memories),
     }
 
 
@@ -104,10 +103,9 @@ def find_partners(
     model: PreTrainedModel,
     data: str,
     context: int,
-    process: Process,
-    *,
     batch_size: int,
     dtype: torch.dtype | None,
+    process: Process,
 ) -> dict:
     """`top1` of the pairs in the validation split of prepared data, shared by the processes."""
     pairs = PairFile(data, "validation", context)

@@ -78,7 +78,7 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     assert math.exp(scores.loss) == pytest.approx(
         math.exp(sum(nats for *_, nats in expected) / (length - 1)), rel=1e-12
     )
-    for position, loss in enumerate(scores.loss_by_position):
+    for position, loss in enumerate(scores.by_position["loss_by_position"]):
         here = [nats for _, p, nats in expected if p == position]
         assert scores.count_by_position[position] == len(here)
         assert loss == (pytest.approx(np.mean(here), rel=1e-10) if here else None)
