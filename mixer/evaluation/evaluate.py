@@ -38,11 +38,10 @@ from mixer.evaluation.scoring import (
 )
 from mixer.evaluation.texts import (
     Text,
-    file_text,
-    hub_text,
     limit,
     put_eos_first,
     task_text,
+    text_of,
     validation_text,
 )
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -105,11 +104,15 @@ class EvalOptions:
     )
 
     @property
+    def names_text(self) -> bool:
+        return bool(self.text or self.data or self.hub or self.pairs)
+
+    @property
     def task(self) -> DataConfig | None:
         """The task that the checkpoint was trained on, unless the options name a text."""
         data = read_trainer(Path(self.checkpoint)).get("settings", {}).get("data", {})
-        given = self.text or self.data or self.hub or self.pairs
-        return None if given or data.get("source") not in TASKS else DataConfig(**data)
+        is_task = data.get("source") in TASKS and not self.names_text
+        return DataConfig(**data) if is_task else None
 
     @property
     def data_directory(self) -> str | None:
@@ -170,20 +173,19 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
+    give = "--data DIR, --text FILE... or --hub NAME"
     if options.task:
         if options.first_token != "skip" or options.max_tokens:
             raise UserError(
                 f"{directory} was trained on a task, of which all answers are scored: leave out "
-                "--first-token and --max-tokens, or give --text FILE..., --data DIR or --hub NAME"
+                f"--first-token and --max-tokens, or give {give}"
             )
-    elif not (options.text or options.hub or options.data or options.pairs):
-        data, give = options.data_directory, "give --data DIR, --text FILE... or --hub NAME"
-        if not data:
-            raise UserError(f"{directory} does not say which data it was trained on: {give}")
-        if not Path(data).is_dir():  # a relative one is of where training was started
+    elif not options.names_text:
+        data = options.data_directory
+        if not data or not Path(data).is_dir():  # a relative one is of where training was started
             raise UserError(
-                f"{directory} was trained on the data in {data}, which is not here "
-                f"({Path.cwd()}): {give}"
+                f"{directory} was trained on {data or 'data that it does not name'}, which is not "
+                f"in {Path.cwd()}: give {give}"
             )
 
 
@@ -191,14 +193,10 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
     """(window, stride) in tokens."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     window = options.window or context
-    if window is None:
+    if window is None or (context and not reads(model, window)):
         raise UserError(
-            f"{options.checkpoint} does not say its context (max_position_embeddings): "
-            "give --window N"
-        )
-    if context is not None and not reads(model, window):
-        raise UserError(
-            f"window {window} is larger than the context of {options.checkpoint}: give 1..{context}"
+            f"the context of {options.checkpoint} is {context or 'not known'}, the window "
+            f"{options.window}: give --window 1..{context or 'N'}"
         )
     stride = options.stride or window
     if stride > window:
@@ -212,11 +210,17 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     """
     if options.task:
         return task_text(options.task, window)
-    how = options.text_field, options.first_token == "eos", tokenizer, options.max_tokens
-    if options.text:
-        text = file_text(options.text, *how)
-    elif options.hub:
-        text = hub_text(options.hub, options.subset, options.split, *how)
+    if options.text or options.hub:
+        about = {"split": options.split, "text_field": options.text_field}
+        names, paths = [Path(path).name for path in options.text], options.text
+        sources = [DataConfig(source="text", path=path, **about) for path in paths]
+        name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
+        if options.hub:
+            about |= {"path": options.hub, "subset": options.subset}
+            sources = [DataConfig(source="hub", **about)]
+            name = " ".join(filter(None, (options.hub, options.subset, options.split)))
+        blank = options.first_token == "eos"
+        text = text_of(name, sources, tokenizer, blank, options.max_tokens)
     else:
         text = validation_text(Path(options.data_directory), window, tokenizer)
     if options.first_token == "eos":

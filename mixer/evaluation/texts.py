@@ -7,7 +7,7 @@ after each document.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,57 +44,23 @@ class Text:
     task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
 
 
-def file_text(
-    paths: Sequence[str],
-    text_field: str,
-    blank: bool,
-    tokenizer: PreTrainedTokenizerFast,
-    max_tokens: int,
-) -> Text:
-    """The documents of files, folders and globs: each plain file is one, and each row of a .jsonl,
-    .json or .parquet file (also .gz, .bz2, .xz, .zst).
-
-    blank: whether rows of white space alone count. max_tokens: no more documents than are needed
-    for so many targets; 0: all. Raises UserError for a path without files, and text that is not
-    UTF-8, or none.
-    """
-    found = []
-    for path in map(str, paths):
-        config, parts = DataConfig(source="text", path=path, text_field=text_field), []
-        for file in local_files(config, say, "--text"):  # each is read as its name says
-            kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
-            parts.append(Part(replace(config, source=next(kinds, "text")), file))
-        found.append(documents(parts, config, blank, say))
-    names = [Path(path).name for path in paths]
-    names = names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"]
-    return text_of(", ".join(names), itertools.chain(*found), tokenizer, max_tokens)
-
-
-def hub_text(
-    name: str,
-    subset: str,
-    split: str,
-    text_field: str,
-    blank: bool,
-    tokenizer: PreTrainedTokenizerFast,
-    max_tokens: int,
-) -> Text:
-    """A document for each row of a dataset of the hub, read as a stream; `name` may also be a
-    directory of data files. Others: see `file_text`.
-    """
-    where = {"path": name, "subset": subset, "split": split, "text_field": text_field}
-    config = DataConfig(source="hub", **where)
-    found = documents(source_parts(config, say), config, blank, say)
-    title = " ".join(filter(None, (name, subset, split)))
-    return text_of(title, found, tokenizer, max_tokens)
-
-
 def text_of(
-    name: str, texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, max_tokens: int
+    name: str,
+    sources: Iterable[DataConfig],
+    tokenizer: PreTrainedTokenizerFast,
+    blank: bool,
+    max_tokens: int,
 ) -> Text:
+    """The documents of hub datasets (source "hub"), or of files, folders and globs (source "text").
+
+    blank: whether documents of white space alone count. max_tokens: no more documents than are
+    needed for so many targets; 0: all. Raises UserError for a path without files, and text that is
+    not UTF-8, or none.
+    """
     encode, sample, left = raw_encoder(tokenizer), [], max_tokens or float("inf")
+    found = (documents(parts_of(source), source, blank, say) for source in sources)
     text = Text(name, [])
-    for document in texts:
+    for document in itertools.chain.from_iterable(found):
         ids = itertools.chain(*encode(list(pieces(document))))
         text.streams.append(np.fromiter(ids, dtype=np.int64))
         text.bytes += len(document.encode("utf-8", errors="replace"))
@@ -106,6 +72,18 @@ def text_of(
             break
     text.loses = loss_of_text(tokenizer, sample)
     return text
+
+
+def parts_of(source: DataConfig) -> Iterable[Part]:
+    """A hub dataset's rows, or files, each of which is read as its name says: rows of .jsonl, .json
+    and .parquet (also .gz, .bz2, .xz, .zst), or else one document.
+    """
+    if source.source == "hub":
+        yield from source_parts(source, say)
+        return
+    for file in local_files(source, say, "--text"):
+        kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
+        yield Part(replace(source, source=next(kinds, "text")), file)
 
 
 def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> None:

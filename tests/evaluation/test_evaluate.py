@@ -279,7 +279,7 @@ def change_trainer(run, checkpoint: Path, content: str) -> str:
 def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
     state = {"step": 7, "tokens": 224, "data_directory": "data/of-a-run"}
     checkpoint = change_trainer(run, tmp_path / "step-7", json.dumps(state))
-    with pytest.raises(UserError, match="was trained on the data in data/of-a-run, which is not"):
+    with pytest.raises(UserError, match="was trained on data/of-a-run, which is not in"):
         evaluate_checkpoint(EvalOptions(checkpoint, device="cpu"))
 
 
