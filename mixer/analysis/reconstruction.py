@@ -8,7 +8,6 @@ pseudo-inverse of the embedding then turns the guess into tokens.
 """
 
 import copy
-import math
 from collections.abc import Callable
 
 import torch
@@ -89,18 +88,15 @@ def score_layer(
 ) -> list[dict]:
     """A row of numbers for each of READ and of `windows` (texts, tokens) int64.
 
-    inverse: see `hamming_score`. The model is in fp32 and eval mode. The bits are those of naming
-    the found tokens, each log2(vocabulary), a mean over texts.
+    inverse: see `hamming_score`. The model is in fp32 and eval mode.
     """
     run, embedding, rows = first_layers(model, layer), model.get_input_embeddings().weight, []
     for name, read in READ.items():
         for tokens in windows:
-            length = tokens.shape[1]
             guess, left = reconstruct(run, embedding[tokens].detach(), read, steps)
+            about = {"outputs": name, "layer": layer, "tokens": tokens.shape[1]}
             score = hamming_score(guess, tokens, inverse)
-            bits = (1 - score) * length * math.log2(len(embedding))
-            numbers = {"hamming": score, "bits": bits, "distance_left": left}
-            rows.append({"outputs": name, "layer": layer, "tokens": length, **numbers})
+            rows.append(about | {"hamming": score, "distance_left": left})
     return rows
 
 

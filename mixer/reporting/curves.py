@@ -98,19 +98,12 @@ def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list
     """Centres and means over ranges that widen in proportion to where they are, NaN left out; both
     arrays are (count,).
     """
+    edges = (2 ** np.arange(0, np.log2(len(values) + 1), 0.25)).astype(int) - 1
     centres, means = [], []
-    for low, high in log_bins(len(values)):
+    for low, high in itertools.pairwise([*np.unique(edges), len(values)]):
         known = ~np.isnan(values[low:high])
         if known.any():
             place = places[low:high][known]
             centres.append(float(np.sqrt(float(place[0]) * float(place[-1]))))
             means.append(float(values[low:high][known].mean()))
     return centres, means
-
-
-def log_bins(count: int) -> list[tuple[int, int]]:
-    """Half-open ranges over 0..count whose widths grow in proportion to where they are."""
-    edges = [0]
-    while edges[-1] < count:
-        edges.append(min(count, max(edges[-1] + 1, round((edges[-1] + 1) * 2**0.25))))
-    return list(itertools.pairwise(edges))
