@@ -138,19 +138,6 @@ def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
     assert row(result["cases"][0], "ours")["failure"] == "wrong: not zero above the diagonal"
 
 
-def test_a_wrong_gradient_by_lag_fails(benchmark, monkeypatch, tmp_path):
-    right = plain_kernels.grad_weight
-
-    def without_lag_0(*arguments):
-        dweight, dbias = right(*arguments)
-        dweight[..., 0] = 0
-        return dweight, dbias
-
-    monkeypatch.setattr(plain_kernels, "grad_weight", without_lag_0)
-    result, _ = measure(benchmark, monkeypatch, tmp_path / "lag", "--operations", "autograd")
-    assert "relative RMSE" in row(result["cases"][0], "ours, by lag")["failure"]
-
-
 @pytest.mark.parametrize("heads", [1, 4])
 def test_every_alternative_is_right_with_heads(benchmark, heads):
     shape = benchmark.Shape(40, 32, 120, heads=heads, dtype="float32")
@@ -166,21 +153,6 @@ def test_what_stands_in_for_the_kernels_is_called_as_they_are():
     for name in ("pack", "forward", "grad_input", "grad_weight"):
         stand_in, kernel = (getattr(module, name) for module in (plain_kernels, cuda))
         assert inspect.signature(stand_in) == inspect.signature(kernel)
-
-
-def test_the_time_limit_leaves_out_what_it_names(benchmark, monkeypatch, tmp_path):
-    options = ("--seconds", "0", "--operations", "forward")
-    result, text = measure(benchmark, monkeypatch, tmp_path / "late", *options)
-    assert not result["cases"] and result["left_out"][0]["tokens"] == 48
-    assert "the time was up" in text
-
-
-def test_floor_is_memory_for_short_contexts_and_arithmetic_for_long(benchmark):
-    shapes = {tokens: benchmark.Shape(tokens) for tokens in (512, 8192)}
-    floors = {n: benchmark.floor_ms(shape, "forward", 4.27e9, 797) for n, shape in shapes.items()}
-    assert floors[512] == pytest.approx(0.063, abs=5e-4)
-    assert floors[8192] == pytest.approx(0.701, rel=0.01)
-    assert benchmark.useful_flops(shapes[512], "forward") == 65536 * 1024 * 513
 
 
 @pytest.mark.parametrize(

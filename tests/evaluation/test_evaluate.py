@@ -84,16 +84,6 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
         assert loss == (pytest.approx(np.mean(here), rel=1e-10) if here else None)
 
 
-def test_streams_together_are_their_sum():
-    model = tiny_model().double()
-    streams = [np.random.default_rng(n).integers(0, 23, n) for n in (1, 3, 30, 17)]
-    together = evaluate_batches(model, window_batches(streams, CONTEXT, 4, 5), CONTEXT)
-    batches = [window_batches([tokens], CONTEXT, 4, 16) for tokens in streams]
-    apart = [evaluate_batches(model, each, CONTEXT) for each in batches]
-    assert together.nats == pytest.approx(sum(scores.nats for scores in apart), rel=1e-12)
-    assert together.tokens == 2 + 29 + 16
-
-
 @pytest.mark.parametrize("stride", [1, 5, CONTEXT])
 def test_repeats_are_the_targets_that_follow_their_last_two_tokens_earlier_in_the_window(stride):
     model = tiny_model().double().eval()
