@@ -17,17 +17,10 @@ from mixer.common.memory import memory_for
 from mixer.common.options import option, option_problems
 from mixer.common.ranks import rank
 from mixer.data.config import TASKS, DataConfig
+from mixer.data.pairs import PairFile
 from mixer.distributed.ending import leave_with_error
-from mixer.evaluation.measure import (
-    DEVICES,
-    Process,
-    choose_device,
-    find_partners,
-    is_joined,
-    join_processes,
-    measure,
-    reads,
-)
+from mixer.evaluation import measure, texts
+from mixer.evaluation.measure import Process
 from mixer.evaluation.report import evaluation_report, write_evaluation
 from mixer.evaluation.scoring import (
     AUTOCAST_TYPES,
@@ -36,14 +29,7 @@ from mixer.evaluation.scoring import (
     sample_batches,
     window_batches,
 )
-from mixer.evaluation.texts import (
-    Text,
-    limit,
-    put_eos_first,
-    task_text,
-    text_of,
-    validation_text,
-)
+from mixer.evaluation.texts import Text
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.ops import BACKENDS
 
@@ -97,7 +83,7 @@ class EvalOptions:
         "last window of a stream: short, or full: let it begin earlier, as long as the others",
         choices=LAST_WINDOW,
     )
-    device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
+    device: str = option("auto", "auto, cpu or cuda", choices=measure.DEVICES)
     dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
     backend: str = option(
         "", "auto, cuda or dense; default: what the checkpoint says", choices=("", *BACKENDS)
@@ -135,14 +121,14 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     try:
         results = [evaluate_checkpoint(options) for options in evaluations]
     except BaseException as error:
-        if is_joined():
+        if measure.is_joined():
             leave_with_error(error)  # so that no other process waits for this one
         raise
     if rank() == 0:
         write_evaluation(results, directory)
         print(evaluation_report(results))
         print(f"\nthe report is in {directory}")
-    if is_joined():
+    if measure.is_joined():
         torch.distributed.destroy_process_group()
 
 
@@ -193,7 +179,7 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
     """(window, stride) in tokens."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     window = options.window or context
-    if window is None or (context and not reads(model, window)):
+    if window is None or (context and not measure.reads(model, window)):
         raise UserError(
             f"the context of {options.checkpoint} is {context or 'not known'}, the window "
             f"{options.window}: give --window 1..{context or 'N'}"
@@ -209,27 +195,28 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     mixer.evaluation.texts.
     """
     if options.task:
-        return task_text(options.task, window)
+        return texts.task_text(options.task, window)
     if options.text or options.hub:
-        about = {"split": options.split, "text_field": options.text_field}
-        names, paths = [Path(path).name for path in options.text], options.text
-        sources = [DataConfig(source="text", path=path, **about) for path in paths]
-        name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
-        if options.hub:
-            about |= {"path": options.hub, "subset": options.subset}
-            sources = [DataConfig(source="hub", **about)]
-            name = " ".join(filter(None, (options.hub, options.subset, options.split)))
-        blank = options.first_token == "eos"
-        text = text_of(name, sources, tokenizer, blank, options.max_tokens)
+        field, blank = options.text_field, options.first_token == "eos"
+        if options.text:
+            names = [Path(path).name for path in options.text]
+            names = names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"]
+            name, paths = ", ".join(names), options.text
+            sources = [DataConfig(source="text", path=path, text_field=field) for path in paths]
+        else:
+            where = {"path": options.hub, "subset": options.subset, "split": options.split}
+            name = " ".join(filter(None, where.values()))
+            sources = [DataConfig(source="hub", **where, text_field=field)]
+        text = texts.text_of(name, sources, tokenizer, blank, options.max_tokens)
     else:
-        text = validation_text(Path(options.data_directory), window, tokenizer)
+        text = texts.validation_text(Path(options.data_directory), window, tokenizer)
     if options.first_token == "eos":
-        put_eos_first(text, tokenizer)
+        texts.put_eos_first(text, tokenizer)
     if all(len(tokens) < 2 for tokens in text.streams):
         raise UserError(
             f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
         )
-    return limit(text, options.max_tokens, tokenizer)
+    return texts.limit(text, options.max_tokens, tokenizer)
 
 
 # ------------------------------------------------------------------------- scoring it
@@ -245,7 +232,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     lacks, and too little memory.
     """
     check_options(options)
-    process = join_processes(choose_device(options.device, options.dtype))
+    process = measure.join_processes(measure.choose_device(options.device, options.dtype))
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
@@ -269,8 +256,10 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "device": str(process),
     }
     if options.pairs:
-        validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
-        return found | find_partners(model, options.pairs, window, batch_size, dtype, process)
+        texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
+        pairs = PairFile(options.pairs, "validation", window)
+        shares = measure.find_partners(model, pairs, batch_size, dtype, process)
+        return found | {"data": options.pairs} | shares
     text = choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
@@ -278,7 +267,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         batches = sample_batches(text.task, 0, batch_size)
     else:
         batches = window_batches(text.streams, window, stride, batch_size, options.last_window)
-    scores, cost = measure(model, batches, window, dtype, process)
+    scores, cost = measure.measure(model, batches, window, dtype, process)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "

@@ -101,14 +101,12 @@ def measure(
 
 def find_partners(
     model: PreTrainedModel,
-    data: str,
-    context: int,
+    pairs: PairFile,
     batch_size: int,
     dtype: torch.dtype | None,
     process: Process,
 ) -> dict:
-    """`top1` of the pairs in the validation split of prepared data, shared by the processes."""
-    pairs = PairFile(data, "validation", context)
+    """The number of pairs and their `top1`. The processes share the pairs."""
 
     def embed(*sides: torch.Tensor) -> torch.Tensor:
         with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
@@ -120,4 +118,4 @@ def find_partners(
         torch.distributed.all_reduce(vectors)
     if not vectors.isfinite().all():
         raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
-    return {"data": data, "pairs": count} | top1(*vectors)
+    return {"pairs": count} | top1(*vectors)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from launching import run_python
 
-from mixer.common.errors import UserError
 from mixer.ops import cuda
 
 ROOT = Path(__file__).parents[2]
@@ -115,16 +114,6 @@ def test_no_speedup_for_a_wrong_result(benchmark, monkeypatch, tmp_path, wrong, 
     assert row(result["cases"][1], "ours")["ms"] > 0  # the gradient is right and has its number
 
 
-def test_a_wrong_alternative_is_not_compared_with(benchmark, monkeypatch, tmp_path):
-    import token_mixing_variants
-
-    # writes nothing
-    monkeypatch.setattr(token_mixing_variants, "panels_forward", lambda slot, panels: slot.y)
-    result, text = measure(benchmark, monkeypatch, tmp_path / "wrong", "--operations", "forward")
-    assert "nan" in row(result["cases"][0], "p=2")["failure"]
-    assert float(forward_line(text)[-4]) > 0 and "p=2: wrong" in text
-
-
 def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
     right = plain_kernels.grad_weight
 
@@ -153,24 +142,6 @@ def test_what_stands_in_for_the_kernels_is_called_as_they_are():
     for name in ("pack", "forward", "grad_input", "grad_weight"):
         stand_in, kernel = (getattr(module, name) for module in (plain_kernels, cuda))
         assert inspect.signature(stand_in) == inspect.signature(kernel)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--output PATH"),
-        (
-            ["--output", "x", "--operations", "forwards"],
-            "--operations has forwards; allowed: forward, grad_input",
-        ),
-        (["--output", "x", "--suite", "sweep", "--tokens", "7"], "no shape of suite sweep"),
-    ],
-)
-def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["token_mixing.py", "--device", "cpu", *arguments])
-    with pytest.raises(UserError, match=message):
-        benchmark.main()
 
 
 CACHES = ("cached", "cached, static", "uncached")
