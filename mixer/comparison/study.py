@@ -97,11 +97,8 @@ class Study:
         context = multiprocessing.get_context("spawn" if gpu else "fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=report_run, args=(theirs, run, self.folder))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         process.start()
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-        os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         theirs.close()  # so that the end of the process ends what is read
         self.running[ours] = job, run, gpu, process
         if self.stopped:  # by a signal that came before this process was known
