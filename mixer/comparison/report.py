@@ -15,13 +15,12 @@ COLUMNS = {
     "tokens, M": ("tokens", 1e6, ".1f"),
     "epochs": ("passes", 1, ".2f"),
     "lr": ("lr", 1, "g"),
-    "thousand tokens/s": ("tokens_per_second", 1e3, ",.0f"),
+    "tokens/s": ("tokens_per_second", 1, ",.0f"),
     "useful TFLOP/s": ("useful_tflops", 1, ".3g"),
     "training, s": ("training_seconds", 1, ".1f"),
     "of its time": ("share_of_time", 1, ".3f"),
     "memory, GB": ("peak_memory_gb", 1, ".1f"),
     "validation loss": ("validation_loss", 1, ".4f"),
-    "of the lowest": ("share_of_lowest", 1, ".3f"),
     "bits/byte": ("bits_per_byte", 1, ".4f"),
     "repeats": ("repeats_loss", 1, ".3f"),
     "others": ("others_loss", 1, ".3f"),
@@ -31,10 +30,9 @@ COLUMNS = {
     "top1 of 8192": ("top1_of_8192", 1, ".1%"),
 }
 OF_RETRIEVAL = ["top1 of 32", "top1 of 1024", "top1 of 8192"]
-OF_RUNS = ["steps", "thousand tokens/s", "training, s", "of its time", "validation loss"]
+OF_RUNS = ["steps", "tokens/s", "training, s", "of its time", "validation loss"]
 OF_RUNS += ["memory, GB", "useful TFLOP/s", *OF_RETRIEVAL]
 OF_KINDS = ["training, s", "lr", "steps", "tokens, M", "epochs", "memory, GB", "validation loss"]
-OF_KINDS += ["of the lowest"]
 OF_TEXTS = ["bits/byte", "repeats", "others", *OF_RETRIEVAL]
 
 NOTES = (
@@ -189,14 +187,9 @@ def loss_rows(result: dict) -> list[dict]:
     rows = [row for row in finished(result["runs"]) if ends & row.keys()]
     rows = [row for row in rows if row["budget"] > sweep_budget(result)]
     rows.sort(key=lambda row: (row["budget"], row["validation_loss"]))
-    lowest = {row["budget"]: row["validation_loss"] for row in reversed(rows)}
     are_tasks = any(row["settings"].get("data.source") in TASKS for row in rows)
     titles = OF_KINDS + (["accuracy"] if are_tasks else OF_TEXTS)
-    return [
-        {"model": model_of(row)}
-        | cells(row | {"share_of_lowest": row["validation_loss"] / lowest[row["budget"]]}, titles)
-        for row in rows
-    ]
+    return [{"model": model_of(row)} | cells(row, titles) for row in rows]
 
 
 def rate_rows(result: dict) -> list[dict]:
@@ -211,7 +204,7 @@ def rate_rows(result: dict) -> list[dict]:
             longest = max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
             losses = {row["lr"]: row for row in swept if model_of(row) == name}
             shown = {f"lr {rate:g}": loss_at(rate, losses) for rate in rates}
-            about = cells(longest, ["parameters, M", "thousand tokens/s", "useful TFLOP/s"])
+            about = cells(longest, ["parameters, M", "tokens/s", "useful TFLOP/s"])
             rows.append({"model": name} | about | shown)
     return rows
 
