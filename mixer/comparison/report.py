@@ -1,10 +1,8 @@
-"""The report of a plan's results, from these alone: tables, and a picture where matplotlib is."""
+"""The tables of a plan's results, from these alone."""
 
 import math
-from pathlib import Path
 from statistics import mean
 
-from mixer.common.files import write_text
 from mixer.data.config import TASKS
 from mixer.reporting import tables
 
@@ -46,21 +44,6 @@ NOTES_OF_KINDS = (
     "predict, as the two tokens before them occurred earlier in the window and were followed by "
     "the same token."
 )
-
-
-def write_report(result: dict, file: Path) -> str:
-    """Writes PATH.md and PATH.png beside `file`, PATH.json; returns the text."""
-    picture = file.with_suffix(".png")
-    text = table(result)
-    try:
-        from mixer.comparison.figure import draw
-
-        if draw(result, picture):
-            text += f"\n![The losses of these runs]({picture.name})\n"
-    except ImportError as error:
-        text += f"\nNo picture: {error}.\n"
-    write_text(file.with_suffix(".md"), text)
-    return text
 
 
 def table(result: dict) -> str:

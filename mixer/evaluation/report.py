@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mixer.common.files import whole_directory
 from mixer.reporting.curves import plot_loss_by_position
+from mixer.reporting.figure import can_draw
 from mixer.reporting.tables import bullets, table
 
 COLUMNS = {
@@ -95,7 +96,7 @@ def conventions(r: dict) -> dict[str, str]:
 def write_evaluation(results: list[dict], directory: Path) -> None:
     """report.json, report.md and loss_by_position.png in `directory`."""
     curves = []
-    for r in results if "pairs" not in results[0] else ():
+    for r in results if can_draw() and "pairs" not in results[0] else ():
         # With a stride below the window, only a stream's first window scores the early positions.
         losses, counts = r["loss_by_position"], r["count_by_position"]
         known = zip(losses, counts, strict=True)

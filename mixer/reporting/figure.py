@@ -1,7 +1,10 @@
 """What all pictures share: style, a new figure, its legend, and numbers along its axes.
 
-matplotlib is imported where a picture is drawn, so that training does not need it.
+matplotlib is imported where a picture is drawn: training does not need it, and a report is whole
+without a picture.
 """
+
+from importlib.util import find_spec
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the two oranges and the two
 # blues are far from each other.
@@ -28,6 +31,11 @@ STYLE = {
     "legend.frameon": False,
     "savefig.dpi": 130,
 }
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed, which is optional."""
+    return find_spec("matplotlib") is not None
 
 
 def new_figure(**settings):

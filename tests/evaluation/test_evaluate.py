@@ -5,6 +5,7 @@ message.
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +205,14 @@ def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
         assert text.count("- windows: ") == 1  # said once, as it holds for both
         assert f"{results[0]['bits_per_byte']:.4f}" in text
     assert_png(output / "loss_by_position.png")
+
+
+def test_without_matplotlib_a_report_is_whole_but_for_its_picture(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    checkpoint = str(run / "demo" / "step-7")
+    evaluate_main(["--checkpoint", checkpoint, "--device", "cpu", "--output", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+    assert ".png" not in (tmp_path / "report.md").read_text()
 
 
 def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_path):
