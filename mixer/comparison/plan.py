@@ -86,11 +86,12 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
 
     Raises UserError for options that are not allowed, or other than those of a known run.
     """
-    if "common" not in plan or not ("runs" in plan or {"kinds", "seconds"} <= plan.keys()):
+    is_whole = "common" in plan and ("runs" in plan or {"kinds", "seconds"} <= plan.keys())
+    if not is_whole or ("rates" in plan) != ("sweep_share" in plan):
         raise UserError(
             "the plan is incomplete; allowed: `common` with options by section.key, and `runs` "
-            "with options for each, or `seconds` and `kinds` with sizes and their options, such as "
-            "benchmarks/plans/model_sizes.yaml"
+            "with options for each, or `seconds` and `kinds` with sizes and their options, and "
+            "perhaps `rates` and `sweep_share`, such as benchmarks/plans/model_sizes.yaml"
         )
     return (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
 
@@ -197,7 +198,7 @@ def pretrained(plan: dict, model: Model, seed: int | None = None) -> Generator[R
 def runs_of_model(plan: dict, model: Model) -> Job:
     """A run that measures the speed, those of all rates, and the longer ones."""
     model = yield from pretrained(plan, model)
-    rates, share, seconds = plan.get("rates"), plan.get("sweep_share", 1), plan["seconds"]
+    rates, share, seconds = plan.get("rates"), plan.get("sweep_share"), plan["seconds"]
     lowest = min(rates or [model.rate])
     shorter = [(yield model.run(0, lowest, 4 * model.options["logging.log_every"]))]
     if rates and "failure" not in shorter[0]:

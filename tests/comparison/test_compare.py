@@ -320,6 +320,7 @@ def lines_of(files) -> list[dict]:
         {},
         {"runs": {}},
         {"common": {}, "kinds": {"a": {512: {}}}},
+        {"common": {}, "seconds": 1, "rates": [1e-3], "kinds": {"a": {512: {}}}},
     ],
     ids=str,
 )
