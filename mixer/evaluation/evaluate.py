@@ -42,40 +42,31 @@ class EvalOptions:
     """What to evaluate, and how; the fields are the options of eval.py."""
 
     checkpoint: str = option(
-        MISSING,
-        "a checkpoint, e.g. runs/demo/step-600, or the directory of any Hugging Face causal LM",
+        MISSING, "a checkpoint, e.g. runs/demo/step-600, or the directory of any causal LM"
     )
     # At most one of these four.
     text: Sequence[str] = option(
-        (),
-        "files, folders or globs to score: each UTF-8 text file is a document, and each row of a "
-        ".jsonl or .parquet file",
+        (), "files, folders or globs: each text file is a document, each row of .jsonl or .parquet"
     )
     data: str = option("", "prepared data directory; default: the one of the run")
-    pairs: str = option(
-        "", "prepared data directory: score how often texts find their partners there"
-    )
-    hub: str = option("", "dataset of the hub to score, each row a document")
+    pairs: str = option("", "prepared data directory: how often texts find their partners there")
+    hub: str = option("", "dataset of the hub, each row a document")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
     text_field: str = option("text", "field of a row that holds its text")
     window: int | None = option(
         None,
-        "longest window in tokens; default: the model's context, which mixing weights by lag can "
-        "exceed",
+        "longest window in tokens; default: the context, which mixing weights by lag can exceed",
         at_least=1,
     )
     stride: int | None = option(
-        None,
-        "tokens between windows, 1..window; default: the window (disjoint windows)",
-        at_least=1,
+        None, "tokens between windows, 1..window; default: the window (disjoint)", at_least=1
     )
     batch_size: int = option(16, "windows per forward", at_least=1)
     max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
     first_token: str = option(
         "skip",
-        "first token of a stream: skip, or eos: score it after an EOS, and rows of white space "
-        "alone too",
+        "first token of a stream: skip, or eos: score it after an EOS, and blank rows too",
         choices=FIRST_TOKEN,
     )
     last_window: str = option(
