@@ -138,19 +138,6 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
         report.main([*map(str, runs)])
 
 
-def test_a_table_has_text_on_the_left_and_numbers_in_one_form():
-    data = [
-        {"name": "a", "x": 1234567.0, "y": 0.5, "z": 3e-7},
-        {"name": "b", "x": 2} | dict.fromkeys("yz"),
-    ]
-    assert table(data).splitlines() == [
-        "| name |         x |          y |          z |",
-        "| ---- | --------: | ---------: | ---------: |",
-        "| a    | 1,234,567 |     0.5000 |      3e-07 |",
-        "| b    |         2 | over 1e308 | over 1e308 |",
-    ]
-
-
 DAMAGED = [
     b'{"step": 2, "lo',
     b"[" * 100_000,
