@@ -2,6 +2,6 @@
 
 metrics_file    reads metrics.jsonl
 curves          losses of runs
-matrices        mixing matrices
+matrices        mixing matrices, measured and drawn
 figure, tables  what these share
 """
