@@ -13,11 +13,9 @@ import torch
 
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
-from mixer.comparison.figure import draw
 from mixer.comparison.measure import SIGNALS, report_run
 from mixer.comparison.plan import Job, Run
-from mixer.comparison.report import table
-from mixer.reporting.figure import can_draw
+from mixer.comparison.report import write_report
 
 LEFT = 3  # exit status of a command that must be given again to do all
 # A list without objects, which may have lists without any in it.
@@ -28,15 +26,6 @@ def write_json(file: Path, result: dict) -> None:
     """Writes results with lists of numbers on one line each."""
     text = json.dumps(result, indent=1)
     write_text(file, LIST.sub(lambda found: re.sub(r"\n *", "", found[0]), text) + "\n")
-
-
-def write_report(result: dict, file: Path) -> str:
-    """Writes PATH.md and PATH.png beside `file`, PATH.json; returns the text."""
-    picture, text = file.with_suffix(".png"), table(result)
-    if can_draw() and draw(result, picture):
-        text += f"\n![The losses of these runs]({picture.name})\n"
-    write_text(file.with_suffix(".md"), text)
-    return text
 
 
 class Study:
