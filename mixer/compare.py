@@ -92,10 +92,8 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
     plan = {"common": common, "seeds": [run.seed + n for n in range(1, options.seeds)]}
     if not options.seconds:
         return plan | {"reference": next(iter(models)), "runs": models}
-    return plan | {
-        "seconds": options.seconds,
-        "kinds": {name: {"": own} for name, own in models.items()},
-    }
+    kinds = {name: {"": own} for name, own in models.items()}
+    return plan | {"seconds": options.seconds, "kinds": kinds}
 
 
 def entrant(name: str) -> dict:

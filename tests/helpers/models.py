@@ -38,6 +38,14 @@ MIXINGS = {
         "mixer_key_size": 3,
         "num_mixer_heads": 2,
     },
+    "keyed-heads": {
+        "mixing_init": "shift",
+        "mixing_weight": "lags",
+        "mixer_key_size": 4,
+        "mixer_keyed_every": 2,
+        "num_mixer_heads": 2,
+        "mixer_projections": False,
+    },
     "keyed-attention": {
         "num_mixer_heads": 4,
         "mixer_key_size": 4,

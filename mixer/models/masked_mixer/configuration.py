@@ -46,7 +46,9 @@ class MixerOptions:
         1, "groups of channels with a mixing weight each", at_least=1, at_most=2**16
     )
     mixer_projections: bool = option(
-        True, "with several heads: a linear projection before the mixing and one after it"
+        True,
+        "with several heads: a linear projection before the mixing and one after it. false with "
+        "mixer_key_size: blocks between those of keyed mixing have heads, too, in place of one",
     )
     mixer_kernel_size: int = option(
         1, "taps over the channels per pair of tokens", at_least=1, at_most=2**16
@@ -227,7 +229,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
             "one of the first two, or mixer_keyed_every of 2 or more, for blocks of both",
         ),
         (
-            (gate or size) and not options.mixer_projections,
+            (gate or (size and every == 1)) and not options.mixer_projections,
             "mixer_gate mixer_key_size mixer_projections",
             "mixer_projections true, which gated and keyed mixing always have",
         ),

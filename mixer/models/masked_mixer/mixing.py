@@ -99,12 +99,14 @@ class Flat(nn.Module):
     """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
     is the paper's flat mixer. Several heads mix their own channels between an in-projection and an
     out-projection, whose weights are laid out head after head; without mixer_projections nothing
-    but the MLP connects the heads. Between blocks of keyed mixing it has one head.
+    but the MLP connects the heads. Between blocks of keyed mixing it never has projections, and
+    with mixer_projections one head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        heads = 1 if config.mixer_key_size else config.num_mixer_heads
+        between = config.mixer_key_size and config.mixer_projections
+        heads = 1 if between else config.num_mixer_heads
         size, bias = config.hidden_size, config.linear_bias
         self.projects = heads > 1 and config.mixer_projections
         if self.projects:
