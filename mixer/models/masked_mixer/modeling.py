@@ -129,13 +129,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """
         self._check(input_ids, attention_mask, past_key_values, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
-            # A block that is computed again in the backward pass would write to a cache twice.
-            if past_key_values is not None:
-                raise ValueError(
-                    "past_key_values given, which gradient checkpointing cannot follow; give all "
-                    "tokens without a cache"
-                )
-            use_cache = False
+            use_cache = False  # a block that is computed again would write to it twice
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
         if output_hidden_states is None:
