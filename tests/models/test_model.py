@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.convolution import LAGS, SPANS
+from mixer.models.masked_mixer.layers import gelu, short_gelu
 from mixer.models.masked_mixer.mixing import rotations
 
+HALF_TYPES = (torch.bfloat16, torch.float16)
 ONE_TAP = ("keyed", "rows", "columns")  # the mixings that have no more
 TIED_WITH_NORM = {"tie_word_embeddings": True, "final_norm": True}
 
@@ -274,3 +276,40 @@ def test_keyed_mixing_starts_as_means_of_earlier_tokens():
             fall = torch.tensor(-1 / SPANS[(block + head) % 4]).exp()
             for row in (weight[511], weight[3, :4]):
                 torch.testing.assert_close(row[:-1] / row[1:], fall.expand(len(row) - 1))
+
+
+def every_value(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+
+
+def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Off by the last bit of its type at most, and by the 3e-7 of the distribution."""
+    assert (
+        (found.double() - exact).abs() <= torch.finfo(found.dtype).eps * exact.abs() + 3e-7
+    ).all()
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_every_16_bit_value_has_the_gelu_and_the_derivative_of_the_exact_one(dtype):
+    x = every_value(dtype)
+    x = x[x.isfinite()].requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y, exact = short_gelu(x), wide * torch.special.ndtr(wide)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    (slope,) = torch.autograd.grad(exact.sum(), wide)
+    assert y.dtype == dx.dtype == dtype
+    assert_rounded_once(y, exact)
+    assert_rounded_once(dx, slope)
+    with torch.no_grad():
+        assert torch.equal(short_gelu(x), y)  # as generation computes it
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_code_compiled_for_a_gpu_has_the_short_gelu(dtype):
+    x = every_value(dtype).cuda()
+    x = x[x.isfinite()]
+    torch._dynamo.reset()
+    compiled, short = torch.compile(gelu, fullgraph=True)(x), short_gelu(x)
+    torch.testing.assert_close(compiled, short, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert (compiled != nn.functional.gelu(x)).any()  # far below zero torch's own is less exact

@@ -75,8 +75,6 @@ class MixingCache(Cache):
     are replaced by others (load_state_dict with assign=True), need a new cache.
     """
 
-    is_compileable = False  # by transformers, which captures nothing here
-
     def __init__(self, config, static: bool = False):
         super().__init__(layers=[])
         self.config, self.static, self.length, self.captured = config, static, 0, None
@@ -124,11 +122,6 @@ class MixingCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.config.longest_text if self.is_croppable else -1  # -1: no limit
-
-    get_max_cache_shape = get_max_length  # the name in transformers 5.4
 
 
 class Generation(GenerationMixin):

@@ -103,7 +103,7 @@ class TriangularConv(nn.Module):
             initialization.zeros_(self.bias)
 
     def _start(self) -> None:
-        """Turns drawn weights into those that `initial` asks for."""
+        """Turns drawn weights into those that mixing_init asks for."""
         weight = self.mixing_weight().tril()
         if self.config.mixing_init == "zero":
             weight.zero_()

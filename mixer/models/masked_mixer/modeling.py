@@ -35,6 +35,8 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixing = mixing_class(config, number)(config)
+        for index, module in enumerate(self.mixing.modules()):
+            module.place = (number, index)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp, self.mlp_first = MLP(config), config.mlp_first
 
@@ -99,9 +101,6 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         numbers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(Block(config, number) for number in numbers)
-        for number, layer in enumerate(self.layers):
-            for index, module in enumerate(layer.mixing.modules()):
-                module.place = (number, index)
         every = config.value_embeddings  # blocks have one; the last block of all is one of these
         self.value_tables = nn.ModuleDict(
             {
@@ -129,13 +128,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """
         self._check(input_ids, attention_mask, past_key_values, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
-            # A block that is computed again in the backward pass would write to a cache twice.
-            if past_key_values is not None:
-                raise ValueError(
-                    "past_key_values given, which gradient checkpointing cannot follow; give all "
-                    "tokens without a cache"
-                )
-            use_cache = False
+            use_cache = False  # a block that is computed again would write to it twice
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
         if output_hidden_states is None:
@@ -169,10 +162,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         return torch.arange(cache.length, end, device=input_ids.device)[None]
 
     def _blocks(
-        self,
-        input_ids: Tensor,
-        past: Past | None = None,
-        states: list[Tensor] | None = None,
+        self, input_ids: Tensor, past: Past | None, states: list[Tensor] | None = None
     ) -> Tensor:
         """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
         is filled with the embedding and the output of each block, the last one after the norm.
