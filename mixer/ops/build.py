@@ -68,7 +68,7 @@ def cache_directory() -> Path:
         raise UserError(
             f"{directory} belongs to user {status.st_uid} and has mode {status.st_mode & 0o777:o}; "
             "a library is loaded from there as code, so it must be yours, and writable for you "
-            f"alone: {another}, or `chmod 700 {shlex.quote(str(directory))}`."
+            f"alone: `chmod 700 {shlex.quote(str(directory))}`, or {another}."
         )
     return directory
 

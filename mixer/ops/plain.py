@@ -252,7 +252,7 @@ def mix_row(
     backend: str = "auto",
 ) -> Tensor:
     """One new token of each text, x (batch, 1, channels): written into the memory and mixed."""
-    write_rows(memory, split_heads(x, weight.shape[0]).transpose(0, 1), positions)
+    write_rows(memory, by_head(x, weight.shape[0]), positions)
     y = mix_rows(memory, rows_at(positions, weight, memory), bias, positions)
     # Under autocast the residual stream has the autocast type, as y has.
     return y if residual is None else y + residual.to(y.dtype)

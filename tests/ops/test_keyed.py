@@ -205,7 +205,7 @@ def test_lags_are_a_weight_by_lag(decay):
     shapes = [(2, 9, 6), (2, 9, 6), (2, 9, 4), (2, 1, 12), (2, 12)]
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     query, key, value, lags, bias = leaves
-    decay = decay and torch.tensor(decay)
+    decay = decay and torch.tensor(decay, dtype=torch.float64)
     ours = keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay)
     wanted = by_a_loop(*leaves, decay)
     dy = torch.randn_like(wanted)
