@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -88,39 +87,42 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
     print(said, file=sys.stderr, flush=True)
     directory.chmod(0o755)  # whatever the umask: others must not write there
-    units = sorted(sources.glob("*.cu"))
-    if HOPPER_FLAG not in flags:
-        units = [unit for unit in units if not unit.name.startswith("hopper")]
-    objects = [directory / f"{unit.stem}.o" for unit in units]
-
-    def compile_unit(unit: Path, made: Path) -> str:
-        return run_nvcc(nvcc, *flags, "-c", unit, "-o", made)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        logs = list(pool.map(compile_unit, units, objects))
-    # The CUDA runtime goes into the library, so that no libcudart has to be found later. The nvcc
-    # wheel keeps it in lib, where its own profile says lib64.
-    lib = nvcc.parent.parent / "lib"
-    search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
-    linked = ["-shared", "-cudart=static", flags[-1], *search, *objects]
-    logs.append(run_nvcc(nvcc, *linked, "-o", directory / LIBRARY))
-    for made in objects:
-        made.unlink()
-    (directory / LOG).write_text("".join(logs))
-
-
-def run_nvcc(nvcc: Path, *arguments: Path | str) -> str:
-    """What nvcc prints. Raises UserError, with the end of that, if it fails."""
-    command = [str(nvcc), *map(str, arguments)]
+    work = directory / "objects"
+    work.mkdir()
+    (work / "build.ninja").write_text(ninja_file(sources, nvcc, flags))
+    command = [sys.executable, "-m", "ninja", "-C", str(work)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = done.stdout.decode(errors="replace")
     if done.returncode:
         end = "\n".join(output.splitlines()[-30:])
         raise UserError(
-            f"nvcc could not build the CUDA kernels: {shlex.join(command)}\nIts last words:\n"
-            f"{end}\nTry another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
+            f"{nvcc} could not build the CUDA kernels. Its last words:\n{end}\n"
+            "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
         )
-    return output
+    shutil.rmtree(work)
+    (directory / LOG).write_text(output)
+
+
+def ninja_file(sources: Path, nvcc: Path, flags: list[str]) -> str:
+    """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
+    found later.
+    """
+    lines, objects = ["rule nvcc", "  command = $command"], []
+
+    def add(made: str, parts: list[str], *arguments: Path | str) -> None:
+        # Only the command has names with spaces and the like.
+        command = shlex.join(map(str, [nvcc, *arguments, "-o", made])).replace("$", "$$")
+        lines.extend([f"build {made}: nvcc {' '.join(parts)}", f"  command = {command}"])
+
+    for unit in sorted(sources.glob("*.cu")):
+        if HOPPER_FLAG in flags or not unit.name.startswith("hopper"):
+            objects.append(f"{unit.stem}.o")
+            add(objects[-1], [], *flags, "-c", unit)
+    # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
+    lib = nvcc.parent.parent / "lib"
+    search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
+    add(f"../{LIBRARY}", objects, "-shared", "-cudart=static", flags[-1], *search, *objects)
+    return "\n".join([*lines, ""])
 
 
 # ------------------------------------------------------------------------- nvcc
