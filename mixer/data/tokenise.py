@@ -12,11 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
@@ -40,36 +40,32 @@ class Tokens:
     words: int = 0
 
 
-@dataclass(frozen=True)
-class Tokenise:
-    """The task of a worker: the tokens of a batch, for each split."""
+Encode = Callable[[Batch], dict[str, Tokens]]  # the tokens of a batch, for each split
 
-    tokenizer: str  # the content of a tokenizer.json
-    dtype: str  # of the token files
-    eos: int
-    are_pairs: bool
 
-    def __call__(self, batch: Batch) -> dict[str, Tokens]:
+def batch_encoder(tokenizer: PreTrainedTokenizerFast, dtype: str, are_pairs: bool) -> Encode:
+    """dtype: that of the token files. A document is followed by EOS, and each text of a pair is."""
+    encode = token_encoder(tokenizer.backend_tokenizer.to_str(), np.dtype(dtype))
+    eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
+
+    def encode_batch(batch: Batch) -> dict[str, Tokens]:
         splits = {name: Tokens() for name in SPLITS}
-        eos = np.array([self.eos], self.dtype).tobytes()
         for split, document in batch:
             tokens = splits[split]
-            for text in texts_of(document, self.are_pairs):
+            for text in texts_of(document, are_pairs):
                 for piece in pieces(text):
-                    tokens.ids += self._encode(piece)
+                    tokens.ids += encode(piece)
                 tokens.ids += eos
                 tokens.bytes += len(text.encode())
                 tokens.words += len(text.split())
             tokens.ends.append(len(tokens.ids) // len(eos))
         return splits
 
-    @cached_property
-    def _encode(self) -> Callable[[str], bytes]:
-        return token_encoder(self.tokenizer, np.dtype(self.dtype))
+    return encode_batch
 
 
 def write_tokens(
-    documents: Iterable[tuple[str, str]], task: Tokenise, workers: int, directory: Path, say: Say
+    documents: Iterable[tuple[str, str]], encode: Encode, workers: int, directory: Path, say: Say
 ) -> dict[str, dict[str, Any]]:
     """Writes the token files of the (split, document) pairs, and returns what the manifest says of
     each split. Every few seconds `say` is told how far it is.
@@ -80,7 +76,7 @@ def write_tokens(
         names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "docs.bin")]
         files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
         # closing ends the workers, also where writing fails
-        for splits in opened.enter_context(closing(results(task, batches(documents), workers))):
+        for splits in opened.enter_context(closing(results(encode, batches(documents), workers))):
             for name, tokens in splits.items():
                 files[f"{name}.bin"].write(tokens.ids)
                 ends = np.array([0, *tokens.ends], "<u8")
