@@ -45,16 +45,12 @@ class Part:
         return str(self.file or f"hub dataset {' '.join(dataset)}")
 
 
-def source_parts(
-    config: DataConfig, say: Say = say_on_stderr, option: str = "data.path"
-) -> list[Part]:
-    """The parts of the source, in order. Raises UserError if there are none; `option` is what the
-    user has given the path as.
-    """
+def source_parts(config: DataConfig, say: Say = say_on_stderr) -> list[Part]:
+    """The parts of the source, in order. Raises UserError if there are none."""
     if config.source == "hub":
         return [Part(config)]
     builtin = config.source == "builtin"
-    files = _builtin_files(config) if builtin else local_files(config, say, option)
+    files = _builtin_files(config) if builtin else local_files(config, say)
     return [Part(config, file) for file in files]
 
 
@@ -109,9 +105,7 @@ def _open(file: Path) -> BinaryIO:
     return OPENERS.get(file.suffix.lower(), open)(file, "rb")
 
 
-def local_files(
-    config: DataConfig, say: Say = say_on_stderr, option: str = "data.path"
-) -> list[Path]:
+def local_files(config: DataConfig, say: Say = say_on_stderr) -> list[Path]:
     """The files that `config.path` names, sorted, each once, however many links lead to it. A
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
     parquet, have one of the source's suffixes.
@@ -134,7 +128,7 @@ def local_files(
         raise UserError(f"{problem}: give access to it, or leave it out") from None
     if not files:
         raise UserError(
-            f"{option}: {config.path!r} is no file, no folder that holds a file{wanted}, and no "
+            f"{config.path!r} is no file, no folder that holds a file{wanted}, and no "
             "glob that matches one; correct the path"
         )
     if others := sorted(others - files):

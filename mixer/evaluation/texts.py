@@ -88,7 +88,7 @@ def file_documents(paths: Sequence[str], text_field: str, blank: bool) -> Iterat
 
 def _parts(settings: DataConfig) -> Iterator[Part]:
     """All files that a path names, each to be read as its name says."""
-    for file in local_files(settings, say, "--text"):
+    for file in local_files(settings, say):
         kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
         yield Part(replace(settings, source=next(kinds, "text")), file)
 

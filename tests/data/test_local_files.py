@@ -16,9 +16,7 @@ import pyarrow
 import pytest
 from texts import HARD, documents_of, quiet
 
-from mixer.common import files
 from mixer.common.errors import UserError
-from mixer.common.locks import locked
 from mixer.data import tokenise
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
@@ -156,22 +154,6 @@ def test_a_refused_or_failed_preparation_leaves_nothing_behind(tmp_path, monkeyp
             with pytest.raises(UserError):
                 prepare(dataclasses.replace(config, workers=workers), quiet)
             assert set(tmp_path.rglob("*")) == before
-
-
-def test_a_preparation_says_that_it_waits_for_another_one(tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "one"}, {"text": "two"}]))
-    config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "d")), []
-    other = locked(tmp_path / ".partial-d.lock")
-    other.__enter__()
-
-    def say(line: str) -> None:
-        said.append(line)
-        other.__exit__(None, None, None)
-
-    monkeypatch.setattr(files, "say_on_stderr", say)
-    prepare(config, quiet)
-    assert len(said) == 1 and "waiting for another process" in said[0] and "d.lock" in said[0]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["d", "rows.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["recipe", "comparison"])
