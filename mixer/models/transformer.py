@@ -2,7 +2,7 @@
 with what the training loop needs. Qwen3 is that Llama with RMS-normed queries and keys.
 """
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedConfig, Qwen3ForCausalLM
 
 from mixer.models.masked_mixer.modeling import in_autocast_type
@@ -39,3 +39,11 @@ class Llama(Transformer, LlamaForCausalLM):
 
 class Qwen3(Transformer, Qwen3ForCausalLM):
     """RMS-normed queries and keys (arXiv 2505.09388): the transformer of today."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **more):
+        """As the model of transformers. In training without a mask it does not look for texts that
+        are packed into one row, which would wait for the GPU in every step.
+        """
+        if self.training and attention_mask is None:
+            attention_mask = {"full_attention": None}
+        return super().forward(input_ids, attention_mask=attention_mask, **more)

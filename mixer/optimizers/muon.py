@@ -122,7 +122,7 @@ class Muon(torch.optim.Optimizer):
         updates = self._orthogonalize(stacked)
         rows, columns = matrices[0].shape
         # A tensor: a compiled function would be compiled anew for another number.
-        rate = torch.full((), settings["lr"], device=device) * (1 - skip)
+        rate = settings["lr"] * (1 - skip)
         size = 0.2 * math.sqrt(max(rows, columns))
         self.apply(matrices, updates, rate, settings["weight_decay"], size)
 

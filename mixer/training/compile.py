@@ -19,8 +19,8 @@ SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 
 
 def obstacle_to_graphs(train: TrainConfig, world: World) -> str:
-    """Why no CUDA graphs are made of what is compiled; "" if they are. They save the launches of
-    kernels.
+    """Why no CUDA graphs are made of what is compiled, and of the optimizer's step; "" if they
+    are. They save the launches of kernels.
     """
     obstacles = {
         "train.cuda_graphs=false": train.cuda_graphs == "false",

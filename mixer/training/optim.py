@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -107,6 +108,7 @@ def build_optimizer(
     config: OptimConfig,
     processes: dist.ProcessGroup | None = None,
     compile: Callable[[Callable], Callable] | None = None,
+    graph: bool = False,
 ) -> ChainedOptimizer:
     """The optimizer of a run.
 
@@ -115,8 +117,10 @@ def build_optimizer(
         processes: those that hold the same model and may share work; None for one process.
         compile: what makes functions of whole parameters faster, such as torch.compile; None where
             there is no compiler, or parameters are going to be sharded.
+        graph: whether steps are replays of a CUDA graph.
     """
-    return ChainedOptimizer(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
+    parts = OPTIMIZERS[config.name](kinds_of(model), config, processes, compile)
+    return ChainedOptimizer(parts, graph)
 
 
 def adamw(
@@ -210,6 +214,8 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Each group gets the rate times its own `lr_factor`, where it has one."""
+    """Each group gets the rate times its own `lr_factor`, where it has one, rounded to fp32, as
+    which a CUDA graph reads it.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_factor", 1.0)
+        group["lr"] = float(np.float32(rate * group.get("lr_factor", 1.0)))

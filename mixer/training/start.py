@@ -27,7 +27,12 @@ from mixer.data.prepared import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend
-from mixer.training.compile import compile_objective, compiled, set_recompute
+from mixer.training.compile import (
+    compile_objective,
+    compiled,
+    obstacle_to_graphs,
+    set_recompute,
+)
 from mixer.training.config import RunConfig, flatten
 from mixer.training.footprint import needed_gb
 from mixer.training.metrics import Metrics
@@ -141,7 +146,8 @@ def parallelize(
     objective = build_objective(model, run, processes).to(world.device).train()
     is_compiled = compile_objective(objective, run.train, shape, world)
     compile = partial(compiled, graphs=False) if is_compiled and not world.is_sharded else None
-    optimizer = build_optimizer(model, run.optim, processes, compile)
+    graph = is_compiled and not obstacle_to_graphs(run.train, world)
+    optimizer = build_optimizer(model, run.optim, processes, compile, graph)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
     parallel, optimizer = world.accelerator.prepare(objective, optimizer)
     if isinstance(parallel, nn.parallel.DistributedDataParallel):
