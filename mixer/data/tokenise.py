@@ -32,12 +32,11 @@ Batch = list[tuple[str, str]]  # (split, document) of each
 
 @dataclass
 class Tokens:
-    """The tokens of one split of a batch, as the token files hold them, and its text's size."""
+    """The tokens of one split of a batch, as the token files hold them."""
 
     ids: bytearray = field(default_factory=bytearray)
     ends: list[int] = field(default_factory=list)  # where each document ends, in tokens
-    bytes: int = 0
-    words: int = 0
+    counts: Counter = field(default_factory=Counter)  # as in a SplitManifest
 
 
 Encode = Callable[[Batch], dict[str, Tokens]]  # the tokens of a batch, for each split
@@ -56,9 +55,10 @@ def batch_encoder(tokenizer: PreTrainedTokenizerFast, dtype: str, are_pairs: boo
                 for piece in pieces(text):
                     tokens.ids += encode(piece)
                 tokens.ids += eos
-                tokens.bytes += len(text.encode())
-                tokens.words += len(text.split())
+                tokens.counts.update(bytes=len(text.encode()), words=len(text.split()))
             tokens.ends.append(len(tokens.ids) // len(eos))
+        for tokens in splits.values():
+            tokens.counts.update(documents=len(tokens.ends), tokens=len(tokens.ids) // len(eos))
         return splits
 
     return encode_batch
@@ -79,10 +79,9 @@ def write_tokens(
         for splits in opened.enter_context(closing(results(encode, batches(documents), workers))):
             for name, tokens in splits.items():
                 files[f"{name}.bin"].write(tokens.ids)
-                ends = np.array([0, *tokens.ends], "<u8")
-                files[f"{name}.docs.bin"].write((ends[1:] + counts[name]["tokens"]).tobytes())
-                counts[name].update(documents=len(tokens.ends), tokens=int(ends[-1]))
-                counts[name].update(bytes=tokens.bytes, words=tokens.words)
+                ends = np.array(tokens.ends, "<u8") + counts[name]["tokens"]
+                files[f"{name}.docs.bin"].write(ends.tobytes())
+                counts[name].update(tokens.counts)
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
                 say(_report(counts, said - began))
@@ -130,7 +129,8 @@ def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
     if most == 1:
         yield from map(task, jobs)
         return
-    # Forks, which start at once. They use no threads and no GPU, which a fork would break.
+    # Forks start at once. They use no GPU, and none of the tokenizer's threads: neither survives a
+    # fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork")
     pool, given = ProcessPoolExecutor(most, context, _begin_worker, (task,)), deque()
