@@ -35,6 +35,8 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     goes to a file.
     """
     os.setpgid(0, 0)
+    # A daemon, which ends with the tests, may have no children; a program may.
+    multiprocessing.current_process()._config["daemon"] = False
     os.chdir(directory)
     sys.path.insert(0, str(ROOT))
     os.environ.update(environment)
@@ -68,8 +70,6 @@ def _program(
     arguments: list[str], environment: dict[str, str], directory: str, output: str
 ) -> None:
     _enter(directory, environment, output)
-    # A daemon, which ends with the tests, may have no children; a program may.
-    multiprocessing.current_process()._config["daemon"] = False
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
