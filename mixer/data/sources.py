@@ -134,10 +134,9 @@ def local_files(config: DataConfig, say: Say = say_on_stderr) -> list[Path]:
     if others := sorted(others - files):
         number = f"{len(others):,}, such as {others[0]}"
         say(f"left out of {config.path}: files not{wanted} ({number})")
-    once: dict[str, Path] = {}
-    for file in sorted(files, key=Path.as_posix):
-        once.setdefault(os.path.realpath(file), file)
-    return list(once.values())
+    last_first = sorted(files, key=Path.as_posix, reverse=True)
+    once = {os.path.realpath(file): file for file in last_first}
+    return sorted(once.values(), key=Path.as_posix)
 
 
 def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:

@@ -62,14 +62,12 @@ TEXT_FILES = {
     "latin.txt": b"caf\xe9",
     "blank.txt": b"\n",
     "rows.jsonl": b'{"body": "x", "id": 3}\n',
-    "none.jsonl": b"",
 }
 
 
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        ("source=csv", "'csv'; allowed: builtin, text, jsonl, parquet, hub"),
         ("source=text", "data.path is empty"),
         ("path=mine", "data.path is 'mine', which source 'builtin' does not read"),
         ("subset=sample-10BT", "data.subset is 'sample-10BT'; source builtin allows packages"),
@@ -79,7 +77,6 @@ TEXT_FILES = {
         ("source=parquet path=.", "no folder that holds a file ending in .parquet"),
         ("source=jsonl path=rows.jsonl", "no field 'text'; its fields: body, id"),
         ("source=jsonl path=rows.jsonl text_field=id", "holds int, not text"),
-        ("source=jsonl path=none.jsonl", "corpus is empty"),
     ],
 )
 def test_source_errors_say_what_to_do(tmp_path, monkeypatch, settings, problem):
