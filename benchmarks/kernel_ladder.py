@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, first_line, run_command
 from mixer.ops import choice, cuda
-from mixer.ops.toolchain import find_compiler
+from mixer.ops.build import find_nvcc
 
 SOURCE = Path(__file__).resolve().parents[1] / "dev" / "cuda" / "forward.cu"
 FLAGS = ["-O3", "-std=c++17", "-lineinfo", "-shared", "-Xcompiler", "-fPIC"]
@@ -97,7 +97,7 @@ def compiled() -> ctypes.CDLL:
     target = SOURCE.with_name("build") / f"forward-{architecture}.so"
     target.parent.mkdir(exist_ok=True)
     flags = [*FLAGS, f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
-    command = [str(find_compiler().path), *flags, str(SOURCE), "-o", str(target)]
+    command = [str(find_nvcc()), *flags, str(SOURCE), "-o", str(target)]
     if (done := subprocess.run(command, stderr=subprocess.PIPE, text=True)).returncode != 0:
         raise UserError(f"`{' '.join(command)}` failed:\n{done.stderr}")
     library = ctypes.CDLL(str(target))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mixer.common.files import write_text
-from mixer.common.provenance import commit, hardware, in_words
+from mixer.common.hardware import commit, hardware
 from mixer.comparison.study import write_json
 
 
@@ -38,7 +38,8 @@ def measured_by(options: argparse.Namespace, device: str = "cuda") -> dict:
 
 def origin(result: dict) -> str:
     """What `measured_by` has found, in words."""
-    return f"{in_words(result['hardware'])}; commit {result['commit'][:10]}; `{result['command']}`"
+    where = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
+    return f"{where}; commit {result['commit'][:10]}; `{result['command']}`"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:

@@ -41,10 +41,10 @@ import psutil
 import torch
 from saving import file_of, markdown, measured_by, numbers, origin, parser_of, save
 
-from mixer.common.checksums import sha256
 from mixer.common.errors import UserError, run_command
-from mixer.common.provenance import ROOT
-from mixer.common.yaml_file import read_yaml
+from mixer.common.files import sha256
+from mixer.common.hardware import ROOT
+from mixer.common.parsing import read_yaml
 from mixer.reporting.metrics_file import read_metrics, series
 
 PARTS = ("start", "speed", "fsdp", "kill", "resume")

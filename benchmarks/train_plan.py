@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 
 from mixer.common.errors import run_command
-from mixer.common.provenance import commit
-from mixer.common.yaml_file import read_yaml
+from mixer.common.hardware import commit
+from mixer.common.parsing import read_yaml
 from mixer.compare import options_of, work
 
 

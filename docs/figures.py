@@ -289,19 +289,20 @@ def model():
         color="#666666",
     )
 
-    axes.text(5.25, 5.41, "Token mixing, three ways", fontsize=12.5, fontweight="bold", va="center")
-    variant(axes, 4.0, "flat", "the paper's mixer", draw_flat)
-    variant(axes, 2.5, "num_mixer_heads = H", "a weight for each group of channels", draw_heads)
-    variant(axes, 1.0, "mixer_expansion", "two weights, GELU between", draw_expansion)
+    axes.text(5.25, 5.5, "Token mixing, four ways", fontsize=12.5, fontweight="bold", va="center")
+    variant(axes, 4.18, "flat", "the paper's mixer", draw_flat)
+    variant(axes, 3.04, "num_mixer_heads = H", "a weight for each group of channels", draw_heads)
+    variant(axes, 1.90, "mixer_gate", "what is mixed, and taken, by channel", draw_gated)
+    variant(axes, 0.76, "mixer_key_size", "weights times how well tokens fit", draw_keyed)
     mixing = r"x \leftarrow x + \mathrm{mix}(\mathrm{LN}(x))"
     mlp = r"x \leftarrow x + \mathrm{MLP}(\mathrm{LN}(x))"
-    axes.text(5.25, 0.5, rf"${mixing}\,;\quad {mlp}$", fontsize=15, va="center")
+    axes.text(5.25, 0.42, rf"${mixing}\,;\quad {mlp}$", fontsize=15, va="center")
     save(figure, "model.png")
 
 
 def variant(axes, y, name, caption, draw):
-    axes.text(5.25, y + 1.02, name, fontsize=11, va="center", family="monospace", fontweight="bold")
-    axes.text(9.75, y + 1.02, caption, fontsize=10, va="center", ha="right", color="#666666")
+    axes.text(5.25, y + 0.95, name, fontsize=11, va="center", family="monospace", fontweight="bold")
+    axes.text(9.75, y + 0.95, caption, fontsize=10, va="center", ha="right", color="#666666")
     draw(axes, y)
 
 
@@ -316,7 +317,7 @@ def triangle(axes, x, y, side, face=PALE_BLUE, edge=BLUE):
 
 def draw_flat(axes, y):
     arrow(axes, (5.3, y + 0.4), (7.1, y + 0.4))
-    triangle(axes, 7.15, y + 0.05, 0.7)
+    triangle(axes, 7.2, y + 0.1, 0.6)
     arrow(axes, (7.9, y + 0.4), (9.7, y + 0.4))
 
 
@@ -333,14 +334,52 @@ def draw_heads(axes, y):
     arrow(axes, (9.25, y + 0.4), (9.7, y + 0.4))
 
 
-def draw_expansion(axes, y):
-    arrow(axes, (5.3, y + 0.4), (6.0, y + 0.4))
-    triangle(axes, 6.05, y + 0.05, 0.7)
-    arrow(axes, (6.8, y + 0.4), (7.15, y + 0.4))
-    box(axes, 7.15, y + 0.2, 0.7, 0.4, "GELU", "white", fontsize=10)
-    arrow(axes, (7.85, y + 0.4), (8.2, y + 0.4))
-    triangle(axes, 8.25, y + 0.05, 0.7)
-    arrow(axes, (9.0, y + 0.4), (9.7, y + 0.4))
+def draw_projections(axes, y, names):
+    """The input, and its three projections, at the heights that are returned."""
+    arrow(axes, (5.3, y + 0.4), (5.75, y + 0.4))
+    box(axes, 5.75, y + 0.2, 0.8, 0.4, "Linear", "white", fontsize=10)
+    levels = [y + 0.71, y + 0.4, y + 0.09]
+    for name, level, colour in zip(names, levels, (GREEN, ORANGE, BLUE), strict=True):
+        lines(axes, [(6.55, y + 0.4), (6.72, level), (6.82, level)], colour=colour)
+        axes.text(6.93, level, f"${name}$", fontsize=12, va="center", ha="center", color=colour)
+    return levels
+
+
+def draw_gated(axes, y):
+    query, key, value = draw_projections(axes, y, "qkv")
+    middle = (key + value) / 2
+    lines(axes, [(7.03, key), (7.18, key), (7.3, middle)], colour=ORANGE)
+    lines(axes, [(7.03, value), (7.18, value), (7.3, middle)], colour=BLUE)
+    times(axes, 7.38, middle)
+    triangle(axes, 7.6, middle - 0.15, 0.3)
+    lines(axes, [(7.47, middle), (7.58, middle)])
+    lines(axes, [(7.92, middle), (8.05, middle), (8.17, y + 0.35)])
+    lines(axes, [(7.03, query), (8.0, query), (8.17, y + 0.45)], colour=GREEN)
+    times(axes, 8.23, y + 0.4)
+    draw_out(axes, y, 8.31)
+
+
+def draw_keyed(axes, y):
+    query, key, value = draw_projections(axes, y, "qkv")
+    lines(axes, [(7.03, query), (7.2, query), (7.3, (query + key) / 2)], colour=GREEN)
+    lines(axes, [(7.03, key), (7.2, key), (7.3, (query + key) / 2)], colour=ORANGE)
+    triangle(axes, 7.3, y + 0.4, 0.3, PALE_ORANGE, ORANGE)
+    times(axes, 7.7, y + 0.55)
+    triangle(axes, 7.8, y + 0.4, 0.3)
+    lines(axes, [(8.1, y + 0.55), (8.17, y + 0.45)])
+    lines(axes, [(7.03, value), (8.0, value), (8.17, y + 0.35)], colour=BLUE)
+    times(axes, 8.23, y + 0.4)
+    draw_out(axes, y, 8.31)
+
+
+def draw_out(axes, y, start):
+    arrow(axes, (start, y + 0.4), (8.6, y + 0.4))
+    box(axes, 8.6, y + 0.2, 0.75, 0.4, "Linear", "white", fontsize=10)
+    arrow(axes, (9.35, y + 0.4), (9.75, y + 0.4))
+
+
+def times(axes, x, y):
+    axes.text(x, y, r"$\times$", fontsize=13, va="center", ha="center")
 
 
 # ------------------------------------------------------------------------- switch

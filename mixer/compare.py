@@ -21,8 +21,8 @@ from pathlib import Path
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_writable
-from mixer.common.provenance import commit
-from mixer.common.yaml_file import parse_yaml, read_yaml
+from mixer.common.hardware import commit
+from mixer.common.parsing import parse_yaml, read_yaml
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import Study
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
@@ -92,10 +92,8 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
     plan = {"common": common, "seeds": [run.seed + n for n in range(1, options.seeds)]}
     if not options.seconds:
         return plan | {"reference": next(iter(models)), "runs": models}
-    return plan | {
-        "seconds": options.seconds,
-        "kinds": {name: {"": own} for name, own in models.items()},
-    }
+    kinds = {name: {"": own} for name, own in models.items()}
+    return plan | {"seconds": options.seconds, "kinds": kinds}
 
 
 def entrant(name: str) -> dict:

@@ -12,8 +12,7 @@ way back, which changes nothing. The logits of the first two are the reference's
 
 A LanguageMixer's file does not say whether a softmax belongs to the mixing, which has no
 counterpart here: the command assumes none, and says so. A recurrent mixer's file does not say which
-heads mix by row: it needs --mixing. See mixer/checkpoints/reference_format.py and
-recurrent_format.py.
+heads mix by row: it needs --mixing. See mixer/checkpoints/reference_format.py.
 """
 
 import argparse
@@ -25,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer, settled
-from mixer.checkpoints.recurrent_format import from_recurrent, is_recurrent_format, to_recurrent
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import check_new, check_writable, whole_directory, whole_file
@@ -43,13 +41,7 @@ def convert(
     mixing: the mixing_weight of a recurrent mixer.
     """
     check_new(output)
-    weights = read_weights(source)
-    recurrent = is_recurrent_format(weights)
-    if mixing and not recurrent:
-        raise UserError(
-            f"--mixing {mixing} is for recurrent mixers, and {source} is none; leave it out"
-        )
-    model = from_recurrent(weights, mixing) if recurrent else from_reference(weights)
+    model = from_reference(read_weights(source), mixing)
     check_finite(source, model)
     tokenizer = None
     if tokenizer_name:
@@ -58,7 +50,7 @@ def convert(
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
     write(model, tokenizer, output)
-    if not recurrent:
+    if not mixing:
         print(
             f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong.",
             file=sys.stderr,
@@ -73,8 +65,7 @@ def convert_back(source: Path, output: Path) -> None:
         )
     check_writable(output.parent)
     model = load_masked_mixer(source)
-    recurrent = model.config.mixing_weight in RECURRENT
-    weights = to_recurrent(model) if recurrent else to_reference(model)
+    weights = to_reference(model)
     with whole_file(output) as stage:
         save_file(weights, stage, metadata={"format": "pt"})
     print(f"wrote {output}")
@@ -113,7 +104,8 @@ def write(
     model: MaskedMixerForCausalLM, tokenizer: PreTrainedTokenizerBase | None, output: Path
 ) -> None:
     disable_progress_bar()  # of transformers: writing takes no time
-    with whole_directory(output, new=True) as stage:
+    with whole_directory(output) as stage:
+        check_new(output)  # another process may have written there
         model.save_pretrained(stage)
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)

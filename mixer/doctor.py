@@ -14,7 +14,7 @@ import torch
 
 from mixer.common.errors import run_command
 from mixer.ops import choice
-from mixer.ops.toolchain import dotted
+from mixer.ops.build import dotted
 from mixer.reporting.tables import wrapped
 
 # CUDA 12.6 is the last whose torch has V100, and driver 580 the last that knows a V100.
@@ -38,27 +38,21 @@ def blindness(error: str, in_container: bool) -> Problem:
     return f"torch {torch.__version__} sees no GPU: {' '.join(error.split())}", fix
 
 
-def gpu_problem(
-    name: str, capability: tuple[int, int], arches: list[str], reason: str | None
-) -> Problem | None:
-    """What keeps a GPU from running the kernels, if anything does.
-
-    arches: what torch is built for, such as sm_90. reason: what the kernels' own test says.
+def gpu_problem(name: str, capability: tuple[int, int], reason: str | None) -> Problem | None:
+    """What keeps a GPU from running the kernels, if anything does. reason: what the kernels' own
+    test says.
     """
     if reason is None:
         return None
-    if not serves(arches, capability):
+    arches = torch.cuda.get_arch_list()  # what torch is built for, such as sm_90
+    built = [divmod(int(digits), 10) for digits in re.findall(r"sm_(\d+)", " ".join(arches))]
+    # Machine code serves its own major version from its minor on.
+    if not any((capability[0], 0) <= arch <= capability for arch in built):
         what = f"torch {torch.__version__} is built for {' '.join(arches)}, not for {name}"
         return f"{what} ({dotted(capability)})", INSTALL_TORCH_12
     commands = re.findall(r"`([^`\n]+)`", reason)  # the builder's advice comes last
     fix = commands[-1] if commands else "python -m mixer.ops.build"
     return f"the kernels do not run on {name}: {reason}", fix
-
-
-def serves(arches: list[str], capability: tuple[int, int]) -> bool:
-    """Machine code, such as sm_86, serves its own major version from its minor on."""
-    versions = [divmod(int(digits), 10) for digits in re.findall(r"sm_(\d+)", " ".join(arches))]
-    return any(arch[0] == capability[0] and arch <= capability for arch in versions)
 
 
 def start_cuda() -> str:
@@ -91,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
         problems = [blindness(error, in_container)]
     for index in range(0 if error else torch.cuda.device_count()):
         gpu = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        problem = gpu_problem(*gpu, torch.cuda.get_arch_list(), gpu_reason(index))
+        problem = gpu_problem(*gpu, gpu_reason(index))
         state = "do not run" if problem else "run"
         print(f"GPU {index}: {gpu[0]}, compute capability {dotted(gpu[1])}; kernels {state}")
         problems += [problem] if problem and problem not in problems else []

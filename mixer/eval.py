@@ -21,7 +21,7 @@ from dataclasses import fields
 
 from mixer.checkpoints.pretrained import settled
 from mixer.common.errors import run_command
-from mixer.distributed.ending import follow_launcher
+from mixer.distributed.world import follow_launcher
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 
 

@@ -19,7 +19,7 @@ from mixer.checkpoints.pretrained import (
     require_masked_mixer,
     settled,
 )
-from mixer.checkpoints.sentences import LISTING, write_modules
+from mixer.checkpoints.writer import MODULES_FILE, write_modules
 from mixer.common.errors import run_command
 from mixer.common.files import check_new, whole_directory
 from mixer.evaluation.model_card import model_card
@@ -41,10 +41,11 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
     tokenizer.model_max_length = model.config.max_position_embeddings
     card = model_card(model, checkpoint, output.resolve().name, license)
-    with whole_directory(output, new=True) as stage:
+    with whole_directory(output) as stage:
+        check_new(output)  # another process may have written there
         model.save_pretrained(stage)
         tokenizer.save_pretrained(stage)
-        if (checkpoint / LISTING).is_file():
+        if (checkpoint / MODULES_FILE).is_file():
             write_modules(stage, model.config.hidden_size)
         (stage / "README.md").write_text(card, encoding="utf-8")
     print(f"wrote {output}; read its README.md, then: hf upload NAME {output}")

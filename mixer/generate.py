@@ -7,17 +7,11 @@ import argparse
 import math
 
 from torch import Tensor
-from transformers import (
-    BatchEncoding,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import BatchEncoding, GenerationConfig, PreTrainedModel, set_seed
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, first_line, run_command
-from mixer.common.memory import memory_for
+from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
 from mixer.evaluation.measure import choose_device, reads
 
@@ -31,7 +25,7 @@ def continuations(
     greedy.
 
     Raises UserError for a directory that is no checkpoint, an empty prompt or one too long for the
-    context, for logits that are not finite, and for too little memory.
+    context, and for too little memory.
     """
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise UserError(
@@ -50,18 +44,13 @@ def continuations(
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
         model, tokenizer = load_checkpoint(settled(checkpoint), device)
         try:
-            inputs = encode(tokenizer, prompts).to(device)  # (prompts, tokens)
+            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+            how = {"padding": len(prompts) > 1, "padding_side": "left"}  # one needs no token to pad
+            inputs = tokenizer(prompts, return_tensors="pt", **how).to(device)  # (prompts, tokens)
             output = generate(model, inputs, new_tokens, temperature, seed, tokenizer.pad_token_id)
         except ValueError as error:  # of an option
             raise UserError(f"nothing can be generated: {first_line(error)}") from None
     return tokenizer.batch_decode(output, skip_special_tokens=True)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> BatchEncoding:
-    """input_ids and attention_mask of the prompts, (prompts, tokens), padded on the left."""
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    several = len(prompts) > 1  # one needs no token to pad with
-    return tokenizer(prompts, return_tensors="pt", padding=several, padding_side="left")
 
 
 def generate(
@@ -84,7 +73,6 @@ def generate(
         attention_mask=inputs.attention_mask,
         max_new_tokens=new_tokens,
         pad_token_id=pad_token_id,
-        logits_processor=[check_logits],
         **(sampling if temperature > 0 else {"do_sample": False}),
     )
 
@@ -99,19 +87,6 @@ def check_context(model: PreTrainedModel, prompt: int, new: int) -> None:
             f"the prompt has {prompt} tokens and --new-tokens is {new}, {prompt + new} together; "
             f"the model's context is {context}: shorten the prompt, or give fewer new tokens"
         )
-
-
-def check_logits(ids: Tensor, logits: Tensor) -> Tensor:
-    """The logits (prompts, vocabulary) as they are. Raises UserError where one is not finite.
-
-    ids: (prompts, tokens) so far.
-    """
-    if not logits.isfinite().all():
-        raise UserError(
-            f"the logits after {ids.shape[1]} tokens are not finite (NaN or infinite), so no next "
-            "token can be chosen; the checkpoint diverged: give an earlier one"
-        )
-    return logits
 
 
 def main() -> None:

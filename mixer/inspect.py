@@ -6,11 +6,10 @@ python -m mixer.inspect --checkpoint runs/demo/step-600
 import argparse
 from pathlib import Path
 
-from mixer.analysis.matrices import mixing_matrices
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import run_command
 from mixer.common.files import check_writable, directory_for
-from mixer.reporting.matrices import write_pages
+from mixer.reporting.matrices import mixing_matrices, write_pages
 
 
 def main(arguments=None) -> None:

@@ -1,34 +1,34 @@
 """The representation test of arXiv 2409.01482: how much of a text can be read back from the output
-of a layer.
+of a layer of any causal language model, with the checkpoint's weights and with random ones.
 
     python -m mixer.representation --checkpoint runs/demo/step-600
     python -m mixer.representation --checkpoint path/to/gpt2 --text book.txt --layers 1 6 12
 
-It works for any causal language model. A guess, at first Gaussian noise in place of the text's
-embeddings, is changed by gradient descent until a layer gives for it what it gives for the text.
-The pseudo-inverse of the embedding then turns the guess into tokens. The model is tested with the
-checkpoint's weights and with random ones. The distance is L1, over the outputs of all tokens or of
-the last token alone, which is all that the next token is predicted from.
-
 Hamming score: the share of positions whose token is not the text's; 0 is best. Only the best token
 of a position counts. The paper's own script accepts the text's token among the five best, so its
-scores are no higher than these. Bits of context: the number of tokens found x log2(vocabulary), a
-mean over texts; that many bits name these tokens without a model of language. Both numbers are
-lower bounds of what is there: another search might read more.
+scores are no higher than these. Another search might read more.
+
+A guess, at first Gaussian noise in place of the text's embeddings, is changed by gradient descent
+until the layer gives for it what it gives for the text. The distance is L1, over the outputs of all
+tokens or of the last token alone, which is all that the next token is predicted from. The
+pseudo-inverse of the embedding then turns the guess into tokens.
 """
 
 import argparse
+import copy
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mixer.analysis.reconstruction import blocks, random_twin, score_layer
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, run_command
-from mixer.common.files import check_writable, directory_for
+from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.evaluation.evaluate import (
     EvalOptions,
     check_options,
@@ -37,61 +37,12 @@ from mixer.evaluation.evaluate import (
     describe_model,
 )
 from mixer.evaluation.measure import DEVICES, choose_device
-from mixer.reporting.representation import report, write
+from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+from mixer.reporting.tables import table, wrapped
 
 TOKENS = (16, 32, 64, 128)
-
-
-def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
-    """Windows (texts, length) int64 of one text, their beginnings spread evenly over it."""
-    if len(stream) < length:
-        raise UserError(
-            f"the longest text has {len(stream)} tokens, fewer than --tokens {length}: give a "
-            "longer text, or fewer"
-        )
-    starts = np.linspace(0, len(stream) - length, texts).astype(int)
-    windows = [stream[start : start + length].astype(np.int64) for start in starts]
-    return torch.from_numpy(np.stack(windows))
-
-
-def require(name: str, values: list[int], least: int, most: int) -> None:
-    for value in values:
-        if not least <= value <= most:
-            raise UserError(f"--{name} is {value}; allowed here: {least} to {most}")
-
-
-def representation(options: argparse.Namespace) -> dict:
-    """All numbers of the report; see main for the options.
-
-    Raises UserError if the checkpoint or the text cannot be read, or if the model does not have the
-    layers or tokens that are asked for.
-    """
-    require("texts", [options.texts], 1, 10**6)
-    require("steps", [options.steps], 1, 10**9)
-    source = EvalOptions(checkpoint=str(options.checkpoint), text=options.text, data=options.data)
-    check_options(source)
-    model, tokenizer = load_checkpoint(options.checkpoint, choose_device(options.device, "fp32"))
-    context, _ = choose_window(source, model)
-    count = len(blocks(model.base_model))
-    layers = options.layers or list(range(count + 1))
-    lengths = options.tokens or [n for n in TOKENS if n <= context] or [context]
-    require("layers", layers, 0, count)
-    require("tokens", lengths, 1, context)
-    text = choose_text(source, context, tokenizer)
-    check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
-    stream = max(text.streams, key=len)
-    windows = [cut_windows(stream, length, options.texts).to(model.device) for length in lengths]
-    rows = []
-    for weights, tested in (("trained", model), ("random", random_twin(model))):
-        tested.requires_grad_(False)
-        inverse = torch.linalg.pinv(tested.get_input_embeddings().weight)
-        for layer in layers:
-            print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
-            found = score_layer(tested, layer, inverse, windows, options.steps)
-            rows += [{"weights": weights, **row} for row in found]
-    described = describe_model(options.checkpoint, model, tokenizer)
-    about = {"text": text.name, "texts": options.texts, "steps": options.steps}
-    return {**described, **about, "rows": rows}
+READ = {"all": slice(None), "last": slice(-1, None)}  # the tokens whose outputs are compared
+LR = 0.02  # of the first step
 
 
 def main(arguments=None) -> None:
@@ -116,9 +67,178 @@ def main(arguments=None) -> None:
     output = Path(options.output or directory_for(options.checkpoint, "representation"))
     check_writable(output)
     result = representation(options)
-    print(report(result))
-    write(result, output)
-    print(f"\nrepresentation.json, .md and .png are in {output}")
+    text = report(result)
+    print(text)
+    with whole_directory(output) as stage:
+        (stage / "representation.md").write_text(f"# Representation\n\n{text}\n")
+        (stage / "representation.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(f"\nrepresentation.json and .md are in {output}")
+
+
+def representation(options: argparse.Namespace) -> dict:
+    """All numbers of the report; see main for the options.
+
+    Raises UserError if the checkpoint or the text cannot be read, or if the model does not have the
+    layers or tokens that are asked for.
+    """
+    source = EvalOptions(checkpoint=str(options.checkpoint), text=options.text, data=options.data)
+    check_options(source)
+    model, tokenizer = load_checkpoint(options.checkpoint, choose_device(options.device, "fp32"))
+    context, _ = choose_window(source, model)
+    count = len(blocks(model.base_model))
+    layers = options.layers or list(range(count + 1))
+    lengths = options.tokens or [n for n in TOKENS if n <= context] or [context]
+    require("texts", [options.texts], 1, 10**6)
+    require("steps", [options.steps], 1, 10**9)
+    require("layers", layers, 0, count)
+    require("tokens", lengths, 1, context)
+    text = choose_text(source, context, tokenizer)
+    check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
+    stream = max(text.streams, key=len)
+    windows = [cut_windows(stream, length, options.texts).to(model.device) for length in lengths]
+    rows = []
+    for weights, tested in (("trained", model), ("random", random_twin(model))):
+        tested.requires_grad_(False)
+        inverse = torch.linalg.pinv(tested.get_input_embeddings().weight)
+        for layer in layers:
+            print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
+            found = score_layer(tested, layer, inverse, windows, options.steps)
+            rows += [{"weights": weights, **row} for row in found]
+    described = describe_model(options.checkpoint, model, tokenizer)
+    about = {"text": text.name, "texts": options.texts, "steps": options.steps}
+    return {**described, **about, "rows": rows}
+
+
+def require(name: str, values: list[int], least: int, most: int) -> None:
+    for value in values:
+        if not least <= value <= most:
+            raise UserError(f"--{name} is {value}; allowed here: {least} to {most}")
+
+
+def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
+    """Windows (texts, length) int64 of one text, their beginnings spread evenly over it."""
+    if len(stream) < length:
+        raise UserError(
+            f"the longest text has {len(stream)} tokens, fewer than --tokens {length}: give a "
+            "longer text, or fewer"
+        )
+    starts = np.linspace(0, len(stream) - length, texts).astype(int)
+    windows = [stream[start : start + length].astype(np.int64) for start in starts]
+    return torch.from_numpy(np.stack(windows))
+
+
+def report(result: dict) -> str:
+    """A Markdown table with notes."""
+    rows: dict[tuple, dict] = {}
+    for row in result["rows"]:
+        own = {"outputs read": row["outputs"], "weights": row["weights"], "layer": row["layer"]}
+        own = rows.setdefault(tuple(own.values()), own)
+        own[f"Hamming, {row['tokens']} tokens"] = row["hamming"]
+    left = max(row["distance_left"] for row in result["rows"])
+    notes = (
+        f"{result['label']}: {result['architecture']}, {result['parameters']:,} parameters; "
+        f"{result['text']}; a mean over {result['texts']} windows for each number of tokens. "
+        "Hamming score: share of positions whose token is not recovered. Read from the layer's "
+        "outputs of all tokens, or of the last alone; layer 0 is the embedding. "
+        f"{result['steps']:,} steps of gradient descent on the L1 distance, rate {LR:g} falling to "
+        f"a tenth, from Gaussian noise; at most {left:.1%} of the noise's distance is left."
+    )
+    return f"{table(list(rows.values()), keys=3)}\n\n{wrapped(notes)}"
+
+
+# ------------------------------------------------------------------------- the search
+
+
+def blocks(body: nn.Module) -> nn.ModuleList:
+    """The blocks of a transformers model without its head: its longest list of modules."""
+    return max((part for part in body.modules() if isinstance(part, nn.ModuleList)), key=len)
+
+
+def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
+    """The map from embedded tokens to the output of block `layer`, both (texts, tokens, channels).
+
+    Blocks are counted from 1; layer 0 is the embedding itself, so its map changes nothing.
+    """
+    if layer == 0:
+        return lambda embedded: embedded
+    body = copy.deepcopy(model.base_model)
+    del blocks(body)[layer:]  # the output of later blocks is not needed
+    kept = {}
+    body.get_input_embeddings().register_forward_hook(lambda *_: kept["input"])
+    blocks(body)[-1].register_forward_hook(
+        lambda _block, _given, output: kept.update(output=output)
+    )
+
+    def run(embedded: Tensor) -> Tensor:
+        kept["input"] = embedded  # which the hook above puts in place of the embedding's output
+        unread = torch.zeros(embedded.shape[:2], dtype=torch.int64, device=embedded.device)
+        body(input_ids=unread, use_cache=False)
+        return kept["output"] if isinstance(kept["output"], Tensor) else kept["output"][0]
+
+    return run
+
+
+def reconstruct(
+    layers: Callable[[Tensor], Tensor], embedded: Tensor, read: slice, steps: int
+) -> tuple[Tensor, float]:
+    """A guess of `embedded` from the output of `layers`, both (texts, tokens, channels), and its
+    distance from the text's output as a share of the first noise's, a mean over texts.
+
+    read: the tokens whose outputs are compared, one of READ. This is plain gradient descent; the
+    rate falls linearly from LR to a tenth of it. Distances are sums over tokens and channels, so a
+    text's guess does not depend on the other texts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    guess = torch.randn(embedded.shape, generator=generator).to(embedded.device).requires_grad_()
+    with torch.no_grad():
+        target = layers(embedded)[:, read]
+    first = None
+    for step in range(steps + 1):
+        distance = (layers(guess)[:, read] - target).abs().sum((1, 2))  # (texts,)
+        first = distance.detach() if first is None else first
+        if step < steps:
+            (gradient,) = torch.autograd.grad(distance.sum(), guess)
+            with torch.no_grad():
+                guess -= LR * (1 - 0.9 * step / steps) * gradient
+    return guess.detach(), (distance.detach() / first).mean().item()
+
+
+def hamming_score(guess: Tensor, tokens: Tensor, inverse: Tensor) -> float:
+    """The share of positions at which the guess is not the text's token; 0 is best.
+
+    guess: (texts, tokens, channels); tokens: (texts, tokens); inverse: (channels, vocabulary), the
+    pseudo-inverse of the embedding.
+    """
+    return (torch.argmax(guess @ inverse, dim=-1) != tokens).double().mean().item()
+
+
+def score_layer(
+    model: PreTrainedModel, layer: int, inverse: Tensor, windows: list[Tensor], steps: int
+) -> list[dict]:
+    """A row of numbers for each of READ and of `windows` (texts, tokens) int64.
+
+    inverse: see `hamming_score`. The model is in fp32 and eval mode.
+    """
+    run, embedding, rows = first_layers(model, layer), model.get_input_embeddings().weight, []
+    for name, read in READ.items():
+        for tokens in windows:
+            guess, left = reconstruct(run, embedding[tokens].detach(), read, steps)
+            about = {"outputs": name, "layer": layer, "tokens": tokens.shape[1]}
+            score = hamming_score(guess, tokens, inverse)
+            rows.append(about | {"hamming": score, "distance_left": left})
+    return rows
+
+
+def random_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same configuration with random weights, in fp32 and eval mode, on the same
+    device. Mixing weights are random too, whatever the training began with.
+    """
+    config = copy.deepcopy(model.config)
+    if isinstance(config, MaskedMixerConfig):
+        config.mixing_init = "reference"  # "zero" would mix no tokens at all
+    torch.manual_seed(0)
+    twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return twin.to(model.device).eval()
 
 
 if __name__ == "__main__":

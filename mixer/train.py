@@ -9,7 +9,7 @@ In a checkout, train.py is the same command.
 import argparse
 
 from mixer.common.errors import run_command
-from mixer.distributed.ending import follow_launcher
+from mixer.distributed.world import follow_launcher
 from mixer.training.config import describe_options, load_config
 from mixer.training.loop import train
 

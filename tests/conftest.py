@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 from launching import Launch
-from runs import mount_memory
 
 # One thread: small products are faster so, and the same on every machine. No hub, so that nothing
 # waits for a network. Training on the CPU also where there is a GPU: what a GPU gives is measured
@@ -133,8 +132,11 @@ def finished(finished_once, tmp_path) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 2.4 MB."""
+    """A disk of 2.4 MB; skips the test where none can be mounted."""
     disk = tmp_path / "disk"
-    mount_memory(disk)
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2400k", "tmpfs", disk]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here: that takes root's rights")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)

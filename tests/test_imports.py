@@ -16,7 +16,6 @@ ORDER = [
     {"common"},
     {"ops"},
     {"models"},
-    {"analysis"},
     {"reporting", "data", "distributed", "optimizers"},
     {"checkpoints"},
     {"training", "evaluation"},

@@ -15,7 +15,6 @@ trainer.json holds
     format                                    FORMAT, which changes when older code cannot resume
     step, samples, tokens, skipped_steps      how far the run is; samples is its place in the data
     data_directory, data                      where the data is, and what identifies it
-    optimizer                                 the settings that decide what the optimizer's state is
     logged_tokens, nats                       tokens at the last line of metrics, and the sum of
                                               the nats since then
     scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
@@ -38,18 +37,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from mixer.common.checksums import has_sha256, sha256
-from mixer.common.errors import UserError
-from mixer.common.file_systems import if_supported
-from mixer.common.files import publish
-from mixer.common.json_file import NONE, object_problem, read_json
-from mixer.common.say import Say
+from mixer.common.errors import Say, UserError
+from mixer.common.files import has_sha256, if_supported, publish, sha256
+from mixer.common.parsing import NONE, object_problem, read_json
 
 FORMAT = 2
 STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
-# Entries of trainer.json: those that every command reads, and those that a resume also needs.
+OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
+# Entries of trainer.json: those that every command reads, and those that only a resume needs.
 READ = {"step": int, "tokens": int, "data_directory": str}
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
 RESUMED |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
@@ -67,11 +64,6 @@ def all_checkpoints(directory: Path) -> list[Path]:
     return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
 
 
-def optimizer_file(checkpoint: Path, number: int = 1, of: int = 1) -> Path:
-    """File `number` (1 is the first) of the optimizer's state, which is in `of` files."""
-    return checkpoint / STATE / f"optimizer-{number}-of-{of}.safetensors"
-
-
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
     """The content of trainer.json; empty if there is none, as for a model from elsewhere.
 
@@ -80,8 +72,7 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / TRAINER
     if not file.is_file():
         return {}
-    trainer = read_json(file, REMEDY, required=READ)
-    return read_json(file, REMEDY, required=RESUMED) if trainer.get("format") == FORMAT else trainer
+    return read_json(file, REMEDY, required=READ)
 
 
 def earlier_settings(
@@ -95,21 +86,10 @@ def earlier_settings(
     return [f"Until step {step}: {settings}" for step, settings in shown.items() if settings]
 
 
-def read_listing(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """{"size": bytes, "sha256": hex digits} of every file of a checkpoint, by name. Raises
-    UserError if that cannot be read.
-    """
-    files = read_json(checkpoint / LISTING, REMEDY)
-    for name, known in files.items():
-        if problem := object_problem(known, {"size": int, "sha256": str}):
-            raise UserError(f"{checkpoint / LISTING} is damaged ({name!r}: {problem}): {REMEDY}")
-    return files
-
-
 def optimizer_files(checkpoint: Path) -> list[Path]:
     """The files of the optimizer's state, in the order of their shards."""
-    count = sum(name.startswith(f"{STATE}/optimizer-") for name in read_listing(checkpoint))
-    return [optimizer_file(checkpoint, number + 1, count) for number in range(count)]
+    files = (checkpoint / STATE).glob("optimizer-*-of-*.safetensors")
+    return sorted(files, key=lambda file: int(file.name.split("-")[1]))
 
 
 def damage(checkpoint: Path, whole: bool = True) -> str | None:
@@ -121,10 +101,12 @@ def damage(checkpoint: Path, whole: bool = True) -> str | None:
     if not checkpoint.is_dir():
         return "there is no such directory"
     try:
-        listing = read_listing(checkpoint)
+        listing = read_json(checkpoint / LISTING, REMEDY)
     except UserError as error:
         return str(error)
     for name, known in listing.items():
+        if problem := object_problem(known, {"size": int, "sha256": str}):
+            return f"{LISTING} is damaged ({name!r}: {problem})"
         file = checkpoint / name
         if not whole and name.startswith(f"{STATE}/") and name != TRAINER:
             continue

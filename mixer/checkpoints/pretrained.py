@@ -19,8 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.format import REMEDY, STATE, damage
 from mixer.common.errors import UserError, first_line
-from mixer.common.json_file import read_json
-from mixer.common.memory import is_out_of_memory
+from mixer.common.hardware import is_out_of_memory
+from mixer.common.parsing import read_json
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -44,19 +44,20 @@ def check_checkpoint(directory: Path) -> None:
     """Raises UserError naming what a checkpoint directory lacks, which of its weight files is cut
     short, or which of its files is not what training wrote. Loads nothing.
     """
+    if problem := _problem(directory):
+        raise UserError(f"checkpoint {directory} {problem}")
+
+
+def _problem(directory: Path) -> str:
     if not directory.is_dir():
-        raise UserError(
-            f"checkpoint {directory} is not a directory: give one such as runs/demo/step-600"
-        )
+        return "is not a directory: give one such as runs/demo/step-600"
     needed = [directory / "config.json", *weight_files(directory)]
     if missing := [file.name for file in needed if not file.is_file()]:
         if steps := sorted(directory.glob("step-*"), key=os.path.getmtime):
-            raise UserError(
-                f"{directory} is a run, not a checkpoint: give one of its steps, e.g. {steps[-1]}"
-            )
-        raise UserError(
-            f"checkpoint {directory} is incomplete, it lacks {', '.join(missing)}: give a complete "
-            "one that save_pretrained wrote (weights as safetensors, pickled ones are not read)"
+            return f"is a run, not a checkpoint: give one of its steps, e.g. {steps[-1]}"
+        return (
+            f"is incomplete, it lacks {', '.join(missing)}: give a complete one that "
+            "save_pretrained wrote (weights as safetensors, pickled ones are not read)"
         )
     problem = None
     if re.fullmatch(r"step-\d+(\.old)?\.partial", directory.name):
@@ -64,16 +65,26 @@ def check_checkpoint(directory: Path) -> None:
     elif (directory / STATE).is_dir():  # a model from elsewhere has none
         problem = damage(directory, whole=False)
     if problem:
-        raise UserError(
-            f"checkpoint {directory} is damaged: {problem}: copy it again, or give another "
-            f"checkpoint; if you changed that file on purpose, delete {STATE}/ from a copy of it"
+        return (
+            f"is damaged: {problem}: copy it again, or give another checkpoint; if you changed "
+            f"that file on purpose, delete {STATE}/ from a copy of it"
         )
     if (directory / ADAPTER).is_file():
-        raise UserError(
-            f"checkpoint {directory} has an adapter, {ADAPTER}, which would change its weights: "
-            "move it to a folder of its own, or merge it and save the merged model"
+        return (
+            f"has an adapter, {ADAPTER}, which would change its weights: move it to a folder of "
+            "its own, or merge it and save the merged model"
         )
-    check_layers(directory, len(weight_types(directory)))
+    # Before anything has as many layers as config.json says.
+    written, tensors = read_json(directory / "config.json", REMEDY), len(weight_types(directory))
+    text = written.get("text_config")
+    for values in (written, text if isinstance(text, dict) else {}):
+        for name in LAYERS:
+            if isinstance(values.get(name), int) and not 1 <= values[name] <= tensors:
+                return (
+                    f"has {name} {values[name]} in its config.json, but its weights are {tensors} "
+                    "tensors: give the config.json that was saved with them"
+                )
+    return ""
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -102,19 +113,6 @@ def weight_types(directory: Path) -> dict[str, str]:
                 f"({error}): {REMEDY}"
             ) from None
     return types
-
-
-def check_layers(directory: Path, tensors: int) -> None:
-    """Raises UserError for more layers than tensors, before anything has as many of them."""
-    written = read_json(directory / "config.json", REMEDY)
-    text = written.get("text_config")
-    for values in (written, text if isinstance(text, dict) else {}):
-        for name in LAYERS:
-            if isinstance(values.get(name), int) and not 1 <= values[name] <= tensors:
-                raise UserError(
-                    f"the config.json of checkpoint {directory} has {name} {values[name]}, but its "
-                    f"weights are {tensors} tensors: give the config.json that was saved with them"
-                )
 
 
 def load_checkpoint(
@@ -173,7 +171,7 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
 def load_model(
     directory: Path,
     config: PreTrainedConfig,
-    kind: type[PreTrainedModel] | type[AutoModelForCausalLM] = AutoModelForCausalLM,
+    kind: type = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """The directory's model in fp32, on the CPU; raises UserError where its weights cannot be read,
     are not all there or are no finite floating-point numbers.

@@ -1,23 +1,28 @@
-"""Weights in the format of the reference implementation of masked mixers, read and written.
+"""Weights in the formats of the author's code, read and written: those of the reference
+implementation of masked mixers, and of structured recurrent mixers (arXiv 2605.08696).
 
-The reference implementation calls its model LanguageMixer. Its state dict holds the same numbers as
-ours under other names, with the axes of a convolution in another order, and with one tensor for
-each head where ours has one for all heads.
+Their state dicts hold the same numbers as ours under other names, and have one tensor for each head
+where ours have one for all heads.
 
-The reference masks its convolution weights in each forward, so their upper triangles may hold
-anything; here they become zero. Other forms of it have the same logits and are read too: without
-biases in the convolutions; with Linear layers in place of convolutions of kernel size 1
-(torch_compile=True); with heads under the name `conv`; and with a tied weight saved once
-(safetensors.torch.save_model).
+LanguageMixer, the reference implementation, has the axes of a convolution in another order. It
+masks its weights in each forward, so their upper triangles may hold anything; here they become
+zero. Other forms of it have the same logits and are read too: without biases in the convolutions;
+with Linear layers in place of convolutions of kernel size 1 (torch_compile=True); with heads under
+the name `conv`; and with a tied weight saved once (safetensors.torch.save_model). A state dict does
+not say everything about a model, and what it does not say is assumed to be as in the paper; ASSUMED
+says what. No look at the weights could tell.
 
-A state dict does not say everything about a model, and what it does not say is assumed to be as in
-the paper; ASSUMED says what. No look at the weights could tell.
+MLPMixer, the recurrent one, has each block's MLP first, with SiLU, and saves a decay as d, here
+1 - d. Tokens stand in columns there, so the author's ColRepeat has our heads by row, and RowRepeat
+those by column. The keys and shapes of all of them are the same.
 """
 
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,30 +30,78 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
 from mixer.models.masked_mixer.configuration import NAMES as OPTIONS
-from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
-NAME = "a LanguageMixer"
-NAMES = {  # ours, and the reference's
-    "model.embed_tokens": "wte",
-    "model.layers": "mixerblocks",
-    "mixing_norm": "seq_layernorm",
-    "mlp_norm": "patch_layernorm",
-    "mlp.up_proj": "patch_ff.0",
-    "mlp.down_proj": "patch_ff.2",
-}
-# A convolution's weight: of a head, of one of two (expanded), or of the only one (flat).
-CONVOLUTION = re.compile(r"(mixerblocks\.\d+\.(?:mixerhead\.convs\.\d+|conv\.[02]|conv)\.)weight")
 ASSUMED = (
     "plain mixing: masked convolutions, and no softmax over their weights or outputs. The file "
     "does not say so: a softmax mixer has the same keys and shapes"
 )
-# The options of a model here that the reference has too, or that do not change what it computes.
+# The options of a model here that both formats have too, or that do not change what it computes.
 SHARED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"),
-    *("intermediate_size", "num_mixer_heads", "mixer_kernel_size", "mixer_expansion"),
-    *("tie_word_embeddings", "mixing_weight", "mixing_init", "zero_init", "mixing_backend"),
+    *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
+    *("mixing_init", "zero_init", "kaiming_init", "mixing_backend"),
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Where one of the author's models has what a model here has."""
+
+    model: str
+    names: dict[str, str]  # ours, and the author's
+    alone: str  # the one convolution of a block without heads
+    heads: str  # what is around the heads of a block
+    conv: str  # the convolutions in it
+    options: tuple[str, ...]  # that models of this format have besides SHARED
+    fixed: dict[str, Any]  # options of all models of this format that are not our defaults
+
+    @property
+    def embedding(self) -> str:
+        return self.names["model.embed_tokens"]
+
+    @property
+    def block(self) -> str:
+        """Before the keys of the first block."""
+        return f"{self.names['model.layers']}.0."
+
+
+LANGUAGE_MIXER = Format(
+    model="a LanguageMixer",
+    names={
+        "model.embed_tokens": "wte",
+        "model.layers": "mixerblocks",
+        "mixing_norm": "seq_layernorm",
+        "mlp_norm": "patch_layernorm",
+        "mlp.up_proj": "patch_ff.0",
+        "mlp.down_proj": "patch_ff.2",
+    },
+    alone="conv",
+    heads="mixerhead",
+    conv="convs",
+    options=("mixer_kernel_size", "mixer_expansion"),
+    fixed={},
+)
+RECURRENT_MIXER = Format(
+    model="a structured recurrent mixer",
+    names={
+        "model.embed_tokens": "input_layer",
+        "lm_head": "output_layer",
+        "model.layers": "mixer_blocks",
+        "mixing_norm": "token_norm",
+        "mlp_norm": "channel_norm",
+        "mlp.up_proj": "channel_mixing_layer.0",
+        "mlp.down_proj": "channel_mixing_layer.2",
+        "conv.scale": "conv.weight",
+        "conv.decay": "conv.decay_value",
+    },
+    alone="token_mixing_layer",
+    heads="token_mixing_layer",
+    conv="mixer_heads",
+    options=("mixer_projections", "mixing_decay"),
+    fixed={"mlp_first": True, "hidden_act": "silu"},
 )
 
 
@@ -65,105 +118,131 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     if wrong := [name for name, value in weights.items() if not value.is_floating_point()]:
         raise UserError(
             f"{file} has {wrong[0]} of type {weights[wrong[0]].dtype}; allowed: floating-point "
-            "numbers: give the weights of a LanguageMixer"
+            "numbers: give the weights of one of the author's models"
         )
     return {name: weights[other] for name, other in names if other in weights} | weights
 
 
 @torch.no_grad()
-def from_reference(source: Mapping[str, Tensor]) -> MaskedMixerForCausalLM:
-    """The model of a LanguageMixer's state dict, in fp32 and eval mode, as ASSUMED.
+def from_reference(
+    source: Mapping[str, Tensor], mixing: str | None = None
+) -> MaskedMixerForCausalLM:
+    """The model of a state dict of the author's, in fp32 and eval mode, as ASSUMED.
 
-    Raises UserError naming every key that is unknown or missing, and every tensor whose shape does
-    not fit the others.
+    mixing: the mixing_weight of a recurrent mixer. Raises UserError where it is missing or not
+    wanted, and naming every key that is unknown or missing, and every tensor whose shape does not
+    fit the others.
     """
-    source = _in_one_form(source)
-    model = MaskedMixerForCausalLM(_config(source)).eval()
-    fill(dict(_pieces(model.state_dict(), model.config)), source)
-    for module in model.modules():
-        if isinstance(module, TriangularConv):
-            module.weight.tril_()
+    is_recurrent = any("mixer_blocks." in key for key in source)
+    form = RECURRENT_MIXER if is_recurrent else LANGUAGE_MIXER
+    if (mixing in RECURRENT) != is_recurrent:
+        raise UserError(
+            f"these are the weights of {form.model}, and --mixing is {mixing}; allowed: nothing "
+            "for a LanguageMixer, and for a recurrent mixer, whose weights do not say whether a "
+            "head goes by row or by column, rows (the author's ColRepeat in all heads), columns "
+            "(RowRepeat) or mixed (MixedRepeatHeads)"
+        )
+    source = _in_one_form(_without_prefix(source, form), form)
+    model = MaskedMixerForCausalLM(_config(source, form, mixing)).eval()
+    _fill(dict(_pieces(model.state_dict(), model.config, form)), source, form)
+    for name, parameter in model.named_parameters():
+        if name.endswith("conv.weight"):
+            parameter.tril_()
     return model
 
 
 def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
-    """The state dict of a LanguageMixer with the model's logits, in the model's dtype.
+    """The state dict of the author's model with the model's logits, in the model's dtype: of a
+    recurrent mixer where the mixing weight is a recurrence, else of a LanguageMixer.
 
-    Raises UserError for a model that the reference implementation does not have.
+    Raises UserError for a model that the author's code does not have.
     """
-    config, plain = model.config, MaskedMixerConfig()
+    config = model.config
+    form = RECURRENT_MIXER if config.mixing_weight in RECURRENT else LANGUAGE_MIXER
+    has = MaskedMixerConfig(**form.fixed)
     absent = [
         f"{name} = {getattr(config, name)}"
         for name in OPTIONS
-        if name not in SHARED and getattr(config, name) != getattr(plain, name)
+        if name not in (*SHARED, *form.options) and getattr(config, name) != getattr(has, name)
     ]
     if config.mixer_expansion and config.num_mixer_heads > 1:
         absent.append(f"mixer_expansion with num_mixer_heads = {config.num_mixer_heads}")
     if absent:
         raise UserError(
-            f"the reference implementation does not have {', '.join(absent)}; this model cannot be "
-            "converted to its format"
+            f"{form.model} in the author's format does not have {', '.join(absent)}; this model "
+            "cannot be converted to it"
         )
     tensors = {name: x for name, x in model.state_dict().items() if not name.endswith(".lags")}
-    for name, module in model.named_modules():
-        if isinstance(module, TriangularConv):
-            tensors[f"{name}.weight"] = module.mixing_weight().detach().tril()
-    pieces = _pieces(tensors, config)
-    return {key: piece.clone(memory_format=torch.contiguous_format) for key, piece in pieces}
+    if form is LANGUAGE_MIXER:
+        for name, module in model.named_modules():
+            if isinstance(module, TriangularConv):
+                tensors[f"{name}.weight"] = module.mixing_weight().detach().tril()
+    return {
+        key: _decay(key, piece).clone(memory_format=torch.contiguous_format)
+        for key, piece in _pieces(tensors, config, form)
+    }
+
+
+def _decay(key: str, tensor: Tensor) -> Tensor:
+    """1 - d for d and back; any other tensor as it is."""
+    return 1 - tensor if key.endswith("decay_value") else tensor
 
 
 def _pieces(
-    tensors: Mapping[str, Tensor], config: MaskedMixerConfig
+    tensors: Mapping[str, Tensor], config: MaskedMixerConfig, form: Format
 ) -> Iterator[tuple[str, Tensor]]:
-    """Views of the model's tensors, under the reference's names and with its axes."""
-    several = config.num_mixer_heads > 1
-    layers = {"conv": "conv.0" if config.mixer_expansion else "conv", "second_conv": "conv.2"}
+    """Views of the model's tensors, under the author's names and with the author's axes."""
+    heads = config.num_mixer_heads
+    alone = {"conv": "conv.0" if config.mixer_expansion else form.alone, "second_conv": "conv.2"}
     for name, tensor in tensors.items():
-        for ours, theirs in NAMES.items():
+        for ours, theirs in form.names.items():
             name = name.replace(ours, theirs)
         block, is_mixing, part = name.partition("mixing.")
         layer, _, kind = part.partition(".")
-        if layer in layers:  # (heads, taps, out, in) -> (heads, out, in, taps)
-            tensor = tensor.permute(0, 2, 3, 1) if kind == "weight" else tensor
         if not is_mixing:
             yield name, tensor
-        elif not several:
-            yield f"{block}{layers[layer]}.{kind}", tensor[0]
         elif layer == "out_proj":
-            yield f"{block}mixerhead.out_proj.{kind}", tensor
+            yield f"{block}{form.heads}.out_proj.{kind}", tensor
+        elif layer == "in_proj":
+            for head, piece in enumerate(tensor.chunk(heads)):
+                yield f"{block}{form.heads}.proj_head.{head}.{kind}", piece
         else:
-            parts = tensor if layer == "conv" else tensor.chunk(config.num_mixer_heads)
-            theirs = {"conv": "convs", "in_proj": "proj_head"}[layer]
-            for head, piece in enumerate(parts):
-                yield f"{block}mixerhead.{theirs}.{head}.{kind}", piece
+            if tensor.dim() == 4:  # (heads, taps, out, in) -> (heads, out, in, taps)
+                tensor = tensor.permute(0, 2, 3, 1)
+            for head in range(heads):
+                place = f"{form.heads}.{form.conv}.{head}" if heads > 1 else alone[layer]
+                # of a number for each head a view of its own
+                piece = tensor[head : head + 1] if tensor.dim() == 1 else tensor[head]
+                yield f"{block}{place}.{kind}", piece
 
 
-def without_prefix(
-    source: Mapping[str, Tensor], embedding: str = "wte", model: str = NAME
-) -> dict[str, Tensor]:
-    """The state dict without what wrappers put before every key, known by that of the embedding.
-    model: names it in an error.
-    """
-    pattern = re.compile(rf"((?:(?:model|module|_orig_mod)\.)*){embedding}\.weight")
+def _without_prefix(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
+    """The state dict without what wrappers put before every key, known by that of the embedding."""
+    pattern = re.compile(rf"((?:(?:model|module|_orig_mod)\.)*){form.embedding}\.weight")
     prefixes = {match.group(1) for key in source if (match := pattern.fullmatch(key))}
     if len(prefixes) != 1:
         raise UserError(
-            f"these are not the weights of {model}: {len(prefixes)} keys are {embedding}.weight, "
-            "with nothing or model. or module. before it; the first keys are "
-            f"{', '.join(sorted(source)[:4])}"
+            f"these are not the weights of {form.model}: {len(prefixes)} keys are "
+            f"{form.embedding}.weight, with nothing or model. or module. before it; the first keys "
+            f"are {', '.join(sorted(source)[:4])}"
         )
     return {key.removeprefix(*prefixes): tensor for key, tensor in source.items()}
 
 
-def _in_one_form(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict without a prefix, with heads under the name `mixerhead`, Linear layers (out,
-    in) as convolutions (out, in, 1), and biases of zero if no convolution has any.
+def _in_one_form(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
+    """The state dict with decays as ours; of a LanguageMixer with heads under the name `mixerhead`,
+    Linear layers (out, in) as convolutions (out, in, 1), and biases of zero if no convolution has
+    any.
     """
+    if form is RECURRENT_MIXER:
+        return {key: _decay(key, tensor.float()) for key, tensor in source.items()}
     source = {
         re.sub(r"\.conv\.(convs|proj_head|out_proj)\.", r".mixerhead.\1.", key): tensor
-        for key, tensor in without_prefix(source).items()
+        for key, tensor in source.items()
     }
-    layers = [match.group(1) for key in source if (match := CONVOLUTION.fullmatch(key))]
+    # A convolution's weight: of a head, of one of two (expanded), or of the only one (flat).
+    weight = re.compile(r"(mixerblocks\.\d+\.(?:mixerhead\.convs\.\d+|conv\.[02]|conv)\.)weight")
+    layers = [match.group(1) for key in source if (match := weight.fullmatch(key))]
     no_biases = not any(f"{layer}bias" in source for layer in layers)
     for layer in layers:
         weight = source[f"{layer}weight"]
@@ -174,45 +253,47 @@ def _in_one_form(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return source
 
 
-def _config(source: Mapping[str, Tensor]) -> MaskedMixerConfig:
-    """The sizes of the model, from the tensors of the first block. `fill` checks later whether the
+def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> MaskedMixerConfig:
+    """The sizes of the model, from the tensors of the first block. `_fill` checks later whether the
     other blocks agree.
     """
-    first = "mixerblocks.0."
-    of_heads = re.compile(r"mixerblocks\.0\.mixerhead\.convs\.\d+\.weight")
+    around, blocks = f"{form.block}{form.heads}.", form.names["model.layers"]
+    of_heads = re.compile(rf"{re.escape(f'{around}{form.conv}')}\.\d+\.weight")
     heads = sum(of_heads.fullmatch(key) is not None for key in source)
-    is_expanded = f"{first}conv.0.weight" in source
-    conv = "mixerhead.convs.0" if heads else "conv.0" if is_expanded else "conv"
+    is_expanded = f"{form.block}conv.0.weight" in source
+    conv = f"{form.block}{'conv.0' if is_expanded else form.alone}"
+    conv = f"{around}{form.conv}.0" if heads else conv
+    projects = not heads or form is LANGUAGE_MIXER or f"{around}out_proj.weight" in source
     try:
-        vocabulary, hidden = source["wte.weight"].shape
-        context, _, taps = source[f"{first}{conv}.weight"].shape
-        width, _ = source[f"{first}patch_ff.0.weight"].shape
+        vocabulary, hidden = source[f"{form.embedding}.weight"].shape
+        _, context, *taps = source[f"{conv}.weight"].shape
+        width, _ = source[f"{form.block}{form.names['mlp.up_proj']}.weight"].shape
+        # Blocks without a gap: one behind it is an unknown key.
+        numbers = {key.split(".")[1] for key in source if key.startswith(f"{blocks}.")}
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
-            num_hidden_layers=count_blocks(source, "mixerblocks"),
+            num_hidden_layers=next(n for n in itertools.count() if str(n) not in numbers),
             max_position_embeddings=context,
             intermediate_size=width,
             num_mixer_heads=max(heads, 1),
-            mixer_kernel_size=taps,
+            mixer_kernel_size=taps[0] if taps else 1,
             mixer_expansion=is_expanded,
+            mixer_projections=projects,
+            mixing_weight=mixing or "full",
+            mixing_decay=f"{conv}.decay_value" in source,
+            **form.fixed,
         )
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"the weights do not tell the sizes of a LanguageMixer ({first_line(error)}); give its "
+            f"the weights do not tell the sizes of {form.model} ({first_line(error)}); give its "
             "whole state dict"
         ) from None
 
 
-def count_blocks(source: Mapping[str, Tensor], prefix: str) -> int:
-    """How many blocks there are without a gap. A block behind one is an unknown key."""
-    numbers = {key.split(".")[1] for key in source if key.startswith(f"{prefix}.")}
-    return next(number for number in itertools.count() if str(number) not in numbers)
-
-
-def fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], model: str = NAME) -> None:
-    """Copies `source` into tensors under the same keys. Raises UserError, naming the model, unless
-    it has just their keys and shapes.
+def _fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], form: Format) -> None:
+    """Copies `source` into tensors under the same keys. Raises UserError unless it has just their
+    keys and shapes.
     """
     shapes, wanted = ({key: tuple(of[key].shape) for key in of} for of in (source, pieces))
     problems = [f"unknown: {key} {shapes[key]}" for key in sorted(shapes.keys() - wanted)]
@@ -225,7 +306,7 @@ def fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], model: str 
     if problems:
         listing = "\n  ".join(problems)
         raise UserError(
-            f"the weights are not those of {model} that can be converted; nothing is "
+            f"the weights are not those of {form.model} that can be converted; nothing is "
             f"guessed:\n  {listing}"
         )
     for key, piece in pieces.items():

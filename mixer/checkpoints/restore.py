@@ -7,40 +7,29 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from mixer.checkpoints import pretrained
-from mixer.checkpoints.format import FORMAT, STATE, optimizer_files, read_trainer
-from mixer.checkpoints.pretrained import (
-    check_checkpoint,
-    load_checkpoint,
-    load_model_config,
-    settled,
-)
-from mixer.checkpoints.state import begin_state, held_state, is_weight, local_part
+from mixer.checkpoints import format, pretrained
+from mixer.checkpoints.format import FORMAT, optimizer_files, read_trainer
+from mixer.checkpoints.pretrained import load_checkpoint, load_model_config, settled
+from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
+from mixer.common.parsing import read_json
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
-
-# The settings that decide which state the optimizer has, and their values for a checkpoint whose
-# trainer.json does not have them.
-OPTIMIZER_SETTINGS = {"optim.name": "adamw", "optim.shared_lags": False}
-OPTIMIZER_SETTINGS |= {"train.objective": "language"}
 
 # What a resume may change in the model's configuration, and what transformers records in it.
 FREE = ("mixing_backend", "mixing_init", "architectures", "dtype", "transformers_version")
 FREE += ("_name_or_path",)
 
 
-def load_trainer(
-    checkpoint: Path, data: dict[str, Any], optimizer: dict[str, Any]
-) -> dict[str, Any]:
+def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
     """The content of trainer.json, if the run can continue from it.
 
-    data: what identifies the data and its order. optimizer: the run's OPTIMIZER_SETTINGS. Raises
-    UserError where the checkpoint has other data or another optimizer, naming each difference.
+    data: what identifies the data and its order. Raises UserError where the checkpoint has other
+    data, naming each difference.
     """
     trainer = read_trainer(checkpoint)
     if trainer.get("format") != FORMAT:
@@ -49,12 +38,7 @@ def load_trainer(
             f"{FORMAT}; it can be loaded and evaluated, but resume it with the version that wrote "
             "it, or choose another name to start afresh"
         )
-    saved = OPTIMIZER_SETTINGS | trainer.get("optimizer", {})
-    if differing := differences(saved, optimizer):
-        raise UserError(
-            f"checkpoint {checkpoint} has the state of another optimizer: {differing}; set the "
-            "checkpoint's values, or choose another name to start afresh"
-        )
+    read_json(checkpoint / format.TRAINER, format.REMEDY, required=format.RESUMED)
     if differing := differences(trainer["data"], data):
         raise UserError(
             f"checkpoint {checkpoint} was trained on other data or in another order: {differing}; "
@@ -84,7 +68,6 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     Raises UserError if the checkpoint cannot be read, and if the model's configuration is not
     `config`, naming each differing field.
     """
-    check_checkpoint(checkpoint)
     saved = load_model_config(checkpoint)
     check_same_model(checkpoint, saved, config, "choose another name to start afresh")
     return pretrained.load_model(checkpoint, config, model_class(config))
@@ -148,7 +131,7 @@ def resume(
         load_optimizer(checkpoint, model, optimizer)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
-            f"the {STATE}/ of checkpoint {checkpoint} is not what training wrote "
+            f"the {format.STATE}/ of checkpoint {checkpoint} is not what training wrote "
             f"({first_line(error)}): give another checkpoint"
         ) from None
     scaler = world.accelerator.scaler
@@ -156,34 +139,40 @@ def resume(
         scaler.load_state_dict(trainer["scaler"])
 
 
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that the optimizer's first step would make, by a step that is skipped on the
+    device (`found_inf` is 1) and so changes nothing.
+    """
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for weight in parameters:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.found_inf = torch.ones((), device=parameters[0].device)
+    optimizer.step()
+    optimizer.found_inf = None
+    optimizer.zero_grad()
+
+
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Loads the optimizer's state, which has begun (`begin_state`), and shards it where the model
     is sharded. Only one whole tensor is in memory at a time.
 
-    Raises ValueError unless the file has just the names and shapes that the optimizer has.
+    Raises ValueError unless the checkpoint has just the names and shapes that the optimizer has.
     """
-    held = held_state(model, optimizer)
-    state = {name: tensor for name, tensor in held.items() if not is_weight(name)}
-    parts: dict[str, list[Any]] = {name: [] for name in state}  # the files that have each name
+    state = optimizer_state(model, optimizer)
+    parts: dict[str, list[Any]] = {}  # the files that have each name
     for file in optimizer_files(checkpoint):
         opened = safe_open(file, "pt")
         for name in opened.keys():
-            if name not in parts:
-                raise ValueError(f"{file} has {name}, which the optimizer does not have")
-            parts[name].append(opened)
+            parts.setdefault(name, []).append(opened)
+    if odd := sorted(state.keys() ^ parts.keys()):  # what is lacking would begin with zeros
+        raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
     for name, files in parts.items():
-        if not files:  # the optimizer would begin it with zeros
-            raise ValueError(f"the optimizer's state lacks {name}")
-        value = _join([file.get_tensor(name) for file in files])
+        tensors = [file.get_tensor(name) for file in files]
+        value = torch.cat(tensors) if tensors[0].ndim else tensors[0]  # all have the same scalars
         if value.shape != state[name].shape:
             shapes = f"{tuple(value.shape)}, expected {tuple(state[name].shape)}"
-            raise ValueError(f"the optimizer's state has {name} of shape {shapes}")
+            raise ValueError(f"it has {name} of shape {shapes}")
         value = value.to(state[name].device)
         if isinstance(state[name], DTensor):
             value = distribute_tensor(value, state[name].device_mesh, state[name].placements)
         local_part(state[name]).copy_(local_part(value))
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    """Shards in one tensor. All files have the same scalars."""
-    return torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0]

@@ -1,5 +1,5 @@
 """Writing checkpoints while training continues: the state is copied after a step, and a thread
-writes the copies.
+writes the copies. No checkpoint ever holds a NaN or an infinity.
 """
 
 import json
@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.checkpoints import format
-from mixer.checkpoints.sentences import write_modules
-from mixer.checkpoints.state import held_state, is_weight, local_part, not_finite, whole
-from mixer.common.errors import NotFinite, UserError
+from mixer.common.errors import NotFinite
 from mixer.common.files import as_system_error, flush
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -26,9 +25,8 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time. The main process has the thread that writes;
     the others hand it their shards.
 
-    `save` returns once the copies of the state to the host's memory are queued: on a GPU they are
-    made beside the next step, up to `before_step`. An error in the writing thread is raised by the
-    next `save` or `wait`.
+    `save` returns when the state is copied to the host's memory. An error in the writing thread is
+    raised by the next `save` or `wait`.
     """
 
     def __init__(
@@ -40,14 +38,11 @@ class CheckpointWriter:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         makes_vectors: bool = False,
-        resumed: Path | None = None,
     ):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.world, self.model, self.tokenizer = world, model, tokenizer
         self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
         self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
-        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        self.newest = resumed  # the last good checkpoint
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
 
@@ -56,37 +51,22 @@ class CheckpointWriter:
 
         trainer: the content of trainer.json without its format, see format.py.
 
-        Raises NotFinite, and writes nothing, if the state is not finite (`require_finite`).
+        All processes must call this together. Raises NotFinite, and writes nothing, if a weight or
+        a number in the optimizer's state is NaN or infinity on any of them.
         """
         self.wait()  # until the last checkpoint is written
-        self.require_finite(optimizer, trainer["step"])
-        self._copy(held_state(self.model, optimizer))
-        self._submit(self._write, {"format": format.FORMAT} | trainer)
-
-    def require_finite(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Raises NotFinite if a weight, or a number in the optimizer's state, is NaN or infinity on
-        any process. All processes must call this together, after step `step`.
-        """
-        held = held_state(self.model, optimizer)
+        held = saved_weights(self.model) | optimizer_state(self.model, optimizer)
         found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
-        reports = self.world.gather(found)
-        rank = next((rank for rank, names in enumerate(reports) if names), None)
-        if rank is None:
-            return
-        names = reports[rank]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise NotFinite(
-            f"after step {step} the weights or the optimizer's state are not finite (on process "
-            f"{rank}: {names[0]}{more}), so no checkpoint of it is written. {self.last_good()}. "
-            "Lower optim.lr or raise optim.warmup_steps and run the same command again"
-        )
-
-    def last_good(self) -> str:
-        """A sentence that names the checkpoint from which a run that fails now can go on. All
-        processes must call this together.
-        """
-        self.wait()
-        return self.world.of_main(self._newest())
+        if names := [name for of_process in self.world.gather(found) for name in of_process]:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise NotFinite(
+                f"after step {trainer['step']} the weights or the optimizer's state are not finite "
+                f"({names[0]}{more}), so no checkpoint of it is written. Lower optim.lr or raise "
+                "optim.warmup_steps and run the same command again: it goes on from the last "
+                "checkpoint"
+            )
+        self._copy(held)
+        self._submit(self._write, {"format": format.FORMAT} | trainer)
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, after those before are written."""
@@ -94,16 +74,9 @@ class CheckpointWriter:
         self._submit(format.link_best, self.directory, dict(validation_losses))
 
     def wait(self) -> None:
-        """Waits until all is written. Raises UserError if the system refused to write it."""
+        """Waits until all is written. Raises OSError if the system refused to write it."""
         while self.jobs:
-            try:
-                self.jobs.pop(0).result()
-            except OSError as error:
-                raise UserError(
-                    f"a checkpoint could not be written to {self.directory}: {error}. "
-                    f"{self._newest()}. Make space or give access there, then give the same "
-                    "command again"
-                ) from error
+            self.jobs.pop(0).result()
 
     def close(self) -> None:
         """Ends the thread, which completes its checkpoint first; errors are not raised."""
@@ -113,48 +86,31 @@ class CheckpointWriter:
         if self.world.is_main:
             self.jobs.append(self.thread.submit(job, *arguments))
 
-    def _newest(self) -> str:
-        if self.newest is None:
-            return "No checkpoint of the run is complete"
-        return f"The run can go on from {self.newest}, its last good checkpoint"
-
     @torch.no_grad()
     def _copy(self, held: dict[str, Tensor]) -> None:
-        """Queues copies of the state to the host's memory. Shards are gathered by all processes
-        together, one tensor at a time: the state need not fit on one device.
+        """Copies the state to the host's memory. Shards are gathered by all processes together, one
+        tensor at a time: the state need not fit on one device.
         """
+        on_gpu = self.world.device.type == "cuda"
         for name, tensor in held.items():
-            full = whole(tensor)
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if not self.world.is_main:
                 continue
-            if self.stream:  # for the last step, or the gathering
-                self.stream.wait_stream(torch.cuda.current_stream())
             if name not in self.copies:
-                pinned = self.stream is not None
-                self.copies[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=pinned)
-            with torch.cuda.stream(self.stream):
-                self.copies[name].copy_(full, non_blocking=True)
-            if self.stream:
-                full.record_stream(self.stream)
-
-    def before_step(self) -> None:
-        """To be called before each step of the optimizer, which waits on the device until a save
-        has copied what it is going to change.
-        """
-        if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
+                self.copies[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=on_gpu)
+            self.copies[name].copy_(full, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
 
     def _write(self, trainer: dict[str, Any]) -> None:
         """Writes one checkpoint, of the copies; runs in the thread."""
-        if self.stream:
-            self.stream.synchronize()
-        weights = {name: copy for name, copy in self.copies.items() if is_weight(name)}
-        optimizer = {name: copy for name, copy in self.copies.items() if name not in weights}
+        optimizer = {name: copy for name, copy in self.copies.items() if "/" in name}
+        weights = {name: copy for name, copy in self.copies.items() if name not in optimizer}
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
             (partial / format.STATE).mkdir(parents=True, exist_ok=True)
-            save_file(optimizer, format.optimizer_file(partial))
+            save_file(optimizer, partial / format.OPTIMIZER)
             _write_model(partial, self.model, weights, self.tokenizer)
             if self.makes_vectors:
                 write_modules(partial, self.model.config.hidden_size)
@@ -165,9 +121,44 @@ class CheckpointWriter:
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
             raise as_system_error(error) from error
-        self.newest = final
         self.world.say(f"saved {final}")
         format.prune(self.directory, trainer["step"], self.keep, self.keep_every)
+
+
+# ------------------------------------------------------------------------- the state
+
+
+def saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights and saved buffers by their names. Under FSDP the weights are sharded. A tied
+    weight comes once.
+    """
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return dict(model.named_parameters()) | buffers
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as PARAMETER/KEY, whichever keys it has. Under FSDP it is sharded,
+    except for scalars.
+    """
+    return {
+        f"{name}/{key}": value
+        for name, weight in model.named_parameters()
+        for key, value in optimizer.state.get(weight, {}).items()
+    }
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: its shard, or the tensor if not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors that hold NaN or infinity. Waits for the device."""
+    return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+
+
+# ------------------------------------------------------------------------- the model
 
 
 def _write_model(
@@ -189,3 +180,21 @@ def _write_model(
     model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+# What sentence-transformers reads beside a model that makes vectors of texts: the model, the state
+# of the last token, divided by its norm; as (folder, class).
+MODULES = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+MODULES_FILE = "modules.json"
+
+
+def write_modules(directory: Path, hidden_size: int) -> None:
+    listing = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for n, (path, name) in enumerate(MODULES)
+    ]
+    (directory / MODULES_FILE).write_text(json.dumps(listing, indent=1))
+    (directory / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+    pooling["word_embedding_dimension"] = hidden_size
+    (directory / "1_Pooling/config.json").write_text(json.dumps(pooling, indent=1))

@@ -1,14 +1,14 @@
-"""The exception for errors that the user can fix, how a command ends with one, and one-line
-summaries of other errors.
+"""How a command speaks and ends: errors that the user can fix, lines of progress, and which process
+of a launch prints them.
 """
 
-import errno
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from mixer.common.ranks import rank
+# Functions tell people what they do line by line, to the `say` that they are given.
+Say = Callable[[str], None]
 
 
 class UserError(Exception):
@@ -25,21 +25,8 @@ class NotFinite(UserError):
     """
 
 
-# What a system refuses for reasons outside of the program: no space, no access, a broken disk, a
-# path that cannot be, or output whose reader has ended.
-SYSTEM_REFUSALS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
-    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.EPIPE),
-}
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether the system has refused something for which no code of this package is to blame."""
-    return isinstance(error, OSError) and error.errno in SYSTEM_REFUSALS
-
-
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a command's `main`. On a UserError, or where the system refuses to read or write a file,
+    """Runs a command's `main`. On a UserError, or an error of the system such as a full disk,
     prints the message to stderr and exits with status 2; on Ctrl-C with 130.
 
     In a launch of several processes only rank 0 prints: what fails before the processes connect
@@ -57,12 +44,9 @@ def run_command(main: Callable[[], None]) -> None:
         finally:
             sys.stdout.flush()
     except (UserError, OSError) as error:
-        if not (isinstance(error, UserError) or is_refusal(error)):
-            raise
         if isinstance(error, OSError):  # perhaps of stdout, and Python writes there once more
             sys.stdout = open(os.devnull, "w")
-        if rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        say_on_stderr(f"error: {error}")
         sys.exit(2)
 
 
@@ -70,8 +54,7 @@ def end_at_interrupt(kind, error, trace) -> None:
     """The exception hook of commands: Ctrl-C is a line, and status 130."""
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
-    if rank() == 0:
-        print("interrupted", file=sys.stderr)
+    say_on_stderr("interrupted")
     os._exit(130)  # nobody waits for its threads
 
 
@@ -83,3 +66,47 @@ def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     return f"{type(error).__name__}: {' '.join(said)}"
+
+
+# ------------------------------------------------------------------------- processes of a launch
+# What a launcher such as torchrun sets in the environment. A pod or a job script may set such
+# variables too, so a rank counts only where the others fit it.
+
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+NAMES = (*PLACE, "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process."""
+    try:
+        rank, local_rank, size = (int(os.environ[name]) for name in PLACE)
+    except (KeyError, ValueError):
+        return False
+    return 0 <= local_rank <= rank < size and all(os.environ.get(name) for name in NAMES)
+
+
+def rank() -> int:
+    """0 where no launcher has started this process."""
+    return int(os.environ["RANK"]) if is_launched() else 0
+
+
+def say_on_stderr(line: str) -> None:
+    """For commands whose stdout is their result. Of several processes the first one prints."""
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def oddity() -> str:
+    """What is wrong with the environment where it has a rank, or several processes, without a
+    launcher; "" if nothing is.
+    """
+    given = {name: os.environ[name] for name in NAMES if name in os.environ}
+    is_first = "LOCAL_RANK" not in given and given.get("RANK", "0") == "0"
+    if is_launched() or (is_first and given.get("WORLD_SIZE", "1") == "1"):
+        return ""
+    said = " ".join(f"{name}={value}" for name, value in given.items())
+    return (
+        f"the environment has {said}, as no launcher sets it; allowed: all of {', '.join(NAMES)}, "
+        "with LOCAL_RANK <= RANK < WORLD_SIZE, or none; start this with torchrun or accelerate "
+        f"launch, or without them: env {' '.join(f'-u {name}' for name in given)} python ..."
+    )

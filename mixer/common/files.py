@@ -1,77 +1,75 @@
-"""Writing files and directories so that nothing is ever half there or overwritten by mistake."""
+"""Files: written whole or not at all, by one process at a time, and compared with their SHA-256."""
 
+import errno
+import fcntl
+import functools
 import hashlib
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from mixer.common.errors import UserError
-from mixer.common.file_systems import if_supported
-from mixer.common.locks import locked, missing_directories, remove_empty
+from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.common.options import is_plain_text
-from mixer.common.ranks import rank
-from mixer.common.say import say_on_stderr
 
 STAGE = ".partial-"  # the names of what is being written begin with this
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
+LARGE = 2e9  # bytes whose SHA-256 takes noticeable time
+# What network file systems and FUSE answer where they cannot do what is asked for.
+UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
+
+
+# ------------------------------------------------------------------------- whole or not at all
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yields where to write a file. It gets its name, `path`, when it is whole and on the disk.
 
-    Who reads it, also after a kill or on a full disk, finds the old file or the new one; of several
-    processes that write it each waits for the one before. Missing directories are made. A link
-    stays, and the file that it points to is written. Raises UserError where it cannot be written;
-    then all is as before.
+    A reader finds the old file or the new one, also after a kill or on a full disk. Several
+    processes write it one after the other. Missing directories are made. A link stays, and the file
+    that it points to is written. Raises UserError where it cannot be written, and leaves all as it
+    was.
     """
     path = Path(os.path.realpath(path))
     with _all_or_nothing(path, path) as stage:
         yield stage
-        _let_others_read(stage)
-        flush(stage)
+        _settle(stage)
         os.replace(stage, path)
         flush(path.parent)
 
 
 @contextmanager
-def whole_directory(directory: Path, new: bool = False) -> Iterator[Path]:
+def whole_directory(directory: Path) -> Iterator[Path]:
     """`whole_file` for several files: what is written into the directory that it yields appears in
     `directory` when all of it is on the disk, with the directory itself if that is new. In one that
-    exists, files of the same names are replaced one by one, and others stay. With `new`,
-    `check_new` is asked again, as another process may have written there.
+    exists, files of the same names are replaced one by one, and others stay.
     """
     # Inside a directory that exists, which may be a mounted disk.
     inside = directory / directory.resolve().name if directory.is_dir() else directory
     with _all_or_nothing(directory, inside) as stage:
-        if new:
-            check_new(directory)
         stage.mkdir()
         yield stage
-        if not directory.is_dir():
-            publish(stage, directory)
-            return
-        _let_others_read(*stage.iterdir())
-        flush_tree(stage)
-        for file in stage.iterdir():
-            os.replace(file, directory / file.name)
-        flush(directory)
+        publish(stage, directory)
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Gives a directory its name, which must be free or an empty directory's, when all of it is on
-    the disk.
+def publish(stage: Path, directory: Path) -> None:
+    """Gives a directory its name when all of it is on the disk. Where there is a directory of that
+    name, its files are replaced.
     """
-    _let_others_read(*partial.rglob("*"))
-    flush_tree(partial)
-    os.rename(partial, final)
-    flush(final.parent)
+    _settle(*stage.rglob("*"), stage)
+    if not directory.is_dir():
+        os.rename(stage, directory)
+        flush(directory.parent)
+        return
+    for file in stage.iterdir():
+        os.replace(file, directory / file.name)
+    flush(directory)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -82,30 +80,21 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
-    """Yields where to write what gets the name `place`, whose directories are made, while no other
-    process does the same. If the block fails, deletes all of this; an error of the system becomes a
-    UserError about `output`.
+    """Yields where to write what gets the name `place`, while no other process does the same. If
+    the block fails, nothing of it stays; an error of the system becomes a UserError about `output`.
     """
-    missing = missing_directories(place.parent)
     # The host is in the name because locks do not reach across machines on every file system.
     stage = place.with_name(f"{STAGE}{socket.gethostname()}-{place.name}")
     lock = place.with_name(f"{STAGE}{place.name}.lock")
-
-    def waiting() -> None:
-        if rank() == 0:
-            say_on_stderr(
-                f"waiting for another process, which writes {output} ({lock} is its lock)"
-            )
-
+    waiting = f"waiting for another process, which writes {output} ({lock} is its lock)"
     try:
-        with locked(lock, waiting):
+        with locked(lock, lambda: say_on_stderr(waiting)):
             try:
                 _remove(stage)  # what a killed process has left
                 yield stage
             finally:
                 _remove(stage)
-    except BaseException as error:
-        remove_empty(missing)
+    except Exception as error:
         system = as_system_error(error)
         if not isinstance(system, OSError):
             raise
@@ -130,12 +119,99 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _let_others_read(*files: Path) -> None:
-    """safetensors lets only the owner read its files; the umask shall decide."""
-    for file in files:
-        if file.suffix == ".safetensors":
+def _settle(*paths: Path) -> None:
+    """Waits until files and the names in directories are on the disk."""
+    for path in paths:
+        if path.suffix == ".safetensors":  # whose library lets only the owner read its files
             otherwise = "other users may be unable to read the weights"
-            if_supported(otherwise, os.chmod, file, 0o666 & ~UMASK)
+            if_supported(otherwise, os.chmod, path, 0o666 & ~UMASK)
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file's content, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if_supported("a power failure may undo what was just written", os.fsync, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def if_supported(otherwise: str, ask: Callable, *arguments) -> bool:
+    """Asks the system for what a file system may lack. Where it does, says once what follows from
+    that, and returns False.
+    """
+    try:
+        ask(*arguments)
+        return True
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        _warn(f"warning: a file system refuses {ask.__name__} ({error.strerror}): {otherwise}")
+        return False
+
+
+_warn = functools.cache(say_on_stderr)  # once
+
+
+# ------------------------------------------------------------------------- locks
+
+
+@contextmanager
+def locked(file: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Holds an exclusive lock on a file. The file and its missing directories are made for this.
+    In the end the file is removed, and so are those directories if they are empty. The system drops
+    the lock when this process dies.
+
+    `waiting` is called if another process holds the lock, before this one waits for it.
+    """
+    otherwise = "do not start the same command twice, as the two would not see each other"
+    missing = [path for path in file.parents if not path.exists()]
+    try:
+        while True:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(file, "a") as opened:
+                try:
+                    if_supported(otherwise, fcntl.flock, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    waiting()
+                    fcntl.flock(opened, fcntl.LOCK_EX)
+                if not _is_at(opened.fileno(), file):  # the one that held the lock removed it
+                    continue
+                try:
+                    yield
+                finally:
+                    file.unlink(missing_ok=True)
+                return
+    finally:
+        for directory in missing:
+            with suppress(OSError):
+                directory.rmdir()
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def run_locked(directory: Path) -> AbstractContextManager[None]:
+    """Makes a run's directory and holds its lock. A run that has written nothing leaves nothing.
+
+    Raises UserError if another process trains the run, such as one that has outlived its launcher.
+    """
+
+    def refuse() -> None:
+        raise UserError(
+            f"{directory} is being trained by another process (pgrep -f train shows it); wait for "
+            "it, end it, or choose another name"
+        )
+
+    return locked(directory / ".lock", refuse)
+
+
+# ------------------------------------------------------------------------- where results go
 
 
 def check_new(output: Path) -> None:
@@ -183,16 +259,53 @@ def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "")
     return checkpoint.with_name("-".join(filter(None, (what, checkpoint.name, about, own))))
 
 
-def flush(path: Path) -> None:
-    """Waits until a file's content, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if_supported("a power failure may undo what was just written", os.fsync, descriptor)
-    finally:
-        os.close(descriptor)
+# ------------------------------------------------------------------------- SHA-256
+# A large file is read once on each machine: that it was found good is remembered in the cache
+# directory, for as long as its size and its times of change stay the same.
 
 
-def flush_tree(directory: Path) -> None:
-    """`flush` for a directory and everything in it."""
-    for path in [*directory.rglob("*"), directory]:
-        flush(path)
+def cache_home() -> Path:
+    """Where this package keeps what it can make again: $MIXER_CACHE, or ~/.cache/mixer.
+
+    Raises RuntimeError for a user without a home, as in some containers.
+    """
+    if named := os.environ.get("MIXER_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixer"
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
+    """Whether the file's SHA-256 is `recorded`. A file that was found good before is not read,
+    where the cache directory can be used. `say` is told of a file that takes long.
+
+    Raises OSError where the file cannot be read.
+    """
+    with suppress(OSError, RuntimeError):
+        if note_of(path, recorded).exists():
+            return True
+    if (size := os.path.getsize(path)) > LARGE:
+        say(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once on this machine")
+    if sha256(path) != recorded:
+        return False
+    with suppress(OSError, RuntimeError):
+        note = note_of(path, recorded)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+    return True
+
+
+def note_of(path: Path, recorded: str) -> Path:
+    """The file that says, by being there, that `path` as it is now was found good. Its name stands
+    for all that changes when the file does.
+    """
+    path = path.resolve()
+    status = path.stat()
+    known = (path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, recorded)
+    name = hashlib.sha256("\n".join(map(str, known)).encode(errors="surrogateescape")).hexdigest()
+    return cache_home() / "sha256" / name[:32]

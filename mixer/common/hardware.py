@@ -1,10 +1,15 @@
-"""The device: its peak throughput, the memory that was used, and whether it has bf16."""
+"""The device: its throughput, memory and precisions, errors for want of memory, and what a
+measurement was made with.
+"""
 
+import errno
 import math
 import resource
+import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -90,3 +95,79 @@ def check_precision(device: torch.device, precision: str) -> None:
             f"train.mixed_precision = 'bf16', but {name} has no bf16 arithmetic (it begins with "
             "compute capability 8.0); set train.mixed_precision=fp16"
         )
+
+
+# What PyTorch's allocators for GPUs and CPUs, the CUDA driver and cuBLAS say.
+NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or the host had too little memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    said = isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)
+    return said or isinstance(error, MemoryError)
+
+
+def out_of_memory(device: torch.device, what: str, sizes: str, remedy: str) -> UserError:
+    """The error to end with in place of one that `is_out_of_memory`.
+
+    what: was being done; sizes: what decides how much memory that takes; remedy: what to lower.
+    """
+    place = "the host's memory"
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+        place = f"{device} ({torch.cuda.get_device_name(device)}, {total:.1f} GiB)"
+    return UserError(
+        f"out of memory on {place} while {what}: the peak was {peak_memory_gb(device):.2f} GiB. "
+        f"Sizes: {sizes}. {remedy}"
+    )
+
+
+@contextmanager
+def memory_for(device: torch.device, what: str, sizes: str, remedy: str) -> Iterator[None]:
+    """Raises the UserError of `out_of_memory` where what is done inside runs out of it."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(device, what, sizes, remedy) from None
+
+
+# The root of the checkout, or the directory that the package is installed into.
+ROOT = Path(__file__).resolve().parents[2]
+UNKNOWN = "unknown"
+
+
+def hardware(device: str = "cuda") -> dict:
+    """The GPU's name and the versions of driver, CUDA and torch.
+
+    For `device` "cpu", or on a machine without a GPU: "cpu" and the version of torch.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return {"device": "cpu", "torch": torch.__version__}
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": _printed_by(*driver),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+    }
+
+
+def commit() -> str:
+    """The hash of the checkout's commit, or "unknown" if this code is not in its own checkout."""
+    is_ours = (ROOT / ".git").exists()  # not one that the package is installed inside of
+    return _printed_by("git", "rev-parse", "HEAD") if is_ours else UNKNOWN
+
+
+def _printed_by(*command: str) -> str:
+    """The first line that a program prints, or "unknown" if it fails or is not installed: a missing
+    tool must not lose a measurement.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return UNKNOWN
+    return done.stdout.partition("\n")[0]

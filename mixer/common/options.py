@@ -4,7 +4,6 @@ This file is copied beside every saved model, so it imports nothing from the res
 """
 
 import dataclasses
-import difflib
 import math
 import operator
 import typing
@@ -66,9 +65,7 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
             allowed = ", ".join(filter(None, (type_name(field.type), allowed)))
         elif _is_allowed(value, choices, field.metadata.get("bounds")):
             continue
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        problems.append(f"{prefix}{field.name} = {value!r}; allowed: {allowed}{hint}")
+        problems.append(f"{prefix}{field.name} = {value!r}; allowed: {allowed}")
     return problems
 
 

@@ -18,13 +18,12 @@ initial mixing weights are from there.
 """
 
 import shlex
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 
 from mixer.common.errors import UserError
-from mixer.common.yaml_file import read_yaml
+from mixer.common.parsing import read_yaml
 from mixer.comparison.report import best_size
-from mixer.data.config import check as check_data
 from mixer.training.config import RunConfig, load_config, override
 
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
@@ -65,13 +64,7 @@ class Model:
 
     @property
     def rate(self) -> float:
-        return self.options.get("optim.lr") or load_config(None, []).optim.lr
-
-    def settings(self, rate: float, steps: int) -> dict:
-        # More than a third of a short run would be most of what a sweep compares.
-        warmup = self.options.get("optim.warmup_steps", load_config(None, []).optim.warmup_steps)
-        changes = {"train.steps": steps, "optim.lr": rate}
-        return self.options | changes | {"optim.warmup_steps": min(warmup, steps // 3)}
+        return self.options.get("optim.lr") or RunConfig().optim.lr
 
     def run(self, budget: float, rate: float, steps: int, by_position: bool = False) -> Run:
         """budget: the seconds that the steps are meant to take; 0 for the run that measures the
@@ -79,7 +72,11 @@ class Model:
         """
         name = f"{self.name}, {budget:g} s, lr {rate:g}" if budget else f"{self.name}, speed"
         about = {"kind": self.kind, "size": self.size, "budget": budget, "lr": rate}
-        return Run(name, self.settings(rate, steps), about, by_position)
+        # A longer warm-up than a third of a short run would be most of what a sweep compares.
+        warmup = self.options.get("optim.warmup_steps", RunConfig().optim.warmup_steps)
+        changes = {"train.steps": steps, "optim.lr": rate}
+        changes["optim.warmup_steps"] = min(warmup, steps // 3)
+        return Run(name, self.options | changes, about, by_position)
 
 
 def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
@@ -89,36 +86,14 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
 
     Raises UserError for options that are not allowed, or other than those of a known run.
     """
-    check_plan(plan)
-    return (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
-
-
-def check_plan(plan: dict) -> None:
-    """Raises UserError unless a plan has what every plan needs."""
-    kinds = "kinds" in plan
-    named = plan.get("kinds" if kinds else "runs")
-    parts = [plan.get("common"), named, *(named.values() if isinstance(named, dict) else ())]
-    if kinds:
-        parts += [own for sizes in parts[2:] if isinstance(sizes, dict) for own in sizes.values()]
-    if not all(isinstance(part, dict) for part in parts) or (kinds and "seconds" not in plan):
+    is_whole = "common" in plan and ("runs" in plan or {"kinds", "seconds"} <= plan.keys())
+    if not is_whole or ("rates" in plan) != ("sweep_share" in plan):
         raise UserError(
             "the plan is incomplete; allowed: `common` with options by section.key, and `runs` "
-            "with options for each, or `seconds` and `kinds` with sizes and their options, such as "
-            "benchmarks/plans/model_sizes.yaml"
+            "with options for each, or `seconds` and `kinds` with sizes and their options, and "
+            "perhaps `rates` and `sweep_share`, such as benchmarks/plans/model_sizes.yaml"
         )
-
-
-def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
-    runs = runs_of(plan, given)
-    check_names(only, {run.name for run in runs})
-    jobs = []
-    for run in runs:
-        check_data(run.config().data)
-        check_known(run.name, known.get(run.name), run.settings)
-        if not only or run.name in only:
-            own = [run, *map(run.with_seed, plan.get("seeds", []))]
-            jobs.append(run for run in own)
-    return jobs
+    return (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
 
 
 def recipe(changes: dict) -> dict:
@@ -130,63 +105,69 @@ def recipe(changes: dict) -> dict:
     return options | {"model.mixing_init": file["model"].get("mixing_init", "reference")}
 
 
-def runs_of(plan: dict, given: dict) -> list[Run]:
-    found = []
-    for name, changes in plan["runs"].items():
-        settings = plan["common"] | recipe(changes) | given | changes
-        settings.pop("recipe", None)
-        found.append(Run(name, settings))
-    return found
-
-
-def models_of(plan: dict, given: dict) -> list[Model]:
-    common = recipe(plan) | plan["common"] | given
-    return [
-        Model(kind, str(size), common | own)
-        for kind, sizes in plan["kinds"].items()
-        for size, own in sizes.items()
-    ]
-
-
-def jobs_of_kinds(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
-    models = models_of(plan, given)
-    check_names(only, {name for model in models for name in (model.kind, model.name)})
-    by_name = {(model.kind, model.size): model for model in models}
-    for model in models:
-        check_data(model.run(0, model.rate, 100).config().data)
-    for name, row in known.items():
-        if model := by_name.get((row.get("kind"), row.get("size"))):
-            own = row["settings"]
-            settings = model.settings(own["optim.lr"], own["train.steps"])
-            settings |= {key: own[key] for key in ("seed", "train.init_from") if key in own}
-            check_known(name, row, settings)
-    jobs = []
-    for kind in plan["kinds"]:
-        own = [model for model in models if model.kind == kind]
-        chosen = [model for model in own if not only or {kind, model.name} & set(only)]
-        if chosen:
-            jobs.append(job_of_kind(plan, own, chosen, known))
-    return jobs
-
-
-def check_names(only: list[str], allowed: set[str]) -> None:
-    unknown = [name for name in only if name not in allowed]
-    if unknown:
+def check_names(only: list[str], allowed: Iterable[str]) -> None:
+    if unknown := sorted({*only} - {*allowed}):
         raise UserError(
             f"--only {shlex.join(unknown)}: not in the plan; allowed: {shlex.join(sorted(allowed))}"
         )
 
 
-def check_known(name: str, row: dict | None, settings: dict) -> None:
-    """Raises UserError if the results have a run of this name that had other options."""
-    had = row["settings"] if row else settings
-    other = [key for key in sorted({*had, *settings}) if had.get(key) != settings.get(key)]
+def check_known(name: str, row: dict, options: dict) -> None:
+    """Raises UserError if the results have a run that had other options."""
+    had = row["settings"]
+    other = [key for key in sorted({*had, *options}) if had.get(key) != options.get(key)]
     if other:
-        said = ", ".join(f"{key} {had.get(key)}, not {settings.get(key)}" for key in other)
+        said = ", ".join(f"{key} {had.get(key)}, not {options.get(key)}" for key in other)
         raise UserError(
             f"the results have {name!r} with other options: {said}. Give those options, or another "
             "--output"
         )
+
+
+# ------------------------------------------------------------------------- named runs
+
+
+def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
+    check_names(only, plan["runs"])
+    jobs = []
+    for name, changes in plan["runs"].items():
+        settings = plan["common"] | recipe(changes or {}) | given | (changes or {})
+        settings.pop("recipe", None)
+        run = Run(name, settings)
+        run.config()  # refuses what is not allowed
+        if name in known:
+            check_known(name, known[name], settings)
+        if not only or name in only:
+            own = [run, *map(run.with_seed, plan.get("seeds", []))]
+            jobs.append(run for run in own)
+    return jobs
+
+
+# ------------------------------------------------------------------------- kinds and sizes
+
+
+def jobs_of_kinds(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
+    common, models = recipe(plan) | plan["common"] | given, []
+    for kind, sizes in plan["kinds"].items():
+        models += [Model(kind, str(size), common | (own or {})) for size, own in sizes.items()]
+    check_names(only, {name for model in models for name in (model.kind, model.name)})
+    for model in models:
+        model.run(0, model.rate, 100).config()  # refuses what is not allowed
+        for name, row in known.items():
+            if (row.get("kind"), row.get("size")) == (model.kind, model.size):
+                own = row["settings"]
+                wanted = model.run(1, own["optim.lr"], own["train.steps"]).settings
+                if "seed" in row:
+                    wanted |= {"seed": row["seed"]}
+                if "train.init_from" in own:  # after pretraining
+                    wanted |= {"train.init_from": own["train.init_from"]}
+                check_known(name, row, wanted)
+    jobs = []
+    for kind in plan["kinds"]:
+        own = [model for model in models if model.kind == kind]
+        if chosen := [model for model in own if not only or {kind, model.name} & set(only)]:
+            jobs.append(job_of_kind(plan, own, chosen, known))
+    return jobs
 
 
 def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], known: dict) -> Job:
@@ -217,21 +198,16 @@ def pretrained(plan: dict, model: Model, seed: int | None = None) -> Generator[R
 def runs_of_model(plan: dict, model: Model) -> Job:
     """A run that measures the speed, those of all rates, and the longer ones."""
     model = yield from pretrained(plan, model)
-    rates, share, seconds = plan.get("rates"), plan.get("sweep_share", 1), plan["seconds"]
+    rates, share, seconds = plan.get("rates"), plan.get("sweep_share"), plan["seconds"]
     lowest = min(rates or [model.rate])
-    speed = yield model.run(0, lowest, 4 * model.options["logging.log_every"])
-    if "failure" in speed:
-        raise UserError(f"{model.name}: diverges at {lowest:g}, the lowest rate; add lower ones")
-    if not rates:
-        yield from longer_runs(plan, model, seconds, [speed])
-        return
-    steps = max(1, round(share * steps_in(seconds, speed)))
-    swept = []
-    for rate in rates:
-        swept.append((yield model.run(share * seconds, rate, steps)))
-    good = [row for row in swept if "failure" not in row]
+    shorter = [(yield model.run(0, lowest, 4 * model.options["logging.log_every"]))]
+    if rates and "failure" not in shorter[0]:
+        steps, shorter = max(1, round(share * steps_in(seconds, shorter[0]))), []
+        for rate in rates:
+            shorter.append((yield model.run(share * seconds, rate, steps)))
+    good = [row for row in shorter if "failure" not in row]
     if not good:
-        raise UserError(f"{model.name}: diverges at all rates; add lower ones")
+        raise UserError(f"{model.name}: diverges, at {lowest:g} too; add lower rates")
     yield from longer_runs(plan, model, seconds, good)
 
 

@@ -1,27 +1,62 @@
-"""The report of a plan's results, from these alone: tables, and a picture where matplotlib is."""
+"""The report of a plan's results, from these alone: tables, and a picture of named runs by time, or
+of kinds by time and by position.
+"""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-
-import numpy as np
 
 from mixer.common.files import write_text
 from mixer.data.config import TASKS
 from mixer.reporting import tables
+from mixer.reporting.figure import COLOURS, can_draw, log_axis, name_curves, new_figure
+
+# The columns of a run's numbers: the key, what to divide by, and the format.
+COLUMNS = {
+    "parameters, M": ("parameters", 1e6, ".1f"),
+    "steps": ("steps", 1, ",.0f"),
+    "tokens, M": ("tokens", 1e6, ".1f"),
+    "epochs": ("passes", 1, ".2f"),
+    "lr": ("lr", 1, "g"),
+    "tokens/s": ("tokens_per_second", 1, ",.0f"),
+    "useful TFLOP/s": ("useful_tflops", 1, ".3g"),
+    "training, s": ("training_seconds", 1, ".1f"),
+    "of its time": ("share_of_time", 1, ".3f"),
+    "memory, GB": ("peak_memory_gb", 1, ".1f"),
+    "validation loss": ("validation_loss", 1, ".4f"),
+    "bits/byte": ("bits_per_byte", 1, ".4f"),
+    "repeats": ("repeats_loss", 1, ".3f"),
+    "others": ("others_loss", 1, ".3f"),
+    "accuracy": ("accuracy", 1, ".2%"),
+    "top1 of 32": ("top1_of_32", 1, ".1%"),
+    "top1 of 1024": ("top1_of_1024", 1, ".1%"),
+    "top1 of 8192": ("top1_of_8192", 1, ".1%"),
+}
+OF_RETRIEVAL = ["top1 of 32", "top1 of 1024", "top1 of 8192"]
+OF_RUNS = ["steps", "tokens/s", "training, s", "of its time", "validation loss"]
+OF_RUNS += ["memory, GB", "useful TFLOP/s", *OF_RETRIEVAL]
+OF_KINDS = ["training, s", "lr", "steps", "tokens, M", "epochs", "memory, GB", "validation loss"]
+OF_TEXTS = ["bits/byte", "repeats", "others", *OF_RETRIEVAL]
+
+NOTES = (
+    "Losses are in nats per token. Training time is the steps by the median time of a step, "
+    "without start-up, compilation, evaluation and saving. A run's schedule ends at its last step, "
+    "so only ends are compared."
+)
+NOTES_OF_KINDS = (
+    "No run reads its text more than four times. If the best rate is the highest or the lowest "
+    "tried, a better one may lie beyond. Repeats: tokens that a copy from the window would "
+    "predict, as the two tokens before them occurred earlier in the window and were followed by "
+    "the same token."
+)
 
 
 def write_report(result: dict, file: Path) -> str:
     """Writes PATH.md and PATH.png beside `file`, PATH.json; returns the text."""
-    picture = file.with_suffix(".png")
-    text = table(result)
-    try:
-        from mixer.comparison.figure import draw
-
-        if draw(result, picture):
-            text += f"\n![The losses of these runs]({picture.name})\n"
-    except ImportError as error:
-        text += f"\nNo picture: {error}.\n"
+    picture, text = file.with_suffix(".png"), table(result)
+    if can_draw() and draw(result, picture):
+        text += f"\n![The losses of these runs]({picture.name})\n"
     write_text(file.with_suffix(".md"), text)
     return text
 
@@ -29,89 +64,74 @@ def write_report(result: dict, file: Path) -> str:
 def table(result: dict) -> str:
     """Everything as Markdown."""
     parts = parts_of_kinds(result) if "kinds" in result["plan"] else parts_of_runs(result)
-    if finished(result["runs"]):
-        parts.append(f"{origins(result)}. The options of each run are in the JSON file.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, NOTES, origins(result)]) + "\n"
 
 
 def origins(result: dict) -> str:
-    """Where results were measured whose runs are of different times."""
+    """Where the runs were measured, which may be of different times."""
     # Files of older plans say once for all runs where they were measured.
     by = [result | run for run in result["runs"].values()]
     devices = ", ".join(dict.fromkeys(run["hardware"]["device"] for run in by))
     torches = ", ".join(dict.fromkeys(run["hardware"]["torch"] for run in by))
     commits = ", ".join(dict.fromkeys(run["commit"][:10] for run in by))
-    return f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`"
+    return (
+        f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`. "
+        "The options of each run are in the JSON file."
+    )
+
+
+def cells(row: dict, titles: list[str]) -> dict[str, str]:
+    """A run's numbers in words; empty where it has none."""
+    found = {}
+    for title in titles:
+        key, unit, form = COLUMNS[title]
+        found[title] = "" if row.get(key) is None else f"{row[key] / unit:{form}}"
+    return found | ({"validation loss": "diverged"} if "failure" in row else {})
+
+
+def section(title: str, rows: list[dict], keys: int = 1) -> list[str]:
+    """A table under its title, without empty columns; nothing if it has no rows."""
+    titles = [name for name in (rows[0] if rows else {}) if any(row[name] for row in rows)]
+    filled = [{name: row[name] for name in titles} for row in rows]
+    return [title, tables.table(filled, keys)] if rows else []
 
 
 # ------------------------------------------------------------------------- named runs
 
 
 def parts_of_runs(result: dict) -> list[str]:
-    runs = result["runs"]
-    # In the order of the plan, whichever ended first.
-    names = dict.fromkeys([*result["plan"].get("runs", {}), *runs])
-    rows = [row_of_run(name, result) for name in names if name in runs]
-    said = (
-        "Training time is without start-up, evaluation and saving. A run's schedule ends at its "
-        "last step. Losses are in nats per token."
-    )
-    titles = [title for title in rows[0] if any(row[title] for row in rows)]
-    table = tables.table([{title: row[title] for title in titles} for row in rows])
-    return ["# Runs compared", table, *retrieval_section(result), *seeds_section(runs), said]
+    """The runs in the order of the plan; times are compared with that of the plan's reference."""
+    runs, rows = result["runs"], []
+    time = runs.get(result["plan"].get("reference"), {}).get("training_seconds")
+    for name in dict.fromkeys([*result["plan"].get("runs", {}), *runs]):
+        if row := runs.get(name):
+            if time and "training_seconds" in row:
+                row = row | {"share_of_time": row["training_seconds"] / time}
+            rows.append({"run": name} | cells(row, OF_RUNS))
+    return section("# Runs compared", rows) + seeds_section(runs)
 
 
-def row_of_run(name: str, result: dict) -> dict[str, str]:
-    """One run in words; its time is compared with that of the plan's reference."""
-    row = result["runs"][name]
-    reference = result["runs"].get(result["plan"].get("reference"), {})
-    cells = dict.fromkeys(
-        ("run", "steps", "thousand tokens/s", "training, s", "of its time", "validation loss"), ""
-    ) | {"run": name, "memory, GB": "", "useful TFLOP/s": ""}
-    if "failure" in row:
-        return cells | {"validation loss": "failed: not finite"}
-    cells["steps"] = f"{row['steps']:,}"
-    cells["validation loss"] = f"{row['validation_loss']:.4f}"
-    cells["memory, GB"] = f"{row['peak_memory_gb']:.1f}"
-    if seconds := row.get("training_seconds"):  # unless other work was on the same GPU
-        cells["thousand tokens/s"] = f"{row['tokens_per_second'] / 1e3:,.0f}"
-        cells["training, s"] = f"{seconds:.1f}"
-        if "training_seconds" in reference:
-            cells["of its time"] = f"{seconds / reference['training_seconds']:.3f}"
-    if "useful_tflops" in row:
-        cells["useful TFLOP/s"] = f"{row['useful_tflops']:.3g}"
-    return cells
+def repeated(runs: dict) -> dict[str, list[dict]]:
+    """By name, each run that was repeated with other seeds: all its rows that have a loss."""
+    found: dict[str, list[dict]] = {}
+    for name, row in runs.items():
+        if "seed" in row:
+            first = name.removesuffix(f", seed {row['seed']}")
+            found.setdefault(first, [runs[first]]).append(row)
+    return {name: [row for row in own if "failure" not in row] for name, own in found.items()}
 
 
 def seeds_section(runs: dict) -> list[str]:
-    """The losses of runs that were repeated with other seeds, and how far these are apart."""
+    """The losses of repeated runs, and how far these are apart."""
     rows = []
-    for first in dict.fromkeys(
-        name.removesuffix(f", seed {row['seed']}") for name, row in runs.items() if "seed" in row
-    ):
-        own = [row for name, row in runs.items() if name.startswith(f"{first}, seed ")]
-        losses = {
-            row["settings"].get("seed", 0): row["validation_loss"]
-            for row in [runs.get(first, {"failure": ""}), *own]
-            if "failure" not in row
-        }
+    for name, own in repeated(runs).items():
+        losses = {row["settings"].get("seed", 0): row["validation_loss"] for row in own}
         if losses:
+            middle, apart = mean(losses.values()), max(losses.values()) - min(losses.values())
             each = ", ".join(f"{loss:.4f} ({seed})" for seed, loss in losses.items())
-            apart = max(losses.values()) - min(losses.values())
-            row = {"run": first, "seeds": len(losses), "mean": mean(losses.values())}
-            rows.append(row | {"apart": f"{apart / row['mean']:.2%}", "each (seed)": each})
-    return ["## Seeds", tables.table(rows)] if rows else []
-
-
-def retrieval_section(result: dict) -> list[str]:
-    """How often texts find their partners among so many, after each run but those of a sweep."""
-    rows = [
-        {"run": name, "validation loss": f"{row['validation_loss']:.4f}"}
-        | {key.replace("_", " "): f"{row[key]:.1%}" for key in row if key.startswith("top1_of_")}
-        for name, row in result["runs"].items()
-        if "top1_of_32" in row and row.get("budget", math.inf) > sweep_budget(result)
-    ]
-    return ["## Retrieval", tables.table(rows)] if rows else []
+            row = {"run": name, "seeds": len(losses), "mean": middle}
+            rows.append(row | {"apart": f"{apart / middle:.2%}", "each (seed)": each})
+    return section("## Seeds", rows)
 
 
 # ------------------------------------------------------------------------- kinds and sizes
@@ -120,14 +140,15 @@ def retrieval_section(result: dict) -> list[str]:
 def parts_of_kinds(result: dict) -> list[str]:
     runs = result["runs"]
     parts = ["# Models of several sizes for equal times"]
-    if rows := longer(runs):
-        parts += ["## Losses", tables.table(loss_rows(rows), keys=3)]
-    if rows := accuracy_rows(result):
-        parts += ["## Accuracy", tables.table(rows), "The share of the answers that are likeliest."]
-    parts += retrieval_section(result) + seeds_section(runs)
-    if rates := rate_rows(result):
-        parts += ["## Speeds and learning rates", tables.table(rates)]
-    return [*parts, notes(result)] if finished(runs) else parts
+    parts += section("## Losses", loss_rows(result), keys=3) + seeds_section(runs)
+    parts += section("## Speeds and learning rates", rate_rows(result))
+    diverged = [
+        f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})"
+        for row in runs.values()
+        if "failure" in row and row["budget"] > sweep_budget(result)
+    ]
+    parts += [f"Diverged: {', '.join(diverged)}."] if diverged else []
+    return [*parts, NOTES_OF_KINDS]
 
 
 def model_of(row: dict) -> str:
@@ -152,133 +173,110 @@ def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
     return min(rows, key=lambda row: row["validation_loss"], default=None)
 
 
-def longer(runs: dict) -> list[dict]:
-    """The runs that follow a sweep: by time, and the best first."""
-    rows = [row for row in finished(runs) if "loss_by_position" in row]
-    return sorted(rows, key=lambda row: (row["budget"], row["validation_loss"]))
-
-
-def loss_rows(rows: list[dict]) -> list[dict]:
-    lowest = {row["budget"]: row["validation_loss"] for row in reversed(rows)}
-    return [
-        {
-            "model": model_of(row),
-            "training, s": f"{row['training_seconds']:.1f}",
-            "lr": f"{row['lr']:g}",
-            "steps": f"{row['steps']:,}",
-            "tokens, M": f"{row['tokens'] / 1e6:.1f}",
-            "epochs": f"{row['passes']:.2f}",
-            "memory, GB": f"{row['peak_memory_gb']:.1f}",
-            "validation loss": f"{row['validation_loss']:.4f}",
-            "of the lowest": f"{row['validation_loss'] / lowest[row['budget']]:.3f}",
-        }
-        | ({} if any(map(is_task, rows)) else text_cells(row))
-        for row in rows
-    ]
-
-
-def text_cells(row: dict) -> dict[str, str]:
-    """Of a model of a text: its loss in bits per byte, and for tokens that are repeats and not."""
-    parts = {"repeats": row["repeats_loss"], "others": row["others_loss"]}
-    found = {name: "-" if loss is None else f"{loss:.3f}" for name, loss in parts.items()}
-    return {"bits/byte": f"{row['bits_per_byte']:.4f}"} | found
-
-
-def is_task(row: dict) -> bool:
-    return row["settings"].get("data.source") in TASKS
-
-
-def accuracy_rows(result: dict) -> list[dict]:
-    """The kinds of a plan whose sizes are tasks, with the best accuracy of each in each."""
-    rows, cells = filter(is_task, longer(result["runs"])), {}
-    for row in sorted(rows, key=lambda row: row["accuracy"]):
-        cells.setdefault(row["kind"], {})[row["size"]] = f"{row['accuracy']:.2%}"  # the best last
-    tasks = dict.fromkeys(size for sizes in result["plan"]["kinds"].values() for size in sizes)
-    found = {kind: cells[kind] for kind in result["plan"]["kinds"] if kind in cells}
-    return [{"model": kind} | {t: found[kind].get(t, "") for t in tasks} for kind in found]
-
-
-def mean_by_position(losses: list[float]) -> list[list[float]]:
-    """Means of the losses by position, each with the position before which it ends: of positions 0,
-    1 to 2, 3 to 6 and so on.
-    """
-    ends = {min(2**n - 1, len(losses)) for n in range(1, len(losses).bit_length() + 1)}
-    ends = sorted(ends | {len(losses)})
-    pairs = zip([0, *ends], ends, strict=False)
-    return [[end, round(float(np.mean(losses[first:end])), 8)] for first, end in pairs]
-
-
 def sweep_budget(result: dict) -> float:
     """Seconds of a sweep's runs; 0 where each model has its own rate."""
     plan = result["plan"]
     return plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
 
 
+def loss_rows(result: dict) -> list[dict]:
+    """The runs that follow a sweep and pretraining: by time, and the best first."""
+    ends = {"loss_by_position", "top1_of_32"}
+    rows = [row for row in finished(result["runs"]) if ends & row.keys()]
+    rows = [row for row in rows if row["budget"] > sweep_budget(result)]
+    rows.sort(key=lambda row: (row["budget"], row["validation_loss"]))
+    are_tasks = any(row["settings"].get("data.source") in TASKS for row in rows)
+    titles = OF_KINDS + (["accuracy"] if are_tasks else OF_TEXTS)
+    return [{"model": model_of(row)} | cells(row, titles) for row in rows]
+
+
 def rate_rows(result: dict) -> list[dict]:
-    """The speed of each model's longest run, and validation losses of the sweeps, a column for each
-    rate, of which the best is bold.
+    """The size and speed of each model's longest run, and its losses in the sweep, of which the
+    best is bold.
     """
     runs = result["runs"]
     swept = [row for row in runs.values() if 0 < row["budget"] <= sweep_budget(result)]
     rates, rows = sorted({row["lr"] for row in swept}), []
     for name in dict.fromkeys(map(model_of, swept or finished(runs))):
-        own = [row for row in finished(runs) if model_of(row) == name]
-        if not own:
-            continue
-        longest = max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
-        row = {
-            "model": name,
-            "parameters, M": f"{longest['parameters'] / 1e6:.1f}",
-            "thousand tokens/s": f"{longest['tokens_per_second'] / 1e3:,.1f}",
-        }
-        if "useful_tflops" in longest:
-            row["useful TFLOP/s"] = f"{longest['useful_tflops']:.3g}"
-        losses = {
-            row["lr"]: row.get("validation_loss", math.inf)
-            for row in swept
-            if model_of(row) == name
-        }
-        best = min(losses, key=losses.get, default=None)
-        for rate in rates:
-            loss = losses.get(rate)
-            text = "" if loss is None else "diverged" if math.isinf(loss) else f"{loss:.4f}"
-            row[f"lr {rate:g}"] = f"**{text}**" if rate == best else text
-        rows.append(row)
+        if own := [row for row in finished(runs) if model_of(row) == name]:
+            longest = max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
+            losses = {row["lr"]: row for row in swept if model_of(row) == name}
+            shown = {f"lr {rate:g}": loss_at(rate, losses) for rate in rates}
+            about = cells(longest, ["parameters, M", "tokens/s", "useful TFLOP/s"])
+            rows.append({"model": name} | about | shown)
     return rows
 
 
-def notes(result: dict) -> str:
-    runs, plan = result["runs"], result["plan"]
-    row = finished(runs)[0]
-    settings = row["settings"]
-    diverged = [
-        f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})"
-        for row in runs.values()
-        if row["budget"] > sweep_budget(result) and "failure" in row
-    ]
-    lines = [f"Diverged: {', '.join(diverged)}."] if diverged else []
-    text = f"a text of {row['training_tokens'] / 1e6:.1f}M tokens"
-    lines.append(
-        f"{row['tokens_a_step']:,} tokens a step in samples of "
-        f"{settings.get('model.max_position_embeddings', 'the usual length')}, "
-        f"{'of which answers count' if is_task(row) else text}, optimizer "
-        f"{settings.get('optim.name', 'adamw')}, one GPU for each run."
-    )
-    if plan.get("rates"):
-        lines.append(
-            f"Every rate had {plan['sweep_share']:.0%} of the steps of {plan['seconds']:g} s. "
-            "Longer runs have the best rate of these, and the next lower one where the table has "
-            "it. If the best is the highest or the lowest tried, a better one may lie beyond."
-        )
-    if shares := {f"{row['repeats_share']:.1%}" for row in longer(runs) if not is_task(row)}:
-        lines.append(
-            f"Losses in nats per token. Repeats, {' or '.join(sorted(shares))} of the tokens: a "
-            "copy from the window would predict them, as the two tokens before them occurred "
-            "earlier in the window and were followed by the same token."
-        )
-    lines += [
-        "Each run's learning rate ends its schedule at the last step, so only ends are compared.",
-        "Training time is the steps by the median time of a step, without start-up, compilation, "
-        "evaluation and saving. No run reads its text more than four times.",
-    ]
-    return "\n".join(f"- {line}" for line in lines)
+def loss_at(rate: float, swept: dict[float, dict]) -> str:
+    if rate not in swept:
+        return ""
+    text = cells(swept[rate], ["validation loss"])["validation loss"]
+    best = min(swept, key=lambda rate: swept[rate].get("validation_loss", math.inf))
+    return f"**{text}**" if rate == best else text
+
+
+# ------------------------------------------------------------------------- pictures
+
+
+def draw(result: dict, output: Path) -> bool:
+    """Whether the results have a picture: those of retrieval have none, nor have many runs."""
+    runs, figure = result["runs"], None
+    timed = {name: row for name, row in runs.items() if "loss" in row and "seed" not in row}
+    if any("top1_of_32" in row for row in runs.values()):
+        return False
+    if "kinds" in result["plan"] and finished(runs):
+        figure = figure_of_kinds(result)
+    elif "kinds" not in result["plan"] and 0 < len(timed) <= len(COLOURS):
+        figure = figure_of_runs(timed)
+    if figure:
+        figure.savefig(output)
+    return bool(figure)
+
+
+def figure_of_runs(runs: dict):
+    """Training loss against training time."""
+    figure = new_figure(figsize=(8, 4.8))
+    axes = figure.add_subplot()
+    for number, (name, row) in enumerate(runs.items()):
+        steps, losses = zip(*row["loss"], strict=True)
+        times = [step * row["training_seconds"] / row["steps"] for step in steps]
+        end, colour = row["validation_loss"], f"C{number}"
+        axes.plot(times, losses, color=colour, linewidth=1, label=f"{end:.3f} {name}")
+        axes.plot(row["training_seconds"], end, "o", color=colour)
+    axes.set(xlabel="training time (s)", title="Training loss; dots: validation")
+    axes.set_ylabel("loss (nats per token)")
+    name_curves(axes)
+    return figure
+
+
+def figure_of_kinds(result: dict):
+    """The lowest loss of each kind after each time, with a bar for the spread of seeds, and the
+    loss by position of its best size.
+    """
+    runs, seconds = result["runs"], result["plan"]["seconds"]
+    figure = new_figure(figsize=(11.5, 5))
+    by_time, by_position = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    # In the order of the plan, so that what plans have in common looks the same.
+    kinds = dict.fromkeys([*result["plan"]["kinds"], *(row["kind"] for row in finished(runs))])
+    for number, kind in enumerate(kind for kind in kinds if finished(runs, kind)):
+        budgets = sorted({row["budget"] for row in finished(runs, kind)})
+        best = [best_size(runs, kind, budget) for budget in budgets]
+        ends = [(row["training_seconds"], row["validation_loss"]) for row in best]
+        style = {"marker": "o", "markersize": 4, "color": f"C{number}"}
+        by_time.plot(*zip(*ends, strict=True), label=kind, **style)
+        for rows in repeated(runs).values():
+            if rows and rows[0]["kind"] == kind:
+                losses = [row["validation_loss"] for row in rows]
+                bar = {"color": f"C{number}", "linewidth": 5, "alpha": 0.4}
+                by_time.vlines(rows[0]["training_seconds"], min(losses), max(losses), **bar)
+        if means := (best_size(runs, kind, seconds) or {}).get("loss_by_position"):
+            # Of a range of a single position the mean is mostly noise.
+            ranges = [(end, loss) for (first, _), (end, loss) in pairwise(means) if end - first > 1]
+            by_position.plot(*zip(*ranges, strict=True), **style)
+    by_time.set(xlabel="training time on one GPU (s)", title="Lowest loss by time")
+    by_position.set(xlabel="tokens before, up to", title=f"By position, after {seconds:g} s")
+    by_time.set_ylabel("validation loss (nats per token)")
+    log_axis(by_time)
+    log_axis(by_position)
+    name_curves(by_time)
+    return figure

@@ -13,12 +13,11 @@ import torch
 
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
-from mixer.comparison.measure import report_run
+from mixer.comparison.measure import SIGNALS, report_run
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
 
 LEFT = 3  # exit status of a command that must be given again to do all
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A list without objects, which may have lists without any in it.
 LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
 
@@ -57,10 +56,7 @@ class Study:
         while self.running or (waiting and not self.stopped):
             while waiting and free and not self.stopped:
                 job, row = waiting.popleft()
-                run = self.next_run(job, row)
-                if run and (known := self.runs.get(run.name)):
-                    waiting.appendleft((job, known))
-                elif run:
+                if run := self.next_run(job, row):
                     self.start(job, run, free.pop(0))
             for connection in wait(list(self.running)) if self.running else ():
                 job, run, gpu, process = self.running.pop(connection)
@@ -82,8 +78,12 @@ class Study:
             process.terminate()
 
     def next_run(self, job: Job, row: dict | None) -> Run | None:
+        """The next run of a job that is not in the results, if there is one."""
         try:
-            return job.send(row)
+            run = job.send(row)
+            while run.name in self.runs:
+                run = job.send(self.runs[run.name])
+            return run
         except StopIteration:
             return None
         except UserError as error:  # the other jobs go on
@@ -97,11 +97,8 @@ class Study:
         context = multiprocessing.get_context("spawn" if gpu else "fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=report_run, args=(theirs, run, self.folder))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         process.start()
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-        os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         theirs.close()  # so that the end of the process ends what is read
         self.running[ours] = job, run, gpu, process
         if self.stopped:  # by a signal that came before this process was known
@@ -112,20 +109,33 @@ class Study:
         try:
             row = connection.recv()
         except EOFError:
-            row = None
-        if row is None and not self.stopped:
-            row = "its process was stopped; the same command goes on"
-        problem = row if isinstance(row, str) else row and other_text(row, self.runs, self.file)
-        if problem:
-            self.problems.append(f"{run.name}: {problem}")
-        if problem or not row:
+            row = None if self.stopped else "its process was stopped; the same command goes on"
+        if isinstance(row, dict) and (other := self.run_on_another_text(row)):
+            row = (
+                f"the text has changed: {self.file} has a run {other!r} with the same options for "
+                "data, and other tokens. Give that text, or another --output"
+            )
+        if isinstance(row, str):
+            self.problems.append(f"{run.name}: {row}")
+        if not isinstance(row, dict):
             return None
-        row["commit"] = self.commit
-        self.runs[run.name] = row
+        self.runs[run.name] = row | {"commit": self.commit}
         write_json(self.file, self.result)
         loss = f"loss {row['validation_loss']:.4f}" if "validation_loss" in row else "diverged"
         print(f"{run.name}: {loss}", flush=True)
         return row
+
+    def run_on_another_text(self, row: dict) -> str | None:
+        """A run of the results with the options for data of `row`, but other tokens."""
+
+        def data(row: dict) -> dict:
+            return {key: row["settings"][key] for key in row["settings"] if key[:5] == "data."}
+
+        text = row["text_sha256"]
+        for name, other in self.runs.items():
+            if other.get("text_sha256", text) != text and data(other) == data(row):
+                return name
+        return None
 
 
 def visible_gpus() -> list[str]:
@@ -133,20 +143,3 @@ def visible_gpus() -> list[str]:
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     return named.split(",")[:count] or [""]
-
-
-def other_text(measured: dict, runs: dict[str, dict], file: Path) -> str:
-    """What is wrong if runs of `file` with the same options for data had another text."""
-
-    def data(one: dict) -> dict:
-        return {key: value for key, value in one["settings"].items() if key.startswith("data.")}
-
-    text = measured["text_sha256"]
-    for name, other in runs.items():
-        if other.get("text_sha256", text) != text and data(other) == data(measured):
-            return (
-                f"the text has changed: {file} has a run {name!r} with the same options for data, "
-                "and other tokens. Runs are compared on one text alone: give that text, or another "
-                "--output"
-            )
-    return ""

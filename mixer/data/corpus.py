@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mixer.common.errors import UserError
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.data.config import DataConfig, validation_source
 from mixer.data.sources import BETWEEN, Part, part_texts, source_parts, text_hash
 

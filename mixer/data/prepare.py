@@ -13,10 +13,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mixer.common.checksums import sha256
-from mixer.common.errors import UserError
-from mixer.common.files import STAGE, whole_directory
-from mixer.common.say import Say
+from mixer.common.errors import Say, UserError
+from mixer.common.files import STAGE, sha256, whole_directory
 from mixer.data.batches import Samples
 from mixer.data.config import TASKS, DataConfig, check, unused_options, without_unused
 from mixer.data.corpus import SPLITS, Corpus

@@ -25,10 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mixer.common.checksums import has_sha256
-from mixer.common.errors import UserError
-from mixer.common.json_file import read_json
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.errors import Say, UserError, say_on_stderr
+from mixer.common.files import has_sha256
+from mixer.common.parsing import read_json
 
 
 @dataclass(frozen=True)

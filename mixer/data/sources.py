@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mixer.common.errors import UserError, first_line
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.errors import Say, UserError, first_line, say_on_stderr
 from mixer.data.config import DataConfig
 
 BETWEEN = "\0"  # the two texts of a pair, of which the first has none

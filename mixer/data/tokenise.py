@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mixer.common.checksums import sha256
-from mixer.common.errors import UserError
-from mixer.common.say import Say
+from mixer.common.errors import Say, UserError
+from mixer.common.files import sha256
 from mixer.data.corpus import SPLITS, texts_of
 from mixer.data.tokenizer import pieces, token_encoder
 

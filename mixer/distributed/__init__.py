@@ -1,5 +1,3 @@
-"""Several processes:
-
-world         one process among the others: device, rank, messages
-ending        with the launcher, by a signal, or because another process failed
+"""Several processes. One file, `world`, has all of it: what launched them, messages between them,
+and how they end.
 """

@@ -1,25 +1,31 @@
-"""The processes of a run, as one of them sees them: its device and rank, messages between them, and
-what is printed.
-"""
+"""The processes of a run: what launched them, messages between them, and how all of them end."""
 
+import ctypes
 import dataclasses
 import os
+import signal
 import sys
+import time
+import traceback
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    str_to_bool,
-)
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor
 
-from mixer.common.errors import UserError
-from mixer.common.ranks import is_launched
+from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
+
+# Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
+ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# A launcher passes a signal on to processes that may have received it themselves. Within this time
+# it counts as the same signal.
+SAME_SIGNAL_SECONDS = 1.0
+# How long a process that fails waits to hear whether another one failed first.
+QUIET_SECONDS = 1.0
 
 
 class World:
@@ -81,16 +87,59 @@ class World:
             )
 
 
+# ------------------------------------------------------------------------- how a run begins
+
+
+def follow_launcher() -> None:
+    """Makes this process end as if by SIGTERM when its launcher ends: accelerate passes no signal
+    on. Raises UserError for a launch that cannot be followed.
+    """
+    launched, by_accelerate = is_launched(), ACCELERATE in os.environ
+    if problem := oddity() or _problem_of_accelerate(launched, by_accelerate):
+        raise UserError(problem)
+    if by_accelerate or (launched and TORCHRUN in os.environ):
+        launcher = os.getppid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:  # it has ended meanwhile
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _problem_of_accelerate(launched: bool, by_accelerate: bool) -> str:
+    """What accelerate was asked for, by its variables, and cannot do here; "" if it can."""
+    on = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
+    engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+    refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
+    if "ACCELERATE_USE_FSDP" in on:
+        version = os.environ.get("FSDP_VERSION", "1")
+        if version != "2":
+            refused.append(f"fsdp_version: {version}")
+        if "FSDP_OFFLOAD_PARAMS" in on:  # the optimizer's steps could not be skipped there
+            refused.append("fsdp_offload_params: true")
+    if refused:
+        return (
+            f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
+            "offloading, such as accelerate launch --config_file configs/accelerate/1x8_fsdp.yaml "
+            "train.py ..."
+        )
+    # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
+    # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
+    several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if by_accelerate and several and not launched:
+        return (
+            "accelerate launch was asked for several processes, and has started one; allowed: "
+            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ... (on several "
+            "machines also --nnodes, --node_rank, --master_addr and --master_port)"
+        )
+    return ""
+
+
 def build_accelerator(precision: str) -> Accelerator:
     """accelerate as its launcher set it up: one process, DDP or FSDP, on one host or several.
 
     precision: "no" (fp32), "fp16" or "bf16". The configuration decides precision, accumulation and
-    compilation; the launcher's settings for them are ignored. Raises UserError for version 1 of
-    FSDP, and for parameters in the host's memory.
+    compilation; the launcher's settings for them are ignored.
     """
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    if sharded:
-        _check_fsdp()
     accelerator = Accelerator(
         # Without this, accelerate takes torchrun's processes on a CPU for separate runs.
         cpu=is_launched() and not torch.cuda.is_available(),
@@ -100,8 +149,6 @@ def build_accelerator(precision: str) -> Accelerator:
         # Gradients stay in the buckets in which DDP sums them: no step copies them back.
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    if sharded and accelerator.distributed_type == DistributedType.MULTI_CPU:
-        _shard_on_cpu(accelerator, precision)
     if accelerator.distributed_type == DistributedType.FSDP and precision != "no":
         plugin, fp32 = accelerator.state.fsdp_plugin, torch.float32
         # Gradients are summed in fp32, as in DDP; accelerate would sum them in the compute type.
@@ -111,28 +158,76 @@ def build_accelerator(precision: str) -> Accelerator:
     return accelerator
 
 
-def _check_fsdp() -> None:
-    version = os.environ.get("FSDP_VERSION", "1")
-    if version != "2":
-        raise UserError(
-            f"FSDP version {version} was asked for; allowed: 2; set fsdp_version: 2, as "
-            "configs/accelerate/1x8_fsdp.yaml does"
-        )
-    offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false")
-    if str_to_bool(offload):
-        raise UserError(
-            f"fsdp_offload_params: {offload} was asked for, which keeps the parameters in the "
-            "host's memory, where the optimizer's steps cannot be skipped; allowed: false. For "
-            "less memory on the GPUs lower train.batch_size, or set train.recompute=block"
-        )
+# ------------------------------------------------------------------------- how it ends
 
 
-def _shard_on_cpu(accelerator: Accelerator, precision: str) -> None:
-    """Switches FSDP on, as accelerate does on GPUs only. FSDP works over gloo too, so that tests
-    on a CPU shard the model in the same way as GPUs do.
+class Stop:
+    """A signal to any process: all of them save and end after the same step.
+
+    Each step calls `ask`, which begins to ask all processes whether they received a signal, and
+    then `agreed`, which returns the answer. The step is computed in between, so asking costs no
+    time.
+
+    The first signal is remembered. The same signal again ends the process at once; a different one
+    does not, because a launcher that ends at Ctrl-C also sends SIGTERM. SIGHUP does nothing under
+    nohup.
     """
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
-    for state in (accelerator.state, PartialState()):
-        state.distributed_type = DistributedType.FSDP
-    if precision != "no":
-        accelerator.state.fsdp_plugin.set_mixed_precision(precision)
+
+    def __init__(self, world: World):
+        self.group, self.number, self.since = world.group, 0, 0.0
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [number for number in SIGNALS if not (ignored and number is signal.SIGHUP)]
+        self.before = {number: signal.signal(number, self._note) for number in numbers}
+
+    def ask(self) -> None:
+        if self.group is not None:
+            self.signals = torch.tensor(int(self.number != 0))
+            self.asked = dist.all_reduce(self.signals, group=self.group, async_op=True)
+
+    def agreed(self) -> bool:
+        if self.group is None:
+            return self.number != 0
+        self.asked.wait()
+        return bool(self.signals)
+
+    def close(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame) -> None:
+        now = time.monotonic()
+        if self.number == number and now - self.since > SAME_SIGNAL_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif not self.number:
+            self.number, self.since = number, now
+
+
+def leave_with_error(error: BaseException) -> None:
+    """Ends this process at once and prints its error, unless another process failed first.
+
+    When a process ends, its peers fail too because their connections break, and their errors would
+    hide the cause. So every failing process draws a number from the launch's store before its
+    connections close, and only number one prints its error.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        end_at_interrupt(KeyboardInterrupt, error, None)
+    is_user_error, rank = isinstance(error, UserError), dist.get_rank()
+    if _is_first_to_fail():
+        trace = [f"error: {error}\n"] if is_user_error else traceback.format_exception(error)
+        said = f"process {rank} failed:\n{''.join(trace)}"
+    else:
+        said = f"process {rank} ends, as another process failed first\n"
+    print(said, end="", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the destructors of broken connections could wait for ever.
+    os._exit(2 if is_user_error else 1)
+
+
+def _is_first_to_fail() -> bool:
+    try:
+        return dist.distributed_c10d._get_default_store().add("mixer/failed", 1) == 1
+    except Exception:  # the process that holds the store has ended, so it failed first
+        time.sleep(QUIET_SECONDS)
+        return False

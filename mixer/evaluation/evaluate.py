@@ -11,23 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, rank
 from mixer.common.files import check_writable, directory_for
-from mixer.common.memory import memory_for
+from mixer.common.hardware import memory_for
 from mixer.common.options import option, option_problems
-from mixer.common.ranks import rank
 from mixer.data.config import TASKS, DataConfig
-from mixer.distributed.ending import leave_with_error
-from mixer.evaluation.measure import (
-    DEVICES,
-    Process,
-    choose_device,
-    find_partners,
-    is_joined,
-    join_processes,
-    measure,
-    reads,
-)
+from mixer.data.prepared import PairFile
+from mixer.distributed.world import leave_with_error
+from mixer.evaluation import measure, texts
+from mixer.evaluation.measure import Process
 from mixer.evaluation.report import evaluation_report, write_evaluation
 from mixer.evaluation.scoring import (
     AUTOCAST_TYPES,
@@ -36,17 +28,7 @@ from mixer.evaluation.scoring import (
     sample_batches,
     window_batches,
 )
-from mixer.evaluation.texts import (
-    Text,
-    file_documents,
-    hub_documents,
-    limit,
-    named,
-    put_eos_first,
-    task_text,
-    text_of,
-    validation_text,
-)
+from mixer.evaluation.texts import Text
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.ops import BACKENDS
 
@@ -59,40 +41,31 @@ class EvalOptions:
     """What to evaluate, and how; the fields are the options of eval.py."""
 
     checkpoint: str = option(
-        MISSING,
-        "a checkpoint, e.g. runs/demo/step-600, or the directory of any Hugging Face causal LM",
+        MISSING, "a checkpoint, e.g. runs/demo/step-600, or the directory of any causal LM"
     )
     # At most one of these four.
     text: Sequence[str] = option(
-        (),
-        "files, folders or globs to score: each UTF-8 text file is a document, and each row of a "
-        ".jsonl or .parquet file",
+        (), "files, folders or globs: each text file is a document, each row of .jsonl or .parquet"
     )
     data: str = option("", "prepared data directory; default: the one of the run")
-    pairs: str = option(
-        "", "prepared data directory: score how often texts find their partners there"
-    )
-    hub: str = option("", "dataset of the hub to score, each row a document")
+    pairs: str = option("", "prepared data directory: how often texts find their partners there")
+    hub: str = option("", "dataset of the hub, each row a document")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
     text_field: str = option("text", "field of a row that holds its text")
     window: int | None = option(
         None,
-        "longest window in tokens; default: the model's context, which "
-        "mixing weights by lag can exceed",
+        "longest window in tokens; default: the context, which mixing weights by lag can exceed",
         at_least=1,
     )
     stride: int | None = option(
-        None,
-        "tokens between windows, 1..window; default: the window (disjoint windows)",
-        at_least=1,
+        None, "tokens between windows, 1..window; default: the window (disjoint)", at_least=1
     )
     batch_size: int = option(16, "windows per forward", at_least=1)
     max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
     first_token: str = option(
         "skip",
-        "first token of a stream: skip, or eos: score it after an EOS, and rows of white space "
-        "alone too",
+        "first token of a stream: skip, or eos: score it after an EOS, and blank rows too",
         choices=FIRST_TOKEN,
     )
     last_window: str = option(
@@ -100,11 +73,26 @@ class EvalOptions:
         "last window of a stream: short, or full: let it begin earlier, as long as the others",
         choices=LAST_WINDOW,
     )
-    device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
+    device: str = option("auto", "auto, cpu or cuda", choices=measure.DEVICES)
     dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
     backend: str = option(
         "", "auto, cuda or dense; default: what the checkpoint says", choices=("", *BACKENDS)
     )
+
+    @property
+    def names_text(self) -> bool:
+        return bool(self.text or self.data or self.hub or self.pairs)
+
+    @property
+    def task(self) -> DataConfig | None:
+        """The task that the checkpoint was trained on, unless the options name a text."""
+        data = read_trainer(Path(self.checkpoint)).get("settings", {}).get("data", {})
+        is_task = data.get("source") in TASKS and not self.names_text
+        return DataConfig(**data) if is_task else None
+
+    @property
+    def data_directory(self) -> str | None:
+        return self.data or read_trainer(Path(self.checkpoint)).get("data_directory")
 
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
@@ -123,14 +111,14 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     try:
         results = [evaluate_checkpoint(options) for options in evaluations]
     except BaseException as error:
-        if is_joined():
+        if measure.is_joined():
             leave_with_error(error)  # so that no other process waits for this one
         raise
     if rank() == 0:
         write_evaluation(results, directory)
         print(evaluation_report(results))
         print(f"\nthe report is in {directory}")
-    if is_joined():
+    if measure.is_joined():
         torch.distributed.destroy_process_group()
 
 
@@ -161,48 +149,30 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    if task_of(options):
+    give = "--data DIR, --text FILE... or --hub NAME"
+    if options.task:
         if options.first_token != "skip" or options.max_tokens:
             raise UserError(
                 f"{directory} was trained on a task, of which all answers are scored: leave out "
-                "--first-token and --max-tokens, or give --text FILE..., --data DIR or --hub NAME"
+                f"--first-token and --max-tokens, or give {give}"
             )
-    elif not (options.text or options.hub or options.data or options.pairs):
-        data, give = data_directory(options), "give --data DIR, --text FILE... or --hub NAME"
-        if not data:
-            raise UserError(f"{directory} does not say which data it was trained on: {give}")
-        if not Path(data).is_dir():  # a relative one is of where training was started
+    elif not options.names_text:
+        data = options.data_directory
+        if not data or not Path(data).is_dir():  # a relative one is of where training was started
             raise UserError(
-                f"{directory} was trained on the data in {data}, which is not here "
-                f"({Path.cwd()}): {give}"
+                f"{directory} was trained on {data or 'data that it does not name'}, which is not "
+                f"in {Path.cwd()}: give {give}"
             )
-
-
-def task_of(options: EvalOptions) -> DataConfig | None:
-    """The task that the checkpoint was trained on, unless the options name a text."""
-    settings = read_trainer(Path(options.checkpoint)).get("settings", {}).get("data", {})
-    given = options.text or options.data or options.hub or options.pairs
-    if given or settings.get("source") not in TASKS:
-        return None
-    return DataConfig(**settings)
-
-
-def data_directory(options: EvalOptions) -> str | None:
-    return options.data or read_trainer(Path(options.checkpoint)).get("data_directory")
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
     """(window, stride) in tokens."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     window = options.window or context
-    if window is None:
+    if window is None or (context and not measure.reads(model, window)):
         raise UserError(
-            f"{options.checkpoint} does not say its context (max_position_embeddings): "
-            "give --window N"
-        )
-    if context is not None and not reads(model, window):
-        raise UserError(
-            f"window {window} is larger than the context of {options.checkpoint}: give 1..{context}"
+            f"the context of {options.checkpoint} is {context or 'not known'}, the window "
+            f"{options.window}: give --window 1..{context or 'N'}"
         )
     stride = options.stride or window
     if stride > window:
@@ -214,25 +184,29 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     """The text that the options name, cut to max_tokens, or the checkpoint's task; see
     mixer.evaluation.texts.
     """
-    if task := task_of(options):
-        return task_text(task, window)
-    with_eos = options.first_token == "eos"
-    if options.text:
-        found = file_documents(options.text, options.text_field, blank=with_eos)
-        text = text_of(named(options.text), found, tokenizer, options.max_tokens)
-    elif options.hub:
-        where = options.hub, options.subset, options.split
-        found = hub_documents(*where, options.text_field, blank=with_eos)
-        text = text_of(" ".join(filter(None, where)), found, tokenizer, options.max_tokens)
+    if options.task:
+        return texts.task_text(options.task, window)
+    if options.text or options.hub:
+        field, blank = options.text_field, options.first_token == "eos"
+        if options.text:
+            names = [Path(path).name for path in options.text]
+            names = names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"]
+            name, paths = ", ".join(names), options.text
+            sources = [DataConfig(source="text", path=path, text_field=field) for path in paths]
+        else:
+            where = {"path": options.hub, "subset": options.subset, "split": options.split}
+            name = " ".join(filter(None, where.values()))
+            sources = [DataConfig(source="hub", **where, text_field=field)]
+        text = texts.text_of(name, sources, tokenizer, blank, options.max_tokens)
     else:
-        text = validation_text(Path(data_directory(options)), window, tokenizer)
-    if with_eos:
-        put_eos_first(text, tokenizer)
+        text = texts.validation_text(Path(options.data_directory), window, tokenizer)
+    if options.first_token == "eos":
+        texts.put_eos_first(text, tokenizer)
     if all(len(tokens) < 2 for tokens in text.streams):
         raise UserError(
             f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
         )
-    return limit(text, options.max_tokens, tokenizer)
+    return texts.limit(text, options.max_tokens, tokenizer)
 
 
 # ------------------------------------------------------------------------- scoring it
@@ -248,7 +222,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     lacks, and too little memory.
     """
     check_options(options)
-    process = join_processes(choose_device(options.device, options.dtype))
+    process = measure.join_processes(measure.choose_device(options.device, options.dtype))
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
@@ -272,9 +246,10 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "device": str(process),
     }
     if options.pairs:
-        validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
-        how = {"batch_size": batch_size, "dtype": dtype}
-        return found | find_partners(model, options.pairs, window, process, **how)
+        texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
+        pairs = PairFile(options.pairs, "validation", window)
+        shares = measure.find_partners(model, pairs, batch_size, dtype, process)
+        return found | {"data": options.pairs} | shares
     text = choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
@@ -282,7 +257,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         batches = sample_batches(text.task, 0, batch_size)
     else:
         batches = window_batches(text.streams, window, stride, batch_size, options.last_window)
-    scores, cost = measure(model, batches, window, dtype, process)
+    scores, cost = measure.measure(model, batches, window, dtype, process)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
@@ -293,66 +268,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "first_token": FIRST_TOKEN[options.first_token],
         "last_window": LAST_WINDOW[options.last_window],
     }
-    return found | describe_text(text) | numbers(scores, text) | cost
-
-
-def describe_text(text: Text) -> dict:
-    return {
-        "text": text.name,
-        "bytes": text.bytes,
-        "words": text.words,
-        "tokenizer_loses": text.loses,
-        "streams": len(text.streams),
-    }
-
-
-def numbers(scores: TokenScores, text: Text) -> dict:
-    """What a report has of the scores."""
-    return {
-        "windows": scores.windows,
-        "tokens_scored": scores.tokens,
-        "nats": scores.nats,
-        "accuracy": scores.accuracy,
-        **perplexities(scores, text),
-        **loss_by_kind(scores),
-        "loss_by_position": scores.loss_by_position,
-        "accuracy_by_position": scores.accuracy_by_position,
-        "count_by_position": scores.count_by_position.tolist(),
-    }
-
-
-def exp_or_none(value: float) -> float | None:
-    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
-    model can be.
-    """
-    return math.exp(value) if value < 709 else None
-
-
-def perplexities(scores: TokenScores, text: Text) -> dict:
-    """Perplexity per token, and of a text also per word and byte, and bits per byte (nats / ln 2 /
-    bytes).
-    """
-    found = {"loss": scores.loss, "token_perplexity": exp_or_none(scores.loss)}
-    if text.task:
-        return found
-    return found | {
-        "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
-        "byte_perplexity": exp_or_none(scores.nats / text.bytes),
-        "bits_per_byte": scores.nats / math.log(2) / text.bytes,
-    }
-
-
-def loss_by_kind(scores: TokenScores) -> dict:
-    """Mean nats of the targets that a copy from the window would predict, and of all others; None
-    where there are none.
-    """
-    others = scores.tokens - scores.repeats
-    others_nats = scores.nats - scores.repeats_nats
-    return {
-        "repeats_share": scores.repeats / scores.tokens,
-        "repeats_loss": scores.repeats_nats / scores.repeats if scores.repeats else None,
-        "others_loss": others_nats / others if others else None,
-    }
+    return found | numbers(scores, text) | cost
 
 
 def describe_model(
@@ -370,3 +286,36 @@ def describe_model(
         "context": getattr(model.config.get_text_config(), "max_position_embeddings", None),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
     }
+
+
+def numbers(scores: TokenScores, text: Text) -> dict:
+    """What a report has of the text and its scores: perplexity per token, and but for a task also
+    per word and byte, and bits per byte (nats / ln 2 / bytes).
+    """
+    found = {
+        "text": text.name,
+        "bytes": text.bytes,
+        "words": text.words,
+        "tokenizer_loses": text.loses,
+        "streams": len(text.streams),
+        "windows": scores.windows,
+        "tokens_scored": scores.tokens,
+        "nats": scores.nats,
+        "accuracy": scores.accuracy,
+        "loss": scores.loss,
+        "token_perplexity": exp_or_none(scores.loss),
+    }
+    if not text.task:
+        found |= {
+            "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
+            "byte_perplexity": exp_or_none(scores.nats / text.bytes),
+            "bits_per_byte": scores.nats / math.log(2) / text.bytes,
+        }
+    return found | scores.by_kind | scores.by_position
+
+
+def exp_or_none(value: float) -> float | None:
+    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
+    model can be.
+    """
+    return math.exp(value) if value < 709 else None

@@ -11,9 +11,8 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, is_launched
 from mixer.common.hardware import lacks_bf16, peak_memory_gb
-from mixer.common.ranks import is_launched
 from mixer.data.batches import Batch
 from mixer.data.prepared import PairFile
 from mixer.evaluation.scoring import TokenScores, evaluate_batches
@@ -90,27 +89,23 @@ def measure(
     start = time.perf_counter()
     share = process.index, process.count
     scores = evaluate_batches(model, batches, context, process.device, dtype, share)
-    memory = peak_memory_gb(process.device)
-    if process.count > 1:
-        every_score, memories = zip(*gather_object([(scores, memory)]), strict=True)
-        scores, memory = TokenScores.total(every_score), max(memories)
+    found = [(scores, peak_memory_gb(process.device))]
+    scores, memories = zip(*(gather_object(found) if process.count > 1 else found), strict=True)
+    scores = TokenScores.total(scores)
     return scores, {
         "tokens_per_second": scores.tokens / (time.perf_counter() - start),
-        "peak_memory_gb": memory,
+        "peak_memory_gb": max(memories),
     }
 
 
 def find_partners(
     model: PreTrainedModel,
-    data: str,
-    context: int,
-    process: Process,
-    *,
+    pairs: PairFile,
     batch_size: int,
     dtype: torch.dtype | None,
+    process: Process,
 ) -> dict:
-    """`top1` of the pairs in the validation split of prepared data, shared by the processes."""
-    pairs = PairFile(data, "validation", context)
+    """The number of pairs and their `top1`. The processes share the pairs."""
 
     def embed(*sides: torch.Tensor) -> torch.Tensor:
         with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
@@ -122,4 +117,4 @@ def find_partners(
         torch.distributed.all_reduce(vectors)
     if not vectors.isfinite().all():
         raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
-    return {"data": data, "pairs": count} | top1(*vectors)
+    return {"pairs": count} | top1(*vectors)

@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from mixer.checkpoints.format import earlier_settings, read_trainer
-from mixer.common.yaml_file import as_yaml
+from mixer.common.parsing import as_yaml
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.metrics_file import read_metrics
 
@@ -49,45 +49,42 @@ def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, lice
 
     Raises UserError where the run's files are damaged.
     """
-    trainer = read_trainer(checkpoint)
+    trainer, config = read_trainer(checkpoint), model.config
     header = ModelCardData(
         license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["masked-mixer", "custom_code"],
     )
-    facts = [f"| {name} | {value} |" for name, value in _facts(model, checkpoint, trainer).items()]
-    return TEXT.format(
-        header=header.to_yaml(),
-        title=title,
-        facts="\n".join(facts),
-        configuration=_configuration(trainer) if trainer.get("settings") else "",
-    )
-
-
-def _facts(
-    model: MaskedMixerForCausalLM, checkpoint: Path, trainer: dict[str, Any]
-) -> dict[str, str]:
-    config = model.config
     facts = {
         "parameters": f"{model.num_parameters():,}",
         "context, tokens": str(config.max_position_embeddings),
         "hidden size, layers": f"{config.hidden_size}, {config.num_hidden_layers}",
         "vocabulary": str(config.vocab_size),
     }
-    if not trainer:
-        return facts
-    facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
-    file, last = checkpoint.resolve().parent / "metrics.jsonl", {}
+    if trainer:
+        facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
+        facts |= last_metrics(checkpoint.resolve().parent / "metrics.jsonl", trainer["step"])
+    return TEXT.format(
+        header=header.to_yaml(),
+        title=title,
+        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        configuration=configuration(trainer) if trainer.get("settings") else "",
+    )
+
+
+def last_metrics(file: Path, step: int) -> dict[str, str]:
+    """The last METRICS up to a step."""
+    found, last = {}, {}
     for line in read_metrics(file) if file.is_file() else []:
-        last |= line if line["step"] <= trainer["step"] else {}
+        last |= line if line["step"] <= step else {}
     for key, text in METRICS.items():
         if isinstance(last.get(key), (int, float)):
-            facts[text] = f"{last[key]:,}" if key.endswith("tokens") else f"{last[key]:.4f}"
-    return facts
+            found[text] = f"{last[key]:,}" if key.endswith("tokens") else f"{last[key]:.4f}"
+    return found
 
 
-def _configuration(trainer: dict[str, Any]) -> str:
+def configuration(trainer: dict[str, Any]) -> str:
     """The settings of the run, and what earlier steps had in place of them."""
     run = trainer["settings"]
     data = {name: value for name, value in run.get("data", {}).items() if name not in MAY_BE_PATHS}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mixer.common.files import whole_directory
 from mixer.reporting.curves import plot_loss_by_position
+from mixer.reporting.figure import can_draw
 from mixer.reporting.tables import bullets, table
 
 COLUMNS = {
@@ -24,21 +25,17 @@ COLUMNS = {
 }
 
 
-def select(results: list[dict], columns: dict[str, str]) -> list[dict]:
-    """Rows of a table: the columns' titles mapped to what the results have under their keys,
-    without the columns that not all results have: tasks have no bytes.
-    """
-    shared = {title: key for title, key in columns.items() if all(key in r for r in results)}
-    return [{title: result[key] for title, key in shared.items()} for result in results]
-
-
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
-    if "pairs" in results[0]:
+    columns, is_pairs = COLUMNS, "pairs" in results[0]
+    if is_pairs:
         columns = {"checkpoint": "label", "pairs": "pairs", "tokens": "window"}
         columns |= {name.replace("_", " "): name for name in results[0] if name[:5] == "top1_"}
-        return table(select(results, columns))
-    rows = select(results, COLUMNS)
+    # Not all results have all columns: tasks have no bytes.
+    shared = [title for title, key in columns.items() if all(key in r for r in results)]
+    rows = [{title: result[columns[title]] for title in shared} for result in results]
+    if is_pairs:
+        return table(rows)
     if longer_contexts(results):
         rows = [row | by_context(r) for row, r in zip(rows, results, strict=True)]
     notes = evaluation_notes(results)
@@ -96,23 +93,14 @@ def conventions(r: dict) -> dict[str, str]:
     }
 
 
-def well_counted(losses: list, counts: list[int]) -> list:
-    """The losses, with None at positions that few windows score: with a stride below the window,
-    only the first window scores the early ones.
-    """
-    return [
-        loss if 10 * count >= max(counts) else None
-        for loss, count in zip(losses, counts, strict=True)
-    ]
-
-
 def write_evaluation(results: list[dict], directory: Path) -> None:
     """report.json, report.md and loss_by_position.png in `directory`."""
-    curves = [
-        (r["label"], well_counted(r["loss_by_position"], r["count_by_position"]))
-        for r in results
-        if "pairs" not in r
-    ]
+    curves = []
+    for r in results if can_draw() and "pairs" not in results[0] else ():
+        # With a stride below the window, only a stream's first window scores the early positions.
+        losses, counts = r["loss_by_position"], r["count_by_position"]
+        known = zip(losses, counts, strict=True)
+        curves.append((r["label"], [x if 10 * n >= max(counts) else None for x, n in known]))
     picture = "\n![Loss by position](loss_by_position.png)\n" if curves else ""
     text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
     with whole_directory(directory) as stage:

@@ -33,11 +33,9 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 class TokenScores:
     """Sums over the scored tokens, in fp64.
 
-    `nats_by_position[p]` and `count_by_position[p]` belong to the target of position p in its
-    window, i.e. the one that is predicted from p + 1 tokens. Both are (context,).
-    `right_by_position` counts the targets that are the likeliest token.
-    `repeats` and `repeats_nats` are those of the targets that a copy from the window would predict,
-    see `find_repeats`.
+    Position p of a window is that of the target which is predicted from p + 1 tokens. `right` are
+    the targets that are the likeliest token, `repeats` those that a copy from the window would
+    predict, see `find_repeats`.
     """
 
     nats_by_position: np.ndarray  # (context,) float64
@@ -71,18 +69,28 @@ class TokenScores:
         return float(self.right_by_position.sum()) / self.tokens
 
     @property
-    def loss_by_position(self) -> list[float | None]:
-        """Mean nats of each window position; None where no target was scored."""
-        return self._means(self.nats_by_position)
+    def by_kind(self) -> dict[str, float | None]:
+        """The loss of repeats, and of all others; None where there are none."""
+        others, nats = self.tokens - self.repeats, self.nats - self.repeats_nats
+        return {
+            "repeats_share": self.repeats / self.tokens,
+            "repeats_loss": self.repeats_nats / self.repeats if self.repeats else None,
+            "others_loss": nats / others if others else None,
+        }
 
     @property
-    def accuracy_by_position(self) -> list[float | None]:
-        """As `loss_by_position`."""
-        return self._means(self.right_by_position)
+    def by_position(self) -> dict[str, list]:
+        """The loss, accuracy and number of targets by position; None where no target was scored."""
+        counts = self.count_by_position.tolist()
 
-    def _means(self, sums: np.ndarray) -> list[float | None]:
-        pairs = zip(sums.tolist(), self.count_by_position.tolist(), strict=True)
-        return [n / c if c else None for n, c in pairs]
+        def means(sums: np.ndarray) -> list[float | None]:
+            return [n / c if c else None for n, c in zip(sums.tolist(), counts, strict=True)]
+
+        return {
+            "loss_by_position": means(self.nats_by_position),
+            "accuracy_by_position": means(self.right_by_position),
+            "count_by_position": counts,
+        }
 
 
 def plan_windows(
@@ -115,14 +123,12 @@ def window_batches(
     Short windows are padded on the right: the model is causal, so padding there changes no earlier
     logit.
     """
-    batch: list[tuple[np.ndarray, int]] = []
-    for tokens in streams:
-        for begin, end, first in plan_windows(len(tokens), context, stride, last_window):
-            batch.append((tokens[begin : end + 1], first))
-            if len(batch) == batch_size:
-                yield collate(batch)
-                batch = []
-    if batch:
+    windows = (
+        (tokens[begin : end + 1], first)
+        for tokens in streams
+        for begin, end, first in plan_windows(len(tokens), context, stride, last_window)
+    )
+    while batch := list(itertools.islice(windows, batch_size)):
         yield collate(batch)
 
 

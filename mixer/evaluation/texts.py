@@ -7,7 +7,7 @@ after each document.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +15,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
-from mixer.common.ranks import rank
-from mixer.common.say import say_on_stderr
 from mixer.data.config import DataConfig
 from mixer.data.corpus import documents
 from mixer.data.prepared import TokenFile
@@ -25,11 +23,6 @@ from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
 
 SAMPLE = 100  # documents by which it is told whether the tokenizer loses text
-
-
-def say(line: str) -> None:
-    if rank() == 0:
-        say_on_stderr(line)
 
 
 @dataclass
@@ -45,12 +38,22 @@ class Text:
 
 
 def text_of(
-    name: str, texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, max_tokens: int
+    name: str,
+    sources: Iterable[DataConfig],
+    tokenizer: PreTrainedTokenizerFast,
+    blank: bool,
+    max_tokens: int,
 ) -> Text:
-    """The documents, no more than are needed for `max_tokens` targets; 0: all."""
+    """The documents of hub datasets (source "hub"), or of files, folders and globs (source "text").
+
+    blank: whether documents of white space alone count. max_tokens: no more documents than are
+    needed for so many targets; 0: all. Raises UserError for a path without files, and text that is
+    not UTF-8, or none.
+    """
     encode, sample, left = raw_encoder(tokenizer), [], max_tokens or float("inf")
+    found = (documents(parts_of(source), source, blank) for source in sources)
     text = Text(name, [])
-    for document in texts:
+    for document in itertools.chain.from_iterable(found):
         ids = itertools.chain(*encode(list(pieces(document))))
         text.streams.append(np.fromiter(ids, dtype=np.int64))
         text.bytes += len(document.encode("utf-8", errors="replace"))
@@ -64,6 +67,18 @@ def text_of(
     return text
 
 
+def parts_of(source: DataConfig) -> Iterable[Part]:
+    """A hub dataset's rows, or files, each of which is read as its name says: rows of .jsonl, .json
+    and .parquet (also .gz, .bz2, .xz, .zst), or else one document.
+    """
+    if source.source == "hub":
+        yield from source_parts(source)
+        return
+    for file in local_files(source):
+        kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
+        yield Part(replace(source, source=next(kinds, "text")), file)
+
+
 def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> None:
     """Puts an EOS before each stream, so that its first token is scored too."""
     if tokenizer.eos_token_id is None:
@@ -72,42 +87,6 @@ def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> None:
             "use first_token skip"
         )
     text.streams = [np.concatenate(([tokenizer.eos_token_id], tokens)) for tokens in text.streams]
-
-
-def file_documents(paths: Sequence[str], text_field: str, blank: bool) -> Iterator[str]:
-    """The documents of files, folders and globs: each plain file is one, and each row of a .jsonl,
-    .json or .parquet file (also .gz, .bz2, .xz, .zst).
-
-    blank: whether rows of white space alone count. Raises UserError for a path without files, and
-    text that is not UTF-8, or none.
-    """
-    for path in map(str, paths):
-        settings = DataConfig(source="text", path=path, text_field=text_field)
-        yield from documents(_parts(settings), settings, blank, say)
-
-
-def _parts(settings: DataConfig) -> Iterator[Part]:
-    """All files that a path names, each to be read as its name says."""
-    for file in local_files(settings, say):
-        kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
-        yield Part(replace(settings, source=next(kinds, "text")), file)
-
-
-def named(paths: Sequence[str]) -> str:
-    """The files' names, of which those of many are counted."""
-    names = [Path(path).name for path in paths]
-    return ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
-
-
-def hub_documents(
-    name: str, subset: str, split: str, text_field: str, blank: bool
-) -> Iterator[str]:
-    """A document for each row of a dataset of the hub, read as a stream; `name` may also be a
-    directory of data files. blank: see `file_documents`.
-    """
-    where = {"path": name, "subset": subset, "split": split, "text_field": text_field}
-    settings = DataConfig(source="hub", **where)
-    yield from documents(source_parts(settings, say), settings, blank, say)
 
 
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -144,17 +123,14 @@ def task_text(config: DataConfig, window: int) -> Text:
 
 
 def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The beginning of the text with at most `max_tokens` targets; its size is that of the decoded
-    tokens.
-    """
-    if not max_tokens or sum(len(tokens) - 1 for tokens in text.streams) <= max_tokens:
-        return text
+    """The beginning of the text with at most `max_tokens` targets; 0: all."""
     kept, left = [], max_tokens
     for tokens in text.streams:
-        if left < 1:
-            break
-        kept.append(tokens[: left + 1])
-        left -= len(kept[-1]) - 1
+        if left > 0:
+            kept.append(tokens[: left + 1])
+            left -= len(kept[-1]) - 1
+    if not max_tokens or sum(map(len, kept)) == sum(map(len, text.streams)):
+        return text
     return shortened(text, kept, f"first {max_tokens} tokens", tokenizer)
 
 

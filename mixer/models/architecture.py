@@ -1,15 +1,64 @@
 """The model of a run, built from its configuration: a masked mixer, or a transformer that masked
-mixers are compared with.
+mixers are compared with, which is the Llama or the Qwen3 of transformers.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from mixer.common.options import option, option_problems
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig, MixerOptions, shape_problems
+from mixer.models.masked_mixer.layers import in_autocast_type
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.models.transformer import Llama, Qwen3
+
+
+class Transformer:
+    """What a masked mixer has and a model of transformers has not: `flops_per_token`, and under
+    autocast a residual stream in the autocast type. Checkpoints are those of the model's own class.
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(
+            lambda embedding, arguments, x: in_autocast_type(x)
+        )
+
+    def flops_per_token(self) -> dict[str, float]:
+        """As MaskedMixerForCausalLM.flops_per_token. In causal attention a token attends to
+        (tokens + 1) / 2 tokens on average.
+
+        `token_mixing` is attention without its projections.
+        """
+        config, tokens = self.config, self.config.max_position_embeddings
+        linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        # the scores, and the sum of the values
+        mixing = config.num_hidden_layers * 2 * 2 * config.hidden_size * (tokens + 1) / 2
+        return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}
+
+
+class Llama(Transformer, LlamaForCausalLM):
+    """Queries and keys without norms (arXiv 2302.13971)."""
+
+
+class Qwen3(Transformer, Qwen3ForCausalLM):
+    """RMS-normed queries and keys (arXiv 2505.09388): the transformer of today."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **more):
+        """As the model of transformers. In training without a mask it does not look for texts that
+        are packed into one row, which would wait for the GPU in every step.
+        """
+        if self.training and attention_mask is None:
+            attention_mask = {"full_attention": None}
+        return super().forward(input_ids, attention_mask=attention_mask, **more)
+
 
 MODELS = {MaskedMixerConfig: MaskedMixerForCausalLM, LlamaConfig: Llama, Qwen3Config: Qwen3}
 TRANSFORMERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by model.architecture
@@ -70,18 +119,14 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 def attention_heads(model: ModelConfig) -> int:
     """The number of a transformer's heads: as configured, or as many as have 64 channels each."""
-    if model.num_attention_heads is None:
-        return max(1, model.hidden_size // 64)
-    return model.num_attention_heads
+    return model.num_attention_heads or max(1, model.hidden_size // 64)
 
 
 def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) -> PreTrainedConfig:
     """The transformers configuration of a run's model, for a tokenizer's vocabulary."""
     common = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
     if model.architecture == "masked_mixer":
-        options = asdict(model)
-        for name in ("architecture", *OF_TRANSFORMERS):
-            del options[name]
+        options = {item.name: getattr(model, item.name) for item in fields(MixerOptions)}
         return MaskedMixerConfig(**common, **options)
     default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     heads = attention_heads(model)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, operator, plain
-from mixer.ops.arguments import check_backend, in_autocast_dtype, misfit, on_one_device
+from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.plain import BACKENDS, turn
 from mixer.ops.row_operator import mix_row
@@ -74,14 +74,7 @@ def triangular_conv(
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor | None,
-    lags: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    backend: str,
-) -> None:
+def _check(x, weight, lags, bias, residual, backend) -> None:
     check_backend(backend)
     given = weight if lags is None else lags
     fits = (

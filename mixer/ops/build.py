@@ -12,6 +12,7 @@ case, for example by another compiler.
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -19,30 +20,20 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from mixer.common.checksums import cache_home
-from mixer.common.errors import run_command
-from mixer.common.files import whole_directory
-from mixer.ops.toolchain import (
-    HOPPER_FLAG,
-    BuildError,
-    Compiler,
-    architecture_flags,
-    dotted,
-    find_compiler,
-)
+from mixer.common.errors import UserError, run_command
+from mixer.common.files import cache_home, whole_directory
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
 LOG = "build.log"
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
-LOG_TAIL = 30  # lines of the compiler's output that an error quotes
-
-
-# ------------------------------------------------------------------------- cache
+HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 
 
 def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool = False) -> Path:
@@ -54,16 +45,16 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
     directory = cache_directory() / build_name(capability, sources)
     path = directory / LIBRARY
     if rebuild or not path.exists():
-        compiler = find_compiler()
-        flags = [*COMPILE_FLAGS, *architecture_flags(compiler, capability)]
+        nvcc = find_nvcc()
+        flags = [*COMPILE_FLAGS, *architecture_flags(nvcc, capability)]
         with whole_directory(directory) as stage:
             if rebuild or not path.exists():  # no other process has built it meanwhile
-                build(stage, sources, compiler, flags, directory.with_suffix(".failed.log"))
+                build(stage, sources, nvcc, flags)
     return path
 
 
 def cache_directory() -> Path:
-    """The cache, made (mode 0700) if it is not there. Raises BuildError where others could put a
+    """The cache, made (mode 0700) if it is not there. Raises UserError where others could put a
     library there, since loading it runs their code.
     """
     another = "`export MIXER_CACHE=/a/directory/of/yours`"
@@ -72,85 +63,131 @@ def cache_directory() -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
     except (OSError, RuntimeError) as error:  # a user in a container may have no home
-        raise BuildError(f"there is no cache for the kernels ({error}): {another}.") from error
-    why = "a library is loaded from there as code, so it must be yours, and writable for you alone"
-    if status.st_uid != os.geteuid():
-        raise BuildError(f"{directory} belongs to user {status.st_uid}; {why}: {another}.")
-    if status.st_mode & 0o022:
-        fix = f"`chmod 700 {shlex.quote(str(directory))}`"
-        raise BuildError(f"others can write to {directory}; {why}: {fix}.")
+        raise UserError(f"there is no cache for the kernels ({error}): {another}.") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise UserError(
+            f"{directory} belongs to user {status.st_uid} and has mode {status.st_mode & 0o777:o}; "
+            "a library is loaded from there as code, so it must be yours, and writable for you "
+            f"alone: {another}, or `chmod 700 {shlex.quote(str(directory))}`."
+        )
     return directory
 
 
 def build_name(capability: tuple[int, int], sources: Path) -> str:
     total = hashlib.sha256(platform.machine().encode())
-    for path in source_files(sources):
+    for path in sorted(sources.iterdir()):
         total.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
     return f"sm{capability[0]}{capability[1]}-{total.hexdigest()[:16]}"
 
 
-def source_files(sources: Path) -> list[Path]:
-    return sorted(path for path in sources.iterdir() if path.suffix in (".cu", ".cuh", ".h"))
-
-
-# ------------------------------------------------------------------------- building
-
-
-def build(
-    directory: Path, sources: Path, compiler: Compiler, flags: list[str], failed_log: Path
-) -> None:
+def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     """Builds the library into a directory, with a log of the registers and spills of each kernel.
-    Raises BuildError and writes `failed_log` if that fails.
+    Raises UserError if that fails.
     """
     architecture = flags[-1].rpartition("=")[2]
     said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
     print(said, file=sys.stderr, flush=True)
     directory.chmod(0o755)  # whatever the umask: others must not write there
-    work = directory / "objects"
-    work.mkdir()
-    (work / "build.ninja").write_text(ninja_file(sources, compiler, flags))
-    command = [sys.executable, "-m", "ninja", "-C", str(work)]
+    units = sorted(sources.glob("*.cu"))
+    if HOPPER_FLAG not in flags:
+        units = [unit for unit in units if not unit.name.startswith("hopper")]
+    objects = [directory / f"{unit.stem}.o" for unit in units]
+
+    def compile_unit(unit: Path, made: Path) -> str:
+        return run_nvcc(nvcc, *flags, "-c", unit, "-o", made)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        logs = list(pool.map(compile_unit, units, objects))
+    # The CUDA runtime goes into the library, so that no libcudart has to be found later. The nvcc
+    # wheel keeps it in lib, where its own profile says lib64.
+    lib = nvcc.parent.parent / "lib"
+    search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
+    linked = ["-shared", "-cudart=static", flags[-1], *search, *objects]
+    logs.append(run_nvcc(nvcc, *linked, "-o", directory / LIBRARY))
+    for made in objects:
+        made.unlink()
+    (directory / LOG).write_text("".join(logs))
+
+
+def run_nvcc(nvcc: Path, *arguments: Path | str) -> str:
+    """What nvcc prints. Raises UserError, with the end of that, if it fails."""
+    command = [str(nvcc), *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = done.stdout.decode(errors="replace")
     if done.returncode:
-        failed_log.write_text(output)
-        raise compiler_error(failed_log, compiler, output)
-    shutil.rmtree(work)
-    (directory / LOG).write_text(output)
+        end = "\n".join(output.splitlines()[-30:])
+        raise UserError(
+            f"nvcc could not build the CUDA kernels: {shlex.join(command)}\nIts last words:\n"
+            f"{end}\nTry another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
+        )
+    return output
 
 
-def ninja_file(sources: Path, compiler: Compiler, flags: list[str]) -> str:
-    """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
-    found later.
+# ------------------------------------------------------------------------- nvcc
+
+
+def nvcc_candidates() -> Iterator[Path]:
+    """Where an nvcc may be, in the order in which we take it."""
+    if home := os.environ.get("CUDA_HOME"):
+        yield Path(home) / "bin" / "nvcc"
+    if found := shutil.which("nvcc"):
+        yield Path(found)
+    # A namespace package: one location for each site-packages.
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in (wheels.submodule_search_locations or []) if wheels else []:
+        yield Path(folder) / "cu13" / "bin" / "nvcc"
+        yield Path(folder) / "cuda_nvcc" / "bin" / "nvcc"  # of CUDA 12
+    yield Path("/usr/local/cuda/bin/nvcc")
+
+
+def find_nvcc() -> Path:
+    """The first nvcc that there is. Raises UserError where there is none."""
+    path = next((path for path in nvcc_candidates() if os.access(path, os.X_OK)), None)
+    if path is None:
+        raise UserError(
+            "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "
+            "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc "
+            "nvidia-cuda-runtime nvidia-cuda-cccl`, or point CUDA_HOME at a CUDA toolkit."
+        )
+    # nvcc looks for its headers beside the path that it is called by, even if that is a link. A
+    # link to ccache must stay: its name says what ccache is to run.
+    return path.resolve() if path.resolve().name.startswith("nvcc") else path
+
+
+def architecture_flags(nvcc: Path, capability: tuple[int, int]) -> list[str]:
+    """The flags for one GPU, -gencode last. A GPU newer than nvcc gets PTX of the newest
+    architecture nvcc knows. Raises UserError where nvcc does not work, or not for this GPU.
     """
-    # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
-    lib = compiler.path.parent.parent / "lib"
-    search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
-    lines, objects = ["rule nvcc", "  command = $command"], []
+    wanted = capability[0] * 10 + capability[1]
+    if wanted < 70:
+        raise UserError(
+            "the CUDA kernels need compute capability 7.0 or newer; this GPU has "
+            f"{dotted(capability)}. Use `model.mixing_backend=dense`."
+        )
+    try:
+        command = [nvcc, "--list-gpu-arch"]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"{nvcc} is broken or too old ({error}). Point CUDA_HOME at a CUDA toolkit."
+        ) from error
+    known = [int(name) for name in re.findall(r"compute_(\d+)\b", listed) if int(name) <= wanted]
+    if not known:
+        raise UserError(
+            f"{nvcc} no longer compiles for compute capability {dotted(capability)}. Install CUDA "
+            "12.x (12.9 is the last that knows 7.0) and point CUDA_HOME at it, e.g. `export "
+            "CUDA_HOME=/usr/local/cuda-12.9`."
+        )
+    if max(known) != wanted:
+        return [f"-gencode=arch=compute_{max(known)},code=compute_{max(known)}"]
+    if wanted == 90:
+        # 9.0a: Hopper's own instructions (wgmma, TMA), which plain sm_90 leaves out.
+        return [HOPPER_FLAG, "-gencode=arch=compute_90a,code=sm_90a"]
+    return [f"-gencode=arch=compute_{wanted},code=sm_{wanted}"]
 
-    def add(made: str, of: list[str], arguments: list[str]) -> None:
-        # Only the command has names with spaces and the like.
-        command = shlex.join([str(compiler.path), *arguments, "-o", made]).replace("$", "$$")
-        lines.extend([f"build {made}: nvcc {' '.join(of)}", f"  command = {command}"])
 
-    for unit in source_files(sources):
-        if unit.suffix == ".cu" and (HOPPER_FLAG in flags or not unit.name.startswith("hopper")):
-            objects.append(f"{unit.stem}.o")
-            add(objects[-1], [], [*flags, "-c", str(unit)])
-    add(f"../{LIBRARY}", objects, ["-shared", "-cudart=static", flags[-1], *search, *objects])
-    return "\n".join([*lines, ""])
-
-
-def compiler_error(log: Path, compiler: Compiler, output: str) -> BuildError:
-    """An error with the end of the log and its path."""
-    noise = re.compile(r"\[\d+/|ptxas info|.* bytes stack frame")
-    lines = [line for line in output.splitlines() if not noise.match(line)]
-    end = "\n".join(lines[-LOG_TAIL:])
-    return BuildError(
-        f"nvcc {dotted(compiler.version)} ({compiler.path}) could not build the CUDA kernels; its "
-        f"last words:\n{end}\nThe whole log: {log}\n"
-        "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
-    )
+def dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 # ------------------------------------------------------------------------- command
@@ -170,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     wanted = parser.parse_args(arguments).arch or here
     if not wanted:
-        raise BuildError(
+        raise UserError(
             "there is no GPU here to build for. Name one: `python -m mixer.ops.build --arch 9.0`."
         )
     for pair in wanted:

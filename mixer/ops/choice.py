@@ -1,7 +1,6 @@
-"""Whether our kernels take a call. Every such decision in Python is made here.
-
-The rule: they take what they can, and plain PyTorch does the rest. Which of the kernels serve is
-known to the compiled library (`kernels_for` in csrc/api.cu).
+"""What all operators of this package do with a call first: autocast, errors for arguments that do
+not fit, and whether our kernels take it. They take what they can, and plain PyTorch does the rest.
+Which of the kernels serve is known to the compiled library (`kernels_for` in csrc/api.cu).
 """
 
 import functools
@@ -14,16 +13,53 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
 from mixer.ops import cuda
+from mixer.ops.plain import BACKENDS
 
 logger = logging.getLogger("mixer.ops")
+
+
+# ------------------------------------------------------------------------- arguments
+
+
+def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in autocast's dtype where it is on, for all dtypes but fp64."""
+    first = tensors[0]
+    device = first.device.type
+    if first.is_meta or first.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    # to() costs the host a dispatch even where it changes nothing
+    return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in tensors)
+
+
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+
+
+def misfit(operator: str, given: dict[str, Tensor | None], allowed: str) -> ValueError:
+    """The error for tensors that do not fit together, for which kernels would read and write out of
+    bounds.
+    """
+    described = ", ".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        for name, tensor in given.items()
+        if tensor is not None
+    )
+    return ValueError(f"{operator} got {described}; they must be on one device: {allowed}")
+
+
+def on_one_device(*tensors: Tensor | None) -> bool:
+    device = tensors[0].device
+    return all(tensor is None or tensor.device == device for tensor in tensors)
+
+
+# ------------------------------------------------------------------------- triangular_conv
 
 
 @functools.cache
 def warn_once(message: str) -> None:
     logger.warning(message)
-
-
-# ------------------------------------------------------------------------- triangular_conv
 
 
 def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
@@ -61,22 +97,19 @@ def call_reason(device: torch.device, dtype: torch.dtype, is_aligned: bool = Tru
     is_aligned: whether a head's channels fill a multiple of 16 bytes.
     """
     if device.type != "cuda":
-        return unmet(f"a CUDA tensor; x is on {device}", "x.to('cuda')")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if dtype not in cuda.DTYPE_CODES:
-        return unmet(f"float16, bfloat16 or float32; x is {dtype}", "convert x")
-    if dtype == torch.float32 and not cuda.allows_tf32():
-        allow = "torch.set_float32_matmul_precision('high') (train.tf32=true)"
-        return unmet("TF32 for float32, which is off here", allow)
-    if not is_aligned:
-        return unmet("heads of a multiple of 8 channels, for float32 of 4", "other sizes")
-    if dtype != torch.float16 and cuda.device_facts(index)[0] < 80:
-        convert = "convert x (train.mixed_precision=fp16)"
-        return unmet(f"float16 before compute capability 8.0; x is {dtype}", convert)
-    return device_reason(index)
-
-
-def unmet(need: str, remedy: str) -> str:
+        need, remedy = f"a CUDA tensor; x is on {device}", "x.to('cuda')"
+    elif dtype not in cuda.DTYPE_CODES:
+        need, remedy = f"float16, bfloat16 or float32; x is {dtype}", "convert x"
+    elif dtype == torch.float32 and not cuda.allows_tf32():
+        need = "TF32 for float32, which is off here"
+        remedy = "torch.set_float32_matmul_precision('high') (train.tf32=true)"
+    elif not is_aligned:
+        need, remedy = "heads of a multiple of 8 channels, for float32 of 4", "other sizes"
+    elif dtype != torch.float16 and cuda.device_facts(device.index)[0] < 80:
+        need = f"float16 before compute capability 8.0; x is {dtype}"
+        remedy = "convert x (train.mixed_precision=fp16)"
+    else:
+        return device_reason(device.index)
     return f"the CUDA kernels need {need}. Use backend='dense', or {remedy}."
 
 
@@ -85,8 +118,8 @@ def unmet(need: str, remedy: str) -> str:
 
 @functools.cache
 def device_reason(index: int) -> str | None:
-    """Why the kernels cannot run on a device: the build's error, or that of the first launch. The
-    message names the one command that fixes it. None if they can.
+    """Why the kernels cannot run on a device: the error of the build, of loading or of the first
+    launch. The message names the one command that fixes it. None if they can.
 
     The first call for a device builds the library if the cache has none, runs one small kernel and
     waits for it, so it must not come inside a graph capture. The answer is kept: a failed build is
@@ -95,10 +128,11 @@ def device_reason(index: int) -> str | None:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
     try:
-        cuda.probe(index)
+        weight = torch.ones(1, 2, 2, device=torch.device("cuda", index))
+        cuda.pack(weight, 2, torch.float32).cpu()
     except UserError as error:
         return str(error)
-    except RuntimeError as error:  # most often nvcc is newer than the driver
+    except (RuntimeError, OSError) as error:  # most often nvcc is newer than the driver
         return (
             "the CUDA kernels were built but do not run on "
             f"{torch.cuda.get_device_name(index)}: {first_line(error)}. Update the driver, or "
@@ -122,9 +156,15 @@ def row_kernel_serves(
         return False
     if row_needs_pytorch(memory, x, weight, bias, residual):
         return False
-    same_dtype = memory.dtype == x.dtype and (residual is None or residual.dtype == x.dtype)
-    known = x.dtype in cuda.DTYPE_CODES and weight.dtype in (x.dtype, torch.float32)
-    fits = same_dtype and known and bias.dtype == weight.dtype and is_aligned(x, memory.shape[1])
+    fits = (
+        x.dtype in cuda.DTYPE_CODES
+        and memory.dtype == x.dtype
+        and (residual is None or residual.dtype == x.dtype)
+        and weight.dtype in (x.dtype, torch.float32)
+        and bias.dtype == weight.dtype
+        and memory.stride()[2:] == (memory.shape[3], 1)
+        and is_aligned(x, memory.shape[1])
+    )
     return fits and device_reason(x.device.index) is None
 
 

@@ -11,15 +11,9 @@ shapes, dtypes and devices, and `mixer.ops.choice` that the kernels can run.
 
 import ctypes
 import functools
-import os
 
 import torch
 from torch import Tensor
-
-from mixer.ops.toolchain import BuildError
-
-# mixer.ops.build is imported inside functions: `python -m mixer.ops.build` must not find its own
-# module already imported.
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
@@ -74,19 +68,11 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     weight = weight.contiguous()
     (heads, context), by_lag = weight.shape[:2], weight.dim() == 2
     packed = weight.new_empty(packed_shape(heads, tokens, by_lag), dtype=dtype)
-    params = new_params(weight.device.index, dtype, heads, 0, tokens, 0, by_lag)
+    params = new_params(packed, heads, (0, tokens, 0), by_lag)
     params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
     params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
     call("mixer_pack", params)
     return packed
-
-
-def probe(index: int) -> None:
-    """Builds the library if the cache has none, runs one small kernel and waits for it. Raises
-    BuildError, or RuntimeError where the build, the driver and the device do not work together.
-    """
-    weight = torch.ones(1, 2, 2, device=torch.device("cuda", index))
-    pack(weight, 2, torch.float32).cpu()
 
 
 def forward(
@@ -99,17 +85,16 @@ def forward(
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
     x = rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = new_params(x.device.index, x.dtype, len(packed), *x.shape, by_lag)
-    params.x, params.packed, params.y = x.data_ptr(), packed.data_ptr(), y.data_ptr()
-    params.x_batch_stride, params.x_token_stride, _ = x.stride()
+    params = new_params(x, len(packed), x.shape, by_lag)
+    params.packed, params.y = packed.data_ptr(), y.data_ptr()
+    give_rows(params, "x", x)
     if bias is not None:
         bias = bias.contiguous()
         params.bias, params.weight_dtype = bias.data_ptr(), DTYPE_CODES[bias.dtype]
         params.context = bias.shape[1]
     if residual is not None:
         residual = rows(residual)
-        params.residual = residual.data_ptr()
-        params.residual_batch_stride, params.residual_token_stride, _ = residual.stride()
+        give_rows(params, "residual", residual)
     if y.numel():
         call("mixer_forward", params)
     return y
@@ -119,9 +104,9 @@ def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    params = new_params(dy.device.index, dy.dtype, len(packed), *dy.shape, by_lag)
-    params.dy, params.packed, params.dx = dy.data_ptr(), packed.data_ptr(), dx.data_ptr()
-    params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
+    params = new_params(dy, len(packed), dy.shape, by_lag)
+    params.packed, params.dx = packed.data_ptr(), dx.data_ptr()
+    give_rows(params, "dy", dy)
     if dx.numel():
         call("mixer_grad_input", params)
     return dx
@@ -147,14 +132,13 @@ def grad_weight(
     dbias = x.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
-    params = new_params(x.device.index, x.dtype, heads, *x.shape, by_lag)
-    params.x, params.dy, params.dweight = x.data_ptr(), dy.data_ptr(), dweight.data_ptr()
-    params.x_batch_stride, params.x_token_stride, _ = x.stride()
-    params.dy_batch_stride, params.dy_token_stride, _ = dy.stride()
+    params = new_params(x, heads, x.shape, by_lag)
+    give_rows(params, "x", x)
+    give_rows(params, "dy", dy)
+    params.dweight = dweight.data_ptr()
+    params.dbias = dbias.data_ptr() if with_bias else None
     params.context, params.weight_dtype = context, DTYPE_CODES[dtype]
-    if with_bias:
-        params.dbias = dbias.data_ptr()
-    size = kernels(x.device.index).mixer_grad_weight_workspace(ctypes.byref(params))
+    size = kernels(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
     workspace = x.new_empty(size, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     call("mixer_grad_weight", params)
@@ -180,34 +164,25 @@ def rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def new_params(*shape) -> Params:
-    """What all calls of one shape, of `template`, have in common; the caller adds addresses,
-    strides, the weight's dtype, and the context if it is longer than the tokens.
+def new_params(like: Tensor, heads: int, shape: tuple[int, int, int], by_lag: bool) -> Params:
+    """What all calls have: the type and device of `like`, and the shape of x. The caller adds
+    addresses, the weight's dtype, and the context if it is longer than the tokens.
     """
-    return Params.from_buffer_copy(template(*shape))
-
-
-# Made once for a shape, because setting each field takes the host several times as long as a copy.
-@functools.cache
-def template(
-    index: int,
-    dtype: torch.dtype,
-    heads: int,
-    batch: int,
-    tokens: int,
-    channels: int,
-    by_lag: bool,
-) -> Params:
+    batch, tokens, channels = shape
     params = Params(batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads)
     params.columns = packed_shape(heads, tokens, by_lag)[2]
     params.lag_zero = lag_zero(tokens) if by_lag else 0
-    params.dtype = DTYPE_CODES[dtype]
-    add_device(params, index)
+    params.dtype, params.device = DTYPE_CODES[like.dtype], like.get_device()
+    params.capability, params.processors = device_facts(params.device)
     return params
 
 
-def add_device(params: Params, index: int) -> None:
-    params.device, params.capability, params.processors = index, *device_facts(index)
+def give_rows(params: Params, name: str, x: Tensor) -> None:
+    """The address and the strides of x, residual or dy."""
+    batch_stride, token_stride, _ = x.stride()
+    setattr(params, name, x.data_ptr())
+    setattr(params, f"{name}_batch_stride", batch_stride)
+    setattr(params, f"{name}_token_stride", token_stride)
 
 
 @functools.cache
@@ -228,7 +203,7 @@ def allows_tf32() -> bool:
     return matmul.allow_tf32
 
 
-# ------------------------------------------------------------------------- the launch
+# ------------------------------------------------------------------------- the library
 
 
 def call(name: str, params: Params) -> None:
@@ -240,43 +215,23 @@ def call(name: str, params: Params) -> None:
         with torch.cuda.device(index):
             return call(name, params)
     library = kernels(index)
-    params.stream = current_stream(index)
+    # torch.cuda.current_stream(index).cuda_stream makes an object, and takes several times as long.
+    params.stream = torch._C._cuda_getCurrentRawStream(index)
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
         error = library.mixer_error_string(status).decode()
         raise RuntimeError(f"{name} failed on cuda:{index}: {error} (CUDA error {status})")
 
 
-def current_stream(index: int) -> int:
-    """torch.cuda.current_stream(index).cuda_stream, without the object, which takes several times
-    as long to make.
-    """
-    return torch._C._cuda_getCurrentRawStream(index)
-
-
-# ------------------------------------------------------------------------- the library
-
-
 @functools.cache
 def kernels(index: int) -> ctypes.CDLL:
-    """The library for a device, built if the cache has none. Raises BuildError."""
+    """The library for a device, built if the cache has none; csrc/api.cu says what is in it. Raises
+    UserError where it cannot be built, OSError where it cannot be loaded.
+    """
+    # Not at the top: `python -m mixer.ops.build` must not find its own module already imported.
     from mixer.ops import build
 
-    return load(str(build.library(torch.cuda.get_device_capability(index))))
-
-
-@functools.cache
-def load(path: str) -> ctypes.CDLL:
-    """Loads a library; its functions are in csrc/api.cu. Raises BuildError if it is damaged, or of
-    another machine.
-    """
-    try:
-        library = ctypes.CDLL(path)
-    except OSError as error:
-        raise BuildError(
-            f"cannot load the CUDA kernels ({error}). "
-            f"Build them anew: `rm -r {os.path.dirname(path)}`, then run again."
-        ) from error
+    library = ctypes.CDLL(str(build.library(torch.cuda.get_device_capability(index))))
     library.mixer_grad_weight_workspace.restype = ctypes.c_int64
     library.mixer_error_string.restype = ctypes.c_char_p
     return library

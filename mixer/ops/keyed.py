@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, plain
-from mixer.ops.arguments import check_backend, in_autocast_dtype, misfit, on_one_device
+from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
 from mixer.ops.strips import weights_of
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.

@@ -17,10 +17,9 @@ from .lags import toeplitz, weight_by_lag
 
 BACKENDS = ("auto", "cuda", "dense")
 
-# Rows of a panel of keyed mixing. p panels compute (p + 1) / 2p of the square, but thin panels run
-# at a lower rate.
-MIN_PANEL_ROWS = 64
-MAX_PANEL_ROWS = 512
+# Panels of keyed mixing, at most, and their rows, at least. p panels compute (p + 1) / 2p of the
+# square, but thin ones run at a lower rate, and many take long to compile.
+PANELS, PANEL_ROWS = 8, 64
 EPSILON = 1e-6  # of the norm of queries and keys
 
 
@@ -184,55 +183,52 @@ def keyed_conv(
     tokens, found = query.shape[1], []
     weight = weight_by_lag(lags, decay, tokens) if weight is None else weight
     query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
-    positions = torch.arange(tokens, device=query.device)[:, None]
-    for start, end in panel_bounds(tokens):
-        # (batch, heads, rows, end)
-        products = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
+    positions = torch.arange(tokens, device=query.device)
+    height = max(PANEL_ROWS, -(-tokens // PANELS))
+    for start in range(0, tokens, height):
+        end = min(start + height, tokens)
         rows = weight[:, 0, start:end, :end].tril(start)
-        fits = relative_fits(products, positions[start:end], query.shape[-1])
-        found.append((fits * rows.to(fits.dtype)).to(value.dtype) @ value[:, :, :end])
-    y = torch.cat(found, 2)
-    y = y + bias[:, :tokens, None].to(y.dtype)
-    return y.transpose(1, 2).flatten(2)
+        part = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
+        found.append(mix_keyed(*part, rows, bias[:, start:end], positions[None, start:end]))
+    return torch.cat(found, 1)
 
 
-def relative_fits(products: Tensor, positions: Tensor, size: int) -> Tensor:
-    """How well keys fit a query, over the mean of those up to its position: 1 where all fit alike.
+def mix_keyed(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, bias: Tensor, positions: Tensor
+) -> Tensor:
+    """Keyed mixing of some tokens: how well keys fit a query, over the mean of those up to its
+    position, times the weight's row.
 
     Args:
-        products: (..., new, length) of queries and keys, of `size` numbers each.
-        positions: (..., new, 1) of the queries, which see keys 0 to position.
+        query: (batch, heads, new, size of a key).
+        key, value: (batch, heads, length, ...), of positions 0 to length - 1.
+        rows: (batch or 1, heads, new, length), zero for later tokens; bias (..., heads, new).
+        positions: (batch or 1, new) int64, of the queries.
 
     Returns:
-        (..., new, length), zero for later keys; fp32 for 16-bit products.
+        (batch, new, channels); what fits is at least fp32.
     """
-    later = torch.arange(products.shape[-1], device=products.device) > positions
+    products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
+    places = positions[:, None, :, None]
+    later = torch.arange(key.shape[2], device=key.device) > places
     wide = torch.promote_types(products.dtype, torch.float32)
-    scores = products.to(wide) * size**-0.5
-    return scores.masked_fill(later, -torch.inf).softmax(-1) * (positions + 1)
+    scores = products.to(wide) * query.shape[-1] ** -0.5
+    # 1 where all fit alike
+    fits = scores.masked_fill(later, -torch.inf).softmax(-1) * (places + 1)
+    y = (fits * rows.to(wide)).to(value.dtype) @ value
+    return (y + bias[..., None].to(y.dtype)).transpose(1, 2).flatten(2)
 
 
 def keyed_rows(
     query: Tensor, memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor
 ) -> Tensor:
-    """Keyed mixing of a few new tokens, given the keys and values of all tokens so far.
-
-    Args:
-        query: (batch, heads, new tokens, size of a key).
-        memory: (batch, heads, length, size of a key + channels of a head), keys and values of
-            positions 0 to length - 1, those of the new tokens included.
-        rows, bias, positions: as in `mix_rows`.
-
-    Returns:
-        (batch, new tokens, channels).
+    """`mix_keyed` of a few new tokens, given the keys and values of all tokens so far side by side:
+    memory (batch, heads, length, size of a key + channels of a head). rows, bias and positions are
+    those of `mix_rows`.
     """
-    size = query.shape[-1]
-    key, value = memory[..., :size], memory[..., size:]
-    products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
-    fits = relative_fits(products, positions[:, None, :, None], size)
-    y = (fits * rows[:, :, 0].to(fits.dtype)).to(value.dtype) @ value
-    y = y + bias[:, positions].transpose(0, 1)[..., None].to(y.dtype)
-    return y.transpose(1, 2).flatten(2)
+    key, value = memory.split([query.shape[-1], memory.shape[-1] - query.shape[-1]], -1)
+    bias = bias[:, positions].transpose(0, 1)  # (batch or 1, heads, new)
+    return mix_keyed(query, key, value, rows[:, :, 0], bias, positions)
 
 
 def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -260,26 +256,3 @@ def mix_row(
     y = mix_rows(memory, rows_at(positions, weight, memory), bias, positions)
     # Under autocast the residual stream has the autocast type, as y has.
     return y if residual is None else y + residual.to(y.dtype)
-
-
-def panel_bounds(tokens: int) -> list[tuple[int, int]]:
-    """The rows (start, end) of each panel. They start at multiples of 8, which aligns a 16-bit
-    weight to 16 bytes.
-    """
-    half = (tokens + 15) // 16 * 8
-    rows = min(max(half, MIN_PANEL_ROWS), MAX_PANEL_ROWS)
-    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
-
-
-def products_per_triangle(tokens: int, backend: str) -> int:
-    """How many pairs (i, j) a backend multiplies for one triangle of `tokens` rows. The result
-    needs tokens * (tokens + 1) / 2 of them.
-    """
-    if backend == "dense":
-        return tokens * tokens
-    return staircase([(start, min(start + 64, tokens)) for start in range(0, tokens, 64)])
-
-
-def staircase(bounds: list[tuple[int, int]]) -> int:
-    """How many pairs (i, j) are multiplied in panels of rows (start, end), each up to its end."""
-    return sum((end - start) * end for start, end in bounds)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, cuda, plain
-from mixer.ops.arguments import misfit, on_one_device
+from mixer.ops.choice import misfit, on_one_device
 
 
 def mix_row(
@@ -50,22 +50,14 @@ def mix_row(
     kernel_size > 1, this is plain PyTorch.
     """
     _check(memory, x, weight, bias, residual, positions)
-    if not torch.compiler.is_compiling():
-        return _mix_row(memory, x, weight, bias, residual, positions, backend)
-    if choice.row_needs_pytorch(memory, x, weight, bias, residual):
-        # Not inside the operator, which is opaque to the compiler and has no derivative.
-        return plain.mix_row(memory, x, weight, bias, residual, positions)
-    return torch.ops.mixer.mix_row(memory, x, weight, bias, residual, positions, backend)
+    arguments = (memory, x, weight, bias, residual, positions, backend)
+    # The operator is opaque to the compiler and has no derivative.
+    if torch.compiler.is_compiling() and not choice.row_needs_pytorch(*arguments[:5]):
+        return torch.ops.mixer.mix_row(*arguments)
+    return _mix_row(*arguments)
 
 
-def _check(
-    memory: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    positions: Tensor,
-) -> None:
+def _check(memory, x, weight, bias, residual, positions) -> None:
     batch, heads, length, width = memory.shape
     context = weight.shape[-1]
     fits = (
@@ -106,36 +98,21 @@ def _(memory, x, weight, bias, residual, positions, backend):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def launch(
-    memory: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    positions: Tensor,
-) -> Tensor:
+def launch(memory, x, weight, bias, residual, positions) -> Tensor:
     """`mix_row` by the kernel, for arguments that `choice.row_kernel_serves` has accepted."""
     batch, heads, length, width = memory.shape
-    if memory.stride()[2:] != (width, 1):
-        raise ValueError(
-            f"memory has strides {memory.stride()}; a head's tokens must lie side by side, its "
-            "channels dense"
-        )
     x, weight, bias = cuda.rows(x), weight.contiguous(), bias.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # no tokens yet, since what is kept for a shape would be kept for each length of the memory
-    params = cuda.new_params(x.device.index, x.dtype, heads, batch, 0, heads * width, False)
-    params.tokens, params.context = length, weight.shape[2]
+    params = cuda.new_params(x, heads, (batch, length, heads * width), False)
+    params.context, params.weight_dtype = weight.shape[2], cuda.DTYPE_CODES[weight.dtype]
     params.memory = memory.data_ptr()
     params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
-    params.x, params.x_batch_stride = x.data_ptr(), x.stride(0)
-    params.weight, params.weight_dtype = weight.data_ptr(), cuda.DTYPE_CODES[weight.dtype]
-    params.bias = bias.data_ptr()
+    cuda.give_rows(params, "x", x)
+    params.weight, params.bias, params.y = weight.data_ptr(), bias.data_ptr(), y.data_ptr()
     params.positions = positions.data_ptr()
     params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
     if residual is not None:
         residual = cuda.rows(residual)
-        params.residual, params.residual_batch_stride = residual.data_ptr(), residual.stride(0)
-    params.y = y.data_ptr()
+        cuda.give_rows(params, "residual", residual)
     cuda.call("mixer_mix_row", params)
     return y

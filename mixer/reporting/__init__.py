@@ -2,7 +2,6 @@
 
 metrics_file    reads metrics.jsonl
 curves          losses of runs
-matrices        mixing matrices
-representation  how much of a text a layer keeps
+matrices        mixing matrices, measured and drawn
 figure, tables  what these share
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError
-from mixer.reporting.figure import GREY, name_curves, new_figure, plain_number, short_name
+from mixer.reporting.figure import GREY, log_axis, name_curves, new_figure, plain_number, short_name
 from mixer.reporting.metrics_file import read_metrics, seconds_of_training, series
 
 MOST_MEANS = 50  # points of a smoothed curve
@@ -76,8 +76,6 @@ def plot_loss_by_position(
     """`curves`: of each its name and mean nats per position, (context,), None where no target was
     scored. Positions start at 1. `contexts` are marked: those that models were trained with.
     """
-    from matplotlib.ticker import LogLocator
-
     figure = new_figure(figsize=(8, 4.6))
     axes = figure.add_subplot()
     for number, (name, values) in enumerate(curves):
@@ -89,11 +87,7 @@ def plot_loss_by_position(
         axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=label)
     for context in contexts:
         axes.axvline(context, color="0.4", linestyle=":", label="trained context")
-    axes.set_xscale("log", base=2)
-    low, high = axes.get_xlim()
-    if high < 8 * low:  # powers of 2 alone would be too few marks
-        axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
-    axes.xaxis.set_major_formatter(plain_number)
+    log_axis(axes)
     axes.set(xlabel="tokens that the prediction can see", ylabel="loss (nats per token)")
     axes.set_title("Loss by position in the window")
     name_curves(axes)
@@ -104,19 +98,12 @@ def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list
     """Centres and means over ranges that widen in proportion to where they are, NaN left out; both
     arrays are (count,).
     """
+    edges = (2 ** np.arange(0, np.log2(len(values) + 1), 0.25)).astype(int) - 1
     centres, means = [], []
-    for low, high in log_bins(len(values)):
+    for low, high in itertools.pairwise([*np.unique(edges), len(values)]):
         known = ~np.isnan(values[low:high])
         if known.any():
             place = places[low:high][known]
             centres.append(float(np.sqrt(float(place[0]) * float(place[-1]))))
             means.append(float(values[low:high][known].mean()))
     return centres, means
-
-
-def log_bins(count: int) -> list[tuple[int, int]]:
-    """Half-open ranges over 0..count whose widths grow in proportion to where they are."""
-    edges = [0]
-    while edges[-1] < count:
-        edges.append(min(count, max(edges[-1] + 1, round((edges[-1] + 1) * 2**0.25))))
-    return list(itertools.pairwise(edges))

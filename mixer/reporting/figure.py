@@ -1,7 +1,10 @@
 """What all pictures share: style, a new figure, its legend, and numbers along its axes.
 
-matplotlib is imported where a picture is drawn, so that training does not need it.
+matplotlib is imported where a picture is drawn: training does not need it, and a report is whole
+without a picture.
 """
+
+from importlib.util import find_spec
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the two oranges and the two
 # blues are far from each other.
@@ -30,6 +33,11 @@ STYLE = {
 }
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed, which is optional."""
+    return find_spec("matplotlib") is not None
+
+
 def new_figure(**settings):
     """A figure in our style that is drawn without a display and without pyplot's global state."""
     import matplotlib
@@ -53,3 +61,14 @@ def short_name(name: str) -> str:
 
 def plain_number(value: float, _position: int) -> str:
     return f"{value:,g}"
+
+
+def log_axis(axes) -> None:
+    """Makes the horizontal axis logarithmic, of numbers that are drawn already."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_xscale("log", base=2)
+    low, high = axes.get_xlim()
+    if high < 8 * low:  # powers of 2 alone would be too few marks
+        axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
+    axes.xaxis.set_major_formatter(plain_number)

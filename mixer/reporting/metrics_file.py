@@ -6,27 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from mixer.common.errors import UserError
-from mixer.common.say import Say, say_on_stderr
+from mixer.common.errors import Say, UserError, say_on_stderr
 
 
 def read_metrics(path, say: Say = say_on_stderr) -> list[dict]:
-    """The lines of a metrics.jsonl, or of the one in a run directory. Damaged lines are left out,
-    and `say` tells.
+    """The lines of a metrics.jsonl, or of the one in a run directory; see `readable_lines`.
 
     Raises UserError for a missing file and for one without a line that can be read.
     """
-    path = Path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(
-            f"no metrics at {path}: give a run directory that holds metrics.jsonl, or that file"
-        )
-    lines = [line for _, line in readable_lines(path, say)]
+    path = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
+    lines = [line for _, line in readable_lines(path, say)] if path.is_file() else []
     if not lines:
         raise UserError(
-            f"{path} has no line that can be read: the run has not logged a step yet, or this is "
-            "another file"
+            f"{path} has no line that can be read: give a run directory that holds metrics.jsonl, "
+            "or that file, once the run has logged a step"
         )
     return lines
 
@@ -39,8 +32,7 @@ def readable_lines(path: Path, say: Say) -> list[tuple[str, dict]]:
     """
     texts = path.read_bytes().split(b"\n")
     pairs = [(text, _content(text)) for text in texts]
-    damaged = sum(bool(text.strip()) and line is None for text, line in pairs[:-1])
-    if damaged:
+    if damaged := sum(bool(text.strip()) and line is None for text, line in pairs[:-1]):
         say(
             f"{path}: left out {damaged} line(s), no JSON object with an integer "
             '"step" and finite numbers'

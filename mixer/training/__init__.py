@@ -2,8 +2,7 @@
 
 config        all settings of a run; those of the optimizer are in optim
 loop          the run; `Trainer.step` is one step
-start         what it starts with: data, model, optimizer, counters, the record of its settings
-footprint     the memory that a step needs, and what to change where that is too much
+start         what it starts with: model, optimizer, counters, and the record of its settings
 objective     the model with its loss as one module, and its loss on the validation split
 backend       which backends mix tokens where model.mixing_backend is auto
 compile       torch.compile, CUDA graphs, and what the backward pass computes again

@@ -21,25 +21,27 @@ from mixer.ops.choice import difference
 from mixer.training.config import RunConfig
 
 TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-HOPPER = (9, 0)  # compute capability
 RACE_SECONDS = 0.2  # for each backend
 
 
 def settle_backend(
     model: PreTrainedModel, run: RunConfig, earlier: dict[str, Any] | None, world: World
 ) -> dict[str, str]:
-    """Sets the backend of the model's convolutions and keyed mixing where a race decides it, the
-    same on all processes, before the model is compiled. A recurrence has none.
+    """Sets the backend of the model's convolutions and keyed mixing by a race, the same on all
+    processes, before the model is compiled. A recurrence has none.
 
     earlier: trainer.json of the checkpoint that the run goes on from. Returns what the next ones
     keep: the backend of each kind of layer that had a race.
     """
-    if run.model.mixing_backend != "auto" or not needs_race(world.device):
-        return {}
     known, found = (earlier or {}).get("mixing") or {}, {}
     layers = [part for part in model.modules() if isinstance(part, TriangularConv)]
-    for kind, said in (("backend", "token mixing"), ("keyed_backend", "keyed mixing")):
-        own = [layer for layer in layers if kind_of(layer) == kind]
+    layers = [layer for layer in layers if not isinstance(layer, RecurrentConv)]
+    keyed = [layer for layer in layers if isinstance(layer, KeyedConv)]
+    plain = [layer for layer in layers if not isinstance(layer, KeyedConv)]
+    for kind, said, own in (
+        ("backend", "token mixing", plain),
+        ("keyed_backend", "keyed mixing", keyed),
+    ):
         if not own:
             continue
         backend, why = known.get(kind), "as the run did before"
@@ -50,16 +52,6 @@ def settle_backend(
         for layer in own:
             layer.backend = found[kind]
     return found
-
-
-def kind_of(layer: TriangularConv) -> str:
-    if isinstance(layer, KeyedConv):
-        return "keyed_backend"
-    return "" if isinstance(layer, RecurrentConv) else "backend"
-
-
-def needs_race(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) != HOPPER
 
 
 def race(layer: TriangularConv, run: RunConfig, world: World) -> tuple[str, str]:
@@ -118,7 +110,7 @@ def training_step(
 
     def step() -> list[Tensor]:
         with world.accelerator.autocast():
-            y = layer(*inputs, None, None)  # neither a memory nor positions
+            y = layer(*inputs)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
     return step

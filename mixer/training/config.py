@@ -14,8 +14,8 @@ import yaml
 
 from mixer.common.errors import UserError
 from mixer.common.options import allowed_values, as_type, option, option_problems, type_name
-from mixer.common.yaml_file import parse_yaml, read_yaml
-from mixer.data.config import TASKS, DataConfig, without_unused
+from mixer.common.parsing import parse_yaml, read_yaml
+from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.optim import OptimConfig
 
@@ -257,11 +257,6 @@ def _value_problems(run: RunConfig) -> list[str]:
         (
             not run.name or "/" in run.name or run.name in (".", ".."),
             f"name = {run.name!r}; allowed: a directory name without slashes",
-        ),
-        (
-            run.is_contrastive and run.data.source in TASKS,
-            f"train.objective = contrastive with data.source = {run.data.source!r}, which has no "
-            "texts; allowed: language",
         ),
         (
             run.is_contrastive and train.gradient_accumulation_steps > 1,

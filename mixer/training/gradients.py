@@ -1,7 +1,5 @@
 """A step's gradients: their norm, clipping, and a guard against those that are not finite."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -64,20 +62,20 @@ class Guard:
         self.skipped += bad
         self.in_a_row = torch.where(bad, self.in_a_row + 1, 0)
 
-    def look(self, step: int, last_good: Callable[[], str]) -> int:
+    def look(self, step: int) -> int:
         """How many steps were skipped since the last look, when `step` is done. Waits for the
         device.
 
-        last_good: a sentence that names the checkpoint to go on from. Raises NotFinite where the
-        skipped steps must end the run.
+        Raises NotFinite where the skipped steps must end the run.
         """
         skipped, in_a_row = torch.stack([self.skipped, self.in_a_row]).tolist()
         self.skipped.zero_()
         if in_a_row and self.stop_at_first:
             raise NotFinite(
                 f"the gradient of step {step - in_a_row + 1} is not finite. The step did not "
-                f"change the weights. {last_good()}. Lower optim.lr or raise optim.warmup_steps "
-                "and run the same command again, or set train.non_finite=skip to skip such steps"
+                "change the weights. Lower optim.lr or raise optim.warmup_steps and run the same "
+                "command again, which goes on from the last checkpoint, or set "
+                "train.non_finite=skip to skip such steps"
             )
         if in_a_row >= MOST_SKIPPED:
             advice = (
@@ -87,7 +85,7 @@ class Guard:
             )
             raise NotFinite(
                 f"{in_a_row} steps in a row were skipped, up to step {step}, because their "
-                f"gradients were not finite; allowed: fewer than {MOST_SKIPPED}. {last_good()}. "
-                f"{advice}"
+                f"gradients were not finite; allowed: fewer than {MOST_SKIPPED}. {advice}, and run "
+                "the same command again, which goes on from the last checkpoint"
             )
         return skipped

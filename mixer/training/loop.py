@@ -1,29 +1,29 @@
 """The training loop: steps, metrics, evaluations and checkpoints, to the last step or a signal."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.writer import CheckpointWriter
-from mixer.common.errors import NotFinite, UserError, is_refusal
-from mixer.common.hardware import check_precision
-from mixer.common.locks import run_locked
-from mixer.common.memory import is_out_of_memory
+from mixer.common.errors import NotFinite, UserError
+from mixer.common.files import run_locked
+from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
 from mixer.data.batches import Batch, Batches, SampleOrder, Share, to_device
-from mixer.distributed.ending import Stop, leave_with_error
-from mixer.distributed.world import World, build_accelerator
+from mixer.data.prepare import open_data
+from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig
-from mixer.training.footprint import step_too_large
 from mixer.training.gradients import Guard, clip, gradient_norm
-from mixer.training.metrics import Timer, as_text, in_json
+from mixer.training.metrics import Metrics, Timer, as_text, in_json
 from mixer.training.objective import useful_flops, validate
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
-from mixer.training.start import banner, prepare_data, start_metrics, start_state
+from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
 
 
 def train(run: RunConfig) -> PreTrainedModel:
@@ -36,23 +36,12 @@ def train(run: RunConfig) -> PreTrainedModel:
     """
     transformers.utils.logging.disable_progress_bar()
     accelerator = build_accelerator(run.train.mixed_precision)
-    try:
+    with advice_on_errors(run, accelerator):
         world = World(accelerator)
         check_precision(world.device, run.train.mixed_precision)
         check_optimizer(run.optim, world.is_sharded)
         with run_locked(run.directory) if world.is_main else nullcontext():
             model = Trainer(run, world).train()
-    except BaseException as error:
-        if is_out_of_memory(error):
-            error = step_too_large(run, accelerator.device, error)
-        elif is_refusal(error):
-            error = UserError(
-                f"the run in {run.directory} has ended: {error}; make space or give access, then "
-                "give the same command again: it goes on from the last save"
-            )
-        if accelerator.num_processes > 1:
-            leave_with_error(error)
-        raise error
     accelerator.end_training()
     return model
 
@@ -64,19 +53,25 @@ class Trainer:
         self.run, self.world, self.accelerator = run, world, world.accelerator
         self.device, self.scaler = world.device, world.accelerator.scaler
         torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
-        self.data = prepare_data(run, world)
-        self.state = start_state(run, self.data, world)
-        self.model, self.parallel = self.state.model, self.state.parallel
-        self.accelerated, self.counters = self.state.optimizer, self.state.counters
+        # Of the processes of a host one prepares the data, while the others wait for its lock.
+        context = run.model.max_position_embeddings
+        self.data = data = open_data(run.data, context, run.is_contrastive, world.say)
+        world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
+        memory = needed_gb(run, data.manifest, world)
+        self.state = state = start_state(run, data, world)
+        self.model, self.parallel = state.model, state.parallel
+        self.accelerated, self.counters = state.optimizer, state.counters
         self.optimizer = self.accelerated.optimizer
         # A run that was killed between a save and its evaluation makes up for the evaluation.
-        fresh = self.state.resumed is None
-        self.owes_evaluation = fresh or self.evaluation_due(self.counters.step)
+        self.owes_evaluation = state.resumed is None or self.evaluation_due(self.counters.step)
         self.metrics = None
         if world.is_main:
-            self.metrics = start_metrics(run, self.state, self.owes_evaluation, world)
-        samples = len(self.data.training)
-        world.say(banner(run, self.state, samples, world))
+            if self.counters.step < run.train.steps:  # else it stays as it is
+                save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
+            step, again = self.counters.step, self.owes_evaluation
+            self.metrics = Metrics(run, step, again, state.wandb_id, world.say)
+        samples = len(data.training)
+        world.say(banner(run, state, samples, memory, world))
 
         train, checkpoint = run.train, run.checkpoint
         self.share = Share(
@@ -85,10 +80,11 @@ class Trainer:
         # Of all processes; as many are targets, where rows are not padded, or part of a pair.
         self.step_tokens = self.share.step_samples * run.sample_tokens
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
-        self.batches = Batches(self.data.training, order, self.share, self.counters.samples, pin)
-        kept = checkpoint.keep, checkpoint.keep_every
-        saved = self.model, self.data.tokenizer, run.is_contrastive
-        self.writer = CheckpointWriter(run.directory, *kept, world, *saved, self.state.resumed)
+        self.batches = Batches(data.training, order, self.share, self.counters.samples, pin)
+        keep, keep_every, tokenizer = checkpoint.keep, checkpoint.keep_every, data.tokenizer
+        self.writer = CheckpointWriter(
+            run.directory, keep, keep_every, world, self.model, tokenizer, run.is_contrastive
+        )
         is_scaled, stops = self.scaler is not None, train.non_finite == "stop"
         self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
         self.stop, self.timer = Stop(world), Timer(self.counters.tokens)
@@ -141,7 +137,6 @@ class Trainer:
         self.norm = gradient_norm(self.optimizer)
         clip(self.optimizer, self.norm, run.train.max_grad_norm)
         self.guard.before_step(self.norm)
-        self.writer.before_step()
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 
@@ -160,24 +155,22 @@ class Trainer:
 
     def between_steps(self) -> bool:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
-        run, counters, writer = self.run, self.counters, self.writer
+        run, counters = self.run, self.counters
         done = counters.step == run.train.steps
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
         saving = stopping or self.save_due(counters.step)
-        if counters.step % run.logging.log_every == 0 or done:
+        if is_due(run.logging.log_every, counters.step) or done:
             self.log()
-        if stopping or saving or evaluating:
+        if saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
         with self.timer.count("paused"):
             if saving:
                 self.save()  # before the evaluation, whose failure must not cost the checkpoint
-            elif done:  # also a run that saves nothing must not end well with NaN
-                writer.require_finite(self.optimizer, counters.step)
             if evaluating:
                 self.evaluate()
         if done or not stopping:
             return False
-        writer.wait()
+        self.writer.wait()
         self.world.say(
             f"stopped by a signal after step {counters.step}. The same command goes on from there"
         )
@@ -189,13 +182,13 @@ class Trainer:
         """
         counters = self.counters
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
-        counters.skipped_steps += self.guard.look(counters.step, self.writer.last_good)
+        counters.skipped_steps += self.guard.look(counters.step)
 
     def log(self) -> None:
         """Writes and shows a line of metrics."""
         self.settle()
         counters, scaler = self.counters, self.scaler
-        loss = self.nats_of_all() / (counters.tokens - counters.logged_tokens)
+        loss = float(self.world.sum(self.nats)) / (counters.tokens - counters.logged_tokens)
         counters.logged_tokens = counters.tokens
         self.nats.zero_()
         line = {"step": counters.step, "tokens": counters.tokens, "loss": loss, "lr": self.rate}
@@ -209,13 +202,9 @@ class Trainer:
             self.metrics.write(line)
         self.world.say(as_text(line, self.run.train.steps))
 
-    def nats_of_all(self) -> float:
-        """The sum of all processes' nats since the last line of metrics."""
-        return float(self.world.sum(self.nats))
-
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
-        self.counters.nats = in_json(self.nats_of_all())
+        self.counters.nats = in_json(float(self.world.sum(self.nats)))
         trainer = asdict(self.counters) | self.state.recorded
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
@@ -249,3 +238,27 @@ class Trainer:
 def is_due(every: int, step: int) -> bool:
     """Whether something is done after `step` that is done every so many steps, or never for 0."""
     return every > 0 and step % every == 0
+
+
+@contextmanager
+def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]:
+    """Turns what the system refuses, memory or a file, into a UserError that says what to do. With
+    several processes any error ends this one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error):
+            sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+            listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
+            listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
+            what = f"training {run.directory}"
+            error = out_of_memory(accelerator.device, what, listed, LESS_MEMORY)
+        elif isinstance(error, OSError):
+            error = UserError(
+                f"the run in {run.directory} has ended: {error}; mend that (make space, give "
+                "access), then give the same command again: it goes on from the last save"
+            )
+        if accelerator.num_processes > 1:
+            leave_with_error(error)
+        raise error

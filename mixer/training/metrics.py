@@ -8,19 +8,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
+from mixer.common.errors import Say
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
-from mixer.common.say import Say
 from mixer.distributed.world import World
 from mixer.reporting.metrics_file import readable_lines
-from mixer.training.config import LoggingConfig
+from mixer.training.config import RunConfig
 
 
 class Timer:
@@ -65,41 +65,34 @@ class Timer:
 
 
 class Metrics:
-    """Writes the metrics of a run; only the main process has one.
+    """Writes the metrics of a run that stands at `step`; only the main process has one.
 
-    Args:
-        directory: the run's.
-        settings: the run's configuration, which trackers show.
-        wandb_id: the run's id at wandb, where it goes on there.
+    Lines that a killed run wrote after its checkpoint of `step` are removed, so that the file has
+    each step once, and so are the validation losses of `step` itself where they are computed
+    `again`. The tracker gets the lines that it lacks: wandb's own process may have lost some with
+    the kill.
+
+    wandb_id: of the run at wandb, where it goes on there.
     """
 
     def __init__(
-        self, directory: Path, config: LoggingConfig, settings: dict, wandb_id: str | None
+        self, run: RunConfig, step: int, again: bool, wandb_id: str | None, say: Say = print
     ):
-        self.path, self.name = directory / "metrics.jsonl", config.tracker
-        self.file = open(self.path, "a", encoding="utf-8")
-        self.tracker = _start_tracker(config, directory, settings, wandb_id)
+        path, self.name = run.directory / "metrics.jsonl", run.logging.tracker
+        self.validation_losses: dict[int, float] = {}  # by step
+        self.tracker = self._try(lambda: _start_tracker(run, wandb_id))
         wandb = self.tracker.tracker if self.tracker and self.name == "wandb" else None
         self.wandb_id = wandb.id if wandb else wandb_id
         self.tracked = wandb.step if wandb else 0  # the tracker has the lines of earlier steps
-        self.validation_losses: dict[int, float] = {}  # by step
-
-    def rewind(self, step: int, again: set[str], say: Say = print) -> None:
-        """Removes the lines that a killed run wrote after its checkpoint of `step`, so that the
-        file has each step once.
-
-        Lines of `step` itself that have one of the keys in `again` are removed too, as they will be
-        written again, and so are damaged lines, which `say` names. Lines that the tracker lacks are
-        sent to it: wandb's own process may have lost some with the kill.
-        """
         kept = []
-        for text, line in readable_lines(self.path, say):
-            if line["step"] < step or (line["step"] == step and not again & line.keys()):
+        for text, line in readable_lines(path, say) if path.exists() else []:
+            is_again = again and "validation_loss" in line
+            if line["step"] < step or (line["step"] == step and not is_again):
                 kept.append(text + "\n")
-                self._note(line, tracked=line["step"] < self.tracked)
-        write_text(self.path, "".join(kept))
-        self.file.close()
-        self.file = open(self.path, "a", encoding="utf-8")
+                self._note(line)
+        if path.exists():
+            write_text(path, "".join(kept))
+        self.file = open(path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
         """Writes one line, which has at least the key "step". Numbers that are not finite become
@@ -111,32 +104,53 @@ class Metrics:
 
     def close(self) -> None:
         self.file.close()
-        self._try(lambda: self.tracker.finish())
+        if self.tracker:
+            self._try(self.tracker.finish)
 
-    def _note(self, line: dict[str, Any], tracked: bool = False) -> None:
+    def _note(self, line: dict[str, Any]) -> None:
         if "validation_loss" in line:
             self.validation_losses[line["step"]] = line["validation_loss"]
-        if not tracked:
+        if self.tracker and line["step"] >= self.tracked:
             values = {key: value for key, value in line.items() if key != "step"}
             self._try(lambda: self.tracker.log(values, step=line["step"]))
 
-    def _try(self, call: Callable[[], Any]) -> None:
-        """Calls the tracker, if there is one, and stops using it if that fails. wandb has a process
-        of its own, which dies if the whole job gets a signal; the run must not end with it.
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """Calls the tracker, and stops using it if that fails: it may not be installed, nobody may
+        be logged in, and wandb has a process of its own, which dies if the whole job gets a signal.
         """
-        if self.tracker is None:
-            return
         try:
-            call()
+            return call()
         except Exception as error:
             self.tracker = None
-            _say_failed(self.name, error)
+            no_network = "WANDB_MODE=offline needs no network"
+            remedy = no_network if self.name == "wandb" else f"pip install {self.name}"
+            print(
+                f"{self.name} has failed, the run goes on without: {type(error).__name__}: {error};"
+                " metrics.jsonl has every line, and the missing ones are sent when the run is "
+                f"resumed ({remedy})",
+                flush=True,
+            )
             if isinstance(error, ConnectionError):
                 # Otherwise wandb tries again when Python exits, and prints a traceback.
                 import wandb
 
                 with suppress(ConnectionError):
                     wandb.teardown()
+
+
+def _start_tracker(run: RunConfig, wandb_id: str | None) -> GeneralTracker | None:
+    name = run.logging.tracker
+    if name == "none":
+        return None
+    if name == "tensorboard":  # written anew, so that each line is there once
+        shutil.rmtree(run.directory / name, ignore_errors=True)
+        tracker = TensorBoardTracker(name, run.directory)
+    else:
+        about = {"name": run.name, "dir": run.directory, "config": asdict(run)}
+        again = {"id": wandb_id, "resume": "allow"} if wandb_id else {}
+        tracker = WandBTracker(run.logging.wandb_project, **about, **again)
+    tracker.start()
+    return tracker
 
 
 def in_json(value: Any) -> Any:
@@ -154,34 +168,3 @@ def as_text(line: dict[str, Any], steps: int) -> str:
         parts.append(f"loss scale {line['loss_scale']:.0f}")
     left = timedelta(seconds=round(line["tokens"] / step * (steps - step) / rate))
     return f"step {step}/{steps}: {', '.join(parts)}, {rate:,.0f} tokens/s, {left} left"
-
-
-def _start_tracker(
-    config: LoggingConfig, directory: Path, settings: dict, wandb_id: str | None
-) -> GeneralTracker | None:
-    name = config.tracker
-    if name == "none":
-        return None
-    try:
-        if name == "tensorboard":  # written anew, so that each line is there once
-            shutil.rmtree(directory / name, ignore_errors=True)
-            tracker = TensorBoardTracker(name, directory)
-        else:
-            about = {"name": directory.name, "dir": directory, "config": settings}
-            again = {"id": wandb_id, "resume": "allow"} if wandb_id else {}
-            tracker = WandBTracker(config.wandb_project, **about, **again)
-        tracker.start()
-        return tracker
-    except Exception as error:  # not installed, no network, or nobody logged in
-        _say_failed(name, error)
-    return None
-
-
-def _say_failed(name: str, error: Exception) -> None:
-    remedy = "WANDB_MODE=offline needs no network" if name == "wandb" else f"pip install {name}"
-    print(
-        f"{name} has failed, the run goes on without: {type(error).__name__}: {error}; "
-        "metrics.jsonl has every line, and the missing ones are sent when the run is resumed "
-        f"({remedy})",
-        flush=True,
-    )

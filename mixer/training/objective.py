@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from transformers import PreTrainedModel
 
-from mixer.data.batches import Samples, to_device
+from mixer.data.batches import to_device
 from mixer.data.config import TASKS
 from mixer.data.prepare import Data
 from mixer.distributed.world import World
@@ -132,8 +132,7 @@ def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> t
         said = "".join(f"{name.replace('_', ' ')} {share:.1%}, " for name, share in shares.items())
         said += f"{count:,} of {len(data.validation):,} pairs"
         return {"validation_loss": loss, "validation_pairs": count} | shares, said
-    scored = data.validation, data.token_bytes, samples, batch_size
-    found = token_scores(parallel, *scored, world)
+    found = token_scores(parallel, data, samples, batch_size, world)
     said = f"{found['validation_bits_per_byte']:.4f} bits per byte"
     if run.data.source in TASKS:
         said = f"{found['validation_accuracy']:.2%} right"
@@ -143,19 +142,13 @@ def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> t
 
 @torch.no_grad()
 def token_scores(
-    parallel: nn.Module,
-    validation: Samples,
-    token_bytes: np.ndarray,
-    samples: int,
-    batch_size: int,
-    world: World,
+    parallel: nn.Module, data: Data, samples: int, batch_size: int, world: World
 ) -> dict[str, float]:
-    """What a line of metrics has of `samples` samples spread evenly over the split, 0 for all: mean
-    nats per target token, bits per byte of their text, the share of targets that are the likeliest
-    token, and the number of targets. The processes share the samples.
-
-    token_bytes: (vocabulary,), how many bytes of text each token stands for.
+    """What a line of metrics has of `samples` samples spread evenly over the validation split, 0
+    for all: mean nats per target token, bits per byte of their text, the share of targets that are
+    the likeliest token, and the number of targets. The processes share the samples.
     """
+    validation = data.validation
     samples = min(len(validation), samples or len(validation))
     # nats, right ones, targets, bytes
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
@@ -174,7 +167,7 @@ def token_scores(
         totals[0] += nats[: len(own)].sum(dtype=torch.float64)
         totals[1] += right[: len(own)].sum()
         totals[2] += len(scored)
-        totals[3] += int(token_bytes[scored.numpy()].sum())
+        totals[3] += int(data.token_bytes[scored.numpy()].sum())
     model.train()
     nats, right, count, size = world.sum(totals).tolist()
     return {

@@ -120,7 +120,9 @@ def build_optimizer(
         graph: whether steps are replays of a CUDA graph.
     """
     parts = OPTIMIZERS[config.name](kinds_of(model), config, processes, compile)
-    return ChainedOptimizer(parts, graph)
+    # NCCL does not let a process end that has a graph of an exchange, as Muon's would be.
+    exchanges = processes is not None and config.name == "muon"
+    return ChainedOptimizer(parts, graph and not exchanges)
 
 
 def adamw(

@@ -1,5 +1,5 @@
-"""What a run starts with: its data, the state of its training, new or from a checkpoint, and the
-record of what it trains with.
+"""What a run starts with: the state of its training, new or from a checkpoint, the memory and time
+that it will take, and the record of what it trains with.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -8,21 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 from mixer.checkpoints import restore
 from mixer.checkpoints.format import earlier_settings, find_resume, remove_partial
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
-from mixer.common.hardware import product_flops
-from mixer.common.yaml_file import as_yaml
+from mixer.common.hardware import memory_limit, product_flops
+from mixer.common.parsing import as_yaml
 from mixer.data.config import unused_options
-from mixer.data.prepare import Data, open_data
+from mixer.data.prepare import Data
 from mixer.data.prepared import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
@@ -34,10 +35,10 @@ from mixer.training.compile import (
     set_recompute,
 )
 from mixer.training.config import RunConfig, flatten
-from mixer.training.footprint import needed_gb
-from mixer.training.metrics import Metrics
 from mixer.training.objective import build_objective, useful_flops
 from mixer.training.optim import build_optimizer, learning_rate
+
+HOPPER = (9, 0)  # compute capability
 
 
 @dataclass
@@ -64,50 +65,35 @@ class State:
     recorded: dict[str, Any]  # the entries of trainer.json that stay as they are
     resumed: Path | None  # the checkpoint that all this comes from
     wandb_id: str | None
-    needed_gb: float  # the memory of a step
-
-
-def prepare_data(run: RunConfig, world: World) -> Data:
-    """Prepares the data unless it is there. All processes call this: one per host prepares, while
-    the others wait for its file lock.
-    """
-    context, as_pairs = run.model.max_position_embeddings, run.is_contrastive
-    data = open_data(run.data, context, as_pairs, world.say)
-    world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
-    return data
 
 
 def start_state(run: RunConfig, data: Data, world: World) -> State:
     """The model, its optimizer and the counters: new, or from the checkpoint to continue from."""
     resumed = find_checkpoint(run, world)
-    memory = needed_gb(run, data.manifest, world)
-    set_seed(run.seed)
+    torch.manual_seed(run.seed)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    given = dict(flatten(asdict(run)))
-    identity = {
-        "data": data_identity(data.manifest, run.seed),
-        "optimizer": {key: given[key] for key in restore.OPTIMIZER_SETTINGS},
-    }
+    identity = data_identity(data.manifest, run.seed)
     trainer, counters, wandb_id = None, Counters(), None
     if resumed is None:
         model = model_class(config)(config)
         if run.train.init_from:
             restore.start_from(Path(run.train.init_from), model, data.tokenizer)
     else:
-        trainer = restore.load_trainer(resumed, **identity)
+        trainer = restore.load_trainer(resumed, identity)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)
         if resumed.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
     record = start_record(run, trainer, world)
-    record["mixing"] = settle_backend(model, run, trainer, world)
+    raced = needs_race(run, world.device)
+    record["mixing"] = settle_backend(model, run, trainer, world) if raced else {}
     parallel, optimizer = parallelize(model, run, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)
-    directory = "" if "directory" in unused_options(run.data) else run.data.directory
-    recorded = identity | record | {"data_directory": directory}
-    return State(model, parallel, optimizer, counters, recorded, resumed, wandb_id, memory)
+    directory = used_settings(run)["data"].get("directory", "")
+    recorded = {"data": identity, "data_directory": directory} | record
+    return State(model, parallel, optimizer, counters, recorded, resumed, wandb_id)
 
 
 def find_checkpoint(run: RunConfig, world: World) -> Path | None:
@@ -130,6 +116,12 @@ def data_identity(manifest: Manifest, seed: int) -> dict[str, Any]:
     settings = {f"data.{key}": value for key, value in manifest.settings.items()}
     tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
     return settings | {"seed": seed} | tokenizer | hashes
+
+
+def needs_race(run: RunConfig, device: torch.device) -> bool:
+    """Whether a race decides which backend mixes tokens: on GPUs where nobody has timed them."""
+    on_gpu = device.type == "cuda" and run.model.mixing_backend == "auto"
+    return on_gpu and torch.cuda.get_device_capability(device) != HOPPER
 
 
 def parallelize(
@@ -161,20 +153,59 @@ def parallelize(
     return parallel, optimizer
 
 
-def start_metrics(run: RunConfig, state: State, owes_evaluation: bool, world: World) -> Metrics:
-    """The metrics of the main process, without the lines of steps that are to be done again.
+# ------------------------------------------------------------------------- what it will take
 
-    owes_evaluation: whether the validation loss of the current step is yet to be written.
+
+LESS_MEMORY = (
+    "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
+    "factor (the losses stay the same); or set train.recompute=block; or set "
+    "train.mixed_precision=bf16; or choose a smaller model. Then give the same command again"
+)
+
+
+def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
+    """The memory of a training step in one process, in units of 2^30 bytes. It is counted in a pass
+    over a model of tensors without numbers, which take no memory.
+
+    Raises UserError where a CPU does not have it: the system would kill the run without a word.
     """
-    if state.counters.step < run.train.steps:  # else it stays as it is
-        save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
-    metrics = Metrics(run.directory, run.logging, asdict(run), state.wandb_id)
-    again = {"validation_loss"} if owes_evaluation else set()
-    metrics.rewind(state.counters.step, again, world.say)
-    return metrics
+    kept: dict[int, torch.UntypedStorage] = {}  # for the backward pass
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    # No kernels of ours: those are for tensors with numbers.
+    options = replace(run.model, mixing_backend="auto")
+    config = model_config(options, data.vocab_size, data.eos_token_id)
+    shape = (run.train.batch_size, run.model.max_position_embeddings)
+    with (
+        FakeTensorMode(),
+        torch.autocast("cpu", torch.bfloat16, enabled=run.train.mixed_precision != "no"),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        model = model_class(config)(config)
+        set_recompute(model, run.train.recompute)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        build_objective(model, run).train()(tokens, tokens)
+    weights = list(model.parameters())
+    for weight in weights:
+        kept.pop(weight.untyped_storage()._cdata, None)
+    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers.
+    state = 16 * sum(weight.numel() for weight in weights)
+    needed = state / (world.size if world.is_sharded else 1)
+    needed += sum(storage.nbytes() for storage in kept.values())
+    if world.device.type == "cpu":
+        needed += psutil.Process().memory_info().rss
+        if needed > (limit := memory_limit(world.device)):
+            raise UserError(
+                f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, and "
+                f"there are {limit / 2**30:.1f}. {LESS_MEMORY}"
+            )
+    return needed / 2**30
 
 
-def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
+def banner(run: RunConfig, state: State, samples: int, memory: float, world: World) -> str:
     """What is printed before the first step: the model, the devices and the data, and what the run
     will take.
     """
@@ -185,23 +216,21 @@ def banner(run: RunConfig, state: State, samples: int, world: World) -> str:
     engine = ", FSDP" if world.is_sharded else ""
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
     tokens = batch * run.sample_tokens  # of a step
-    step, steps = state.counters.step, run.train.steps
-    lines = [
-        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, "
-        f"{world.size} {'process' if world.size == 1 else 'processes'}{engine} on {name}",
-        f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
-        f"{samples:,} samples",
-    ]
-    if step >= steps:
-        left = f"which has {step} steps: train.steps = {steps} leaves none to train"
-        return "\n".join([*lines, f"resuming {state.resumed}, {left}"])
-    flops = (steps - step) * tokens * useful_flops(state.model, run)
+    steps, left = run.train.steps, max(0, run.train.steps - state.counters.step)
+    flops = left * tokens * useful_flops(state.model, run)
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
-    needs = f"{'up to' if on_gpu else 'about'} {state.needed_gb:.1f} GB of memory"
-    lines.append(f"{needs}, at least {timedelta(seconds=round(seconds))}; {begins}")
-    return "\n".join(lines)
+    begins += "" if left else f", and train.steps = {steps} leaves none to train"
+    # On a GPU compiled code and kernels keep less for the backward pass.
+    needs = f"{'up to' if on_gpu else 'about'} {memory:.1f} GB of memory"
+    return (
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {world.size} "
+        f"{'process' if world.size == 1 else 'processes'}{engine} on {name}\n"
+        f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
+        f"{samples:,} samples\n"
+        f"{needs}, at least {timedelta(seconds=round(seconds))}; {begins}"
+    )
 
 
 # ------------------------------------------------------------------------- the record
@@ -212,13 +241,16 @@ SETTINGS = ("seed", "model", "data", "train", "optim")  # what decides what is t
 OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not change
 # What another start may change though no step is left: they do not change what was trained.
 HARMLESS = {"train.steps", "processes"}
+# What decides which state the optimizer has: no resume may change it.
+OF_OPTIMIZER = {"optim.name", "optim.shared_lags", "train.objective"}
 
 
 def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str, Any]:
     """The entries `settings` and `earlier` of trainer.json (see mixer/checkpoints/format.py) for a
     run that goes on from the checkpoint of `trainer`, or begins. Changed settings are said.
 
-    Raises UserError where settings are changed and no step is left to train with them.
+    Raises UserError where settings are changed that decide the optimizer's state, or where no step
+    is left to train with them.
     """
     known = used_settings(run)
     settings = {name: known[name] for name in SETTINGS} | {"processes": world.size}
@@ -229,6 +261,11 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
     step, earlier = trainer["step"], trainer.get("earlier", {})
     listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
+    if changed.keys() & OF_OPTIMIZER:
+        raise UserError(
+            f"the run has the state of another optimizer: {listed}; set that back, or choose "
+            "another name to start afresh"
+        )
     if step >= run.train.steps:
         if changed.keys() - HARMLESS:
             raise UserError(
@@ -247,10 +284,9 @@ def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: Wor
     """Says where the learning rate rises after `step`, as the settings were others before."""
     options = {key.partition(".")[2]: changed[key] for key in changed if key.startswith("optim.")}
     optim, steps = replace(run.optim, **options), changed.get("train.steps", run.train.steps)
-    last = learning_rate(optim, step - 1, steps)
-    next = learning_rate(optim, step, steps) if step < steps else last  # higher in a warm-up
+    last = learning_rate(optim, min(step, steps - 1), steps)
     now = learning_rate(run.optim, step, run.train.steps)
-    if now > 1.1 * max(last, next):
+    if now > 1.1 * last:
         world.say(
             f"the learning rate jumps from {last:.3g} to {now:.3g}, to that of the new schedule: "
             "the loss may rise. To go on at the old rate set optim.schedule=constant "

@@ -13,7 +13,6 @@ import pytest
 import torch
 from launching import run_python
 
-from mixer.common.errors import UserError
 from mixer.ops import cuda
 
 ROOT = Path(__file__).parents[2]
@@ -115,16 +114,6 @@ def test_no_speedup_for_a_wrong_result(benchmark, monkeypatch, tmp_path, wrong, 
     assert row(result["cases"][1], "ours")["ms"] > 0  # the gradient is right and has its number
 
 
-def test_a_wrong_alternative_is_not_compared_with(benchmark, monkeypatch, tmp_path):
-    import token_mixing_variants
-
-    # writes nothing
-    monkeypatch.setattr(token_mixing_variants, "panels_forward", lambda slot, panels: slot.y)
-    result, text = measure(benchmark, monkeypatch, tmp_path / "wrong", "--operations", "forward")
-    assert "nan" in row(result["cases"][0], "p=2")["failure"]
-    assert float(forward_line(text)[-4]) > 0 and "p=2: wrong" in text
-
-
 def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
     right = plain_kernels.grad_weight
 
@@ -136,19 +125,6 @@ def test_a_gradient_above_the_diagonal_fails(benchmark, monkeypatch, tmp_path):
     monkeypatch.setattr(plain_kernels, "grad_weight", leaking)
     result, _ = measure(benchmark, monkeypatch, tmp_path / "leak", "--operations", "grad_weight")
     assert row(result["cases"][0], "ours")["failure"] == "wrong: not zero above the diagonal"
-
-
-def test_a_wrong_gradient_by_lag_fails(benchmark, monkeypatch, tmp_path):
-    right = plain_kernels.grad_weight
-
-    def without_lag_0(*arguments):
-        dweight, dbias = right(*arguments)
-        dweight[..., 0] = 0
-        return dweight, dbias
-
-    monkeypatch.setattr(plain_kernels, "grad_weight", without_lag_0)
-    result, _ = measure(benchmark, monkeypatch, tmp_path / "lag", "--operations", "autograd")
-    assert "relative RMSE" in row(result["cases"][0], "ours, by lag")["failure"]
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -166,39 +142,6 @@ def test_what_stands_in_for_the_kernels_is_called_as_they_are():
     for name in ("pack", "forward", "grad_input", "grad_weight"):
         stand_in, kernel = (getattr(module, name) for module in (plain_kernels, cuda))
         assert inspect.signature(stand_in) == inspect.signature(kernel)
-
-
-def test_the_time_limit_leaves_out_what_it_names(benchmark, monkeypatch, tmp_path):
-    options = ("--seconds", "0", "--operations", "forward")
-    result, text = measure(benchmark, monkeypatch, tmp_path / "late", *options)
-    assert not result["cases"] and result["left_out"][0]["tokens"] == 48
-    assert "the time was up" in text
-
-
-def test_floor_is_memory_for_short_contexts_and_arithmetic_for_long(benchmark):
-    shapes = {tokens: benchmark.Shape(tokens) for tokens in (512, 8192)}
-    floors = {n: benchmark.floor_ms(shape, "forward", 4.27e9, 797) for n, shape in shapes.items()}
-    assert floors[512] == pytest.approx(0.063, abs=5e-4)
-    assert floors[8192] == pytest.approx(0.701, rel=0.01)
-    assert benchmark.useful_flops(shapes[512], "forward") == 65536 * 1024 * 513
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--output PATH"),
-        (
-            ["--output", "x", "--operations", "forwards"],
-            "--operations has forwards; allowed: forward, grad_input",
-        ),
-        (["--output", "x", "--suite", "sweep", "--tokens", "7"], "no shape of suite sweep"),
-    ],
-)
-def test_says_what_is_wrong(benchmark, monkeypatch, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["token_mixing.py", "--device", "cpu", *arguments])
-    with pytest.raises(UserError, match=message):
-        benchmark.main()
 
 
 CACHES = ("cached", "cached, static", "uncached")

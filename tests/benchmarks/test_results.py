@@ -7,27 +7,29 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-# How results are named, and what makes their report of them.
+# How results are named, and what makes their report of them, but for those of plans.
 REPORTS = {
     "generation": "generation",
     "keyed_mixing": "keyed_mixing",
-    "model_sizes": "mixer.comparison.report",
-    "recipe": "mixer.comparison.report",
     "several_gpus": "several_gpus",
     "token_mixing": "token_mixing_report",
     "training_step": "training_step",
 }
-RESULTS = [
-    pytest.param(data, module, id=data.stem)
-    for name, module in REPORTS.items()
-    for data in sorted((BENCHMARKS / "results").glob(f"{name}_*.json"))
-]
 
 
-@pytest.mark.parametrize("data, module", RESULTS)
-def test_no_number_of_a_report_was_written_by_hand(data, module, monkeypatch):
+def module_of(data: Path) -> str | None:
+    if "plan" in json.loads(data.read_text()):
+        return "mixer.comparison.report"
+    return next((REPORTS[name] for name in REPORTS if data.name.startswith(f"{name}_")), None)
+
+
+RESULTS = [data for data in sorted((BENCHMARKS / "results").glob("*.json")) if module_of(data)]
+
+
+@pytest.mark.parametrize("data", RESULTS, ids=lambda data: data.stem)
+def test_no_number_of_a_report_was_written_by_hand(data, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    made = importlib.import_module(module).table(json.loads(data.read_text()))
+    made = importlib.import_module(module_of(data)).table(json.loads(data.read_text()))
     written = data.with_suffix(".md").read_text()
     pictures = [line for line in written.splitlines() if line.startswith("![")]
     assert written.split() == " ".join([made, *pictures]).split()

@@ -1,9 +1,15 @@
-"""What a resume refuses, naming each difference, and what it leaves as it is."""
+"""What a resume refuses, naming each difference. What trained a run stays on record, whatever it is
+started with again.
+"""
+
+import shutil
 
 import pytest
-from runs import RECIPE, state_files
+import yaml
+from runs import RECIPE, read_lines, state_files
 
 from mixer.common.errors import UserError
+from mixer.export import export
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
@@ -58,8 +64,8 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(write_config, launch, 
 @pytest.mark.parametrize(
     ("written_with", "resumed_with", "named"),
     [
-        ([], ["optim.name=muon"], "optim.name is 'adamw' in the checkpoint, now 'muon'"),
-        (RECIPE, ["optim.shared_lags=false"], "optim.shared_lags is True in the checkpoint, now F"),
+        ([], ["optim.name=muon"], r"optim.name = muon \(was adamw\)"),
+        (RECIPE, ["optim.shared_lags=false"], r"optim.shared_lags = False \(was True\)"),
     ],
 )
 def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
@@ -69,6 +75,82 @@ def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
     short = ["train.steps=3", "train.eval_every=0", "train.eval_samples=8"]
     train(load_config(config, [*written_with, *short]))
     before = state_files(tmp_path / "runs")
-    with pytest.raises(UserError, match=f"has the state of another optimizer: {named}.*; set the"):
+    with pytest.raises(UserError, match=f"state of another optimizer: .*{named}.*; set that"):
         train(load_config(config, [*written_with, *resumed_with]))
     assert state_files(tmp_path / "runs") == before
+
+
+def test_other_settings_for_a_finished_run_are_named_refused_and_recorded_nowhere(
+    write_config, finished
+):
+    before = state_files(finished)
+    for changes in (["optim.lr=0.5", "train.batch_size=3"], ["train.eval_samples=8"]):
+        with pytest.raises(UserError, match="has 12 steps, which were trained with other") as error:
+            train(load_config(str(write_config()), [*changes, "train.steps=11"]))
+        named = {"optim.lr=0.5": "optim.lr = 0.5 (was 0.002)"}.get(changes[0], "eval_samples = 8")
+        assert named in str(error.value) and "choose another name" in str(error.value)
+        assert state_files(finished) == before
+
+
+def test_the_card_and_the_configuration_of_a_run_say_what_each_step_was_trained_with(
+    write_config, finished, launch, tmp_path
+):
+    config = write_config()
+    changes = ["optim.lr=0.01", "train.steps=14", "logging.log_every=2"]
+    output = launch("--config", config, *changes, "data.subset=").succeed()
+    assert (
+        "settings from step 13 on: train.steps = 14 (was 12), optim.lr = 0.01 (was 0.002)" in output
+    )
+    earlier = "Until step 12: train.steps = 12, optim.lr = 0.002"
+    assert f"# {earlier}\n" in (finished / "config.yaml").read_text()
+    assert load_config(str(finished / "config.yaml"), []).optim.lr == 0.01
+    cards = {}
+    for step in (12, 14):
+        export(finished / f"step-{step}", tmp_path / str(step), "apache-2.0")
+        cards[step] = (tmp_path / str(step) / "README.md").read_text()
+    assert earlier in cards[14] and "Until" not in cards[12]
+    rates = {
+        step: yaml.safe_load(card.partition("```yaml\n")[2].partition("```")[0])["optim"]["lr"]
+        for step, card in cards.items()
+    }
+    assert rates == {12: 0.002, 14: 0.01}
+
+
+def test_a_rate_that_jumps_where_a_run_is_made_longer_is_said_with_what_avoids_it(
+    write_config, finished, launch, tmp_path
+):
+    config = write_config()
+    copy = shutil.copytree(finished, tmp_path / "runs/copy", symlinks=True)
+    longer = ("--config", config, "train.steps=100", "train.eval_every=0", "checkpoint.keep=9")
+    ranks = launch(*longer, "checkpoint.save_every=13")
+    ranks.until((tmp_path / "runs/small/step-13").exists).kill()
+    last, now = (
+        {line["step"]: line for line in read_lines(tmp_path / "runs/small") if "lr" in line}[step][
+            "lr"
+        ]
+        for step in (12, 13)
+    )
+    assert f"the learning rate jumps from {last:.3g} to {now:.3g}" in ranks.output
+    advice = ranks.output.partition("To go on at the old rate set ")[2].partition(";")[0].split()
+    output = launch("--config", config, "train.steps=14", "name=copy", *advice).succeed()
+    assert "the learning rate jumps" not in output
+    assert read_lines(copy)[-2]["lr"] == pytest.approx(last, rel=0.01)
+
+
+def test_nothing_that_was_not_read_is_recorded(write_config, launch, tmp_path):
+    """A recipe's text is replaced by another one, and keeps its other options."""
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / f"texts/{number}.txt").write_text(f"A book of {number} words and more. " * 9)
+    data = {"source": "hub", "path": "ann/rows", "subset": "sample-10BT", "split": "train_sft"}
+    data |= {"text_field": "content", "vocab_size": 300, "validation_fraction": 0.2}
+    own = ["data.source=text", f"data.path={tmp_path / 'texts'}", f"data.directory={tmp_path}/d"]
+    launch("--config", write_config(data=data), *own, "train.steps=3").succeed()
+    run = tmp_path / "runs/small"
+    export(run / "step-3", tmp_path / "exported", "apache-2.0")
+    written = [run / "config.yaml", run / "step-3/trainer_state/trainer.json"]
+    written += [tmp_path / "d/manifest.json", tmp_path / "exported/README.md"]
+    for file in written:
+        for word in ("sample-10BT", "train_sft", "content", "ann/rows"):
+            assert word not in file.read_text(), file
+    assert load_config(str(run / "config.yaml"), []).data.vocab_size == 300

@@ -29,7 +29,7 @@ from mixer.models.masked_mixer.configuration import AUTO_MAP
 
 def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path, monkeypatch):
     last, given = finished / "step-12", tmp_path / "given"
-    assert {path.name for path in last.iterdir()} >= {path.name for path in CODE}
+    assert {path.name for path in last.iterdir()} >= CODE
     options = ["--output", str(given), "--license", "apache-2.0", "--dtype", "bf16"]
     monkeypatch.setattr("sys.argv", ["export", str(last), *options])
     export_command()
@@ -114,9 +114,4 @@ def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
     with pytest.raises(UserError, match="in lm_head.weight: fp16 does not reach that far: give"):
         export_with(1e6, "fp16")
     assert not (tmp_path / "fp32").exists() and not (tmp_path / "fp16").exists()
-    weights["lm_head.weight"] = weights["lm_head.weight"].sign() * 3e38  # finite; logits are not
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    for temperature in (0.0, 1.0):
-        with pytest.raises(UserError, match="logits after [0-9]+ tokens are not finite"):
-            continuations(str(checkpoint), ["def read"], 2, temperature, 0)
     export_with(1e6, "fp32")

@@ -1,12 +1,17 @@
-"""Files appear whole or not at all, where their path leads."""
+"""Files appear whole or not at all, where their path leads, and are compared with their SHA-256; a
+JSON file that is not what it should be is one message.
+"""
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
+from mixer.common import files
 from mixer.common.errors import UserError
-from mixer.common.files import check_new, check_writable, write_text
+from mixer.common.files import check_new, check_writable, has_sha256, sha256, write_text
+from mixer.common.parsing import NONE, read_json
 
 
 def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
@@ -40,3 +45,46 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path):
         with pytest.raises(UserError, match="step-4 is a checkpoint.*; choose another --output"):
             check_writable(tmp_path / place)
     check_writable(tmp_path / "evaluation")
+
+
+def test_a_file_is_compared_with_its_sha256_once_until_it_changes(tmp_path, monkeypatch):
+    file, read, said = tmp_path / "file", [], []
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "LARGE", 10)
+    monkeypatch.setattr(files, "sha256", lambda path: read.append(path) or sha256(path))
+    file.write_bytes(b"a" * 1000)
+    good = hashlib.sha256(b"a" * 1000).hexdigest()
+    assert all(has_sha256(file, good, said.append) for _ in range(3)) and len(read) == 1
+    assert len(said) == 1 and f"comparing {file}" in said[0]
+    assert not has_sha256(file, "0" * 64) and not has_sha256(file, "0" * 64) and len(read) == 3
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.write_bytes(b"a" * 999 + b"b")
+    os.utime(file, ns=times)  # as a copy that keeps times would
+    assert not has_sha256(file, good)
+    file.write_bytes(b"a" * 1000)
+    monkeypatch.setenv("MIXER_CACHE", str(file))  # a cache that cannot be used
+    assert has_sha256(file, good) and has_sha256(file, good) and len(read) == 6
+
+
+WRONG = {
+    b'{"size": 1': "is damaged (JSONDecodeError: ",
+    b'{"size": 1, "name": "\xff"}': "is damaged (UnicodeDecodeError: ",
+    b"[" * 100_000: "is damaged (RecursionError: ",
+    b"[1]": "it holds list, allowed: an object with keys",
+    b'{"name": "x"}': "size missing",
+    b'{"size": true, "name": null}': "size = True, allowed: int",
+    b'{"size": 1, "name": 2}': "name = 2, allowed: str or null",
+    b'{"size": 1, "name": "x", "other": {"deep": ["\\ud800"]}}': "surrogates not allowed",
+    b'{"size": 1, "name": "a\\u0000"}': "it holds a null character",
+}
+
+
+@pytest.mark.parametrize(("content", "problem"), WRONG.items(), ids=range(len(WRONG)))
+def test_what_is_wrong_is_named(tmp_path, content, problem):
+    file = tmp_path / "notes.json"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        read_json(file, "copy it again", {"size": int, "name": (str, NONE)})
+    message = str(raised.value)
+    assert message.startswith(f"{file} ") and message.endswith(": copy it again")
+    assert problem in message

@@ -16,7 +16,7 @@ from markdown import rows as rows_of
 from runs import read_lines
 
 from mixer.common.errors import UserError
-from mixer.common.yaml_file import read_yaml
+from mixer.common.parsing import read_yaml
 from mixer.compare import main
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
@@ -63,8 +63,6 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     (row,) = [row for row in rows_of(text) if row[0] == "dense" and "12" in row]
     assert f"{losses[0]:.4f}" in row
 
-    done = run_python(*command, output=printed)  # nothing is repeated
-    assert done.returncode == 0 and runs_in(output / "report.json") == runs
     with pytest.raises(UserError, match="'dense' with other options: train.batch_size"):
         main([*map(str, command[2:]), "train.batch_size=4"])
 
@@ -94,7 +92,6 @@ def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_pat
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
         (["dense", "--seconds", "inf"], "--seconds is inf; allowed: above 0 and finite"),
         (["dense", "--seeds", "0"], "--seeds is 0; allowed: 1 or more"),
-        (["dense", "--seconds", "nan"], "--seconds is nan; allowed: above 0 and finite"),
     ],
 )
 def test_mistakes_show_before_anything_runs(write_config, tmp_path, given, message):
@@ -125,7 +122,7 @@ def test_a_plan_of_runs_trains_each_once_and_compares_them(train, tmp_path, monk
     named = {}
     for row in rows_of(text):  # of several tables, where the columns do not fit into one
         named.setdefault(row[0], []).extend(row)
-    assert "failed: not finite" in named["diverged"] and "12" in named["paper"]
+    assert "diverged" in named["diverged"] and "12" in named["paper"]
     assert (tmp_path / "results.png").stat().st_size > 0
 
     for mistake, said in (
@@ -197,6 +194,7 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
         for row in [*rows, seeded]:
             assert row["tokens"] == pytest.approx(tokens, abs=256)
             means = row["loss_by_position"]
+            assert [end for end, _ in means] == [1, 2, 4, 8, 16, 32]
             sizes = [means[0][0], *(b - a for (a, _), (b, _) in pairwise(means))]
             mean = sum(size * of for size, (_, of) in zip(sizes, means, strict=True)) / 32
             assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
@@ -230,13 +228,10 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     assert starts == {0: first["checkpoint"], 7: again["checkpoint"]}
     for row in found.values():
         assert 0 <= row["top1_of_32"] <= 1 and row["tokens_a_step"] == 8 * 2 * 32
-    section = text.partition("## Retrieval")[2].partition("## ")[0]
-    for name, row in found.items():
-        measured = [name, f"{row['validation_loss']:.4f}", f"{row['top1_of_32']:.1%}"]
-        assert (measured in rows_of(section)) == (row["budget"] == 0.4)
+    shown = {row[-1] for row in rows_of(text.partition("## Seeds")[0]) if row[0] == "mixer 32"}
+    ends = [row for row in found.values() if row["budget"] == 0.4 and "seed" not in row]
+    assert {f"{row['top1_of_32']:.1%}" for row in ends} <= shown
     assert not (tmp_path / "results.png").exists()
-    done = run_python(*command, output=printed)  # nothing is repeated
-    assert done.returncode == 0 and runs_in(tmp_path / "results.json") == runs, done.stdout
     kept = list((tmp_path / "results-runs").glob("*/"))
     assert len(kept) == 2 and all("pretraining" in path.name for path in kept)
 
@@ -280,25 +275,25 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     monkeypatch.setattr(study, "visible_gpus", lambda: ["3", "GPU-5"])
     monkeypatch.setattr(study, "report_run", report_lane)
     monkeypatch.setattr(study, "write_report", lambda *_: "")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the study sets it
     whole = study.Study(tmp_path / "a.json", tmp_path / "runs", {}, "", "")
     said = "^b: its process was stopped; the same command goes on\ne: no space left on device$"
     with pytest.raises(UserError, match=said):
         whole.work([iterate(name) for name in "abcde"])
     rows = runs_in(tmp_path / "a.json")
-    assert list(rows) == ["a", "c", "d"] and "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert list(rows) == ["a", "c", "d"]
     assert {row["gpu"] for row in rows.values()} <= {"3", "GPU-5"} and rows["a"]["gpu"] == "3"
 
 
-def test_a_plan_of_tasks_ends_with_a_table_of_their_accuracies(train, tmp_path):
+def test_a_plan_of_tasks_ends_with_their_accuracies(train, tmp_path):
     tasks = {name: {"data.source": name} for name in ("copy", "recall")}
     command = train({"seconds": 0.2, "kinds": {"flat": tasks}})
     done = run_python(*command, output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
     runs, text = runs_in(tmp_path / "results.json"), (tmp_path / "results.md").read_text()
-    titles, row = rows_of(text.partition("## Accuracy")[2].partition("##")[0])
+    shown = {row[0]: row[-1] for row in rows_of(text.partition("## Speeds")[0])}
     right = [runs[f"flat {name}, 0.2 s, lr 0.002"]["accuracy"] for name in tasks]
-    assert titles == ["model", *tasks] and row == ["flat", *(f"{share:.2%}" for share in right)]
+    assert [shown[f"flat {name}"] for name in tasks] == [f"{share:.2%}" for share in right]
 
 
 @pytest.mark.parametrize("plan", sorted(PLANS.glob("*.yaml")), ids=lambda plan: plan.stem)
@@ -323,10 +318,9 @@ def lines_of(files) -> list[dict]:
     "plan",
     [
         {},
-        {"common": None, "runs": {}},
-        {"common": {}, "runs": {"a": 3}},
+        {"runs": {}},
         {"common": {}, "kinds": {"a": {512: {}}}},
-        {"common": {}, "seconds": 1, "kinds": {"a": {512: None}}},
+        {"common": {}, "seconds": 1, "rates": [1e-3], "kinds": {"a": {512: {}}}},
     ],
     ids=str,
 )

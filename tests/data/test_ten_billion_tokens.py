@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mixer.common.checksums import note_of
+from mixer.common.files import note_of
 from mixer.data.batches import SampleOrder
 from mixer.data.prepare import prepare
 from mixer.data.prepared import TokenFile, fingerprint

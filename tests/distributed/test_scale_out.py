@@ -90,16 +90,13 @@ def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
 @pytest.mark.parametrize(
     ("overrides", "environment", "message"),
     [
-        ((), {"FSDP_VERSION": "1"}, "version 1 was asked for; allowed: 2; set fsdp_version: 2"),
-        ((), {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true .* allowed: false. For"),
-        (
-            ("optim.name=muon",),
-            {},
-            "optim.name = muon and .* with FSDP, which shards.*allowed with",
-        ),
+        ((), {"ACCELERATE_USE_DEEPSPEED": "true"}, "asked for deepspeed; allowed: DDP, or"),
+        ((), {"FSDP_VERSION": "1"}, "asked for fsdp_version: 1; allowed: DDP, or version 2"),
+        ((), {"FSDP_OFFLOAD_PARAMS": "true"}, "asked for fsdp_offload_params: true; allowed"),
+        (("optim.name=muon",), {}, "optim.name = muon and .* with FSDP, which shards.*allowed"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_before_anything_is_written(
+def test_a_launch_that_cannot_train_so_is_refused_before_anything_is_written(
     write_config, small_run, launch, tmp_path, overrides, environment, message
 ):
     config = write_config(data=small_run["data"] | {"directory": str(tmp_path / "data")})

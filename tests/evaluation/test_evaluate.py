@@ -5,6 +5,7 @@ message.
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -78,20 +79,10 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     assert math.exp(scores.loss) == pytest.approx(
         math.exp(sum(nats for *_, nats in expected) / (length - 1)), rel=1e-12
     )
-    for position, loss in enumerate(scores.loss_by_position):
+    for position, loss in enumerate(scores.by_position["loss_by_position"]):
         here = [nats for _, p, nats in expected if p == position]
         assert scores.count_by_position[position] == len(here)
         assert loss == (pytest.approx(np.mean(here), rel=1e-10) if here else None)
-
-
-def test_streams_together_are_their_sum():
-    model = tiny_model().double()
-    streams = [np.random.default_rng(n).integers(0, 23, n) for n in (1, 3, 30, 17)]
-    together = evaluate_batches(model, window_batches(streams, CONTEXT, 4, 5), CONTEXT)
-    batches = [window_batches([tokens], CONTEXT, 4, 16) for tokens in streams]
-    apart = [evaluate_batches(model, each, CONTEXT) for each in batches]
-    assert together.nats == pytest.approx(sum(scores.nats for scores in apart), rel=1e-12)
-    assert together.tokens == 2 + 29 + 16
 
 
 @pytest.mark.parametrize("stride", [1, 5, CONTEXT])
@@ -216,6 +207,14 @@ def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
     assert_png(output / "loss_by_position.png")
 
 
+def test_without_matplotlib_a_report_is_whole_but_for_its_picture(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    checkpoint = str(run / "demo" / "step-7")
+    evaluate_main(["--checkpoint", checkpoint, "--device", "cpu", "--output", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+    assert ".png" not in (tmp_path / "report.md").read_text()
+
+
 def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_path):
     """The table has the loss up to the context and past it, and the picture marks the context."""
     checkpoint = shutil.copytree(run / "demo" / "step-7", tmp_path / "lags" / "step-7")
@@ -279,7 +278,7 @@ def change_trainer(run, checkpoint: Path, content: str) -> str:
 def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
     state = {"step": 7, "tokens": 224, "data_directory": "data/of-a-run"}
     checkpoint = change_trainer(run, tmp_path / "step-7", json.dumps(state))
-    with pytest.raises(UserError, match="was trained on the data in data/of-a-run, which is not"):
+    with pytest.raises(UserError, match="was trained on data/of-a-run, which is not in"):
         evaluate_checkpoint(EvalOptions(checkpoint, device="cpu"))
 
 
@@ -296,7 +295,7 @@ def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content,
     uses = [
         lambda: evaluate_checkpoint(EvalOptions(checkpoint, text=book, device="cpu")),
         lambda: export(Path(checkpoint), tmp_path / "given", "mit"),
-        lambda: load_trainer(Path(checkpoint), {}, {}),
+        lambda: load_trainer(Path(checkpoint), {}),
     ]
     for use in uses:
         with pytest.raises(UserError, match=rf"trainer.json is damaged \({problem}.*: copy the"):

@@ -93,17 +93,10 @@ def emulate(path: str, capability: int) -> None:
     facts["capability"] = capability
 
     def call(name: str, params: cuda.Params) -> None:
-        params.capability, params.processors = facts["capability"], facts["processors"]
         assert getattr(library, name)(ctypes.byref(params)) == 0, name
 
-    def workspace(params) -> int:
-        params._obj.capability, params._obj.processors = facts["capability"], facts["processors"]
-        return library.mixer_grad_weight_workspace(params)
-
-    class Library:
-        mixer_grad_weight_workspace = staticmethod(workspace)
-
-    cuda.call, cuda.kernels, cuda.add_device = call, lambda index: Library, lambda *_: None
+    cuda.call, cuda.kernels = call, lambda index: library
+    cuda.device_facts = lambda index: (capability, facts["processors"])
 
 
 def main(path, capability, seed, count, operation="any", least=0, most=10000) -> None:

@@ -34,9 +34,9 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     """Gives a forked process a group, a directory and an environment of its own; what it prints
     goes to a file.
     """
-    os.setpgid(0, 0)
     # A daemon, which ends with the tests, may have no children; a program may.
     multiprocessing.current_process()._config["daemon"] = False
+    os.setpgid(0, 0)
     os.chdir(directory)
     sys.path.insert(0, str(ROOT))
     os.environ.update(environment)
@@ -60,10 +60,32 @@ def _rank(
     from mixer.common.errors import run_command
 
     _enter(str(ROOT), environment, output)
+    asked = os.environ.get("ACCELERATE_USE_FSDP"), os.environ["ACCELERATE_USE_CPU"]
+    if asked == ("true", "true"):
+        _shard_on_cpu()
     if before:
         before()
     sys.argv = [f"{program}.py", *arguments]
     run_command(importlib.import_module(program).main)
+
+
+def _shard_on_cpu() -> None:
+    """FSDP works over gloo as it does on GPUs, but accelerate switches it on for GPUs alone."""
+    from accelerate import Accelerator, DistributedType, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from mixer.distributed import world
+
+    class Sharded(Accelerator):
+        def __init__(self, mixed_precision: str, **options):
+            super().__init__(mixed_precision=mixed_precision, **options)
+            self.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+            for state in (self.state, PartialState()):
+                state.distributed_type = DistributedType.FSDP
+            if mixed_precision != "no":
+                self.state.fsdp_plugin.set_mixed_precision(mixed_precision)
+
+    world.Accelerator = Sharded
 
 
 def _program(

@@ -9,8 +9,9 @@ from mixer.models import masked_mixer
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.recurrent import RecurrentConv
 
-# The model's code, which is saved beside its weights.
-CODE = [p for p in Path(masked_mixer.__file__).parent.glob("*.py") if p.name != "__init__.py"]
+# The files of the model's code, which are saved beside its weights.
+CODE = {path.name for path in Path(masked_mixer.__file__).parent.glob("*.py")} - {"__init__.py"}
+CODE |= {"lags.py", "options.py", "plain.py"}  # from other folders of the package
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
 # Every way of mixing tokens, which the tests of models and of generation are repeated for.
@@ -37,6 +38,14 @@ MIXINGS = {
         "mixer_key_size": 3,
         "num_mixer_heads": 2,
     },
+    "keyed-heads": {
+        "mixing_init": "shift",
+        "mixing_weight": "lags",
+        "mixer_key_size": 4,
+        "mixer_keyed_every": 2,
+        "num_mixer_heads": 2,
+        "mixer_projections": False,
+    },
     "keyed-attention": {
         "num_mixer_heads": 4,
         "mixer_key_size": 4,
@@ -57,7 +66,7 @@ MIXINGS = {
         "zero_init": True,
     },
     "rows": {"mixing_weight": "rows", "mixing_decay": True},
-    "columns": {"mixing_weight": "columns", "mixer_gate": True, "mixer_kernel_size": 3},
+    "columns": {"mixing_weight": "columns", "mixer_gate": True},
     "rows-and-columns": {
         "mixing_weight": "mixed",
         "mixing_decay": True,

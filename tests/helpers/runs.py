@@ -3,11 +3,8 @@
 import json
 import resource
 import shutil
-import subprocess
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 # Environment of a launch that shards the model's weights.
@@ -80,16 +77,6 @@ def killed_after(run: Path, step: int, name: str) -> Path:
             shutil.rmtree(checkpoint)
     (copy / "best").unlink(missing_ok=True)
     return copy
-
-
-def mount_memory(place: Path) -> None:
-    """A file system of 2.4 MB at `place`, a new directory; skips the test where none can be
-    mounted.
-    """
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2400k", "tmpfs", place]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here: that takes root's rights")
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 
 from mixer.common.errors import UserError
-from mixer.ops import toolchain
+from mixer.ops import build
 
 
 def has_nvcc() -> bool:
     try:
-        return toolchain.find_compiler() is not None
+        return build.find_nvcc() is not None
     except UserError:
         return False
 

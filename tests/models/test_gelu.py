@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mixer.models.masked_mixer.gelu import gelu, short_gelu
+from mixer.models.masked_mixer.layers import gelu, short_gelu
 
 TYPES = (torch.bfloat16, torch.float16)
 

@@ -137,12 +137,19 @@ def test_the_dead_half_of_the_weight_is_never_read():
     assert torch.equal(generate(model, ids, attention_mask=mask), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_steps_are_those_of_the_full_forward(dtype):
-    model, ids = small_model(num_mixer_heads=2).to(dtype), tokens()
+@pytest.mark.parametrize(
+    ("dtype", "kept", "form"),
+    [
+        (torch.bfloat16, torch.bfloat16, "full"),
+        (torch.float16, torch.float16, "full"),
+        (torch.bfloat16, torch.float32, "mixed"),  # a sum keeps more digits
+    ],
+)
+def test_half_precision_steps_are_those_of_the_full_forward(dtype, kept, form):
+    model, ids = small_model(num_mixer_heads=2, mixing_weight=form).to(dtype), tokens()
     cache = model(ids[:, :8], use_cache=True).past_key_values
     step = model(ids[:, 8:9], past_key_values=cache).logits
-    assert step.dtype == dtype and cache.layers[0].keys.dtype == dtype
+    assert step.dtype == dtype and {x.dtype for x in cache.kept.values()} == {kept}
     torch.testing.assert_close(step, model(ids).logits[:, 8:9], rtol=3e-2, atol=3e-2)
 
 
@@ -201,27 +208,20 @@ def test_pipeline_and_streamer(tokenizer):
 def test_what_cannot_be_generated_from_is_refused():
     model, short = small_model(), tokens(length=4)
     cache = model(tokens(), use_cache=True).past_key_values
-    embedded = model.get_input_embeddings()(tokens())
     for call, words in (
         (lambda: model(tokens(length=13)), "input has 13 tokens; .* the model's context of 12"),
         (
             lambda: model.generate(short, max_new_tokens=9),
             "4 tokens and 9 new ones were asked for, 13 together; the model's context is 12",
         ),
-        (lambda: model.generate(tokens(length=0), max_new_tokens=2), "the input has 0 tokens; al"),
-        (
-            lambda: model.generate(short, max_new_tokens=2, past_key_values=cache),
-            r"has 0 tokens and the cache 12; .* or past_key_values.reset\(\)",
-        ),
         (
             lambda: model(tokens(length=1), past_key_values=cache),
-            "the input has 1 tokens and the cache 12; .* the model's context of 12",
+            r"has 1 tokens and the cache 12; .* or past_key_values.reset\(\)",
         ),
         (
             lambda: model.generate(short, max_new_tokens=2, past_key_values=DynamicCache()),
             "past_key_values is a DynamicCache; a masked mixer needs a MixingCache: leave it out",
         ),
-        (lambda: model(inputs_embeds=embedded), "inputs_embeds given; .* reads input_ids alone"),
         (lambda: model(short, position_ids=short), "position_ids given; .* reads input_ids alone"),
         (
             lambda: model(tokens(length=2), attention_mask=torch.ones(3, 1)),

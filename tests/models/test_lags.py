@@ -70,5 +70,3 @@ def test_training_keeps_nothing_that_grows_with_the_square_of_the_context(
 def test_what_lags_do_not_have_is_refused():
     with pytest.raises(UserError, match="shared_lags = true, .* with mixing_weight lags .*: false"):
         load_config(None, [*BY_LAG, "optim.shared_lags=true"])
-    with pytest.raises(UserError, match="mixing_init = 'zero' and .*: mixing_init shift"):
-        load_config(None, [*BY_LAG[:2], "model.mixer_key_size=4", "model.mixing_init=zero"])

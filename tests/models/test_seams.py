@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from mixer.analysis.matrices import mixing_matrices
 from mixer.models.masked_mixer import mixing, modeling
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.convolution import LAGS, TriangularConv
-from mixer.models.masked_mixer.mixing import TokenMixing
+from mixer.reporting.matrices import mixing_matrices
 from mixer.training.optim import kinds_of
 
 PAGE = (ROOT / "docs/add_a_mixing_variant.md").read_text()
@@ -82,34 +81,30 @@ def test_the_optimizer_takes_a_parameter_for_what_its_module_says(monkeypatch):
     assert embeddings == ["model.embed_tokens.weight", "lm_head.weight"]
 
 
-class Uneven(TokenMixing):
+class Uneven(nn.Module):
     """As many convolutions, one after another, as its subclasses say."""
 
     def __init__(self, config):
         super().__init__()
-        self.parts = nn.ModuleList(TriangularConv(config) for _ in range(self.convolutions))
+        self.parts = nn.ModuleList(TriangularConv(config) for _ in range(self.count))
 
-    def mix(self, x, residual, memories, positions):
-        for conv, memory in zip(self.parts, memories, strict=True):
-            x = conv(x, None, memory, positions)
+    def forward(self, x, residual, past=None):
+        for conv in self.parts:
+            x = conv(x, None, past)
         return residual + x
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1, 1), (1, 0, 3)])
 def test_blocks_may_have_different_numbers_of_convolutions(counts, static, monkeypatch):
-    kinds = [type(f"Uneven{count}", (Uneven,), {"convolutions": count}) for count in counts]
-
-    def kind(config, block: int) -> type[TokenMixing]:
-        return kinds[block]
-
-    monkeypatch.setattr(modeling, "mixing_class", kind)
+    kinds = [type(f"Uneven{count}", (Uneven,), {"count": count}) for count in counts]
+    monkeypatch.setattr(modeling, "mixing_class", lambda config, block: kinds[block])
     model, ids = small_model(num_hidden_layers=len(counts)), tokens(batch=2, length=4)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, TriangularConv):
                 module.set_mixing_weight(8 * module.mixing_weight())
-    memories = MixingCache(model.config, static)
-    written = generate(model, ids, past_key_values=memories)
+    cache = MixingCache(model.config, static)
+    written = generate(model, ids, past_key_values=cache)
     assert torch.equal(written, generate(model, ids, use_cache=False))
-    assert len(memories.layers) == sum(counts)
+    assert len(cache.kept) == sum(counts)

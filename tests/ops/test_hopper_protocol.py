@@ -38,10 +38,6 @@ MISTAKES = {
         "streamed",
         [(PRODUCT, RELEASE, "      barriers.ring.release(slot);\n"), (PRODUCT, RELEASE_ALL, "")],
     ),
-    "two multipliers write to one output box without taking turns": (
-        "resident_alone",
-        [(PRODUCT, "          wait_for_turn();\n        } else if", "        } else if")],
-    ),
     "only as many full barriers as stages": (
         "streamed",
         [(PRODUCT, "= (16 + kStages - 1) / kStages * kStages;", "= kStages;")],
@@ -52,17 +48,6 @@ MISTAKES = {
             (PRODUCT, "          if (!Shape::kResident) barriers.ring.loaded(at.slot);\n", ""),
             (PRODUCT, "        barriers.ring.loaded(at.slot);\n      }\n", "      }\n"),
             (TILE, "kReaders + (loaders - 1) * 2 * kClusterSize", "kReaders"),
-        ],
-    ),
-    "a multiplier that passes a tile does not wait for W": (
-        "resident",
-        [
-            (
-                PRODUCT,
-                "    if (Shape::kResident) barrier_wait(&barriers.weight_full[0], "
-                "weight_parity);\n    __syncwarp();\n",
-                "",
-            )
         ],
     ),
 }

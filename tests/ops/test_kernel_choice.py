@@ -9,6 +9,13 @@ from mixer.common.errors import UserError
 from mixer.ops import choice, cuda
 
 
+@pytest.fixture
+def precision():
+    """Sets torch's precision of fp32 products."""
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "tf32", "is_aligned", "reason"),
     [
@@ -22,12 +29,12 @@ from mixer.ops import choice, cuda
     ],
 )
 def test_auto_takes_the_kernels_for_what_they_serve_and_says_why_not(
-    monkeypatch, caplog, capability, dtype, tf32, is_aligned, reason
+    monkeypatch, caplog, precision, capability, dtype, tf32, is_aligned, reason
 ):
     """On a GPU whose kernels are built."""
     monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, 132))
-    monkeypatch.setattr(cuda, "allows_tf32", lambda: tf32)
     monkeypatch.setattr(choice, "device_reason", lambda index: None)
+    precision("high" if tf32 else "highest")
     choice.warn_once.cache_clear()
     dtype = getattr(torch, dtype)
     x = SimpleNamespace(

@@ -9,14 +9,14 @@ import kernel_ladder
 import torch
 from toolchain import kernels_of, needs_nvcc
 
-from mixer.ops import toolchain
+from mixer.ops import build
 
 
 @needs_nvcc
 def test_compiles_for_hopper_without_spills(tmp_path):
     """Every version fits its registers, and no wgmma waits for the one before."""
     flags = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
-    nvcc, target = toolchain.find_compiler().path, tmp_path / "ladder.cubin"
+    nvcc, target = build.find_nvcc(), tmp_path / "ladder.cubin"
     command = [nvcc, *flags, "-cubin", kernel_ladder.SOURCE, "-o", target]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -26,32 +26,6 @@ def test_compiles_for_hopper_without_spills(tmp_path):
         assert any(f"{version}_kernel" in kernel.name for kernel in kernels), version
     assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
     assert "serialized" not in report
-
-
-def row(version: int, configuration: str = "tile 64x64", failure: str | None = None, **fields):
-    shape = {"batch": 128, "tokens": 512, "channels": 1024}
-    return shape | {"version": version, "configuration": configuration, "failure": failure} | fields
-
-
-def test_table_takes_the_fastest_configuration_and_owns_up_to_failures():
-    rows = [
-        row(0, ms=0.2),
-        row(1, ms=4.0),
-        row(1, "tile 128x128", ms=2.0),
-        row(1, "tile 32x32", "wrong"),
-        row(2, failure="elements are off"),
-        row(6, ms=0.1, tokens=1024),
-    ]
-    text = kernel_ladder.table({"rows": rows, "hardware": {}, "commit": "abc", "command": "x"})
-    lines = [re.sub(r"^(\| \w+ \|) [^|]*", r"\1 ", line) for line in text.splitlines()]
-    assert "| cuBLAS | | tile 64x64 | 0.2000 | 172.1 | 100.0 |" in lines
-    assert "| 1 | | tile 128x128 | 2.0000 | 17.2 | 10.0 |" in lines
-    assert "4.0000" not in text and "wrong" not in text
-    assert "| 2 | | failed: elements are off | - | - | - |" in lines
-    # no rival at that size: no percentage
-    assert any(
-        re.fullmatch(r"\| 6 \| \| tile 64x64 \| 0.1000 \| .* \| - \|", line) for line in lines
-    )
 
 
 def test_a_wrong_kernel_is_not_timed():

@@ -11,10 +11,10 @@ from mix_row_cases import TYPES, case, exact
 from models import generate, lively_model, padded
 from toolchain import needs_nvcc
 
-from mixer.ops import build, choice, cuda, mix_row, row_operator, toolchain
+from mixer.ops import build, choice, cuda, mix_row, row_operator
 
 # so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
-PROCESSORS = {"": 4, toolchain.HOPPER_FLAG: 20}
+PROCESSORS = {"": 4, build.HOPPER_FLAG: 20}
 # (batch, heads, channels of a head): wide and narrow blocks, 256 and 1024 threads, part of a block
 SHAPES = [(1, 1, 64), (3, 2, 24), (2, 3, 8), (20, 1, 136)]
 SHARED = "reinterpret_cast<float*>(emulator::shared_memory(__COUNTER__))"
@@ -33,7 +33,7 @@ extern "C" int mixer_mix_row(const TriangularConvParams* params) { return mix_ro
 """
 
 
-@pytest.fixture(scope="module", params=["", toolchain.HOPPER_FLAG], ids=["", "hopper"])
+@pytest.fixture(scope="module", params=["", build.HOPPER_FLAG], ids=["", "hopper"])
 def library(request, tmp_path_factory) -> ctypes.CDLL:
     directory = tmp_path_factory.mktemp("emulator")
     text = sources.emulated(build.SOURCES / "mix_row.cu", EMULATED) + EXPORT
@@ -54,11 +54,8 @@ def kernel(library, monkeypatch) -> list[str]:
         assert getattr(library, name)(ctypes.byref(params)) == 0
 
     monkeypatch.setattr(cuda, "call", call)
-    monkeypatch.setattr(
-        cuda, "add_device", lambda params, index: setattr(params, "processors", library.processors)
-    )
-    yield calls
-    cuda.template.cache_clear()
+    monkeypatch.setattr(cuda, "device_facts", lambda index: (0, library.processors))
+    return calls
 
 
 @needs_nvcc

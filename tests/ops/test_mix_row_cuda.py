@@ -70,15 +70,6 @@ def test_a_captured_call_goes_on_from_the_positions_in_memory():
         assert torch.equal(replayed, memory)
 
 
-def test_plain_pytorch_serves_where_a_gradient_is_asked_for():
-    memory, x, weight, bias, residual, positions = on_gpu(
-        case(3, 1, 40, 7, torch.float32, torch.float32)
-    )
-    weight = weight.nan_to_num(0).requires_grad_()
-    mix_row(memory.nan_to_num(0), x, weight, bias, residual, positions).sum().backward()
-    assert weight.grad[0, 0, positions[0]].count_nonzero() > 0
-
-
 @pytest.mark.parametrize("variant", MIXINGS.values(), ids=MIXINGS.keys())
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import run_python
 from markdown import rows
 from matplotlib.figure import Figure
 from pictures import assert_png
@@ -139,19 +138,6 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
         report.main([*map(str, runs)])
 
 
-def test_a_table_has_text_on_the_left_and_numbers_in_one_form():
-    data = [
-        {"name": "a", "x": 1234567.0, "y": 0.5, "z": 3e-7},
-        {"name": "b", "x": 2} | dict.fromkeys("yz"),
-    ]
-    assert table(data).splitlines() == [
-        "| name |         x |          y |          z |",
-        "| ---- | --------: | ---------: | ---------: |",
-        "| a    | 1,234,567 |     0.5000 |      3e-07 |",
-        "| b    |         2 | over 1e308 | over 1e308 |",
-    ]
-
-
 DAMAGED = [
     b'{"step": 2, "lo',
     b"[" * 100_000,
@@ -176,14 +162,6 @@ def test_damaged_lines_of_metrics_are_left_out_and_counted(tmp_path):
     assert read_metrics(tmp_path, said.append) == [*map(json.loads, good)]
     (said,) = said
     assert f"{tmp_path / 'metrics.jsonl'}: left out {len(DAMAGED)} line(s), no JSON object" in said
-
-
-def test_the_report_command_says_error_and_exits_2(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
-    done = run_python("-m", "mixer.report", tmp_path, output=tmp_path / "printed")
-    assert done.returncode == 2
-    assert "error:" in done.stdout and "no line that can be read" in done.stdout
-    assert "Traceback" not in done.stdout
 
 
 def test_what_commands_print_and_report_fits_into_100_columns(

@@ -1,5 +1,6 @@
 """The author's runs: his models and ours, on the same rows, have the same losses."""
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ from texts import made_texts
 from torch import nn
 from transformers import PreTrainedModel
 
-from mixer.checkpoints.recurrent_format import to_recurrent
 from mixer.checkpoints.reference_format import to_reference
 from mixer.data.batches import SampleOrder
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
@@ -56,9 +56,10 @@ def his_model(name: str, ours: PreTrainedModel) -> nn.Module:
         sizes = {"width": WIDTH, "vocabulary": 300}
         theirs = RecurrentReference(kinds, CONTEXT, name == "recurrent", **sizes)
         # Of Toeplitz mixers all keys and shapes are the same.
-        tensors = ours.state_dict().items()
+        tensors, config = ours.state_dict().items(), copy.copy(ours.config)
         tensors = {key.replace("conv.lags", "conv.scale"): tensor for key, tensor in tensors}
-        weights = to_recurrent(SimpleNamespace(config=ours.config, state_dict=lambda: tensors))
+        config.mixing_weight = "mixed"
+        weights = to_reference(SimpleNamespace(config=config, state_dict=lambda: tensors))
     theirs.load_state_dict(weights)
     return theirs
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from runs import assert_same
 
-from mixer.common.checksums import sha256
 from mixer.common.errors import UserError
+from mixer.common.files import sha256
 from mixer.models.masked_mixer import convolution as layers
 from mixer.training import backend as module
+from mixer.training import start
 
 TAKES = "token mixing: auto takes"
 
@@ -22,7 +23,7 @@ def made_up() -> None:
     """
     rank, kernels = int(os.environ.get("RANK", "0")), os.environ["KERNELS"]
     times, seen = json.loads(os.environ["TIMES"])[rank], set()
-    module.needs_race = lambda device: True
+    start.needs_race = lambda run, device: True
     torch.cuda.get_device_name = lambda device=None: "Tesla V100"
     torch.cuda.reset_peak_memory_stats = lambda device: None
     module.milliseconds = lambda step: times.pop(0)

@@ -12,32 +12,11 @@ import torch
 from runs import read_lines
 
 from mixer.training import metrics as module
-from mixer.training.config import LoggingConfig
-from mixer.training.metrics import Metrics, Timer
+from mixer.training.config import RunConfig
+from mixer.training.metrics import Metrics
 
 WANTED = {"step", "tokens", "loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second"}
 WANTED |= {"useful_tflops", "seconds", "data_wait_share", "peak_memory_gb"}
-
-
-def test_the_timer_leaves_out_saving_and_evaluation_and_knows_some_devices_peaks(monkeypatch):
-    clock, devices = [100.0], SimpleNamespace(device=torch.device("cuda"), size=4)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")
-    timer = Timer(100)
-    with timer.count("waiting"):
-        clock[0] += 1
-    clock[0] += 3
-    with timer.count("paused"):
-        clock[0] += 50
-    line = timer.window(900, 1e12, devices, "bf16")
-    assert (line["seconds"], line["tokens_per_second"], line["data_wait_share"]) == (4, 200, 0.25)
-    assert (line["useful_tflops"], line["peak_share"]) == (200, pytest.approx(200 / (4 * 835)))
-    clock[0] += 1
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Unheard-of 9000")
-    line = timer.window(900, 1e12, devices, "bf16")
-    assert line["seconds"] == 1 and "peak_share" not in line
 
 
 def slow_evaluation() -> None:
@@ -75,8 +54,8 @@ def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path):
     texts = [json.dumps(line).encode() for line in lines]
     texts[1:1] = [b"\xff\xfe", b"17"]  # damage that must not stop the run
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*texts, b'{"step": 9, "lo']))
-    metrics, said = Metrics(tmp_path, LoggingConfig(), {}, None), []
-    metrics.rewind(8, again=set(), say=said.append)
+    run, said = RunConfig(name=tmp_path.name, output_dir=str(tmp_path.parent)), []
+    metrics = Metrics(run, 8, False, None, said.append)
     metrics.write({"step": 12, "validation_loss": 2.2})
     metrics.close()
     assert metrics.validation_losses == {4: 2.5, 8: 2.0, 12: 2.2}

@@ -95,9 +95,9 @@ def test_a_new_optimizer_is_one_function_and_resumes_exactly(write_config, launc
     losses = read_losses(whole)
     assert losses[12] < losses[1] - 0.2
     trainer = json.loads((whole / "step-12/trainer_state/trainer.json").read_text())
-    assert trainer["optimizer"]["optim.name"] == "signs"
+    assert trainer["settings"]["optim"]["name"] == "signs"
     state = load_file(whole / "step-12/trainer_state/optimizer-1-of-1.safetensors")
     assert len(state) > 10 and all(name.endswith("/average") for name in state)
     refused = launch(*command, "name=parts", "optim.name=muon")
     assert refused.wait() == [2]
-    assert "optim.name is 'signs' in the checkpoint, now 'muon'" in refused.output
+    assert "another optimizer: optim.name = muon (was signs)" in refused.output

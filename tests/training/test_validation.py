@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,10 +37,11 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
     prepare(config, quiet)
     directory = config.directory
     validation, tokenizer = TokenFile(directory, "validation", CONTEXT), load_tokenizer(directory)
-    sizes, model = token_bytes(tokenizer), OneNat()
+    data, model = SimpleNamespace(validation=validation), OneNat()
+    data.token_bytes = token_bytes(tokenizer)
     for samples in (7, 50, 0):
         model.inputs = []
-        found = token_scores(model, validation, sizes, samples, 8, World(Accelerator()))
+        found = token_scores(model, data, samples, 8, World(Accelerator()))
         chosen = samples or len(validation)
         first = [row[0] for row in model.inputs]
         picked = np.arange(chosen) * len(validation) // chosen

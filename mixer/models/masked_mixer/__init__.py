@@ -1,19 +1,16 @@
 """The masked mixer, a model of transformers:
 
-configuration  its options
+configuration  its options, and its code beside a saved model
 modeling       the model: embedding, blocks, head, loss
-mixing         token mixing and its variants
+layers         linear layers and the MLP
+mixing         token mixing and its variants: flat, gated, keyed
 convolution    the convolutions in them, with their mixing weights
-by_lag         mixing weights with one number for each distance of tokens
 recurrent      mixing weights that are a running sum
-attention      queries and keys, and attention
 operators      what convolutions call: with kernels where this package is installed
-linear, gelu   layers in the forms that training needs
-generation     what generate() needs
-trainer        what transformers' Trainer needs
-cache, memory  the inputs of earlier tokens or their sum, kept while a text is generated
+padding        padded batches, and what transformers' Trainer counts in them
+cache          what generate() needs: the inputs of earlier tokens, or their sum
 captured_step  a decoding step as a CUDA graph
 
-These files are copied beside every saved model, so their imports are relative. plain, lags and
-options only pass on files of mixer/ops and mixer/common, which saved models have in their place.
+These files are copied beside every saved model with the files of mixer/ops and mixer/common that
+they import, so they import nothing else of this package.
 """

@@ -1,24 +1,71 @@
-"""The cache of generation: what the token mixings keep of a text, for all blocks of a model.
-
-A token keeps the position that it has in its own text, counted from 0, whatever padding surrounds
-it in the batch. The mixing weight has a row for every position, so a padded text must be mixed as
-if it stood alone. `Places` computes these positions from the attention mask.
+"""The cache of generation: what the token mixings of a model keep of a text, so that a new token
+costs one row of each mixing weight instead of the whole triangle.
 """
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
-from .captured_step import CapturedStep, can_capture
+from mixer.ops.plain import write_rows
+
+from .captured_step import Blocks, CapturedStep, can_capture
 from .configuration import RECURRENT
-from .memory import MixingMemory, MixingState
+
+Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
+
+
+class Past(NamedTuple):  # so accelerate moves its tensor to a block's device
+    """The tokens before new ones, of which a cache keeps what each convolution needs, and where the
+    new ones stand: `positions` (batch or 1, new) int64. A place is that of a convolution.
+    """
+
+    cache: "MixingCache"
+    positions: Tensor
+
+    @property
+    def is_empty(self) -> bool:
+        return self.cache.length == 0
+
+    def update(self, place: Place, new: Tensor) -> Tensor:
+        """Keeps the inputs of the new tokens, (batch, heads, new, channels of a head). Returns
+        those of all tokens so far, as `extended`.
+        """
+        batch, heads, tokens, channels = new.shape
+        context = self.cache.config.longest_text
+        self._allocate(place, (batch, heads, context, channels), new, new.dtype)
+        inputs = self.extended(place, tokens)
+        write_rows(inputs, new, self.positions)
+        return inputs
+
+    def extended(self, place: Place, new: int) -> Tensor:
+        """The inputs of all tokens so far, and `new` more for the caller to write: (batch, heads,
+        length, channels of a head), where length is the whole context if the cache is static.
+        """
+        kept = self.cache.kept[place]
+        return kept if self.cache.static else kept[:, :, : self.cache.length + new]
+
+    def sums(self, place: Place, x: Tensor) -> Tensor:
+        """The running sum of a recurrence, (batch, channels) in fp32 or wider, for the caller to
+        add x (batch, new, channels) to in place.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self._allocate(place, (x.shape[0], x.shape[2]), x, wide)
+        return self.cache.kept[place]
+
+    def _allocate(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> None:
+        """Where a text begins, unless what an earlier one left serves."""
+        kept, wanted = self.cache.kept.get(place), (shape, dtype, x.device)
+        if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
+            self.cache.kept[place] = x.new_zeros(shape, dtype=dtype)
 
 
 class MixingCache(Cache):
-    """A MixingMemory for each convolution of a model, block after block. Give it to `forward` as
-    past_key_values.
+    """What each convolution of a model keeps of a text, by its place: its inputs or their sum. Give
+    it to `forward` as past_key_values. `length` counts the columns of the batch with their padding,
+    as transformers counts them.
 
     static: no shape changes from one decoding step to the next. On one GPU, the first such step is
     captured as a CUDA graph, which is replayed for all later ones. `generate(...,
@@ -28,77 +75,82 @@ class MixingCache(Cache):
     are replaced by others (load_state_dict with assign=True), need a new cache.
     """
 
+    is_compileable = False  # by transformers, which captures nothing here
+
     def __init__(self, config, static: bool = False):
         super().__init__(layers=[])
-        self.config, self.static, self.captured = config, static, None
+        self.config, self.static, self.length, self.captured = config, static, 0, None
+        self.kept: dict[Place, Tensor] = {}
 
-    def memories(self, count: int) -> list[MixingMemory]:
-        """A memory for each of `count` convolutions, made at the first call."""
-        recurrent, context = self.config.mixing_weight in RECURRENT, self.config.longest_text
-        while len(self.layers) < count:
-            self.layers.append(MixingState() if recurrent else MixingMemory(context, self.static))
-        return self.layers
-
-    def set_length(self, length: int) -> None:
-        for layer in self.layers:
-            layer.cumulative_length = length
-
-    def step(self, blocks: Callable[..., Tensor], input_ids: Tensor, positions: Tensor) -> Tensor:
-        """blocks(input_ids, memories, positions) for one new token of each text, from a CUDA graph
-        where that is possible: `blocks` is a method of the model, which is on one GPU.
+    def step(self, blocks: Blocks, input_ids: Tensor, past: Past) -> Tensor:
+        """blocks(input_ids, past) for one new token of each text, from a CUDA graph where that is
+        possible: `blocks` is a method of the model, which is on one GPU.
         """
         if not self.static or not can_capture(input_ids):
-            return blocks(input_ids, self.layers, positions)
-        if self.captured is None or not self.captured.fits(blocks, self, input_ids, positions):
+            return blocks(input_ids, past)
+        if self.captured is None or not self.captured.fits(blocks, input_ids, past):
             parameters = blocks.__self__.parameters()
             if any(parameter.device != input_ids.device for parameter in parameters):
-                return blocks(input_ids, self.layers, positions)  # hooks bring them for each step
-            self.captured = CapturedStep(blocks, self, input_ids, positions)
-        return self.captured(self, input_ids, positions)
+                return blocks(input_ids, past)  # hooks bring them for each step
+            self.captured = CapturedStep(blocks, input_ids, past)
+            return self.captured.first
+        return self.captured(input_ids, past)
+
+    def reset(self) -> None:
+        self.length = 0
+        for kept in self.kept.values():
+            kept.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove columns. A number above zero is the length to keep, as
+        in transformers 5.4.
+        """
+        if not self.is_croppable:
+            raise ValueError(
+                "a recurrent mixing weight keeps a sum, which cannot forget tokens: leave out "
+                "prompt lookup and assistants"
+            )
+        kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
+        self.length = min(kept, self.length)
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.config.mixing_weight not in RECURRENT
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
+        for kept in self.kept.values():
+            kept.copy_(kept.index_select(0, beam_idx.to(kept.device)))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.config.longest_text if self.is_croppable else -1  # -1: no limit
+
+    get_max_cache_shape = get_max_length  # the name in transformers 5.4
 
 
-class Places:
-    """Where the tokens of a padded batch stand, each in its own text. Made from an attention mask
-    (batch, past + new) of 1 for a token and 0 for padding.
-
-    The model works on `gather(input_ids)`: the new tokens of each text at the front, and padding
-    behind them, where no token can see it. `restore` puts the results back into the columns of the
-    input. A padded place gets the result of the last token before it, so the last column holds the
-    prediction of every text, whichever side is padded. That column is what `generate` reads. Before
-    the first token stand zeros: a loss over all columns would learn from anything else there.
+class Generation(GenerationMixin):
+    """The part of MaskedMixerForCausalLM that changes how `generate()` prepares and checks its
+    work.
     """
 
-    def __init__(self, mask: Tensor, new: int):
-        taken = mask[:, -new:].bool()
-        # (batch, 1): how many tokens of each text are in the cache
-        self.starts = mask[:, :-new].bool().sum(1, keepdim=True)
-        self.count = taken.cumsum(1)  # (batch, new): new tokens up to each column
-        # (batch, new): for each column, its place among the gathered ones
-        self.index = (self.count - 1).clamp(min=0)
-        # (batch, new): the columns with tokens, then those with padding. Of one there is no order.
-        padding = taken.logical_not().to(torch.uint8)
-        self.order = padding.argsort(dim=1, stable=True) if new > 1 else None
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            static = generation_config.cache_implementation == "static"
+            model_kwargs["past_key_values"] = MixingCache(self.config, static)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
-    def gather(self, input_ids: Tensor) -> Tensor:
-        return input_ids if self.order is None else input_ids.gather(1, self.order)
-
-    def positions(self, mark_padding: bool) -> Tensor:
-        """Where the gathered tokens stand, (batch, new) int64. Padding stands behind each text, or
-        at -1 if it is to be marked.
-        """
-        place = torch.arange(self.count.shape[1], device=self.count.device)
-        padding = (place >= self.count[:, -1:]) & mark_padding
-        return (self.starts + place).masked_fill(padding, -1)
-
-    def restore(self, x: Tensor) -> Tensor:
-        """x (batch, new, channels), back in the order of the input's columns."""
-        if self.order is None:
-            return x
-        before = self.starts + self.count == 0  # the first token of all
-        return x.gather(1, self.index[..., None].expand_as(x)).masked_fill(before[..., None], 0)
-
-    def unpredicted(self) -> Tensor:
-        """(batch, new) bool: the columns up to the first token of each text, which nothing
-        predicts.
-        """
-        return self.starts + self.index == 0
+    def _validate_generated_length(self, generation_config, input_ids_length, *args):
+        super()._validate_generated_length(generation_config, input_ids_length, *args)
+        asked, context = generation_config.max_length, self.config.longest_text
+        if asked > context:
+            by_lag = self.config.mixing_weight == "lags"
+            longer = f", or call model.extend_context({asked})" if by_lag else ""
+            raise ValueError(
+                f"the prompt has {input_ids_length} tokens and {asked - input_ids_length} new ones "
+                f"were asked for, {asked} together; the model's context is {context}: shorten the "
+                f"prompt, or give a smaller max_new_tokens{longer}"
+            )

@@ -7,12 +7,13 @@ run them. A replay launches all of them at once.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# (input_ids, memories, positions) -> (batch, 1, channels); see MaskedMixerModel.
-Blocks = Callable[[Tensor, list, Tensor], Tensor]
+# (input_ids, past) -> (batch, 1, channels); see MaskedMixerModel and Past in cache.py.
+Blocks = Callable[[Tensor, Any], Tensor]
 # For each device, the streams whose graph has been deleted. torch keeps a cuBLAS workspace for each
 # stream that was used for a product, so streams are used again. Newer versions free the workspace
 # with any graph that was captured on the stream, so two living graphs never share a stream.
@@ -27,57 +28,47 @@ class CapturedStep:
     sees when training changes the parameters.
     """
 
-    def __init__(self, blocks: Blocks, cache, input_ids: Tensor, positions: Tensor):
-        """`blocks` is a method of the model."""
+    def __init__(self, blocks: Blocks, input_ids: Tensor, past):
+        """Runs the first step, whose result is `first`, and captures it for later ones. `blocks` is
+        a method of the model.
+        """
         self.blocks = blocks
         self.addresses = [
             (parameter, parameter.data_ptr()) for parameter in blocks.__self__.parameters()
         ]
-        self.input_ids, self.positions = input_ids.clone(), positions.clone()
+        self.input_ids, self.positions = input_ids.clone(), past.positions.clone()
         # A reference keeps these tensors alive: the graph writes to their memory.
-        self.memories = [layer.keys for layer in cache.layers]
-        # A running sum, (batch, channels), would count this token once for each step below. Inputs
-        # of tokens, four dimensions, are written to their place again.
-        sums = [(memory, memory.clone()) for memory in self.memories if memory.dim() == 2]
-        length = cache.get_seq_length()
-        self._capture(cache.layers)
-        for memory, before in sums:
-            memory.copy_(before)
-        cache.set_length(length)
-
-    def _capture(self, memories: list) -> None:
-        device, self.graph = self.input_ids.device, torch.cuda.CUDAGraph()
+        self.kept = list(past.cache.kept.values())
+        device, self.graph = input_ids.device, torch.cuda.CUDAGraph()
         free, current = FREE_STREAMS[device], torch.cuda.current_stream(device)
         stream = free.pop() if free else torch.cuda.Stream(device)
+        step = (self.input_ids, past._replace(positions=self.positions))
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            # Once without a graph, for what kernels and libraries set up on first use.
-            self.blocks(self.input_ids, memories, self.positions)
+            self.first = blocks(*step)  # sets up what kernels and libraries need, too
         current.wait_stream(stream)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            self.x = self.blocks(self.input_ids, memories, self.positions)  # (batch, 1, channels)
+            self.x = blocks(*step)  # (batch, 1, channels); recorded, not computed
         weakref.finalize(self, free.append, stream)
 
-    def fits(self, blocks: Blocks, cache, input_ids: Tensor, positions: Tensor) -> bool:
-        """Whether this graph is of this model, these memories and these shapes, and all tensors are
+    def fits(self, blocks: Blocks, input_ids: Tensor, past) -> bool:
+        """Whether this graph is of this model, this cache and these shapes, and all tensors are
         where they were.
         """
-        shapes = (input_ids.shape, positions.shape)
+        shapes = (input_ids.shape, past.positions.shape)
         if blocks != self.blocks or shapes != (self.input_ids.shape, self.positions.shape):
             return False
-        pairs = zip(cache.layers, self.memories, strict=True)
-        if any(layer.keys is not memory for layer, memory in pairs):
+        if list(map(id, past.cache.kept.values())) != list(map(id, self.kept)):
             return False
         return all(parameter.data_ptr() == address for parameter, address in self.addresses)
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy is None: a copied cache has its own memories, and captures a step on them."""
 
-    def __call__(self, cache, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, past) -> Tensor:
         self.input_ids.copy_(input_ids)
-        self.positions.copy_(positions)
+        self.positions.copy_(past.positions)
         self.graph.replay()
-        cache.set_length(cache.get_seq_length() + 1)
         return self.x.clone()  # because the next replay overwrites x
 
 

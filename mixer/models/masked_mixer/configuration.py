@@ -7,15 +7,15 @@ checks and `python train.py --help` all come from there.
 import dataclasses
 import inspect
 import math
-import shutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from .lags import toeplitz
-from .options import option, option_problems
-from .plain import BACKENDS, triangular_conv
+from mixer.common.options import option, option_problems
+from mixer.ops.lags import toeplitz
+from mixer.ops.plain import BACKENDS, triangular_conv
 
 # Mixing weights that are a recurrence, with a memory of constant size; see recurrent.py.
 RECURRENT = ("rows", "columns", "mixed")
@@ -46,7 +46,9 @@ class MixerOptions:
         1, "groups of channels with a mixing weight each", at_least=1, at_most=2**16
     )
     mixer_projections: bool = option(
-        True, "with several heads: a linear projection before the mixing and one after it"
+        True,
+        "with several heads: a linear projection before the mixing and one after it. false with "
+        "mixer_key_size: blocks between those of keyed mixing have heads, too, in place of one",
     )
     mixer_kernel_size: int = option(
         1, "taps over the channels per pair of tokens", at_least=1, at_most=2**16
@@ -187,32 +189,38 @@ class MaskedMixerConfig(PreTrainedConfig):
 
 
 def copy_code(directory: Path) -> None:
-    """Copies the files of the model into a directory, with those that this package has elsewhere
-    and that a file here only passes on.
+    """Copies the files of the model into a directory, and those of mixer/ops and mixer/common that
+    they import. There all stand side by side, so imports of these become relative.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    elsewhere = {"lags": toeplitz, "options": option, "plain": triangular_conv}
-    for file in Path(__file__).parent.glob("*.py"):
-        if file.stem in elsewhere:
-            file = Path(inspect.getfile(elsewhere[file.stem]))
-        if file.stem != "__init__":
-            shutil.copyfile(file, directory / file.name)
+    elsewhere = (Path(inspect.getfile(part)) for part in (option, toeplitz, triangular_conv))
+    files = {file.stem: file for file in (*Path(__file__).parent.glob("*.py"), *elsewhere)}
+    del files["__init__"]
+    for name, file in files.items():
+        code = file.read_text(encoding="utf-8")
+        code = re.sub(r"^( *from) mixer\.\w+(\.\w+ import)", r"\1 \2", code, flags=re.MULTILINE)
+        if name == "modeling":
+            # Up to 5.9, transformers takes no files along but those that this one imports itself.
+            imported = re.findall(r"^from \.(\w+) import", code, re.MULTILINE)
+            missing = sorted(files.keys() - {name, *imported})
+            code += "".join(f"from .{other} import __doc__ as _\n" for other in missing)
+        (directory / file.name).write_text(code, encoding="utf-8")
 
 
 def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule that options break together, each being allowed by itself."""
-    heads, blocks = options.num_mixer_heads, options.num_hidden_layers
+    heads, hidden = options.num_mixer_heads, options.hidden_size
     gate, expansion, size = options.mixer_gate, options.mixer_expansion, options.mixer_key_size
     every, form, start = options.mixer_keyed_every, options.mixing_weight, options.mixing_init
+    taps = options.mixer_kernel_size
     of_keys = ("attention", "key_norm", "rotary", "key_shift")
     of_keys = [*(f"mixer_{name}" for name in of_keys), "value_embeddings"]
     of_keys = [name for name in of_keys if getattr(options, name)]
     of_keys += ["mixer_keyed_every"] if every > 1 else []
-    recurrent, hidden = form in RECURRENT, options.hidden_size
-    divisors = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
+    recurrent = form in RECURRENT
     # Whether it is broken, the options, and what is allowed.
     rules = [
-        (hidden % heads, "num_mixer_heads hidden_size", f"heads that divide it: {divisors}"),
+        (hidden % heads, "num_mixer_heads hidden_size", "heads that divide it"),
         (expansion and gate, "mixer_expansion mixer_gate", "one of them"),
         (expansion and size, "mixer_expansion mixer_key_size", "one of them"),
         (
@@ -221,20 +229,20 @@ def shape_problems(options: MixerOptions) -> list[str]:
             "one of the first two, or mixer_keyed_every of 2 or more, for blocks of both",
         ),
         (
-            (gate or size) and not options.mixer_projections,
+            (gate or (size and every == 1)) and not options.mixer_projections,
             "mixer_gate mixer_key_size mixer_projections",
             "mixer_projections true, which gated and keyed mixing always have",
         ),
         (of_keys and not size, " ".join(of_keys), "with a mixer_key_size, such as 64"),
-        (size and options.mixer_kernel_size > 1, "mixer_key_size mixer_kernel_size", "one tap"),
+        (size and taps > 1, "mixer_key_size mixer_kernel_size", "one tap"),
         (options.mixer_rotary and size % 2, "mixer_rotary mixer_key_size", "even sizes"),
-        (size and every > blocks, "mixer_keyed_every num_hidden_layers", f"1 to {blocks}"),
         (
             size and options.value_embeddings % every,
             "value_embeddings mixer_keyed_every",
             "a multiple of it, as keyed mixing alone has values to add to",
         ),
         (size and recurrent, "mixing_weight mixer_key_size", "full and lags with keys"),
+        (taps > 1 and recurrent, "mixing_weight mixer_kernel_size", "full and lags with taps"),
         (
             size and form == "lags" and start != "shift",
             "mixing_init mixer_key_size mixing_weight",

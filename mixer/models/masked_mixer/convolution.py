@@ -1,18 +1,22 @@
 """The convolutions that mix tokens: `TriangularConv`, by a learned lower-triangular weight (arXiv
-2409.01482, section 2), and `KeyedConv`, whose weights are scaled by how well tokens fit.
+2409.01482, section 2), `KeyedConv`, whose weights are scaled by how well tokens fit, and for both a
+weight by lag: one number for each distance of two tokens, so that nothing grows with the square of
+the context.
 """
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
+from mixer.ops.lags import diagonal_sums, rows_by_lag, toeplitz, weight_by_lag
+from mixer.ops.plain import by_head, keyed_rows, mix_rows, rows_at
+
+from .cache import Past, Place
 from .configuration import MaskedMixerConfig
-from .lags import rows_by_lag, toeplitz, weight_by_lag
-from .memory import Memory, is_first
 from .operators import keyed_conv, mix_row, triangular_conv
-from .plain import by_head, keyed_rows, mix_rows, rows_at
 
 # Of the initial weights "shift": how far back the heads of a block look, block after block from
 # another place in this list on. Every fourth of them looks at the token before.
@@ -33,14 +37,13 @@ class TriangularConv(nn.Module):
     `set_mixing_weight`. `mixing.convolution` chooses the class that a configuration asks for.
     """
 
+    place: Place = (0, 0)  # in the model, which sets it
+
     def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
         super().__init__()
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
-        self.backend, self.initial = config.mixing_backend, config.mixing_init
-        self.form, self.has_decay = config.mixing_weight, config.mixing_decay
-        self.kaiming = config.kaiming_init
-        self.block = 0  # the number of the block that it stands in, which the model sets
+        self.config, self.backend = config, config.mixing_backend
         self.make_weight()
         self.bias = nn.Parameter(torch.empty(self.heads, self.context))
         self._draw()
@@ -63,17 +66,13 @@ class TriangularConv(nn.Module):
         """
         self.weight.copy_(weight.tril())
 
-    def operands(self) -> dict[str, Tensor]:
-        """The weight as the operators take it: `weight`, or `lags` and maybe `decay`."""
+    def operands(self) -> dict[str, Tensor | None]:
+        """The weight as the operators take it: `weight`, or None and `lags`, maybe with `decay`."""
         return {"weight": self.mixing_weight()}
 
-    def rows(self, positions: Tensor, memory: Tensor) -> Tensor:
+    def rows(self, positions: Tensor, inputs: Tensor) -> Tensor:
         """The weight's rows that `mix_rows` and `keyed_rows` need."""
-        given = self.operands()
-        if "weight" in given:
-            return rows_at(positions, given["weight"], memory)
-        rows = rows_by_lag(given["lags"], given.get("decay"), positions, memory.shape[2])
-        return rows.to(memory.dtype)
+        return rows_at(positions, self.mixing_weight(), inputs)
 
     def kind_of(self, name: str) -> str:
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
@@ -96,19 +95,19 @@ class TriangularConv(nn.Module):
     def _draw(self) -> None:
         bound = 1 / math.sqrt(self.context * self.taps)
         for parameter in self.parameters(recurse=False):
-            if self.kaiming:
+            if self.config.kaiming_init:
                 initialization.normal_(parameter, std=math.sqrt(2) * bound)
             else:
                 initialization.uniform_(parameter, -bound, bound)
-        if self.kaiming:
+        if self.config.kaiming_init:
             initialization.zeros_(self.bias)
 
     def _start(self) -> None:
         """Turns drawn weights into those that `initial` asks for."""
         weight = self.mixing_weight().tril()
-        if self.initial == "zero":
+        if self.config.mixing_init == "zero":
             weight.zero_()
-        if self.initial == "shift":
+        if self.config.mixing_init == "shift":
             weight = self._shifted(weight)
         self.set_mixing_weight(weight)
 
@@ -121,35 +120,31 @@ class TriangularConv(nn.Module):
         """
         lags = torch.zeros(self.heads, self.taps, self.context, device=self.bias.device)
         for head in range(self.heads):
-            lag = LAGS[(self.block + head) % len(LAGS)]
+            lag = LAGS[(self.place[0] + head) % len(LAGS)]
             lags[head, (self.taps - 1) // 2, min(lag, self.context - 1)] = 1.0
         return lags
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        memory: Memory = None,
-        positions: Tensor | None = None,
+        self, x: Tensor, residual: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         """residual + the convolution of x, both (batch, tokens, channels).
 
-        Without a memory, x holds whole texts. With one, x continues the tokens in it: the first
-        tokens go through the whole operation, and later ones need only their own rows of the
-        weight. `positions` (batch or 1, tokens) int64 says where they stand.
+        Without a past, x holds whole texts. With one, x continues its tokens: the first tokens go
+        through the whole operation, and later ones need only their own rows of the weight.
         """
         given = self.operands()
-        if is_first(memory):
-            if memory is not None:
-                memory.update(by_head(x, self.heads), positions)
+        if past is None or past.is_empty:
+            if past is not None:
+                past.update(self.place, by_head(x, self.heads))
             how = {"backend": self.backend, **given}
             return triangular_conv(x, bias=self.bias, residual=residual, **how)
-        if x.shape[1] == 1 and "weight" in given:
-            past, weight = memory.extend(1), given["weight"]
-            return mix_row(past, x, weight, self.bias, residual, positions, self.backend)
+        if x.shape[1] == 1 and given["weight"] is not None:
+            inputs, weight = past.extended(self.place, 1), given["weight"]
+            return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
         # (batch, heads, length, channels of a head)
-        past = memory.update(by_head(x, self.heads), positions)
-        y = mix_rows(past, self.rows(positions, past), self.bias, positions)
+        inputs = past.update(self.place, by_head(x, self.heads))
+        rows = self.rows(past.positions, inputs)
+        y = mix_rows(inputs, rows, self.bias, past.positions)
         # Under autocast the residual stream has the autocast type, as y has.
         return y if residual is None else y + residual.to(y.dtype)
 
@@ -180,26 +175,81 @@ class KeyedConv(TriangularConv):
         exp(-lag * decay). Those of a token add up to 1, as those of attention do. While all keys
         fit alike, a head starts as a mean of earlier tokens, of all of them where decay is 0.
         """
-        spans = [SPANS[(self.block + head) % len(SPANS)] for head in range(self.heads)]
+        spans = [SPANS[(self.place[0] + head) % len(SPANS)] for head in range(self.heads)]
         return 1 / torch.tensor(spans, device=self.bias.device)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, memory: Memory, positions: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, past: Past | None = None
     ) -> Tensor:
         """query and key are (batch, tokens, heads * key_size), value and the result (batch, tokens,
-        channels); memory and positions are those of TriangularConv.
+        channels); past is that of TriangularConv.
         """
-        if memory is not None:
-            first = is_first(memory)
+        if past is not None:
             # (batch, heads, new, key_size + channels of a head)
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
-            past = memory.update(new, positions)
-            if not first:
-                rows = self.rows(positions, past)
-                return keyed_rows(by_head(query, self.heads), past, rows, self.bias, positions)
+            both = past.update(self.place, new)
+            if not past.is_empty:
+                rows = self.rows(past.positions, both)
+                query = by_head(query, self.heads)
+                return keyed_rows(query, both, rows, self.bias, past.positions)
         how = {"backend": self.backend, **self.operands()}
         return keyed_conv(query, key, value, bias=self.bias, **how)
 
     def flops(self, tokens: int) -> int:
         """A product of query and key, and one of how they fit and the value."""
         return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)
+
+
+class LagConv(TriangularConv):
+    """A TriangularConv whose parameters are `lags` (heads, taps, context) and `bias`."""
+
+    def make_weight(self) -> None:
+        self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
+        self.register_buffer("decay", None)
+
+    def mixing_weight(self) -> Tensor:
+        return weight_by_lag(self.lags, self.decay, self.context)
+
+    @torch.no_grad()
+    def set_mixing_weight(self, weight: Tensor) -> None:
+        self.lags.zero_()
+        numbers = torch.arange(self.context, 0, -1, device=weight.device)  # on each diagonal
+        self.lags.copy_(diagonal_sums(weight - self.mixing_weight()) / numbers)
+
+    def operands(self) -> dict[str, Tensor | None]:
+        return {"weight": None, "lags": self.lags}
+
+    def rows(self, positions: Tensor, inputs: Tensor) -> Tensor:
+        return rows_by_lag(self.lags, self.decay, positions, inputs.shape[2]).to(inputs.dtype)
+
+    def _start(self) -> None:
+        if self.config.mixing_init == "zero":
+            self.lags.zero_()
+        if self.config.mixing_init == "shift":
+            self.lags.mul_(SHIFT_NOISE).add_(self._shifts())
+
+    @torch.no_grad()
+    def extend(self, context: int) -> None:
+        """Has room for more tokens: further lags are zero, further biases the last one."""
+        more = context - self.context
+        self.lags = nn.Parameter(F.pad(self.lags, (0, more)))
+        last = self.bias[:, -1:].expand(-1, more)
+        self.bias = nn.Parameter(torch.cat([self.bias, last], -1))
+        self.context = context
+
+
+class KeyedLagConv(LagConv, KeyedConv):
+    """A KeyedConv with `lags` (heads, 1, context), which are added to what a head starts from: a
+    mean of earlier tokens by `decay` (heads,), which is not trained.
+    """
+
+    def make_weight(self) -> None:
+        super().make_weight()
+        self.decay = torch.zeros(self.heads)
+
+    def operands(self) -> dict[str, Tensor | None]:
+        return {"weight": None, "lags": self.lags, "decay": self.decay}
+
+    def _start(self) -> None:
+        self.lags.zero_()
+        self.decay.copy_(self._decays())

@@ -1,26 +1,27 @@
 """Token mixing: what a masked mixer has in place of attention (arXiv 2409.01482, section 2).
 
-A `TokenMixing` is what a block calls. The variants below are built around one or two convolutions,
-and `VARIANTS` chooses between them. A new variant is one class here, a line in VARIANTS and a field
-of MixerOptions in configuration.py.
+A block calls a variant of it as mixing(x, residual, past), for residual + mix(x), each (batch,
+tokens, channels). The variants are built around convolutions, to which they pass `past`, and
+`VARIANTS` chooses between them. A new one is one class here, a line in VARIANTS and a field of
+MixerOptions in configuration.py.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attention, QueryKey
-from .by_lag import KeyedLagConv, LagConv
+from mixer.ops.plain import by_head
+
+from .cache import Past
 from .configuration import RECURRENT, MaskedMixerConfig
-from .convolution import KeyedConv, TriangularConv
-from .gelu import gelu
-from .linear import Linear
-from .memory import Memory
-from .plain import by_head
+from .convolution import KeyedConv, KeyedLagConv, LagConv, TriangularConv
+from .layers import Linear, gelu
+from .operators import turn
 from .recurrent import RecurrentConv
+
+BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
 
 def convolution(config: MaskedMixerConfig, heads: int | None = None) -> TriangularConv:
@@ -31,73 +32,101 @@ def convolution(config: MaskedMixerConfig, heads: int | None = None) -> Triangul
     return LagConv(config, heads) if form == "lags" else TriangularConv(config, heads)
 
 
-class TokenMixing(nn.Module):
-    """residual + mix(x): what a block calls to mix its tokens. A variant of it defines `mix`.
-
-    A variant with other than one convolution says how many in `convolutions`: generation keeps a
-    memory for each. Blocks may have different numbers.
-    """
-
-    convolutions = 1
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        memories: Sequence[Memory] = (),
-        positions: Tensor | None = None,
-        **more,
-    ) -> Tensor:
-        """x, residual and the result are (batch, tokens, channels); `memories` has one for each
-        convolution, or none; `positions` are those of TriangularConv; keyed mixing takes `more`.
-        """
-        memories = memories or (None,) * self.convolutions
-        if torch.compiler.is_compiling():
-            named = nullcontext()  # compiled code has no named ranges
-        else:  # so that any profile shows the time spent here, whichever backend runs
-            named = torch.profiler.record_function("token_mixing")
-        with named:
-            return self.mix(x, residual, memories, positions, **more)
-
-    def mix(
-        self, x: Tensor, residual: Tensor, memories: Sequence[Memory], positions: Tensor | None
-    ) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not define mix()")
-
-
-class Flat(TokenMixing):
-    """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
-    is the paper's flat mixer. Several heads mix their own channels between an in-projection and an
-    out-projection, whose weights are laid out head after head; without mixer_projections nothing
-    but the MLP connects the heads. Between blocks of keyed mixing it has one head.
+class QueryKey(nn.Module):
+    """What is done to queries and keys, (batch, tokens, heads * size), before their products: an
+    RMS norm in each head (arXiv 2010.04245) with a learned gain of the queries, and a rotation by
+    position (arXiv 2104.09864), as the configuration says.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        heads = 1 if config.mixer_key_size else config.num_mixer_heads
+        self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
+        self.backend = config.mixing_backend
+        keys = self.heads * config.mixer_key_size
+        self.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
+
+    def forward(
+        self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        if not self.norm and rotation is None:
+            return query, key
+        how = {"norm": self.norm, "rotation": rotation, "backend": self.backend}
+        return turn(query, self.heads, gain=self.gain, **how), turn(key, self.heads, **how)
+
+
+def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles by which a key of `size` numbers is turned at positions (batch
+    or 1, tokens): two of (batch or 1, tokens, size / 2) fp32.
+    """
+    places = torch.arange(0, size, 2, device=positions.device)
+    angles = positions[..., None] * BASE ** (-places / size)
+    return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """y[i] = sum over j <= i of softmax(query[i] . key[j] / sqrt(size)) * value[j] in each head
+    (arXiv 1706.03762). It is KeyedConv with a weight of 1 / (i + 1) and no bias.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.heads, self.key_size = config.num_mixer_heads, config.mixer_key_size
+        self.channels = config.hidden_size
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, past: Past | None = None
+    ) -> Tensor:
+        """As KeyedConv.forward."""
+        query, key, value = (by_head(part, self.heads) for part in (query, key, value))
+        if past is not None:
+            both = past.update(self.place, torch.cat([key, value], -1))
+        if past is None or past.is_empty:
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            key, value = both[..., : self.key_size], both[..., self.key_size :]
+            # (batch or 1, 1, new, length)
+            place = torch.arange(both.shape[2], device=both.device)
+            seen = place <= past.positions[:, None, :, None]
+            y = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        return y.transpose(1, 2).flatten(2)
+
+    def flops(self, tokens: int) -> int:
+        """As TriangularConv.flops."""
+        return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)
+
+
+class Flat(nn.Module):
+    """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
+    is the paper's flat mixer. Several heads mix their own channels between an in-projection and an
+    out-projection, whose weights are laid out head after head; without mixer_projections nothing
+    but the MLP connects the heads. Between blocks of keyed mixing it never has projections, and
+    with mixer_projections one head.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        between = config.mixer_key_size and config.mixer_projections
+        heads = 1 if between else config.num_mixer_heads
         size, bias = config.hidden_size, config.linear_bias
         self.projects = heads > 1 and config.mixer_projections
-        self.convolutions = 2 if config.mixer_expansion else 1
         if self.projects:
             self.in_proj = Linear(size, size, bias=bias)
         self.conv = convolution(config, heads)
-        if self.convolutions == 2:
-            self.second_conv = convolution(config, heads)
+        self.second_conv = convolution(config, heads) if config.mixer_expansion else None
         if self.projects:
             self.out_proj = Linear(size, size, bias=bias)
 
-    def mix(self, x, residual, memories, positions):
+    def forward(self, x: Tensor, residual: Tensor, past: Past | None = None) -> Tensor:
         last = None if self.projects else residual  # what the last convolution adds
         x = self.in_proj(x) if self.projects else x
-        if self.convolutions == 2:
-            x = gelu(self.conv(x, None, memories[0], positions))
-            x = self.second_conv(x, last, memories[1], positions)
+        if self.second_conv is None:
+            x = self.conv(x, last, past)
         else:
-            x = self.conv(x, last, memories[0], positions)
+            x = self.second_conv(gelu(self.conv(x, None, past)), last, past)
         return residual + self.out_proj(x) if self.projects else x
 
 
-class Gated(TokenMixing):
+class Gated(nn.Module):
     """out_proj(query * mix(key * value)), each of the three a projection of x: a token decides,
     channel by channel, what it offers to others and what it takes of them.
 
@@ -113,20 +142,18 @@ class Gated(TokenMixing):
         self.conv = convolution(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
-    def mix(self, x, residual, memories, positions):
+    def forward(self, x: Tensor, residual: Tensor, past: Past | None = None) -> Tensor:
         query, key, value = self.in_proj(x).chunk(3, dim=-1)
-        mixed = self.conv(key * value, None, memories[0], positions)
-        return residual + self.out_proj(query * mixed)
+        return residual + self.out_proj(query * self.conv(key * value, None, past))
 
 
-class Keyed(TokenMixing):
+class Keyed(nn.Module):
     """out_proj(mixed values), where a KeyedConv or attention mixes them by queries and keys, all
     three projections of x: so a token finds earlier ones by what they are, and not by distance
     alone. in_proj holds the projections as in Gated.
 
     With mixer_key_shift, keys also have a learned share of the token's before, channel by channel.
     So a query can look for what follows a token like its own (arXiv 2209.11895, "induction heads").
-    The keys without that share have a memory of their own, the second one.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -141,46 +168,49 @@ class Keyed(TokenMixing):
         self.keyed_conv = kind(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
         self.key_share = nn.Parameter(torch.zeros(keys)) if config.mixer_key_shift else None
-        self.convolutions = 2 if config.mixer_key_shift else 1
 
-    def mix(self, x, residual, memories, positions, rotation=None, values=None):
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        past: Past | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:
         """rotation: of queries and keys, as `rotations` gives it. values: (batch, tokens,
         channels), added to the values.
         """
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
         if self.key_share is not None:
-            before = self.previous(key, memories[1], positions)
-            key = key + self.key_share.to(key.dtype) * before
+            key = key + self.key_share.to(key.dtype) * self._previous(key, past)
         query, key = self.query_key(query, key, rotation)
         value = value if values is None else value + values
-        return residual + self.out_proj(self.keyed_conv(query, key, value, memories[0], positions))
+        return residual + self.out_proj(self.keyed_conv(query, key, value, past))
 
-    def previous(self, key: Tensor, memory: Memory, positions: Tensor | None) -> Tensor:
+    def _previous(self, key: Tensor, past: Past | None) -> Tensor:
         """The keys of the tokens before those of key (batch, tokens, channels), zero before the
         first.
         """
-        if memory is None:
+        if past is None:
             return F.pad(key[:, :-1], (0, 0, 1, 0))
         # (batch, heads, length, size of a key)
-        past = memory.update(by_head(key, self.keyed_conv.heads), positions)
-        before = (positions - 1).clamp(min=0)[:, None, :, None]  # (batch or 1, 1, new, 1)
-        rows = past.gather(2, before.expand(*past.shape[:2], -1, past.shape[3]))
-        rows = rows.masked_fill((positions == 0)[:, None, :, None], 0)
+        keys = past.update(self.place, by_head(key, self.keyed_conv.heads))
+        before = (past.positions - 1).clamp(min=0)[:, None, :, None]  # (batch or 1, 1, new, 1)
+        rows = keys.gather(2, before.expand(*keys.shape[:2], -1, keys.shape[3]))
+        rows = rows.masked_fill((past.positions == 0)[:, None, :, None], 0)
         return rows.transpose(1, 2).flatten(2)
 
 
-# Which configurations have which variant: the first line whose condition holds decides.
-Condition = Callable[[MaskedMixerConfig], bool]
-VARIANTS: list[tuple[Condition, type[TokenMixing]]] = [
-    (lambda config: config.mixer_key_size > 0, Keyed),
-    (lambda config: config.mixer_gate, Gated),
-    (lambda config: True, Flat),
+# Which blocks of which configurations have which variant: the first line whose condition holds for
+# the configuration and the number of the block, from 0 on, decides.
+Condition = Callable[[MaskedMixerConfig, int], bool]
+VARIANTS: list[tuple[Condition, type[nn.Module]]] = [
+    (lambda c, block: c.mixer_key_size > 0 and (block + 1) % c.mixer_keyed_every == 0, Keyed),
+    (lambda c, block: c.mixer_gate, Gated),
+    (lambda c, block: True, Flat),
 ]
 
 
-def mixing_class(config: MaskedMixerConfig, block: int) -> type[TokenMixing]:
+def mixing_class(config: MaskedMixerConfig, block: int) -> type[nn.Module]:
     """The variant of token mixing that a configuration asks for in a block."""
-    chosen = next(variant for condition, variant in VARIANTS if condition(config))
-    if issubclass(chosen, Keyed) and (block + 1) % config.mixer_keyed_every:
-        return Gated if config.mixer_gate else Flat
-    return chosen
+    return next(variant for holds, variant in VARIANTS if holds(config, block))

@@ -9,79 +9,23 @@ There is no norm after the last block unless `final_norm` is set, and lm_head ha
 """
 
 import math
-from collections.abc import Sequence
-from itertools import islice
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-# Imports are relative because these files are copied beside every saved model, and transformers
-# loads them from there. Up to 5.9 it finds only what this file itself imports.
-from .attention import rotations
-from .by_lag import LagConv  # noqa: F401
-from .cache import MixingCache, Places
-from .captured_step import CapturedStep  # noqa: F401
+from .cache import Generation, MixingCache, Past
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
-from .gelu import gelu
-from .generation import Generation
-from .lags import toeplitz  # noqa: F401
-from .linear import Linear
-from .memory import Memory
-from .mixing import Keyed, mixing_class
-from .operators import turn  # noqa: F401
-from .options import option  # noqa: F401
-from .plain import BACKENDS  # noqa: F401
-from .recurrent import RecurrentConv  # noqa: F401
-from .trainer import Training
+from .layers import MLP, in_autocast_type
+from .mixing import Keyed, mixing_class, rotations
+from .padding import Places, PredictedLabels
 
 # The standard deviation of the embedding's initial weights with zero_init; 1 without.
 SMALL_EMBEDDING = 0.05
-
-
-def relu2(x: Tensor) -> Tensor:
-    """The square of ReLU (arXiv 2109.08668), in x's dtype and shape."""
-    return F.relu(x).square()
-
-
-def in_autocast_type(x: Tensor) -> Tensor:
-    """x in the autocast dtype of its device, or as it is without autocast.
-
-    An embedding's output, which autocast leaves in float32: added to it, all that blocks compute
-    would be in float32, and norms and sums would move twice the bytes.
-    """
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
-class MLP(nn.Module):
-    """Two linear layers with a nonlinearity between, on each token by itself."""
-
-    # Set by training to save memory: backward computes the nonlinearity again, and its output is
-    # not kept.
-    recompute_activation = False
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
-        self.up_proj = Linear(hidden, wide, bias=bias)
-        self.down_proj = Linear(wide, hidden, bias=bias)
-        self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up_proj(x)
-        if self.recompute_activation and torch.is_grad_enabled():
-            return checkpoint(self._down, x, use_reentrant=False)
-        return self._down(x)
-
-    def _down(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(x))
 
 
 class Block(GradientCheckpointingLayer):
@@ -97,13 +41,12 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,  # (batch, tokens, channels)
-        memories: Sequence[Memory] = (),
-        positions: Tensor | None = None,
+        past: Past | None = None,
         **more,  # what keyed mixing takes
     ) -> Tensor:
         if self.mlp_first:
             x = x + self.mlp(self.mlp_norm(x))
-        x = self.mixing(self.mixing_norm(x), x, memories, positions, **more)
+        x = self.mixing(self.mixing_norm(x), x, past, **more)
         return x if self.mlp_first else x + self.mlp(self.mlp_norm(x))
 
 
@@ -157,9 +100,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         numbers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(Block(config, number) for number in numbers)
         for number, layer in enumerate(self.layers):
-            for module in layer.modules():
-                if isinstance(module, TriangularConv):
-                    module.block = number
+            for index, module in enumerate(layer.mixing.modules()):
+                module.place = (number, index)
         every = config.value_embeddings  # blocks have one; the last block of all is one of these
         self.value_tables = nn.ModuleDict(
             {
@@ -187,26 +129,30 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """
         self._check(input_ids, attention_mask, past_key_values, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
-            # A block that is computed again in the backward pass would write to it twice.
-            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            # A block that is computed again in the backward pass would write to a cache twice.
+            if past_key_values is not None:
                 raise ValueError(
-                    "past_key_values holds tokens, which gradient checkpointing cannot follow; "
-                    "give all tokens without a cache"
+                    "past_key_values given, which gradient checkpointing cannot follow; give all "
+                    "tokens without a cache"
                 )
-            use_cache, past_key_values = False, None
+            use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = MixingCache(self.config)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states: list[Tensor] | None = [] if output_hidden_states else None
-        places = None
+        places = past = None
         if attention_mask is not None:
             places = Places(attention_mask, input_ids.shape[1])
             input_ids = places.gather(input_ids)
-        if past_key_values is None:
-            x = self._blocks(input_ids, states=states)
+        if past_key_values is not None:
+            past = Past(past_key_values, self._positions(input_ids, past_key_values, places))
+        if past is None or past.is_empty or input_ids.shape[1] > 1 or states is not None:
+            x = self._blocks(input_ids, past, states)
         else:
-            x = self._cached_blocks(input_ids, past_key_values, places, states)
+            x = past_key_values.step(self._blocks, input_ids, past)
+        if past is not None:
+            past_key_values.length += input_ids.shape[1]
         if places is not None:
             x, states = places.restore(x), states and [places.restore(state) for state in states]
         return BaseModelOutputWithPast(
@@ -215,67 +161,43 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             hidden_states=states and tuple(states),
         )
 
-    def _cached_blocks(
-        self,
-        input_ids: Tensor,
-        cache: MixingCache,
-        places: Places | None,
-        states: list[Tensor] | None,
-    ) -> Tensor:
-        """`_blocks` on tokens that follow those in the cache."""
-        past, new = cache.get_seq_length(), input_ids.shape[1]
-        recurrent = self.config.mixing_weight in RECURRENT
-        if places is None or (past == 0 and not recurrent):
-            positions = torch.arange(past, past + new, device=input_ids.device)[None]  # (1, new)
-        else:
-            positions = places.positions(mark_padding=recurrent)  # (batch, new)
-        if past > 0 and new == 1 and states is None:
-            return cache.step(self._blocks, input_ids, positions)
-        memories = cache.memories(sum(layer.mixing.convolutions for layer in self.layers))
-        return self._blocks(input_ids, memories, positions, states)
+    def _positions(self, input_ids: Tensor, cache: MixingCache, places: Places | None) -> Tensor:
+        """Where tokens stand that follow those in the cache, (batch or 1, new) int64."""
+        if places is not None:
+            return places.positions(mark_padding=self.config.mixing_weight in RECURRENT)
+        end = cache.length + input_ids.shape[1]
+        return torch.arange(cache.length, end, device=input_ids.device)[None]
 
     def _blocks(
         self,
         input_ids: Tensor,
-        memories: Sequence[Memory] = (),
-        positions: Tensor | None = None,
+        past: Past | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels).
-
-        `memories` has one for each convolution, block after block. `states` is filled with the
-        embedding and the output of each block, the last one after the norm.
+        """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
+        is filled with the embedding and the output of each block, the last one after the norm.
         """
         x = in_autocast_type(self.embed_tokens(input_ids))
-        memories, rotation = iter(memories), self._rotation(x, positions)
+        rotation = None
+        if self.config.mixer_rotary:
+            whole = torch.arange(x.shape[1], device=x.device)[None]
+            positions = whole if past is None else past.positions
+            rotation = rotations(positions, self.config.mixer_key_size)
         for number, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
-            own, more = list(islice(memories, layer.mixing.convolutions)), {}
+            more = {}
             if rotation and isinstance(layer.mixing, Keyed):
                 more["rotation"] = rotation
             if str(number) in self.value_tables:
                 more["values"] = in_autocast_type(self.value_tables[str(number)](input_ids))
-            x = layer(x, own, positions.to(x.device) if own else None, **more)
+            x = layer(x, past, **more)
         x = self.norm(x)
         if states is not None:
             states.append(x)
         return x
 
-    def _rotation(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        if not self.config.mixer_rotary:
-            return None
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)[None]
-        return rotations(positions, self.config.mixer_key_size)
-
-    def _check(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        cache: MixingCache | None,
-        others: dict,
-    ) -> None:
+    def _check(self, input_ids, attention_mask, cache, others: dict) -> None:
         """Raises ValueError for the input errors that MaskedMixerForCausalLM.forward names."""
         # Other models read these. Ignoring them without an error would give wrong results.
         unread = [n for n in ("inputs_embeds", "position_ids") if others.get(n) is not None]
@@ -284,14 +206,13 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 f"{' and '.join(unread) or 'no input_ids'} given; a masked mixer reads input_ids "
                 "alone: give these, and an attention_mask for padding"
             )
-        # Another kind of cache would stay empty, and each token would be computed by itself.
         if cache is not None and not isinstance(cache, MixingCache):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: "
                 "leave it out, or give the one that an earlier call with use_cache=True returned"
             )
         (batch, new), context = input_ids.shape, self.config.longest_text
-        past = cache.get_seq_length() if cache is not None else 0
+        past = cache.length if cache is not None else 0
         if new == 0 or past + new > context:
             before = f" and the cache {past}" if past else ""
             raise ValueError(
@@ -307,7 +228,9 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
-class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, GenerationMixin):
+class MaskedMixerForCausalLM(
+    MaskedMixerPreTrainedModel, Generation, PredictedLabels, GenerationMixin
+):
     """The language model: MaskedMixerModel and lm_head.
 
     `AutoModelForCausalLM.from_pretrained` loads one after `import mixer`, and with
@@ -408,21 +331,17 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, Generation, Training, G
                 part.extend(context)
         self.config.max_position_embeddings = context
 
-    def flops_per_token(self, tokens: int | None = None) -> dict[str, float]:
-        """Floating-point operations of one training step per token: forward, and backward, which
-        costs twice as much. A multiplication and an addition are two operations. Norms, GELU,
-        embedding and softmax are left out, as is customary.
-
-        Args:
-            tokens: length of the sequences; None for the whole context.
+    def flops_per_token(self) -> dict[str, float]:
+        """Floating-point operations of one training step per token of a text as long as the
+        context: forward, and backward, which costs twice as much. A multiplication and an addition
+        are two operations. Norms, GELU, embedding and softmax are left out, as is customary.
 
         Returns:
             `useful`: every product that the model is defined by. A triangle is counted exactly: a
             token is mixed with (tokens + 1) / 2 others on average.
             `token_mixing`: the part of `useful` that is spent in the triangular convolutions.
         """
-        tokens = self.config.max_position_embeddings if tokens is None else tokens
-        parts = list(self.modules())
+        tokens, parts = self.config.max_position_embeddings, list(self.modules())
         linear = sum(2 * part.weight.numel() for part in parts if isinstance(part, nn.Linear))
         mixing = sum(part.flops(tokens) for part in parts if hasattr(part, "flops")) / tokens
         return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}

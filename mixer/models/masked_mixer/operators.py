@@ -7,6 +7,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("mixer", "mixer.ops"):  # the package is there, but does not work
         raise
-    from .plain import keyed_conv, mix_row, triangular_conv, turn
+    # Beside a saved model this is `from .plain import`: see copy_code in configuration.py.
+    from mixer.ops.plain import keyed_conv, mix_row, triangular_conv, turn
 
 __all__ = ["keyed_conv", "mix_row", "triangular_conv", "turn"]

@@ -4,17 +4,16 @@ generation keeps one number for each channel, however long the text.
 """
 
 import math
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization
 
+from mixer.ops.lags import toeplitz
+
+from .cache import Past
 from .convolution import TriangularConv
-from .lags import toeplitz
-from .memory import Memory
 from .operators import triangular_conv
-from .plain import shift_channels, tap_shift
 
 FASTEST = 0.1  # the largest decay
 SPAN = 512  # In longer contexts, a decay is spread over context / 512 tokens.
@@ -24,23 +23,31 @@ class RecurrentConv(TriangularConv):
     """A triangular convolution by a running sum, s[i] = d s[i - 1] + x[i]. A head by row returns
     scale[i] s[i]; a head by column sums up scale[j] x[j].
 
-    The parameters are `scale` (heads, taps, context), `bias` (heads, context) and, if the
+    The parameters are `scale` (heads, 1, context), `bias` (heads, context) and, if the
     configuration has mixing_decay, `decay` (heads,): 1 - d^span, because half precision has few
     numbers just below 1. Tokens beyond the context have the scale and the bias of its last one.
     """
 
     def make_weight(self) -> None:
         # So many heads go by row, the others by column.
-        self.by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}[self.form]
+        by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}
+        self.by_row = by_row[self.config.mixing_weight]
         self.span = max(1, self.context // SPAN)
-        self.scale = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
-        self.decay = nn.Parameter(torch.empty(self.heads)) if self.has_decay else None
+        self.scale = nn.Parameter(torch.empty(self.heads, 1, self.context))
+        self.decay = nn.Parameter(torch.empty(self.heads)) if self.config.mixing_decay else None
 
     def mixing_weight(self) -> Tensor:
-        powers = toeplitz(self._powers(0, self.context), self.context)[:, None]
-        rows = self.scale[: self.by_row, ..., None] * powers[: self.by_row]
-        columns = self.scale[self.by_row :, :, None] * powers[self.by_row :]
-        return torch.cat([rows, columns])
+        given, taken = self._sides()
+        powers = toeplitz(self._powers(0, self.context), self.context)
+        return (taken[..., None] * powers * given[:, None])[:, None]
+
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        """What a token is multiplied by before it is summed up, and the sum after: two of (heads,
+        context).
+        """
+        scale = self.scale[:, 0]
+        by_row = torch.arange(self.heads, device=scale.device)[:, None] < self.by_row
+        return torch.where(by_row, 1, scale), torch.where(by_row, scale, 1)
 
     def kind_of(self, name: str) -> str:
         return "vectors"
@@ -52,55 +59,34 @@ class RecurrentConv(TriangularConv):
     def _draw(self) -> None:
         for parameter in self.parameters(recurse=False):
             initialization.zeros_(parameter)
-        if self.initial == "reference":
+        if self.config.mixing_init == "reference":
             initialization.normal_(self.scale, std=math.sqrt(2 / self.context))
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        memory: Memory = None,
-        positions: Tensor | None = None,
+        self, x: Tensor, residual: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         """As TriangularConv.forward, of texts of any length. A negative position is padding, which
-        does not change the memory.
+        does not change the sum that is kept.
         """
-        scale = self._at(positions, self.scale, x.shape[1])  # (batch or 1, tokens, heads, taps)
-        bias = self._at(positions, self.bias, x.shape[1])  # (batch or 1, tokens, heads)
-        x = self._scaled(x, scale, slice(self.by_row, self.heads))
-        sums = self._sums(x) if memory is None else self._remembered(x, memory, positions)
-        y = self._scaled(sums, scale, slice(0, self.by_row)).unflatten(-1, (self.heads, -1))
-        y = (y + bias[..., None].to(y.dtype)).flatten(2)
+        positions = None if past is None else past.positions
+        # (batch or 1, tokens, heads, 1) each
+        given, taken, bias = (
+            self._at(positions, numbers, x.shape[1])[..., None].to(x.dtype)
+            for numbers in (*self._sides(), self.bias)
+        )
+        x = (x.unflatten(-1, (self.heads, -1)) * given).flatten(2)
+        sums = self._sums(x) if past is None else self._continued(x, past)
+        y = (sums.unflatten(-1, (self.heads, -1)) * taken + bias).flatten(2)
         return y if residual is None else residual + y.to(residual.dtype)
 
     def _at(self, positions: Tensor | None, numbers: Tensor, tokens: int) -> Tensor:
-        """Numbers (heads, ..., context) at positions (batch or 1, tokens), or at the first tokens:
-        (batch or 1, tokens, heads, ...). Beyond the context stands the last one.
+        """Numbers (heads, context) at positions (batch or 1, tokens), or at the first tokens:
+        (batch or 1, tokens, heads). Beyond the context stands the last one.
         """
-        numbers = numbers.movedim(-1, 0)
         if positions is not None:
-            return numbers[positions.clamp(0, self.context - 1)]
-        if tokens > self.context:
-            more = numbers[-1:].expand(tokens - self.context, *numbers.shape[1:])
-            numbers = torch.cat([numbers, more])
-        return numbers[None, :tokens]
-
-    def _scaled(self, x: Tensor, scale: Tensor, heads: slice) -> Tensor:
-        """x (batch, tokens, channels), with these heads multiplied by their scale, which is (batch
-        or 1, tokens, heads, taps).
-        """
-        parts, scale = x.unflatten(-1, (self.heads, -1)), scale[:, :, heads].to(x.dtype)
-        chosen = parts[:, :, heads]
-        if chosen.shape[2] == 0:
-            return x
-        scaled = [
-            shift_channels(chosen * scale[..., tap, None], tap_shift(tap, self.taps))
-            for tap in range(self.taps)
-        ]
-        y = reduce(torch.add, scaled)
-        if chosen.shape[2] < self.heads:
-            y = torch.cat([parts[:, :, : heads.start], y, parts[:, :, heads.stop :]], 2)
-        return y.flatten(2)
+            return numbers.T[positions.clamp(0, self.context - 1)]
+        more = numbers[:, -1:].expand(-1, max(0, tokens - self.context))
+        return torch.cat([numbers[:, :tokens], more], 1).T[None]
 
     def _powers(self, first: int, end: int) -> Tensor:
         """d^k for k from first to end - 1: (heads, end - first), fp32 or wider."""
@@ -127,15 +113,15 @@ class RecurrentConv(TriangularConv):
             found.append(sums)
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def _remembered(self, x: Tensor, memory: Memory, positions: Tensor) -> Tensor:
-        """The sums of new tokens, from those in a memory on, which takes each text's last one."""
-        state = memory.extend(x)
+    def _continued(self, x: Tensor, past: Past) -> Tensor:
+        """The sums of new tokens, from the one that is kept on, which becomes each text's last."""
+        state = past.sums(self.place, x)
         sums = self._sums(x, state)
-        count = (positions >= 0).sum(1)  # tokens stand in front of padding
+        count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
         last = sums[torch.arange(len(x), device=x.device), count - 1]
         state.copy_(torch.where((count == 0)[:, None], state, last))
         return sums.to(x.dtype)
 
     def flops(self, tokens: int) -> int:
-        """For each channel, products by d and by the scale of each tap."""
-        return 2 * self.channels * (1 + self.taps) * tokens
+        """For each channel, products by d and by the scale."""
+        return 2 * self.channels * 2 * tokens

@@ -222,32 +222,6 @@ __device__ __forceinline__ void round_factors<float>(Fragments& fragments) {
   }
 }
 
-// A lane's own offsets in the two slices of a stage.
-struct OwnOffsets {
-  int left, right;
-};
-
-template <typename LeftLayout, typename RightLayout>
-__device__ __forceinline__ OwnOffsets own_offsets(int first_column) {
-  return {own_offset<kLeft>(LeftLayout(), group_row(0)),
-          kSliceBytes + own_offset<kRight>(RightLayout(), first_column)};
-}
-
-// The fragments of a warp for one mma of a stage. Its column groups are kColumnStep columns apart.
-template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
-__device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t stage, OwnOffsets own,
-                                               int mma_step) {
-#pragma unroll
-  for (int g = 0; g < kWarpGroups; ++g) {
-    fragments.left[g] = load_fragment<kLeft>(LeftLayout(), stage, own.left, g * kRowStep, mma_step);
-  }
-#pragma unroll
-  for (int g = 0; g < kWarpGroups; ++g) {
-    fragments.right[g] =
-        load_fragment<kRight>(RightLayout(), stage, own.right, g * kColumnStep, mma_step);
-  }
-}
-
 // Multiplies slices in order while later ones are copied. load(copies) starts copying the next
 // slices, or nothing if none are left; multiply(fragments) uses the fragments of the next mma.
 // During one product, the fragments of the next are loaded from shared memory and the slices after
@@ -257,20 +231,21 @@ struct Pipeline {
   static_assert(kMmaSteps == 2, "fragments alternate between two buffers");
 
   uint32_t stages;
-  OwnOffsets own;
+  int own_left, own_right;  // this lane's own offsets in the two slices of a stage
   uint32_t filling, reading;
   Fragments fragments[2];
 
   template <typename Load>
   __device__ __forceinline__ Pipeline(unsigned char* memory, int first_column, Load&& load)
       : stages(shared_address(memory)),
-        own(own_offsets<LeftLayout, RightLayout>(first_column)),
+        own_left(own_offset<kLeft>(LeftLayout(), group_row(0))),
+        own_right(kSliceBytes + own_offset<kRight>(RightLayout(), first_column)),
         filling(stages),
         reading(stages) {
     // The compiler does not repeat a shuffle, so it keeps the result. Otherwise it would compute
     // the offsets again in each step.
-    own.left = __shfl_sync(0xffffffffu, own.left, read_lane());
-    own.right = __shfl_sync(0xffffffffu, own.right, read_lane());
+    own_left = __shfl_sync(0xffffffffu, own_left, read_lane());
+    own_right = __shfl_sync(0xffffffffu, own_right, read_lane());
 #pragma unroll
     for (int step = 0; step < kStages - 1; ++step) start_copies(load);
     wait_copies<kStages - 2>();
@@ -313,9 +288,17 @@ struct Pipeline {
     filling = next_stage(filling);
   }
 
+  // The fragments of a warp for one mma of the stage. Its column groups are kColumnStep apart.
   __device__ __forceinline__ void load_fragments(int mma_step) {
-    ampere::load_fragments<Element, LeftLayout, RightLayout, kColumnStep>(fragments[mma_step],
-                                                                          reading, own, mma_step);
+    Fragments& loaded = fragments[mma_step];
+#pragma unroll
+    for (int g = 0; g < kWarpGroups; ++g)
+      loaded.left[g] =
+          load_fragment<kLeft>(LeftLayout(), reading, own_left, g * kRowStep, mma_step);
+#pragma unroll
+    for (int g = 0; g < kWarpGroups; ++g)
+      loaded.right[g] =
+          load_fragment<kRight>(RightLayout(), reading, own_right, g * kColumnStep, mma_step);
   }
 };
 

@@ -57,4 +57,3 @@ MIXER_EXPORT int mixer_mix_row(const TriangularConvParams* params) { return run(
 MIXER_EXPORT const char* mixer_error_string(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
-MIXER_EXPORT int mixer_params_size() { return static_cast<int>(sizeof(TriangularConvParams)); }

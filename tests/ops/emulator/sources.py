@@ -8,7 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from mixer.ops import build, toolchain
+from mixer.ops import build
 
 HERE = Path(__file__).parent
 # Blocks with dynamic shared memory come in clusters of two.
@@ -68,7 +68,7 @@ def link(objects: list[Path], directory: Path) -> Path:
 
 def nvcc(*arguments) -> None:
     """For C++ it is g++ with CUDA's headers."""
-    command = [str(toolchain.find_compiler().path), *map(str, arguments)]
+    command = [str(build.find_nvcc()), *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
 

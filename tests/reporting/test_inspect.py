@@ -11,14 +11,14 @@ from markdown import tables
 from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.analysis.matrices import (
+from mixer.common.errors import UserError
+from mixer.inspect import main
+from mixer.reporting.matrices import (
     effective_context,
     mixing_matrices,
     toeplitz_distance,
     weight_by_lag,
 )
-from mixer.common.errors import UserError
-from mixer.inspect import main
 
 
 def random_matrix(seed: int, context: int = 20) -> np.ndarray:

@@ -1,0 +1,110 @@
+"""Padded batches: where the tokens of each text stand, and which of their labels are scored.
+
+A token keeps the position that it has in its own text, counted from 0, whatever padding surrounds
+it in the batch. The mixing weight has a row for every position, so a padded text must be mixed as
+if it stood alone.
+"""
+
+from functools import wraps
+
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .configuration import MaskedMixerConfig
+
+# With label smoothing, the Trainer shifts the labels by one token only for the models in this
+# table. A model that is not in it would be trained to repeat its input.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
+
+
+class Places:
+    """Where the tokens of a padded batch stand, each in its own text. Made from an attention mask
+    (batch, past + new) of 1 for a token and 0 for padding.
+
+    The model works on `gather(input_ids)`: the new tokens of each text at the front, and padding
+    behind them, where no token can see it. `restore` puts the results back into the columns of the
+    input. A padded place gets the result of the last token before it, so the last column holds the
+    prediction of every text, whichever side is padded. That column is what `generate` reads. Before
+    the first token stand zeros: a loss over all columns would learn from anything else there.
+    """
+
+    def __init__(self, mask: Tensor, new: int):
+        taken = mask[:, -new:].bool()
+        # (batch, 1): how many tokens of each text are in the cache
+        self.starts = mask[:, :-new].bool().sum(1, keepdim=True)
+        self.count = taken.cumsum(1)  # (batch, new): new tokens up to each column
+        # (batch, new): for each column, its place among the gathered ones
+        self.index = (self.count - 1).clamp(min=0)
+        # (batch, new): the columns with tokens, then those with padding. Of one there is no order.
+        padding = taken.logical_not().to(torch.uint8)
+        self.order = padding.argsort(dim=1, stable=True) if new > 1 else None
+
+    def gather(self, input_ids: Tensor) -> Tensor:
+        return input_ids if self.order is None else input_ids.gather(1, self.order)
+
+    def positions(self, mark_padding: bool) -> Tensor:
+        """Where the gathered tokens stand, (batch, new) int64. Padding stands behind each text, or
+        at -1 if it is to be marked.
+        """
+        place = torch.arange(self.count.shape[1], device=self.count.device)
+        padding = (place >= self.count[:, -1:]) & mark_padding
+        return (self.starts + place).masked_fill(padding, -1)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """x (batch, new, channels), back in the order of the input's columns."""
+        if self.order is None:
+            return x
+        before = self.starts + self.count == 0  # the first token of all
+        return x.gather(1, self.index[..., None].expand_as(x)).masked_fill(before[..., None], 0)
+
+    def unpredicted(self) -> Tensor:
+        """(batch, new) bool: the columns up to the first token of each text, which nothing
+        predicts.
+        """
+        return self.starts + self.index == 0
+
+
+class PredictedLabels(nn.Module):
+    """The part of MaskedMixerForCausalLM that scores labels, also where transformers' Trainer
+    counts them.
+
+    The Trainer counts the labels of all micro-batches of a step and gives each the sum,
+    num_items_in_batch. As it ignores attention_mask, it would also count the first token after
+    padding on the left.
+    """
+
+    @staticmethod
+    def predicted_labels(labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """labels (batch, tokens) with -100 for the first token of each text, which nothing
+        predicts. attention_mask is that of `forward`.
+        """
+        mask = torch.ones_like(labels) if attention_mask is None else attention_mask
+        first = Places(mask, labels.shape[1]).unpredicted().to(labels.device)
+        return labels.masked_fill(first, -100)
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether the Trainer gives num_items_in_batch. It asks this before it counts anything."""
+        from transformers import Trainer  # slow to import, except where there is a Trainer already
+
+        if not hasattr(Trainer._get_num_items_in_batch, "__wrapped__"):
+            Trainer._get_num_items_in_batch = _of_predicted(Trainer._get_num_items_in_batch)
+        return True
+
+
+def _of_predicted(count):
+    """The Trainer's method that counts labels, but of masked mixers the predicted ones alone."""
+
+    @wraps(count)
+    def counted(trainer, batches, device):
+        parts = trainer.model.modules()  # an adapter or DDP may be around the model
+        scored = next((p.predicted_labels for p in parts if hasattr(p, "predicted_labels")), None)
+        if scored and batches and "labels" in batches[0]:
+            batches = [
+                dict(batch, labels=scored(batch["labels"], batch.get("attention_mask")))
+                for batch in batches
+            ]
+        return count(trainer, batches, device)
+
+    return counted
