@@ -64,13 +64,13 @@ class Corpus:
     validation: list[Part]  # empty where the validation documents are some of `training`
 
     @classmethod
-    def open(cls, config: DataConfig, say: Say = say_on_stderr) -> "Corpus":
+    def open(cls, config: DataConfig) -> "Corpus":
         """Finds the files. Raises UserError for a source that cannot be read, a file of both
         splits, and a split without a document, as early as that can be known.
         """
         held_out = validation_source(config)
-        validation = source_parts(held_out, say) if held_out else []
-        corpus = cls(config, source_parts(config, say), validation)
+        validation = source_parts(held_out) if held_out else []
+        corpus = cls(config, source_parts(config), validation)
         corpus._refuse_common_files()
         corpus._refuse_an_empty_split()
         return corpus

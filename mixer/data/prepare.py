@@ -126,7 +126,7 @@ def _settings(config: DataConfig) -> dict:
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
-    corpus = Corpus.open(config, say)
+    corpus = Corpus.open(config)
     tokenizer, loses = _tokenizer(config, corpus, say)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = load_tokenizer(directory)  # as training reads it
