@@ -161,9 +161,8 @@ def check(config: DataConfig) -> None:
 
 def validation_source(config: DataConfig) -> DataConfig | None:
     """Where the validation documents are, where they have a source of their own, else None."""
-    of_its_own = {"max_documents": 0, "validation_path": "", "validation_split": ""}
-    if config.validation_path:
-        return dataclasses.replace(config, path=config.validation_path, **of_its_own)
-    if config.validation_split:
-        return dataclasses.replace(config, split=config.validation_split, **of_its_own)
-    return None
+    path, split = config.validation_path, config.validation_split
+    if not (path or split):
+        return None
+    read = {"path": path or config.path, "split": split or config.split, "max_documents": 0}
+    return dataclasses.replace(config, validation_path="", validation_split="", **read)

@@ -15,11 +15,6 @@ SPLITS = ("train", "validation")
 MOST_MISSING = 0.1  # share of rows without the text field; with more, that is no field of all rows
 
 
-def is_document(text: str | None) -> bool:
-    """Whether a text of a source is a document: not where it is missing, empty or blank."""
-    return bool(text) and not text.isspace()
-
-
 def texts_of(document: str, is_pair: bool) -> list[str]:
     """The texts that a document is made of: itself, or query and target."""
     return document.split(BETWEEN, 1) if is_pair else [document]
@@ -28,8 +23,8 @@ def texts_of(document: str, is_pair: bool) -> list[str]:
 def documents(
     parts: Iterable[Part], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
-    """The documents of the parts, the first `max_documents` of them; with `blank`, texts of white
-    space count as documents. Says at the end how many rows have no text.
+    """The documents of the parts, the first `max_documents` of them. An empty text is none, nor is
+    white space, except with `blank`. Says at the end how many rows have no text.
 
     Raises UserError for text that is not UTF-8, too many rows without the text field, and where
     there is no document.
@@ -37,7 +32,7 @@ def documents(
     found, missing = 0, 0
     for text in itertools.chain.from_iterable(map(part_texts, parts)):
         missing += text is None
-        if is_document(text) or (text and blank):
+        if text and (blank or not text.isspace()):
             found += 1
             yield text
             if found == config.max_documents:
@@ -69,13 +64,13 @@ class Corpus:
     validation: list[Part]  # empty where the validation documents are some of `training`
 
     @classmethod
-    def open(cls, config: DataConfig, say: Say = say_on_stderr) -> "Corpus":
+    def open(cls, config: DataConfig) -> "Corpus":
         """Finds the files. Raises UserError for a source that cannot be read, a file of both
         splits, and a split without a document, as early as that can be known.
         """
         held_out = validation_source(config)
-        validation = source_parts(held_out, say, "data.validation_path") if held_out else []
-        corpus = cls(config, source_parts(config, say), validation)
+        validation = source_parts(held_out) if held_out else []
+        corpus = cls(config, source_parts(config), validation)
         corpus._refuse_common_files()
         corpus._refuse_an_empty_split()
         return corpus

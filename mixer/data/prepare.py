@@ -20,7 +20,7 @@ from mixer.data.config import TASKS, DataConfig, check, unused_options, without_
 from mixer.data.corpus import SPLITS, Corpus
 from mixer.data.prepared import Manifest, PairFile, TokenFile
 from mixer.data.tasks import open_task
-from mixer.data.tokenise import Tokenise, write_tokens
+from mixer.data.tokenise import batch_encoder, write_tokens
 from mixer.data.tokenizer import (
     existing_tokenizer,
     load_tokenizer,
@@ -126,23 +126,23 @@ def _settings(config: DataConfig) -> dict:
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
-    corpus = Corpus.open(config, say)
+    corpus = Corpus.open(config)
     tokenizer, loses = _tokenizer(config, corpus, say)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
-    vocab_size, eos = vocabulary_size(tokenizer), tokenizer.eos_token_id
+    vocab_size = vocabulary_size(tokenizer)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    task = Tokenise(tokenizer.backend_tokenizer.to_str(), dtype, eos, bool(config.pair_field))
+    encode = batch_encoder(tokenizer, dtype, bool(config.pair_field))
     values = {
         "dtype": dtype,
         "vocab_size": vocab_size,
-        "eos_token_id": eos,
+        "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": hashes["tokenizer.json"],
         "tokenizer_files": hashes,
         "tokenizer_loses": loses,
         "settings": _settings(config),
-        "splits": write_tokens(corpus.documents(say), task, config.workers, directory, say),
+        "splits": write_tokens(corpus.documents(say), encode, config.workers, directory, say),
     }
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mixer.common.errors import Say, UserError, first_line, say_on_stderr
+from mixer.common.errors import UserError, first_line, say_on_stderr
 from mixer.data.config import DataConfig
 
 BETWEEN = "\0"  # the two texts of a pair, of which the first has none
@@ -44,16 +44,11 @@ class Part:
         return str(self.file or f"hub dataset {' '.join(dataset)}")
 
 
-def source_parts(
-    config: DataConfig, say: Say = say_on_stderr, option: str = "data.path"
-) -> list[Part]:
-    """The parts of the source, in order. Raises UserError if there are none; `option` is what the
-    user has given the path as.
-    """
+def source_parts(config: DataConfig) -> list[Part]:
+    """The parts of the source, in order. Raises UserError if there are none."""
     if config.source == "hub":
         return [Part(config)]
-    builtin = config.source == "builtin"
-    files = _builtin_files(config) if builtin else local_files(config, say, option)
+    files = _builtin_files(config) if config.source == "builtin" else local_files(config)
     return [Part(config, file) for file in files]
 
 
@@ -108,9 +103,7 @@ def _open(file: Path) -> BinaryIO:
     return OPENERS.get(file.suffix.lower(), open)(file, "rb")
 
 
-def local_files(
-    config: DataConfig, say: Say = say_on_stderr, option: str = "data.path"
-) -> list[Path]:
+def local_files(config: DataConfig) -> list[Path]:
     """The files that `config.path` names, sorted, each once, however many links lead to it. A
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
     parquet, have one of the source's suffixes.
@@ -133,16 +126,15 @@ def local_files(
         raise UserError(f"{problem}: give access to it, or leave it out") from None
     if not files:
         raise UserError(
-            f"{option}: {config.path!r} is no file, no folder that holds a file{wanted}, and no "
+            f"{config.path!r} is no file, no folder that holds a file{wanted}, and no "
             "glob that matches one; correct the path"
         )
     if others := sorted(others - files):
         number = f"{len(others):,}, such as {others[0]}"
-        say(f"left out of {config.path}: files not{wanted} ({number})")
-    once: dict[str, Path] = {}
-    for file in sorted(files, key=Path.as_posix):
-        once.setdefault(os.path.realpath(file), file)
-    return list(once.values())
+        say_on_stderr(f"left out of {config.path}: files not{wanted} ({number})")
+    last_first = sorted(files, key=Path.as_posix, reverse=True)
+    once = {os.path.realpath(file): file for file in last_first}
+    return sorted(once.values(), key=Path.as_posix)
 
 
 def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:

@@ -10,6 +10,7 @@ Only the answers are scored: the copied tokens, and the values at the end.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from mixer.common.errors import UserError
 from mixer.data.batches import Batch, hash_number, mixed
 from mixer.data.config import DataConfig, check
-from mixer.data.prepared import Manifest
+from mixer.data.prepared import Manifest, SplitManifest
 from mixer.data.tokenizer import END_OF_TEXT
 
 SAMPLES = {"train": 2**32, "validation": 2048}
@@ -136,6 +137,5 @@ def _recorded(samples: TaskSamples) -> dict[str, int | str]:
     the first samples tell whether a later version makes the same ones.
     """
     first = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
-    counts = {"documents": len(samples), "tokens": len(samples) * int(samples.answers.sum())}
-    hashes = {"tokens_sha256": first.hexdigest(), "documents_sha256": ""}
-    return {"bytes": 0, "words": 0} | counts | hashes
+    answers = len(samples) * int(samples.answers.sum())
+    return asdict(SplitManifest(len(samples), 0, 0, answers, first.hexdigest(), ""))

@@ -12,11 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError
 from mixer.common.files import sha256
@@ -31,44 +31,40 @@ Batch = list[tuple[str, str]]  # (split, document) of each
 
 @dataclass
 class Tokens:
-    """The tokens of one split of a batch, as the token files hold them, and its text's size."""
+    """The tokens of one split of a batch, as the token files hold them."""
 
     ids: bytearray = field(default_factory=bytearray)
     ends: list[int] = field(default_factory=list)  # where each document ends, in tokens
-    bytes: int = 0
-    words: int = 0
+    counts: Counter = field(default_factory=Counter)  # as in a SplitManifest
 
 
-@dataclass(frozen=True)
-class Tokenise:
-    """The task of a worker: the tokens of a batch, for each split."""
+Encode = Callable[[Batch], dict[str, Tokens]]  # the tokens of a batch, for each split
 
-    tokenizer: str  # the content of a tokenizer.json
-    dtype: str  # of the token files
-    eos: int
-    are_pairs: bool
 
-    def __call__(self, batch: Batch) -> dict[str, Tokens]:
+def batch_encoder(tokenizer: PreTrainedTokenizerFast, dtype: str, are_pairs: bool) -> Encode:
+    """dtype: that of the token files. A document is followed by EOS, and each text of a pair is."""
+    encode = token_encoder(tokenizer.backend_tokenizer.to_str(), np.dtype(dtype))
+    eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
+
+    def encode_batch(batch: Batch) -> dict[str, Tokens]:
         splits = {name: Tokens() for name in SPLITS}
-        eos = np.array([self.eos], self.dtype).tobytes()
         for split, document in batch:
             tokens = splits[split]
-            for text in texts_of(document, self.are_pairs):
+            for text in texts_of(document, are_pairs):
                 for piece in pieces(text):
-                    tokens.ids += self._encode(piece)
+                    tokens.ids += encode(piece)
                 tokens.ids += eos
-                tokens.bytes += len(text.encode())
-                tokens.words += len(text.split())
+                tokens.counts.update(bytes=len(text.encode()), words=len(text.split()))
             tokens.ends.append(len(tokens.ids) // len(eos))
+        for tokens in splits.values():
+            tokens.counts.update(documents=len(tokens.ends), tokens=len(tokens.ids) // len(eos))
         return splits
 
-    @cached_property
-    def _encode(self) -> Callable[[str], bytes]:
-        return token_encoder(self.tokenizer, np.dtype(self.dtype))
+    return encode_batch
 
 
 def write_tokens(
-    documents: Iterable[tuple[str, str]], task: Tokenise, workers: int, directory: Path, say: Say
+    documents: Iterable[tuple[str, str]], encode: Encode, workers: int, directory: Path, say: Say
 ) -> dict[str, dict[str, Any]]:
     """Writes the token files of the (split, document) pairs, and returns what the manifest says of
     each split. Every few seconds `say` is told how far it is.
@@ -79,13 +75,12 @@ def write_tokens(
         names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "docs.bin")]
         files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
         # closing ends the workers, also where writing fails
-        for splits in opened.enter_context(closing(results(task, batches(documents), workers))):
+        for splits in opened.enter_context(closing(results(encode, batches(documents), workers))):
             for name, tokens in splits.items():
                 files[f"{name}.bin"].write(tokens.ids)
-                ends = np.array([0, *tokens.ends], "<u8")
-                files[f"{name}.docs.bin"].write((ends[1:] + counts[name]["tokens"]).tobytes())
-                counts[name].update(documents=len(tokens.ends), tokens=int(ends[-1]))
-                counts[name].update(bytes=tokens.bytes, words=tokens.words)
+                ends = np.array(tokens.ends, "<u8") + counts[name]["tokens"]
+                files[f"{name}.docs.bin"].write(ends.tobytes())
+                counts[name].update(tokens.counts)
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
                 say(_report(counts, said - began))
@@ -133,7 +128,8 @@ def results(task: Callable, jobs: Iterable, most: int) -> Iterator:
     if most == 1:
         yield from map(task, jobs)
         return
-    # Forks, which start at once. They use no threads and no GPU, which a fork would break.
+    # Forks start at once. They use no GPU, and none of the tokenizer's threads: neither survives a
+    # fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork")
     pool, given = ProcessPoolExecutor(most, context, _begin_worker, (task,)), deque()

@@ -74,7 +74,7 @@ def parts_of(source: DataConfig) -> Iterable[Part]:
     if source.source == "hub":
         yield from source_parts(source)
         return
-    for file in local_files(source, option="--text"):
+    for file in local_files(source):
         kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
         yield Part(replace(source, source=next(kinds, "text")), file)
 

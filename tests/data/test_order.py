@@ -24,19 +24,6 @@ def test_an_epoch_has_each_sample_once_whatever_their_number(samples):
         )
 
 
-def test_the_order_looks_random():
-    samples = 100_000
-    order = SampleOrder(samples, seed=5).indices(0, samples)
-    assert abs(np.corrcoef(order, np.arange(samples))[0, 1]) < 0.02
-    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
-    first = np.bincount(order[: samples // 10] * 20 // samples, minlength=20)
-    assert np.abs(first / 500 - 1).max() < 0.2
-    assert (np.diff(order) == 1).sum() < 10  # two neighbours stay neighbours about once
-    other, next_epoch = SampleOrder(samples, seed=6), SampleOrder(samples, seed=5)
-    assert (order == other.indices(0, samples)).sum() < 10
-    assert (order == next_epoch.indices(samples, samples)).sum() < 10
-
-
 def test_the_position_is_all_that_a_resume_needs():
     whole = SampleOrder(37, seed=0).indices(0, 200)
     assert whole.dtype == np.int64

@@ -80,19 +80,14 @@ def test_other_settings_and_foreign_files_are_never_overwritten(tmp_path):
     prepare(dataclasses.replace(config, directory=str(tmp_path / "empty")), quiet)
 
 
-def test_a_place_that_cannot_be_written_is_a_readable_error(tmp_path):
-    (tmp_path / "file").write_text("not a directory")
-    config = config_of(tmp_path, ["a", "b"], directory=str(tmp_path / "file/prepared"))
-    with pytest.raises(UserError, match="prepared could not be written .*file'.*give access there"):
-        prepare(config, quiet)
-
-
 def _prepare_in_process(config, lines):
     with open(lines, "a") as file:
         prepare(config, lambda line: (file.write(line + "\n"), file.flush()))
 
 
-def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, monkeypatch):
+def test_of_processes_that_prepare_at_once_one_does_and_the_others_say_that_they_wait(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # they are forks
     train_tokenizer(made_texts(20), 300).save_pretrained(str(tmp_path / "tok"))
     config = config_of(tmp_path, made_texts(1500), tokenizer=str(tmp_path / "tok"))
@@ -107,6 +102,7 @@ def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, monkeypatch):
         process.join()
     assert [process.exitcode for process in running] == [0, 0, 0]
     assert (tmp_path / "lines").read_text().count("tokenised: 1500 documents") == 1
+    assert "waiting for another process, which writes" in capfd.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"lines", "prepared", "texts", "tok"}
 
 

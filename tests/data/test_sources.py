@@ -58,39 +58,25 @@ def test_text_is_one_document_a_file(tmp_path):
     assert documents_of(DataConfig(source="text", path=str(folder))) == ["first\r\n", "second"]
 
 
-def test_hub_dataset_streams_a_split(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n')
-    (tmp_path / "test.jsonl").write_text('{"text": "held out"}\n')
-    config = DataConfig(source="hub", path=str(tmp_path))
-    assert documents_of(config) == ["a", "b"]
-    assert documents_of(dataclasses.replace(config, split="test")) == ["held out"]
-    assert documents_of(dataclasses.replace(config, max_documents=1)) == ["a"]
-    with pytest.raises(UserError, match="hub dataset .* nope: .*Bad split"):
-        documents_of(dataclasses.replace(config, split="nope"))
-
-
 TEXT_FILES = {
     "latin.txt": b"caf\xe9",
     "blank.txt": b"\n",
     "rows.jsonl": b'{"body": "x", "id": 3}\n',
-    "none.jsonl": b"",
 }
 
 
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        ("source=csv", "'csv'; allowed: builtin, text, jsonl, parquet, hub"),
         ("source=text", "data.path is empty"),
         ("path=mine", "data.path is 'mine', which source 'builtin' does not read"),
         ("subset=sample-10BT", "data.subset is 'sample-10BT'; source builtin allows packages"),
-        ("source=text path=missing.txt", "data.path: .* is no file"),
+        ("source=text path=missing.txt", "'missing.txt' is no file"),
         ("source=text path=latin.txt", "latin.txt: .*0xe9 in position 3.*iconv"),
         ("source=text path=blank.txt", "corpus is empty"),
         ("source=parquet path=.", "no folder that holds a file ending in .parquet"),
         ("source=jsonl path=rows.jsonl", "no field 'text'; its fields: body, id"),
         ("source=jsonl path=rows.jsonl text_field=id", "holds int, not text"),
-        ("source=jsonl path=none.jsonl", "corpus is empty"),
     ],
 )
 def test_source_errors_say_what_to_do(tmp_path, monkeypatch, settings, problem):
