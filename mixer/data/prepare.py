@@ -53,12 +53,14 @@ class Data:
 
 def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say = print) -> Data:
     """The data as samples of `context` tokens, or pairs of texts of at most so many. A text is
-    prepared unless that was done already.
+    prepared unless that was done already: whichever process does it prints how far it is.
     """
     if config.source in TASKS:
         manifest, splits, tokenizer = open_task(config, context)
     else:
-        manifest, tokenizer = prepare(config, say), load_tokenizer(config.directory)
+        manifest, tokenizer = prepare(config), load_tokenizer(config.directory)
+        if manifest.tokenizer_loses:
+            say(manifest.tokenizer_loses)
         kind = PairFile if as_pairs else TokenFile
         splits = [kind(config.directory, split, context, say) for split in SPLITS]
     # Both are saved with the model, for tools that cut texts and make batches of them.
@@ -80,8 +82,6 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     check(config)
     # Prepared data can be used where nothing can be written, so it takes no lock.
     if (manifest := _existing(config)) is not None:
-        if manifest.tokenizer_loses:
-            say(manifest.tokenizer_loses)
         return manifest
     with whole_directory(Path(config.directory).absolute()) as stage:
         return _existing(config) or _write(config, stage, say)
@@ -153,9 +153,7 @@ def _tokenizer(config: DataConfig, corpus: Corpus, say: Say) -> tuple[PreTrained
     """The tokenizer, and what it loses of the text."""
     if config.tokenizer != "train":
         tokenizer = existing_tokenizer(config.tokenizer)
-        if loses := loss_of_text(tokenizer, corpus.training_texts()):
-            say(loses)
-        return tokenizer, loses
+        return tokenizer, loss_of_text(tokenizer, corpus.training_texts())
     began = time.perf_counter()
     tokenizer = train_tokenizer(training_sample(corpus.training_texts()), config.vocab_size)
     say(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,25 @@ def test_a_launch_that_cannot_train_so_is_refused_before_anything_is_written(
     assert 2 in codes and 0 not in codes
     assert re.search(message, ranks.output, re.DOTALL)
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", ranks.file.name}
+
+
+def main_process_late() -> None:
+    from mixer.training import loop
+
+    real = loop.open_data
+
+    def late(*arguments):
+        time.sleep(3 if os.environ["RANK"] == "0" else 0)
+        return real(*arguments)
+
+    loop.open_data = late
+
+
+def test_whichever_process_prepares_the_data_says_how_far_it_is(write_config, launch, tmp_path):
+    changes = f"data.directory={tmp_path}/fresh", "train.steps=4"
+    ranks = launch("--config", write_config(), *changes, processes=2, before=main_process_late)
+    output = ranks.succeed()
+    assert output.count("tokenizer: 400 tokens") == output.count("tokenised: ") == 1
 
 
 @pytest.mark.slow
