@@ -227,6 +227,8 @@ def test_options_that_do_not_go_together_are_refused():
         ({"mixer_gate": True, "mixer_expansion": True}, "mixer_gate = True; allowed: one of them"),
         ({"mixer_key_size": 2, "mixer_gate": True}, "or mixer_keyed_every of 2 or more"),
         ({"mixer_keyed_every": 2}, "mixer_keyed_every = 2; allowed: with a mixer_key_size"),
+        ({"mixer_key_size": 2, "mixer_keyed_every": 3}, "allowed: no more than the blocks"),
+        ({"mixer_key_size": 2, "mixer_projections": False}, "allowed: mixer_projections true"),
     ):
         with pytest.raises(ValueError, match=words):
             MaskedMixerConfig(**(SMALL | change))

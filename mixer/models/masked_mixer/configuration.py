@@ -235,6 +235,11 @@ def shape_problems(options: MixerOptions) -> list[str]:
         ),
         (of_keys and not size, " ".join(of_keys), "with a mixer_key_size, such as 64"),
         (size and taps > 1, "mixer_key_size mixer_kernel_size", "one tap"),
+        (
+            size and every > options.num_hidden_layers,
+            "mixer_keyed_every num_hidden_layers",
+            "no more than the blocks",
+        ),
         (options.mixer_rotary and size % 2, "mixer_rotary mixer_key_size", "even sizes"),
         (
             size and options.value_embeddings % every,
