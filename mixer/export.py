@@ -8,7 +8,6 @@ package, and a model card with the run's settings and last losses. It does not h
 state.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from mixer.checkpoints.pretrained import (
     settled,
 )
 from mixer.checkpoints.writer import MODULES_FILE, write_modules
-from mixer.common.errors import run_command
+from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_new, whole_directory
 from mixer.common.parsing import as_yaml
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -145,11 +144,7 @@ def configuration(trainer: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mixer.export", __doc__)
     add = parser.add_argument
     add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
     add(

@@ -1,7 +1,7 @@
 """The operators of `mixer.ops` in plain PyTorch, and single rows of them for generation.
 
-`triangular_conv`, `keyed_conv` and `mix_row` have the operators' arguments; `backend` has no effect.
-Arguments are not checked.
+`triangular_conv`, `keyed_conv` and `mix_row` have the operators' arguments; `backend` has no
+effect. Arguments are not checked.
 
 This file is copied beside every saved model, so it imports from its own folder alone.
 
