@@ -8,12 +8,13 @@ from torch import Tensor
 from mixer.ops import choice, operator, plain
 from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
 from mixer.ops.keyed import keyed_conv
-from mixer.ops.plain import BACKENDS
+from mixer.ops.plain import BACKENDS, turn
 from mixer.ops.row_operator import mix_row
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-__all__ = ["BACKENDS", "DTYPES", "keyed_conv", "mix_row", "triangular_conv"]
+# The code of models saved by earlier versions has all operators from here, and `turn`.
+__all__ = ["BACKENDS", "DTYPES", "keyed_conv", "mix_row", "triangular_conv", "turn"]
 
 
 def triangular_conv(

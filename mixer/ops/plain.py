@@ -140,6 +140,7 @@ def turn(
     norm: bool = True,
     rotation: tuple[Tensor, Tensor] | None = None,
     gain: Tensor | None = None,
+    backend: str = "dense",
 ) -> Tensor:
     """An RMS norm in each head, then a rotation by position, then a gain, of queries or keys.
 
@@ -149,6 +150,7 @@ def turn(
         rotation: cosines and sines of angles (arXiv 2104.09864), two of (batch or 1, tokens, size /
             2) fp32. Number c of a head is turned with number c + size / 2.
         gain: (heads * size,), which the result is multiplied by.
+        backend: without effect; models saved by earlier versions give it.
 
     Returns:
         (batch, tokens, heads * size) in the dtype of x. Between, all is at least fp32.
