@@ -30,7 +30,7 @@ from mixer.reporting.metrics_file import read_metrics
 
 WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Settings that may be paths of the training machine, and are left out.
-MAY_BE_PATHS = ("path", "validation_path", "tokenizer")
+MAY_BE_PATHS = ["data.path", "data.validation_path", "data.tokenizer", "train.init_from"]
 METRICS = {  # the last values of metrics.jsonl, and what the card calls them
     "loss": "training loss, nats a token",
     "validation_loss": "validation loss, nats a token",
@@ -132,11 +132,12 @@ def last_metrics(file: Path, step: int) -> dict[str, str]:
 
 def configuration(trainer: dict[str, Any]) -> str:
     """The settings of the run, and what earlier steps had in place of them."""
-    run = trainer["settings"]
-    data = {name: value for name, value in run.get("data", {}).items() if name not in MAY_BE_PATHS}
-    left_out = [f"data.{name}" for name in MAY_BE_PATHS]
-    earlier = earlier_settings(trainer.get("earlier", {}), left_out)
-    text = f"\n## Configuration\n\n```yaml\n{as_yaml(run | {'data': data})}```\n"
+    run = dict(trainer["settings"])
+    for name in MAY_BE_PATHS:
+        section, key = name.split(".")
+        run[section] = {k: value for k, value in run.get(section, {}).items() if k != key}
+    earlier = earlier_settings(trainer.get("earlier", {}), MAY_BE_PATHS)
+    text = f"\n## Configuration\n\n```yaml\n{as_yaml(run)}```\n"
     return text + "".join(f"\n{line}.\n" for line in earlier)
 
 
