@@ -7,9 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from mixer.common.files import write_text
+from mixer.common.files import write_json, write_text
 from mixer.common.hardware import commit, hardware
-from mixer.comparison.study import write_json
 
 
 def parser_of(description: str, required: bool = True) -> argparse.ArgumentParser:

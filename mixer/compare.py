@@ -19,7 +19,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from mixer.common.errors import UserError, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable
 from mixer.common.hardware import commit
 from mixer.common.parsing import parse_yaml, read_yaml
@@ -32,11 +32,7 @@ from mixer.training.config import flatten, load_config
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mixer.compare", __doc__)
     add = parser.add_argument
     help_of_config = "YAML file, see configs/; section.key=value overrides follow"
     add("--config", required=True, help=help_of_config)

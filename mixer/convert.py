@@ -15,7 +15,6 @@ counterpart here: the command assumes none, and says so. A recurrent mixer's fil
 heads mix by row: it needs --mixing. See mixer/checkpoints/reference_format.py.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer, settled
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
-from mixer.common.errors import UserError, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_directory, whole_file
 from mixer.data.tokenizer import existing_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
@@ -114,11 +113,7 @@ def write(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
     add("source", type=settled, help="a .safetensors file of the author's, or a checkpoint")
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")

@@ -4,7 +4,6 @@ Kernels that are not built yet are built and tried: only running them shows that
 if backend `cuda` will work, else 1.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -12,7 +11,7 @@ import warnings
 
 import torch
 
-from mixer.common.errors import run_command
+from mixer.common.errors import command_parser, run_command
 from mixer.ops import choice
 from mixer.ops.build import dotted
 from mixer.reporting.tables import wrapped
@@ -74,9 +73,7 @@ def gpu_reason(index: int) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.doctor", description="Whether the CUDA kernels will work here."
-    )
+    parser = command_parser("mixer.doctor", "Whether the CUDA kernels will work here.")
     parser.parse_args(arguments)
     problems = []
     print(f"torch: {torch.__version__}")

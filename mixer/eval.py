@@ -16,20 +16,17 @@ The conventions of lm-evaluation-harness:
 Without a checkout, `python -m mixer.eval` is the same command.
 """
 
-import argparse
 from dataclasses import fields
 
 from mixer.checkpoints.pretrained import settled
-from mixer.common.errors import run_command
+from mixer.common.errors import command_parser, run_command
 from mixer.distributed.world import follow_launcher
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Has an option for each field of EvalOptions, and --output."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(None, __doc__)
     text = parser.add_mutually_exclusive_group()
     special = {
         "checkpoint": {"nargs": "+", "required": True, "metavar": "DIR", "type": settled},

@@ -8,11 +8,13 @@ package, and a model card with the run's settings and last losses. It does not h
 state.
 """
 
-import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import ModelCardData
 
+from mixer.checkpoints.format import earlier_settings, read_trainer
 from mixer.checkpoints.pretrained import (
     check_finite,
     load_checkpoint,
@@ -20,11 +22,45 @@ from mixer.checkpoints.pretrained import (
     settled,
 )
 from mixer.checkpoints.writer import MODULES_FILE, write_modules
-from mixer.common.errors import run_command
+from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_new, whole_directory
-from mixer.evaluation.model_card import model_card
+from mixer.common.parsing import as_yaml
+from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.reporting.metrics_file import read_metrics
 
 WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Settings that may be paths of the training machine, and are left out.
+MAY_BE_PATHS = ["data.path", "data.validation_path", "data.tokenizer", "train.init_from"]
+METRICS = {  # the last values of metrics.jsonl, and what the card calls them
+    "loss": "training loss, nats a token",
+    "validation_loss": "validation loss, nats a token",
+    "validation_bits_per_byte": "validation bits per byte",
+    "validation_tokens": "validation tokens scored",
+}
+TEXT = """\
+---
+{header}
+---
+# {title}
+
+A masked mixer ([arXiv 2409.01482](https://arxiv.org/abs/2409.01482)): a causal language model that
+mixes tokens by a learned lower-triangular convolution in place of attention. Prompt and new tokens
+together must fit into its context.
+
+| | |
+|---|---|
+{facts}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)
+```
+
+The code beside the weights is plain PyTorch. Where the masked-mixer package is installed,
+`import mixer` before these lines makes `trust_remote_code` unnecessary, and its kernels are used.
+{configuration}"""
 
 
 def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") -> None:
@@ -51,12 +87,65 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     print(f"wrote {output}; read its README.md, then: hf upload NAME {output}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+# ------------------------------------------------------------------------- the model card
+
+
+def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str) -> str:
+    """The card as Markdown. What is not known of the checkpoint or its run is left out.
+
+    Raises UserError where the run's files are damaged.
+    """
+    trainer, config = read_trainer(checkpoint), model.config
+    header = ModelCardData(
+        license=license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["masked-mixer", "custom_code"],
     )
+    facts = {
+        "parameters": f"{model.num_parameters():,}",
+        "context, tokens": str(config.max_position_embeddings),
+        "hidden size, layers": f"{config.hidden_size}, {config.num_hidden_layers}",
+        "vocabulary": str(config.vocab_size),
+    }
+    if trainer:
+        facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
+        facts |= last_metrics(checkpoint.resolve().parent / "metrics.jsonl", trainer["step"])
+    return TEXT.format(
+        header=header.to_yaml(),
+        title=title,
+        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        configuration=configuration(trainer) if trainer.get("settings") else "",
+    )
+
+
+def last_metrics(file: Path, step: int) -> dict[str, str]:
+    """The last METRICS up to a step."""
+    found, last = {}, {}
+    for line in read_metrics(file) if file.is_file() else []:
+        last |= line if line["step"] <= step else {}
+    for key, text in METRICS.items():
+        if isinstance(last.get(key), (int, float)):
+            found[text] = f"{last[key]:,}" if key.endswith("tokens") else f"{last[key]:.4f}"
+    return found
+
+
+def configuration(trainer: dict[str, Any]) -> str:
+    """The settings of the run, and what earlier steps had in place of them."""
+    run = dict(trainer["settings"])
+    for name in MAY_BE_PATHS:
+        section, key = name.split(".")
+        run[section] = {k: value for k, value in run.get(section, {}).items() if k != key}
+    earlier = earlier_settings(trainer.get("earlier", {}), MAY_BE_PATHS)
+    text = f"\n## Configuration\n\n```yaml\n{as_yaml(run)}```\n"
+    return text + "".join(f"\n{line}.\n" for line in earlier)
+
+
+# ------------------------------------------------------------------------- the command
+
+
+def main() -> None:
+    parser = command_parser("mixer.export", __doc__)
     add = parser.add_argument
     add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
     add(

@@ -3,14 +3,13 @@
 python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 """
 
-import argparse
 import math
 
 from torch import Tensor
 from transformers import BatchEncoding, GenerationConfig, PreTrainedModel, set_seed
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
-from mixer.common.errors import UserError, first_line, run_command
+from mixer.common.errors import UserError, command_parser, first_line, run_command
 from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
 from mixer.evaluation.measure import choose_device, reads
@@ -90,11 +89,7 @@ def check_context(model: PreTrainedModel, prompt: int, new: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mixer.generate", __doc__)
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
     add("--checkpoint", required=True, metavar="DIR", help="of any causal language model")
     add("--prompt", required=True, nargs="+", metavar="TEXT", help="texts to continue")

@@ -3,21 +3,16 @@
 python -m mixer.inspect --checkpoint runs/demo/step-600
 """
 
-import argparse
 from pathlib import Path
 
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
-from mixer.common.errors import run_command
+from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_writable, directory_for
 from mixer.reporting.matrices import mixing_matrices, write_pages
 
 
 def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.inspect",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mixer.inspect", __doc__)
     how = {"type": settled, "required": True, "metavar": "DIR"}
     parser.add_argument("--checkpoint", **how, help="of a masked mixer")
     where = "where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)"

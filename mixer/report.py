@@ -4,10 +4,9 @@ python -m mixer.report runs/demo                            # runs/demo/training
 python -m mixer.report runs/one runs/two --output both.png  # validation loss by training time
 """
 
-import argparse
 from pathlib import Path
 
-from mixer.common.errors import UserError, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, whole_file
 from mixer.reporting.curves import compare_runs, plot_training
 from mixer.reporting.metrics_file import read_metrics
@@ -15,11 +14,7 @@ from mixer.reporting.tables import table
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mixer.report", __doc__)
     how = "run directory, or its metrics.jsonl; two or more are compared"
     parser.add_argument("run", nargs="+", help=how)
     how = "picture to write (default: training.png or comparison.png in the first run)"

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
-from mixer.common.errors import UserError, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.evaluation.evaluate import (
     EvalOptions,
@@ -46,11 +46,7 @@ LR = 0.02  # of the first step
 
 
 def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.representation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mixer.representation", __doc__)
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
     add("--checkpoint", required=True, type=settled, metavar="DIR", help="of a causal model")
     add("--data", default="", metavar="DIR", help="prepared data (default: the run's validation)")

@@ -6,20 +6,14 @@
 In a checkout, train.py is the same command.
 """
 
-import argparse
-
-from mixer.common.errors import run_command
+from mixer.common.errors import command_parser, run_command
 from mixer.distributed.world import follow_launcher
 from mixer.training.config import describe_options, load_config
 from mixer.training.loop import train
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=describe_options(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(None, __doc__, epilog=describe_options())
     parser.add_argument("--config", help="YAML file, see configs/; without it the defaults")
     options, overrides = parser.parse_known_args()
     follow_launcher()

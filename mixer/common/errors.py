@@ -2,8 +2,12 @@
 of a launch prints them.
 """
 
+import argparse
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -23,6 +27,13 @@ class NotFinite(UserError):
     """Numbers of a run are NaN or infinite: its training has diverged. The message says so in the
     words "not finite".
     """
+
+
+def command_parser(name: str | None, about: str, **how) -> argparse.ArgumentParser:
+    """The parser of `python -m NAME`, or of the script itself. `about` is shown as it is."""
+    raw = argparse.RawDescriptionHelpFormatter
+    prog = f"python -m {name}" if name else None
+    return argparse.ArgumentParser(prog, description=about, formatter_class=raw, **how)
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -56,6 +67,18 @@ def end_at_interrupt(kind, error, trace) -> None:
         return sys.__excepthook__(kind, error, trace)
     say_on_stderr("interrupted")
     os._exit(130)  # nobody waits for its threads
+
+
+def end_with_parent() -> None:
+    """For a process of multiprocessing: SIGTERM when the process that started it has ended, however
+    that was.
+    """
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def first_line(error: Exception) -> str:

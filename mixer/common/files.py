@@ -4,6 +4,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ STAGE = ".partial-"  # the names of what is being written begin with this
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
+# In JSON, a list without objects, which may have lists without any in it.
+LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
 LARGE = 2e9  # bytes whose SHA-256 takes noticeable time
 # What network file systems and FUSE answer where they cannot do what is asked for.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
@@ -76,6 +79,12 @@ def write_text(path: Path, text: str) -> None:
     """`whole_file` for text, in UTF-8."""
     with whole_file(path) as stage:
         stage.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, result: dict) -> None:
+    """`whole_file` for measured results, with lists of numbers on one line each."""
+    text = json.dumps(result, indent=1)
+    write_text(path, LIST.sub(lambda found: re.sub(r"\n *", "", found[0]), text) + "\n")
 
 
 @contextmanager

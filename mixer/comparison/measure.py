@@ -1,14 +1,11 @@
 """A run of a plan, in a process of its own: it trains by the trainer itself and measures."""
 
-import os
 import re
 import shutil
 import signal
-import threading
 import traceback
 from contextlib import redirect_stdout
 from itertools import pairwise
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -16,7 +13,7 @@ from statistics import median
 import numpy as np
 from transformers import PreTrainedModel
 
-from mixer.common.errors import NotFinite, UserError, first_line
+from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import Run
 from mixer.data.batches import Samples
@@ -36,7 +33,7 @@ def report_run(connection: Connection, run: Run, folder: Path) -> None:
     """Sends a run's row, or what was wrong in words, or nothing of a run that a signal stopped."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=stop_with_parent, daemon=True).start()
+    end_with_parent()
     name = re.sub(r"[^\w.+-]+", "-", run.name)
     with open(folder / f"{name}.txt", "a") as log, redirect_stdout(log):
         try:
@@ -46,11 +43,6 @@ def report_run(connection: Connection, run: Run, folder: Path) -> None:
         except Exception as error:
             traceback.print_exc(file=log)
             connection.send(f"{first_line(error)}; more in {log.name}")
-
-
-def stop_with_parent() -> None:
-    parent_process().join()
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def train_run(run: Run, name: str, folder: Path) -> dict | None:

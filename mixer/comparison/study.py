@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import re
 import signal
 from collections import deque
 from multiprocessing.connection import Connection, wait
@@ -12,20 +11,12 @@ from pathlib import Path
 import torch
 
 from mixer.common.errors import UserError
-from mixer.common.files import write_text
+from mixer.common.files import write_json
 from mixer.comparison.measure import SIGNALS, report_run
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
 
 LEFT = 3  # exit status of a command that must be given again to do all
-# A list without objects, which may have lists without any in it.
-LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
-
-
-def write_json(file: Path, result: dict) -> None:
-    """Writes results with lists of numbers on one line each."""
-    text = json.dumps(result, indent=1)
-    write_text(file, LIST.sub(lambda found: re.sub(r"\n *", "", found[0]), text) + "\n")
 
 
 class Study:

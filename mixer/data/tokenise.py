@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mixer.common.errors import Say, UserError
+from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import sha256
 from mixer.data.corpus import SPLITS, texts_of
 from mixer.data.tokenizer import pieces, token_encoder
@@ -162,12 +161,7 @@ def _begin_worker(task: Callable) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    end_with_parent()
 
 
 def _do(job: object) -> object:

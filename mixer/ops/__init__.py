@@ -13,6 +13,7 @@ from mixer.ops.row_operator import mix_row
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+# The code of models saved by earlier versions has all operators from here, and `turn`.
 __all__ = ["BACKENDS", "DTYPES", "keyed_conv", "mix_row", "triangular_conv", "turn"]
 
 

@@ -10,7 +10,6 @@ the architecture and the sources, so a stale library is never loaded. The comman
 case, for example by another compiler.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from mixer.common.errors import UserError, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import cache_home, whole_directory
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -201,9 +200,7 @@ def capability(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m mixer.ops.build", description="Build CUDA kernels ahead of time, or anew."
-    )
+    parser = command_parser("mixer.ops.build", "Build CUDA kernels ahead of time, or anew.")
     add, known = parser.add_argument, "compute capabilities (default: the GPUs here)"
     add("--arch", nargs="+", type=capability, metavar="9.0", help=known)
     here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}

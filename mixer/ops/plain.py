@@ -1,7 +1,7 @@
 """The operators of `mixer.ops` in plain PyTorch, and single rows of them for generation.
 
-`triangular_conv`, `keyed_conv`, `turn` and `mix_row` have the operators' arguments; `backend` has
-no effect. Arguments are not checked.
+`triangular_conv`, `keyed_conv` and `mix_row` have the operators' arguments; `backend` has no
+effect. Arguments are not checked.
 
 This file is copied beside every saved model, so it imports from its own folder alone.
 
@@ -150,6 +150,7 @@ def turn(
         rotation: cosines and sines of angles (arXiv 2104.09864), two of (batch or 1, tokens, size /
             2) fp32. Number c of a head is turned with number c + size / 2.
         gain: (heads * size,), which the result is multiplied by.
+        backend: without effect; models saved by earlier versions give it.
 
     Returns:
         (batch, tokens, heads * size) in the dtype of x. Between, all is at least fp32.

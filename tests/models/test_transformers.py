@@ -291,3 +291,13 @@ def test_lora_on_the_linear_layers(tmp_path):
     torch.testing.assert_close(
         loaded(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4
     )
+
+
+def test_the_code_of_models_saved_by_earlier_versions_finds_its_operators():
+    """It has them from this package where that is installed, and turns keys like this."""
+    from mixer.ops import keyed_conv, mix_row, triangular_conv, turn
+
+    key = torch.randn(2, 3, 8)
+    turned = turn(key, 2, norm=True, rotation=None, gain=None, backend="auto").view(2, 3, 2, 4)
+    assert turned.square().mean(-1).allclose(torch.ones(()), rtol=1e-3)
+    assert all(map(callable, (keyed_conv, mix_row, triangular_conv)))

@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixer.ops.plain import by_head
+from mixer.ops.plain import by_head, turn
 
 from .cache import Past
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import KeyedConv, KeyedLagConv, LagConv, TriangularConv
 from .layers import Linear, gelu
-from .operators import turn
 from .recurrent import RecurrentConv
 
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
@@ -41,7 +40,6 @@ class QueryKey(nn.Module):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
-        self.backend = config.mixing_backend
         keys = self.heads * config.mixer_key_size
         self.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
 
@@ -50,7 +48,7 @@ class QueryKey(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if not self.norm and rotation is None:
             return query, key
-        how = {"norm": self.norm, "rotation": rotation, "backend": self.backend}
+        how = {"norm": self.norm, "rotation": rotation}
         return turn(query, self.heads, gain=self.gain, **how), turn(key, self.heads, **how)
 
 

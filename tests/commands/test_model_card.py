@@ -25,6 +25,7 @@ def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path):
     for number, (data, shown) in enumerate(DATA):
         trainer = json.loads((last / TRAINER).read_text())
         trainer["settings"]["data"] |= NO_PATHS | data
+        trainer["settings"]["train"]["init_from"] = "/home/ann's/run"
         (last / TRAINER).write_text(json.dumps(trainer))
         list_files(last)
         output = tmp_path / f"exported-{number}"
