@@ -89,7 +89,7 @@ def plot_loss_by_position(
         axes.axvline(context, color="0.4", linestyle=":", label="trained context")
     log_axis(axes)
     axes.set(xlabel="tokens that the prediction can see", ylabel="loss (nats per token)")
-    axes.set_title("Loss by position in the window; numbers: at its end")
+    axes.set_title("Loss by position (legend: at the end)")
     name_curves(axes)
     figure.savefig(output)
 
