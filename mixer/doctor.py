@@ -89,6 +89,8 @@ def main(arguments: list[str] | None = None) -> None:
     for what, fix in problems:
         print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
     print(f"\nThe cuda backend {'will not work' if problems else 'works'} here.")
+    if problems:
+        print("Models run all the same: model.mixing_backend=auto then uses plain PyTorch.")
     sys.exit(1 if problems else 0)
 
 

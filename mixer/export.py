@@ -43,9 +43,8 @@ TEXT = """\
 ---
 # {title}
 
-A masked mixer ([arXiv 2409.01482](https://arxiv.org/abs/2409.01482)): a causal language model that
-mixes tokens by a learned lower-triangular convolution in place of attention. Prompt and new tokens
-together must fit into its context.
+A masked mixer ([arXiv 2409.01482](https://arxiv.org/abs/2409.01482)): a causal language model whose
+tokens are mixed by learned lower-triangular matrices.{keys}{limit}
 
 | | |
 |---|---|
@@ -111,7 +110,11 @@ def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, lice
     if trainer:
         facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
         facts |= last_metrics(checkpoint.resolve().parent / "metrics.jsonl", trainer["step"])
+    keys = "\nIn its keyed blocks, softmax weights multiply the learned ones: a kind of attention."
+    limit = "\nPrompt and new tokens together must fit into its context."
     return TEXT.format(
+        keys=keys if config.mixer_key_size else "",
+        limit=limit if config.mixing_weight == "full" else "",
         header=header.to_yaml(),
         title=title,
         facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),

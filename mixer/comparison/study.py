@@ -57,6 +57,7 @@ class Study:
                 process.join()
         if self.runs:
             print(write_report(self.result, self.file))
+            print(f"the report is in {self.file.parent}")
         if self.problems:
             raise UserError("\n".join(self.problems))
         if self.stopped:

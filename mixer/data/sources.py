@@ -78,6 +78,8 @@ def part_texts(part: Part) -> Iterator[str | None]:
         remedy = "correct it (iconv converts text to UTF-8), or copy it again if it is cut short"
         if part.config.source == "hub":
             remedy = "check its names and the network; for .zst files, pip install backports.zstd"
+            if os.path.exists(part.config.path):
+                remedy = "your own files need data.source=text, jsonl or parquet (eval.py: --text)"
         place = f"row {number} of {part.name}"
         raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
 

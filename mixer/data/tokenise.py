@@ -82,8 +82,8 @@ def write_tokens(
                 counts[name].update(tokens.counts)
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
-                say(_report(counts, said - began))
-    say(_report(counts, time.perf_counter() - began))
+                say(_report("tokenised so far", counts, said - began))
+    say(_report("tokenised", counts, time.perf_counter() - began))
     for name, count in counts.items():
         count["tokens_sha256"] = sha256(directory / f"{name}.bin")
         count["documents_sha256"] = sha256(directory / f"{name}.docs.bin")
@@ -102,13 +102,13 @@ def batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
         yield batch
 
 
-def _report(counts: dict[str, Counter], seconds: float) -> str:
+def _report(what: str, counts: dict[str, Counter], seconds: float) -> str:
     done = sum(counts.values(), Counter())
     return (
-        f"tokenised: {done['documents']} documents ({counts['validation']['documents']} of them "
+        f"{what}: {done['documents']:,} documents ({counts['validation']['documents']:,} of them "
         f"for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens in "
         f"{seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s, "
-        f"{done['tokens'] / seconds:.0f} tokens/s)"
+        f"{done['tokens'] / seconds:,.0f} tokens/s)"
     )
 
 

@@ -89,7 +89,7 @@ def plot_loss_by_position(
         axes.axvline(context, color="0.4", linestyle=":", label="trained context")
     log_axis(axes)
     axes.set(xlabel="tokens that the prediction can see", ylabel="loss (nats per token)")
-    axes.set_title("Loss by position in the window")
+    axes.set_title("Loss by position (legend: at the end)")
     name_curves(axes)
     figure.savefig(output)
 
@@ -98,9 +98,12 @@ def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list
     """Centres and means over ranges that widen in proportion to where they are, NaN left out; both
     arrays are (count,).
     """
-    edges = (2 ** np.arange(0, np.log2(len(values) + 1), 0.25)).astype(int) - 1
+    edges = np.unique((2 ** np.arange(0, np.log2(len(values) + 1), 0.25)).astype(int) - 1)
+    # Of 128 places, the 128th is no range of its own: one place is noise among means of many.
+    if len(edges) > 1 and len(values) - edges[-1] < edges[-1] - edges[-2]:
+        edges = edges[:-1]
     centres, means = [], []
-    for low, high in itertools.pairwise([*np.unique(edges), len(values)]):
+    for low, high in itertools.pairwise([*edges, len(values)]):
         known = ~np.isnan(values[low:high])
         if known.any():
             place = places[low:high][known]

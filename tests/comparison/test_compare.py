@@ -281,7 +281,7 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     with pytest.raises(UserError, match=said):
         whole.work([iterate(name) for name in "abcde"])
     rows = runs_in(tmp_path / "a.json")
-    assert list(rows) == ["a", "c", "d"]
+    assert sorted(rows) == ["a", "c", "d"]  # in the order in which they end, which is by chance
     assert {row["gpu"] for row in rows.values()} <= {"3", "GPU-5"} and rows["a"]["gpu"] == "3"
 
 
