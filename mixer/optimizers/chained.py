@@ -35,6 +35,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         objects.
         """
         super().__setstate__(state)
+        self.graph = self.graph and StepGraph(self._update)
         self._share()
 
     def _share(self) -> None:
@@ -121,9 +122,10 @@ class StepGraph:
         if is_first:
             self.update(found_inf, scale)
         else:
-            self.graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             # Other threads copy a checkpoint or the next batch at the same time.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.update(found_inf, scale)
+            self.graph = graph
         for group, earlier in zip(groups, before, strict=True):
             group.update(earlier)

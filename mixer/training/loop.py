@@ -250,7 +250,7 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
         elif isinstance(error, OSError):
             error = UserError(
                 f"the run in {run.directory} has ended: {error}; mend that (make space, give "
-                "access), then give the same command again: it goes on from the last save"
+                "access), then give the same command again: it goes on from the last save, if any"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)

@@ -59,10 +59,12 @@ class OptimConfig:
         above=0,
     )
     mixing_lr: float = option(
-        1.0, "that of full mixing weights, each by itself (lags have their own), likewise", above=0
+        1.0,
+        "the learning rate of full mixing weights, as a multiple of lr; lags have shared_lags_lr",
+        above=0,
     )
-    matrices_lr: float = option(1.0, "that of linear layers' matrices, likewise", above=0)
-    vectors_lr: float = option(1.0, "that of biases and norms, likewise", above=0)
+    matrices_lr: float = option(1.0, "that of the matrices of linear layers", above=0)
+    vectors_lr: float = option(1.0, "that of biases and norms", above=0)
 
 
 @dataclass

@@ -191,11 +191,13 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     weights = list(model.parameters())
     for weight in weights:
         kept.pop(weight.untyped_storage()._cdata, None)
-    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers.
-    state = 16 * sum(weight.numel() for weight in weights)
+    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers; on a GPU also
+    # the gradient that the optimizer's graph reads.
+    on_gpu = world.device.type == "cuda"
+    state = (20 if on_gpu else 16) * sum(weight.numel() for weight in weights)
     needed = state / (world.size if world.is_sharded else 1)
     needed += sum(storage.nbytes() for storage in kept.values())
-    if world.device.type == "cpu":
+    if not on_gpu:
         needed += psutil.Process().memory_info().rss
         if needed > (limit := memory_limit(world.device)):
             raise UserError(

@@ -4,6 +4,7 @@ FSDP.
     pytest tests/training/test_train_cuda.py  # on 1, 2 or 4 GPUs; skipped without one
 """
 
+import math
 import os
 import time
 
@@ -149,6 +150,37 @@ def test_a_step_that_does_not_fit_names_the_sizes_and_what_to_lower(write_config
     assert "train.batch_size = 100000, " in ranks.output
     assert "lower train.batch_size and raise train.grad" in ranks.output
     assert "set train.recompute=block" in ranks.output
+
+
+def overflowing() -> None:
+    """Losses so large that fp16's gradients overflow at its first scale, and always where
+    LOSS_FACTOR is infinite.
+    """
+    from mixer.training import gradients, objective
+
+    real, gradients.MOST_SKIPPED = objective.token_nats, 10
+    objective.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
+
+
+def test_fp16_overflows_are_skipped_counted_and_end_the_run_where_they_do_not_end(
+    write_config, launch, tmp_path
+):
+    config = write_config(**SECTIONS)
+    changes = ["train.mixed_precision=fp16", "train.max_grad_norm=1"]
+    environment = ON_GPU | {"LOSS_FACTOR": "4096"}
+    launch("--config", config, *changes, environment=environment, before=overflowing).succeed()
+    lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
+    assert 0 < lines[-1]["skipped_steps"] < 20
+    before, counted = 65536.0, 0
+    for line in lines:  # a skipped step halves the scale
+        assert (line["loss_scale"] == before / 2) == (line["skipped_steps"] == counted + 1)
+        before, counted = line["loss_scale"], line["skipped_steps"]
+    environment = ON_GPU | {"LOSS_FACTOR": str(math.inf)}
+    ranks = launch(
+        "--config", config, "name=never", *changes, environment=environment, before=overflowing
+    )
+    assert ranks.wait() == [2]
+    assert "10 steps in a row were skipped, up to step 10" in ranks.output
 
 
 def forbid_waiting() -> None:
