@@ -11,7 +11,7 @@ from mixer.ops.plain import triangular_conv
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import STEPS, A, B, C, Muon, iterate, normalized
 from mixer.optimizers.triangular_adamw import TriangularAdamW
-from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
+from mixer.training.optim import OptimConfig, build_optimizer
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
 
