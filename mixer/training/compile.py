@@ -140,8 +140,7 @@ class Passes:
         gradients = self.gradients
         if self.world.size > 1:
             every = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(every)
-            every.div_(self.world.size)  # as DDP does
+            dist.all_reduce(every, dist.ReduceOp.AVG)  # DDP takes the mean, too
             parts = every.split([gradient.numel() for gradient in gradients])
             gradients = [part.view_as(own) for part, own in zip(parts, gradients, strict=True)]
         for weight, gradient in zip(self.weights, gradients, strict=True):
