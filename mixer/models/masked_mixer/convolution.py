@@ -14,7 +14,7 @@ from transformers import initialization
 from mixer.ops.lags import diagonal_sums, rows_by_lag, toeplitz, weight_by_lag
 from mixer.ops.plain import by_head, keyed_rows, mix_rows, rows_at
 
-from .cache import Past, Place
+from .cache import MixingCache, Place
 from .configuration import MaskedMixerConfig
 from .operators import keyed_conv, mix_row, triangular_conv
 
@@ -125,7 +125,7 @@ class TriangularConv(nn.Module):
         return lags
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, past: Past | None = None
+        self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
     ) -> Tensor:
         """residual + the convolution of x, both (batch, tokens, channels).
 
@@ -135,14 +135,14 @@ class TriangularConv(nn.Module):
         given = self.operands()
         if past is None or past.is_empty:
             if past is not None:
-                past.update(self.place, by_head(x, self.heads))
+                past.append(self.place, by_head(x, self.heads))
             how = {"backend": self.backend, **given}
             return triangular_conv(x, bias=self.bias, residual=residual, **how)
         if x.shape[1] == 1 and given["weight"] is not None:
             inputs, weight = past.extended(self.place, 1), given["weight"]
             return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
         # (batch, heads, length, channels of a head)
-        inputs = past.update(self.place, by_head(x, self.heads))
+        inputs = past.append(self.place, by_head(x, self.heads))
         rows = self.rows(past.positions, inputs)
         y = mix_rows(inputs, rows, self.bias, past.positions)
         # Under autocast the residual stream has the autocast type, as y has.
@@ -179,7 +179,7 @@ class KeyedConv(TriangularConv):
         return 1 / torch.tensor(spans, device=self.bias.device)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, past: Past | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
     ) -> Tensor:
         """query and key are (batch, tokens, heads * key_size), value and the result (batch, tokens,
         channels); past is that of TriangularConv.
@@ -187,7 +187,7 @@ class KeyedConv(TriangularConv):
         if past is not None:
             # (batch, heads, new, key_size + channels of a head)
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
-            both = past.update(self.place, new)
+            both = past.append(self.place, new)
             if not past.is_empty:
                 rows = self.rows(past.positions, both)
                 query = by_head(query, self.heads)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mixer.ops.plain import by_head, turn
 
-from .cache import Past
+from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import KeyedConv, KeyedLagConv, LagConv, TriangularConv
 from .layers import Linear, gelu
@@ -72,12 +72,12 @@ class Attention(nn.Module):
         self.channels = config.hidden_size
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, past: Past | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
     ) -> Tensor:
         """As KeyedConv.forward."""
         query, key, value = (by_head(part, self.heads) for part in (query, key, value))
         if past is not None:
-            both = past.update(self.place, torch.cat([key, value], -1))
+            both = past.append(self.place, torch.cat([key, value], -1))
         if past is None or past.is_empty:
             y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
@@ -114,7 +114,7 @@ class Flat(nn.Module):
         if self.projects:
             self.out_proj = Linear(size, size, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, past: MixingCache | None = None) -> Tensor:
         last = None if self.projects else residual  # what the last convolution adds
         x = self.in_proj(x) if self.projects else x
         if self.second_conv is None:
@@ -140,7 +140,7 @@ class Gated(nn.Module):
         self.conv = convolution(config)
         self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
-    def forward(self, x: Tensor, residual: Tensor, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, past: MixingCache | None = None) -> Tensor:
         query, key, value = self.in_proj(x).chunk(3, dim=-1)
         return residual + self.out_proj(query * self.conv(key * value, None, past))
 
@@ -171,7 +171,7 @@ class Keyed(nn.Module):
         self,
         x: Tensor,
         residual: Tensor,
-        past: Past | None = None,
+        past: MixingCache | None = None,
         rotation: tuple[Tensor, Tensor] | None = None,
         values: Tensor | None = None,
     ) -> Tensor:
@@ -185,14 +185,14 @@ class Keyed(nn.Module):
         value = value if values is None else value + values
         return residual + self.out_proj(self.keyed_conv(query, key, value, past))
 
-    def _previous(self, key: Tensor, past: Past | None) -> Tensor:
+    def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:
         """The keys of the tokens before those of key (batch, tokens, channels), zero before the
         first.
         """
         if past is None:
             return F.pad(key[:, :-1], (0, 0, 1, 0))
         # (batch, heads, length, size of a key)
-        keys = past.update(self.place, by_head(key, self.keyed_conv.heads))
+        keys = past.append(self.place, by_head(key, self.keyed_conv.heads))
         before = (past.positions - 1).clamp(min=0)[:, None, :, None]  # (batch or 1, 1, new, 1)
         rows = keys.gather(2, before.expand(*keys.shape[:2], -1, keys.shape[3]))
         rows = rows.masked_fill((past.positions == 0)[:, None, :, None], 0)

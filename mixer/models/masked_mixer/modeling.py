@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .cache import Generation, MixingCache, Past
+from .cache import Generation, MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
 from .layers import MLP, in_autocast_type
@@ -43,9 +43,11 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,  # (batch, tokens, channels)
-        past: Past | None = None,
+        past: MixingCache | None = None,
         **more,  # what keyed mixing takes
     ) -> Tensor:
+        if past is not None:
+            past.positions = past.positions.to(x.device)  # of this block, with a device_map
         if self.mlp_first:
             x = x + self.mlp(self.mlp_norm(x))
         x = self.mixing(self.mixing_norm(x), x, past, **more)
@@ -134,18 +136,18 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states: list[Tensor] | None = [] if output_hidden_states else None
-        places = past = None
+        places, past = None, past_key_values
         if attention_mask is not None:
             places = Places(attention_mask, input_ids.shape[1])
             input_ids = places.gather(input_ids)
-        if past_key_values is not None:
-            past = Past(past_key_values, self._positions(input_ids, past_key_values, places))
+        if past is not None:
+            past.positions = self._positions(input_ids, past, places)
         if past is None or past.is_empty or input_ids.shape[1] > 1 or states is not None:
             x = self._blocks(input_ids, past, states)
         else:
-            x = past_key_values.step(self._blocks, input_ids, past)
+            x = past.step(self._blocks, input_ids)
         if past is not None:
-            past_key_values.length += input_ids.shape[1]
+            past.length += input_ids.shape[1]
         if places is not None:
             x, states = places.restore(x), states and [places.restore(state) for state in states]
         return BaseModelOutputWithPast(
@@ -162,7 +164,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         return torch.arange(cache.length, end, device=input_ids.device)[None]
 
     def _blocks(
-        self, input_ids: Tensor, past: Past | None, states: list[Tensor] | None = None
+        self, input_ids: Tensor, past: MixingCache | None, states: list[Tensor] | None = None
     ) -> Tensor:
         """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
         is filled with the embedding and the output of each block, the last one after the norm.

@@ -11,7 +11,7 @@ from transformers import initialization
 
 from mixer.ops.lags import toeplitz
 
-from .cache import Past
+from .cache import MixingCache
 from .convolution import TriangularConv
 from .operators import triangular_conv
 
@@ -63,7 +63,7 @@ class RecurrentConv(TriangularConv):
             initialization.normal_(self.scale, std=math.sqrt(2 / self.context))
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, past: Past | None = None
+        self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
     ) -> Tensor:
         """As TriangularConv.forward, of texts of any length. A negative position is padding, which
         does not change the sum that is kept.
@@ -113,7 +113,7 @@ class RecurrentConv(TriangularConv):
             found.append(sums)
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def _continued(self, x: Tensor, past: Past) -> Tensor:
+    def _continued(self, x: Tensor, past: MixingCache) -> Tensor:
         """The sums of new tokens, from the one that is kept on, which becomes each text's last."""
         state = past.sums(self.place, x)
         sums = self._sums(x, state)
