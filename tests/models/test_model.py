@@ -224,11 +224,17 @@ def test_operations_counted_by_hand():
 def test_options_that_do_not_go_together_are_refused():
     for change, words in (
         ({"hidden_size": 16.5}, "hidden_size = 16.5; allowed: int, 1 or more"),
-        ({"mixer_gate": True, "mixer_expansion": True}, "mixer_gate = True; allowed: one of them"),
-        ({"mixer_key_size": 2, "mixer_gate": True}, "or mixer_keyed_every of 2 or more"),
+        ({"mixer_gate": True, "mixer_expansion": True}, "allowed: expansion alone, or the others"),
+        (
+            {"mixer_key_size": 2, "mixer_gate": True},
+            "mixer_keyed_every = 1; allowed: every",
+        ),
         ({"mixer_keyed_every": 2}, "mixer_keyed_every = 2; allowed: with a mixer_key_size"),
         ({"mixer_key_size": 2, "mixer_keyed_every": 3}, "allowed: no more than the blocks"),
-        ({"mixer_key_size": 2, "mixer_projections": False}, "allowed: mixer_projections true"),
+        (
+            {"mixer_key_size": 2, "mixer_projections": False},
+            "allowed: true with gate",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             MaskedMixerConfig(**(SMALL | change))

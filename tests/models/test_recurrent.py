@@ -110,11 +110,8 @@ def test_a_run_trains_scale_and_decay_and_its_checkpoint_writes_behind_the_conte
 
 def test_what_recurrences_do_not_have_is_refused():
     for settings, words in (
-        (
-            "mixing_weight=columns mixer_key_size=4",
-            "mixer_key_size = 4; .* full and lags with keys",
-        ),
-        ("mixing_weight=columns mixer_kernel_size=3", "size = 3; .* full and lags with taps"),
+        ("mixing_weight=columns mixer_key_size=4", "size = 4; .* full or lags with keys"),
+        ("mixing_weight=columns mixer_kernel_size=3", "size = 3; .* full or lags with taps"),
         ("mixing_decay=true", "mixing_decay = True and .*'full'; .* rows, columns, mixed"),
     ):
         with pytest.raises(UserError, match=words):

@@ -102,10 +102,10 @@ def test_a_package_that_is_there_and_cannot_be_imported_is_an_error(
         monkeypatch.delitem(sys.modules, name)
     if problem:
         with pytest.raises(ImportError, match=problem):
-            importlib.import_module("beside_a_model.operators")
+            importlib.import_module("beside_a_model.convolution")
     else:
-        operators = importlib.import_module("beside_a_model.operators")
-        assert operators.triangular_conv.__module__ == "beside_a_model.plain"
+        layers = importlib.import_module("beside_a_model.convolution")
+        assert layers.triangular_conv.__module__ == "beside_a_model.plain"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

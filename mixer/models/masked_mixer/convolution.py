@@ -16,7 +16,14 @@ from mixer.ops.plain import by_head, keyed_rows, mix_rows, rows_at
 
 from .cache import MixingCache, Place
 from .configuration import MaskedMixerConfig
-from .operators import keyed_conv, mix_row, triangular_conv
+
+try:  # with kernels where this package is installed, in plain PyTorch elsewhere
+    from mixer.ops import keyed_conv, mix_row, triangular_conv
+except ModuleNotFoundError as error:
+    if error.name not in ("mixer", "mixer.ops"):  # the package is there, but does not work
+        raise
+    # Beside a saved model this is `from .plain import`: see copy_code in configuration.py.
+    from mixer.ops.plain import keyed_conv, mix_row, triangular_conv
 
 # Of the initial weights "shift": how far back the heads of a block look, block after block from
 # another place in this list on. Every fourth of them looks at the token before.
@@ -27,19 +34,19 @@ SPANS = (64, 256, math.inf, 256)
 
 
 class TriangularConv(nn.Module):
-    """One triangular convolution: a mixing weight, a bias, and the backend that computes it.
+    """y[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], in each head on its own channels.
+    With several taps, weight[i, j] is a convolution over the channels. `mixer.ops.triangular_conv`
+    defines the result.
 
     The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
-    context). `mixer.ops.triangular_conv` defines the result. It has the configuration's heads and
-    channels; `heads` gives it another number of heads.
-
-    A subclass may compute the weight from other parameters: see `make_weight`, `mixing_weight` and
+    context). A subclass may compute the weight from others: see `make_weight`, `mixing_weight` and
     `set_mixing_weight`. `mixing.convolution` chooses the class that a configuration asks for.
     """
 
     place: Place = (0, 0)  # in the model, which sets it
 
     def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
+        """heads: in place of the configuration's."""
         super().__init__()
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
@@ -78,13 +85,36 @@ class TriangularConv(nn.Module):
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
         return {"weight": "mixing", "bias": "vectors"}.get(name, "lags")
 
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
+    ) -> Tensor:
+        """residual + the convolution of x, both (batch, tokens, channels).
+
+        Without a past, x holds whole texts. With one, x continues its tokens: the first tokens go
+        through the whole operation, and later ones need only their own rows of the weight.
+        """
+        given = self.operands()
+        if past is None or past.is_empty:
+            if past is not None:
+                past.append(self.place, by_head(x, self.heads))
+            how = {"backend": self.backend, **given}
+            return triangular_conv(x, bias=self.bias, residual=residual, **how)
+        if x.shape[1] == 1 and given["weight"] is not None:
+            inputs, weight = past.extended(self.place, 1), given["weight"]
+            return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
+        # (batch, heads, length, channels of a head)
+        inputs = past.append(self.place, by_head(x, self.heads))
+        y = mix_rows(inputs, self.rows(past.positions, inputs), self.bias, past.positions)
+        # Under autocast the residual stream has the autocast type, as y has.
+        return y if residual is None else y + residual.to(y.dtype)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """The initial weights, with the upper triangle zero, which is never read and never changes.
 
         reference: those of nn.Conv1d(context, context, taps), as the reference implementation has
         them. zero: none, so that no token gets noise from others before there is something to
-        learn from them. shift: see `_shifted`. The bias is the reference's in all of them.
+        learn from them. shift: see `_shifts`. The bias is the reference's in all of them.
         """
         self._draw()
         own = [part for name, part in self.named_parameters(recurse=False) if name != "bias"]
@@ -124,30 +154,6 @@ class TriangularConv(nn.Module):
             lags[head, (self.taps - 1) // 2, min(lag, self.context - 1)] = 1.0
         return lags
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
-    ) -> Tensor:
-        """residual + the convolution of x, both (batch, tokens, channels).
-
-        Without a past, x holds whole texts. With one, x continues its tokens: the first tokens go
-        through the whole operation, and later ones need only their own rows of the weight.
-        """
-        given = self.operands()
-        if past is None or past.is_empty:
-            if past is not None:
-                past.append(self.place, by_head(x, self.heads))
-            how = {"backend": self.backend, **given}
-            return triangular_conv(x, bias=self.bias, residual=residual, **how)
-        if x.shape[1] == 1 and given["weight"] is not None:
-            inputs, weight = past.extended(self.place, 1), given["weight"]
-            return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
-        # (batch, heads, length, channels of a head)
-        inputs = past.append(self.place, by_head(x, self.heads))
-        rows = self.rows(past.positions, inputs)
-        y = mix_rows(inputs, rows, self.bias, past.positions)
-        # Under autocast the residual stream has the autocast type, as y has.
-        return y if residual is None else y + residual.to(y.dtype)
-
     def flops(self, tokens: int) -> int:
         """Floating-point operations of one sequence's token mixing, of the triangle alone."""
         return self.channels * self.taps * tokens * (tokens + 1)
@@ -167,17 +173,6 @@ class KeyedConv(TriangularConv):
         super().__init__(config)
         self.key_size = config.mixer_key_size  # n
 
-    def _shifted(self, weight: Tensor) -> Tensor:
-        return weight_by_lag(torch.zeros_like(weight[..., 0]), self._decays(), self.context)
-
-    def _decays(self) -> Tensor:
-        """In place of shifts, (heads,): how fast a head's weights fall with the distance, by
-        exp(-lag * decay). Those of a token add up to 1, as those of attention do. While all keys
-        fit alike, a head starts as a mean of earlier tokens, of all of them where decay is 0.
-        """
-        spans = [SPANS[(self.place[0] + head) % len(SPANS)] for head in range(self.heads)]
-        return 1 / torch.tensor(spans, device=self.bias.device)
-
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
     ) -> Tensor:
@@ -189,11 +184,21 @@ class KeyedConv(TriangularConv):
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
             both = past.append(self.place, new)
             if not past.is_empty:
-                rows = self.rows(past.positions, both)
-                query = by_head(query, self.heads)
+                rows, query = self.rows(past.positions, both), by_head(query, self.heads)
                 return keyed_rows(query, both, rows, self.bias, past.positions)
         how = {"backend": self.backend, **self.operands()}
         return keyed_conv(query, key, value, bias=self.bias, **how)
+
+    def _shifted(self, weight: Tensor) -> Tensor:
+        return weight_by_lag(torch.zeros_like(weight[..., 0]), self._decays(), self.context)
+
+    def _decays(self) -> Tensor:
+        """In place of shifts, (heads,): how fast a head's weights fall with the distance, by
+        exp(-lag * decay). Those of a token add up to 1, as those of attention do. While all keys
+        fit alike, a head starts as a mean of earlier tokens, of all of them where decay is 0.
+        """
+        spans = [SPANS[(self.place[0] + head) % len(SPANS)] for head in range(self.heads)]
+        return 1 / torch.tensor(spans, device=self.bias.device)
 
     def flops(self, tokens: int) -> int:
         """A product of query and key, and one of how they fit and the value."""
@@ -233,8 +238,7 @@ class LagConv(TriangularConv):
         """Has room for more tokens: further lags are zero, further biases the last one."""
         more = context - self.context
         self.lags = nn.Parameter(F.pad(self.lags, (0, more)))
-        last = self.bias[:, -1:].expand(-1, more)
-        self.bias = nn.Parameter(torch.cat([self.bias, last], -1))
+        self.bias = nn.Parameter(torch.cat([self.bias, self.bias[:, -1:].expand(-1, more)], -1))
         self.context = context
 
 

@@ -1,13 +1,10 @@
-"""The layers beside token mixing: linear layers, and an MLP with its nonlinearities."""
+"""Linear layers and nonlinearities, which token mixing and MLPs share."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from .configuration import MaskedMixerConfig
 
 
 class Linear(nn.Linear):
@@ -19,6 +16,21 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, *parts: int, bias: bool = True):
         super().__init__(in_features, sum(parts), bias)
         self.parts = parts
+
+
+def in_autocast_type(x: Tensor) -> Tensor:
+    """x in the autocast dtype of its device, or as it is without autocast.
+
+    An embedding's output, which autocast leaves in float32: added to it, all that blocks compute
+    would be in float32, and norms and sums would move twice the bytes.
+    """
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU (arXiv 2109.08668), in x's dtype and shape."""
+    return F.relu(x).square()
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -59,42 +71,3 @@ def short_gelu(x: Tensor) -> Tensor:
         # torch 2.13 makes tests for NaN and infinity, which this sum is spared.
         y = y + slope * (wide + -at)
     return y.to(x.dtype)
-
-
-def relu2(x: Tensor) -> Tensor:
-    """The square of ReLU (arXiv 2109.08668), in x's dtype and shape."""
-    return F.relu(x).square()
-
-
-class MLP(nn.Module):
-    """Two linear layers with a nonlinearity between, on each token by itself."""
-
-    # Set by training to save memory: backward computes the nonlinearity again, and its output is
-    # not kept.
-    recompute_activation = False
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
-        self.up_proj = Linear(hidden, wide, bias=bias)
-        self.down_proj = Linear(wide, hidden, bias=bias)
-        self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up_proj(x)
-        if self.recompute_activation and torch.is_grad_enabled():
-            return checkpoint(self._down, x, use_reentrant=False)
-        return self._down(x)
-
-    def _down(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(x))
-
-
-def in_autocast_type(x: Tensor) -> Tensor:
-    """x in the autocast dtype of its device, or as it is without autocast.
-
-    An embedding's output, which autocast leaves in float32: added to it, all that blocks compute
-    would be in float32, and norms and sums would move twice the bytes.
-    """
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

@@ -12,8 +12,7 @@ from transformers import initialization
 from mixer.ops.lags import toeplitz
 
 from .cache import MixingCache
-from .convolution import TriangularConv
-from .operators import triangular_conv
+from .convolution import TriangularConv, triangular_conv
 
 FASTEST = 0.1  # the largest decay
 SPAN = 512  # In longer contexts, a decay is spread over context / 512 tokens.
