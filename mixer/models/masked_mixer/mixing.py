@@ -6,8 +6,6 @@ tokens, channels). The variants are built around convolutions, to which they pas
 MixerOptions in configuration.py.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,74 +29,11 @@ def convolution(config: MaskedMixerConfig, heads: int | None = None) -> Triangul
     return LagConv(config, heads) if form == "lags" else TriangularConv(config, heads)
 
 
-class QueryKey(nn.Module):
-    """What is done to queries and keys, (batch, tokens, heads * size), before their products: an
-    RMS norm in each head (arXiv 2010.04245) with a learned gain of the queries, and a rotation by
-    position (arXiv 2104.09864), as the configuration says.
-    """
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
-        keys = self.heads * config.mixer_key_size
-        self.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
-
-    def forward(
-        self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        if not self.norm and rotation is None:
-            return query, key
-        how = {"norm": self.norm, "rotation": rotation}
-        return turn(query, self.heads, gain=self.gain, **how), turn(key, self.heads, **how)
-
-
-def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles by which a key of `size` numbers is turned at positions (batch
-    or 1, tokens): two of (batch or 1, tokens, size / 2) fp32.
-    """
-    places = torch.arange(0, size, 2, device=positions.device)
-    angles = positions[..., None] * BASE ** (-places / size)
-    return angles.cos(), angles.sin()
-
-
-class Attention(nn.Module):
-    """y[i] = sum over j <= i of softmax(query[i] . key[j] / sqrt(size)) * value[j] in each head
-    (arXiv 1706.03762). It is KeyedConv with a weight of 1 / (i + 1) and no bias.
-    """
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        self.heads, self.key_size = config.num_mixer_heads, config.mixer_key_size
-        self.channels = config.hidden_size
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
-    ) -> Tensor:
-        """As KeyedConv.forward."""
-        query, key, value = (by_head(part, self.heads) for part in (query, key, value))
-        if past is not None:
-            both = past.append(self.place, torch.cat([key, value], -1))
-        if past is None or past.is_empty:
-            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        else:
-            key, value = both[..., : self.key_size], both[..., self.key_size :]
-            # (batch or 1, 1, new, length)
-            place = torch.arange(both.shape[2], device=both.device)
-            seen = place <= past.positions[:, None, :, None]
-            y = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-        return y.transpose(1, 2).flatten(2)
-
-    def flops(self, tokens: int) -> int:
-        """As TriangularConv.flops."""
-        return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)
-
-
 class Flat(nn.Module):
     """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
-    is the paper's flat mixer. Several heads mix their own channels between an in-projection and an
-    out-projection, whose weights are laid out head after head; without mixer_projections nothing
-    but the MLP connects the heads. Between blocks of keyed mixing it never has projections, and
-    with mixer_projections one head.
+    is the paper's flat mixer. Several heads mix their own channels between two projections, laid
+    out head after head; without mixer_projections nothing but the MLP connects the heads. Between
+    blocks of keyed mixing it never has projections, and with mixer_projections one head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -115,13 +50,14 @@ class Flat(nn.Module):
             self.out_proj = Linear(size, size, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor, past: MixingCache | None = None) -> Tensor:
-        last = None if self.projects else residual  # what the last convolution adds
-        x = self.in_proj(x) if self.projects else x
+        if self.projects:
+            return residual + self.out_proj(self._mixed(self.in_proj(x), None, past))
+        return self._mixed(x, residual, past)
+
+    def _mixed(self, x: Tensor, residual: Tensor | None, past: MixingCache | None) -> Tensor:
         if self.second_conv is None:
-            x = self.conv(x, last, past)
-        else:
-            x = self.second_conv(gelu(self.conv(x, None, past)), last, past)
-        return residual + self.out_proj(x) if self.projects else x
+            return self.conv(x, residual, past)
+        return self.second_conv(gelu(self.conv(x, None, past)), residual, past)
 
 
 class Gated(nn.Module):
@@ -150,8 +86,10 @@ class Keyed(nn.Module):
     three projections of x: so a token finds earlier ones by what they are, and not by distance
     alone. in_proj holds the projections as in Gated.
 
-    With mixer_key_shift, keys also have a learned share of the token's before, channel by channel.
-    So a query can look for what follows a token like its own (arXiv 2209.11895, "induction heads").
+    Before their products, queries and keys may get an RMS norm in each head (arXiv 2010.04245) with
+    a learned gain of the queries, and a rotation by position (arXiv 2104.09864). Before that, keys
+    may get a learned share of the token's before, channel by channel: so a query can look for what
+    follows a token like its own (arXiv 2209.11895, "induction heads").
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -175,8 +113,8 @@ class Keyed(nn.Module):
         rotation: tuple[Tensor, Tensor] | None = None,
         values: Tensor | None = None,
     ) -> Tensor:
-        """rotation: of queries and keys, as `rotations` gives it. values: (batch, tokens,
-        channels), added to the values.
+        """rotation: as `rotations` gives it. values: (batch, tokens, channels), added to the
+        values.
         """
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
         if self.key_share is not None:
@@ -191,18 +129,73 @@ class Keyed(nn.Module):
         """
         if past is None:
             return F.pad(key[:, :-1], (0, 0, 1, 0))
-        # (batch, heads, length, size of a key)
-        keys = past.append(self.place, by_head(key, self.keyed_conv.heads))
-        before = (past.positions - 1).clamp(min=0)[:, None, :, None]  # (batch or 1, 1, new, 1)
-        rows = keys.gather(2, before.expand(*keys.shape[:2], -1, keys.shape[3]))
-        rows = rows.masked_fill((past.positions == 0)[:, None, :, None], 0)
-        return rows.transpose(1, 2).flatten(2)
+        keys = past.append(self.place, by_head(key, 1))[:, 0]  # (batch, length, channels)
+        before = (past.positions - 1)[..., None]  # (batch or 1, new, 1)
+        found = keys.gather(1, before.clamp(min=0).expand(len(key), -1, key.shape[2]))
+        return found.masked_fill(before < 0, 0)
+
+
+def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles by which a key of `size` numbers is turned at positions (batch
+    or 1, tokens): two of (batch or 1, tokens, size / 2) fp32.
+    """
+    places = torch.arange(0, size, 2, device=positions.device)
+    angles = positions[..., None] * BASE ** (-places / size)
+    return angles.cos(), angles.sin()
+
+
+class QueryKey(nn.Module):
+    """What Keyed does to queries and keys, (batch, tokens, heads * size), before their products."""
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
+        keys = self.heads * config.mixer_key_size
+        self.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
+
+    def forward(
+        self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        if not self.norm and rotation is None:
+            return query, key
+        how = {"norm": self.norm, "rotation": rotation}
+        return turn(query, self.heads, gain=self.gain, **how), turn(key, self.heads, **how)
+
+
+class Attention(nn.Module):
+    """y[i] = sum over j <= i of softmax(query[i] . key[j] / sqrt(size)) * value[j] in each head
+    (arXiv 1706.03762). It is KeyedConv with a weight of 1 / (i + 1) and no bias.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        self.heads, self.key_size = config.num_mixer_heads, config.mixer_key_size
+        self.channels = config.hidden_size
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
+    ) -> Tensor:
+        """As KeyedConv.forward."""
+        query, key, value = (by_head(part, self.heads) for part in (query, key, value))
+        seen = None
+        if past is not None:
+            both = past.append(self.place, torch.cat([key, value], -1))
+            if not past.is_empty:
+                key, value = both.tensor_split([self.key_size], -1)
+                place = torch.arange(both.shape[2], device=both.device)
+                seen = place <= past.positions[:, None, :, None]  # (batch or 1, 1, new, length)
+        how = {"attn_mask": seen, "is_causal": seen is None}
+        y = F.scaled_dot_product_attention(query, key, value, **how)
+        return y.transpose(1, 2).flatten(2)
+
+    def flops(self, tokens: int) -> int:
+        """As TriangularConv.flops."""
+        return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)
 
 
 # Which blocks of which configurations have which variant: the first line whose condition holds for
 # the configuration and the number of the block, from 0 on, decides.
-Condition = Callable[[MaskedMixerConfig, int], bool]
-VARIANTS: list[tuple[Condition, type[nn.Module]]] = [
+VARIANTS = [
     (lambda c, block: c.mixer_key_size > 0 and (block + 1) % c.mixer_keyed_every == 0, Keyed),
     (lambda c, block: c.mixer_gate, Gated),
     (lambda c, block: True, Flat),

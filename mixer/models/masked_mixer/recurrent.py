@@ -67,25 +67,31 @@ class RecurrentConv(TriangularConv):
         """As TriangularConv.forward, of texts of any length. A negative position is padding, which
         does not change the sum that is kept.
         """
-        positions = None if past is None else past.positions
         # (batch or 1, tokens, heads, 1) each
         given, taken, bias = (
-            self._at(positions, numbers, x.shape[1])[..., None].to(x.dtype)
+            self._at(numbers, x, past)[..., None].to(x.dtype)
             for numbers in (*self._sides(), self.bias)
         )
         x = (x.unflatten(-1, (self.heads, -1)) * given).flatten(2)
-        sums = self._sums(x) if past is None else self._continued(x, past)
-        y = (sums.unflatten(-1, (self.heads, -1)) * taken + bias).flatten(2)
+        if past is None:
+            sums = self._sums(x)
+        else:
+            state = past.sums(self.place, x)
+            sums = self._sums(x, state)
+            count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
+            last = sums[torch.arange(len(x), device=x.device), count - 1]
+            state.copy_(torch.where((count == 0)[:, None], state, last))
+        y = (sums.to(x.dtype).unflatten(-1, (self.heads, -1)) * taken + bias).flatten(2)
         return y if residual is None else residual + y.to(residual.dtype)
 
-    def _at(self, positions: Tensor | None, numbers: Tensor, tokens: int) -> Tensor:
-        """Numbers (heads, context) at positions (batch or 1, tokens), or at the first tokens:
-        (batch or 1, tokens, heads). Beyond the context stands the last one.
+    def _at(self, numbers: Tensor, x: Tensor, past: MixingCache | None) -> Tensor:
+        """Numbers (heads, context) of the tokens of x, (batch or 1, tokens, heads). Beyond the
+        context stands the last one.
         """
-        if positions is not None:
-            return numbers.T[positions.clamp(0, self.context - 1)]
-        more = numbers[:, -1:].expand(-1, max(0, tokens - self.context))
-        return torch.cat([numbers[:, :tokens], more], 1).T[None]
+        if past is not None:
+            return numbers.T[past.positions.clamp(0, self.context - 1)]
+        more = numbers[:, -1:].expand(-1, max(0, x.shape[1] - self.context))
+        return torch.cat([numbers[:, : x.shape[1]], more], 1).T[None]
 
     def _powers(self, first: int, end: int) -> Tensor:
         """d^k for k from first to end - 1: (heads, end - first), fp32 or wider."""
@@ -111,15 +117,6 @@ class RecurrentConv(TriangularConv):
             state = sums[:, -1]
             found.append(sums)
         return found[0] if len(found) == 1 else torch.cat(found, 1)
-
-    def _continued(self, x: Tensor, past: MixingCache) -> Tensor:
-        """The sums of new tokens, from the one that is kept on, which becomes each text's last."""
-        state = past.sums(self.place, x)
-        sums = self._sums(x, state)
-        count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
-        last = sums[torch.arange(len(x), device=x.device), count - 1]
-        state.copy_(torch.where((count == 0)[:, None], state, last))
-        return sums.to(x.dtype)
 
     def flops(self, tokens: int) -> int:
         """For each channel, products by d and by the scale."""
