@@ -7,11 +7,9 @@ from dataclasses import dataclass, fields
 from torch import nn
 from transformers import (
     AttentionInterface,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
@@ -62,8 +60,8 @@ class Qwen3(Transformer, Qwen3ForCausalLM):
     """RMS-normed queries and keys (arXiv 2505.09388): the transformer of today."""
 
 
-MODELS = {MaskedMixerConfig: MaskedMixerForCausalLM, LlamaConfig: Llama, Qwen3Config: Qwen3}
-TRANSFORMERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by model.architecture
+TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3}  # by model.architecture
+MODELS = {"masked_mixer": MaskedMixerForCausalLM, **TRANSFORMERS}
 
 
 @dataclass
@@ -77,7 +75,7 @@ class ModelConfig(MixerOptions):
         "masked_mixer, or a transformer to compare with: qwen3, or llama, which has no norms of "
         "queries and keys; the default intermediate_size of both is 8/3 x hidden_size, so that an "
         "MLP of three matrices has as many parameters as a mixer's of two",
-        choices=("masked_mixer", *TRANSFORMERS),
+        choices=tuple(MODELS),
     )
     num_attention_heads: int | None = option(
         None, "attention heads of a transformer; null for heads of 64 channels", **SIZE
@@ -127,7 +125,7 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
         return MaskedMixerConfig(**common, **options)
     default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     heads = attention_heads(model)
-    return TRANSFORMERS[model.architecture](
+    return TRANSFORMERS[model.architecture].config_class(
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
         max_position_embeddings=model.max_position_embeddings,
@@ -144,4 +142,4 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of the model that `model_config` describes."""
-    return MODELS[type(config)]
+    return next(kind for kind in MODELS.values() if kind.config_class is type(config))

@@ -25,16 +25,14 @@ FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class MixingCache(Cache):
-    """What each convolution of a model keeps of a text, by its place: its inputs or their sum. Give
-    it to `forward` as past_key_values. `length` counts the columns of the batch with their padding,
-    as transformers counts them. `positions` (batch or 1, new) int64 is where the new tokens stand.
+    """What each convolution keeps of a text, by its place: its inputs or their sum. Give it to
+    `forward` as past_key_values. `length` counts columns of the batch with their padding, as
+    transformers does; `positions` (batch or 1, new) int64 is where the new tokens stand.
 
-    static: no shape changes from one decoding step to the next. On one GPU, the first such step is
-    captured as a CUDA graph, which is replayed for all later ones. `generate(...,
-    cache_implementation="static")` makes such a cache. The graph stays with the cache, also after
-    `reset()`; it is captured again if the parameters have moved or the batch has another size.
-    Hooks on modules do not run in it. Adapters that are added or merged later, and parameters that
-    are replaced by others (load_state_dict with assign=True), need a new cache.
+    static: no shape changes between decoding steps. On one GPU, the first is captured as a CUDA
+    graph, which is replayed for later ones, also after `reset()`, until the parameters move or the
+    batch has another size. Hooks on modules do not run in it. Adapters that are added or merged
+    later, and parameters replaced by load_state_dict with assign=True, need a new cache.
     """
 
     def __init__(self, config, static: bool = False):
@@ -83,17 +81,21 @@ class MixingCache(Cache):
         """blocks(input_ids, self) for one new token of each text, from a CUDA graph if possible."""
         if not (self.static and can_capture(input_ids)):
             return blocks(input_ids, self)
-        if self.captured is None or not self.captured.fits(blocks, input_ids, self):
-            if any(p.device != input_ids.device for p in blocks.__self__.parameters()):
-                return blocks(input_ids, self)  # hooks bring them for each step
-            self.captured = CapturedStep(blocks, input_ids, self)
-            return self.captured.first
-        return self.captured(input_ids, self.positions)
+        if self.captured is not None and self.captured.fits(blocks, input_ids, self):
+            return self.captured(input_ids, self.positions)
+        if any(p.device != input_ids.device for p in blocks.__self__.parameters()):
+            return blocks(input_ids, self)  # hooks bring them for each step
+        self.captured = CapturedStep(blocks, input_ids, self)
+        return self.captured.first
 
     def reset(self) -> None:
         self.length = 0
         for kept in self.kept.values():
             kept.zero_()
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.config.mixing_weight not in RECURRENT
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove columns. A number above zero is the length to keep, as
@@ -107,10 +109,6 @@ class MixingCache(Cache):
         kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
         self.length = min(kept, self.length)
 
-    @property
-    def is_croppable(self) -> bool:
-        return self.config.mixing_weight not in RECURRENT
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
         for kept in self.kept.values():
@@ -121,21 +119,18 @@ class MixingCache(Cache):
 
 
 class CapturedStep:
-    """The work of a model's blocks on one new token of each text, as a graph: a replay launches all
-    of its small kernels at once, for which the host alone would need longer than the GPU.
-
-    The inputs of a step, input_ids (batch, 1) and positions (batch or 1, 1), are copied into
-    tensors of the graph. The graph reads the parameters and the cache where they are, so it sees
-    when training changes the parameters.
+    """The blocks' work on one new token of each text as a graph: a replay launches all kernels at
+    once, for which the host would need longer than the GPU. A step's inputs are copied into tensors
+    of the graph. Parameters and cache are read where they are, also after training changes them.
     """
 
     def __init__(self, blocks: Blocks, input_ids: Tensor, cache: MixingCache):
         """Runs the first step, whose result is `first`, and captures it for later ones."""
         self.blocks = blocks
         self.addresses = [(p, p.data_ptr()) for p in blocks.__self__.parameters()]
-        self.input_ids, self.positions = input_ids.clone(), cache.positions.clone()
         # A reference keeps these tensors alive: the graph writes to their memory.
         self.kept = list(cache.kept.values())
+        self.input_ids, self.positions = input_ids.clone(), cache.positions.clone()
         cache.positions = self.positions
         device, self.graph = input_ids.device, torch.cuda.CUDAGraph()
         free, current = FREE_STREAMS[device], torch.cuda.current_stream(device)
@@ -149,15 +144,14 @@ class CapturedStep:
         weakref.finalize(self, free.append, stream)
 
     def fits(self, blocks: Blocks, input_ids: Tensor, cache: MixingCache) -> bool:
-        """Whether this graph is of this model, this cache and these shapes, and all tensors are
-        where they were.
-        """
+        """Whether model, cache and shapes are this graph's, and all tensors where they were."""
         shapes = (input_ids.shape, cache.positions.shape)
-        if blocks != self.blocks or shapes != (self.input_ids.shape, self.positions.shape):
-            return False
-        if list(map(id, cache.kept.values())) != list(map(id, self.kept)):
-            return False
-        return all(parameter.data_ptr() == address for parameter, address in self.addresses)
+        return (
+            blocks == self.blocks
+            and shapes == (self.input_ids.shape, self.positions.shape)
+            and list(map(id, cache.kept.values())) == list(map(id, self.kept))
+            and all(parameter.data_ptr() == address for parameter, address in self.addresses)
+        )
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy is None: a copied cache has its own memories, and captures a step on them."""
@@ -170,15 +164,12 @@ class CapturedStep:
 
 
 def can_capture(input_ids: Tensor) -> bool:
-    """Whether a step on these tokens can be captured: on a GPU, without gradients or autocast, and
-    not inside another capture or a compiled function.
-    """
-    return (
-        input_ids.is_cuda
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cuda")
-        and not torch.compiler.is_compiling()
-        and not torch.cuda.is_current_stream_capturing()
+    """On a GPU, without gradients or autocast, outside of compiled functions and other captures."""
+    return input_ids.is_cuda and not (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cuda")
+        or torch.compiler.is_compiling()
+        or torch.cuda.is_current_stream_capturing()
     )
 
 

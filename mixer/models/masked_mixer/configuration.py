@@ -1,7 +1,5 @@
-"""The options of a masked mixer, and its configuration as transformers saves and loads it.
-
-An option is written once, as a field of `MixerOptions`. The configuration of a run (`model.*`), its
-checks and `python train.py --help` all come from there.
+"""The options of a masked mixer, each written once, for a run's section `model` and its checks too,
+and the configuration of a model as transformers saves and loads it.
 """
 
 import dataclasses
@@ -24,7 +22,7 @@ OF_KEYS = (
     *("mixer_keyed_every", "mixer_attention", "mixer_key_norm", "mixer_rotary", "mixer_key_shift"),
     "value_embeddings",
 )
-SIZE = {"at_least": 1, "at_most": 2**16}
+SIZE, SIZE_OR_0 = {"at_least": 1, "at_most": 2**16}, {"at_least": 0, "at_most": 2**16}
 # Which code beside a saved model each of transformers' Auto classes loads with trust_remote_code.
 AUTO_MAP = {
     "AutoConfig": "configuration.MaskedMixerConfig",
@@ -45,9 +43,7 @@ class MixerOptions:
     )
     num_mixer_heads: int = option(1, "groups of channels with a mixing weight each", **SIZE)
     mixer_projections: bool = option(
-        True,
-        "with several heads: linear layers before and after the mixing. false with mixer_key_size: "
-        "blocks between those of keyed mixing have heads, too",
+        True, "linear layers around heads; false: none, and heads also between blocks with keys"
     )
     mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", **SIZE)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
@@ -55,46 +51,35 @@ class MixerOptions:
         False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
     )
     mixer_key_size: int = option(
-        0,
-        "keyed mixing: weights are scaled by how well queries fit keys of this size; 0 for none",
-        **SIZE | {"at_least": 0},
+        0, "keyed mixing: how well queries fit keys of this size scales the weights", **SIZE_OR_0
     )
     mixer_keyed_every: int = option(
-        1,
-        "with mixer_key_size: 1 for keyed mixing in all blocks, 4 in every fourth; the others have "
-        "gated mixing with mixer_gate, else flat mixing",
-        at_least=1,
+        1, "with keys: 4 for keyed mixing in every fourth block, gated or flat between", at_least=1
     )
-    mixer_attention: bool = option(
-        False, "with mixer_key_size: attention, which is keyed mixing without a mixing weight"
-    )
-    mixer_key_norm: bool = option(False, "with mixer_key_size: RMS norms of queries and keys")
-    mixer_rotary: bool = option(False, "with mixer_key_size: queries and keys rotate by position")
-    mixer_key_shift: bool = option(False, "with mixer_key_size: keys have some of the key before")
+    mixer_attention: bool = option(False, "with keys: attention, without a mixing weight")
+    mixer_key_norm: bool = option(False, "with keys: RMS norms of queries and keys in each head")
+    mixer_rotary: bool = option(False, "with keys: queries and keys are rotated by their position")
+    mixer_key_shift: bool = option(False, "with keys: they have a learned share of the one before")
     value_embeddings: int = option(
-        0, "with mixer_key_size: an embedding of the tokens per so many blocks' values", at_least=0
+        0, "with keys: values of every so many blocks have an embedding of the tokens", **SIZE_OR_0
     )
     mixing_weight: str = option(
         "full",
-        "full: a number for each pair of positions; lags: for each distance of two tokens; a "
-        "recurrence by rows, by columns, or mixed (half of the heads each): for each position",
+        "a number for each pair of positions (full), for each distance (lags), or for each "
+        "position: a recurrence by rows, by columns, or mixed, with half of the heads each",
         choices=("full", "lags", *RECURRENT),
     )
     mixing_decay: bool = option(False, "with a recurrence: each head learns how fast it forgets")
     mlp_first: bool = option(False, "a block's MLP stands before its mixing")
     mixing_init: str = option(
         "reference",
-        "initial mixing weights: reference (random, as the author's), zero, or shift (a head takes "
-        "the token some places back; in keyed mixing, a mean of earlier tokens)",
+        "initial mixing weights: reference (random, as the author's), zero, or shift (the token "
+        "some places back; in keyed mixing, a mean of earlier tokens)",
         choices=("reference", "zero", "shift"),
     )
-    zero_init: bool = option(
-        False, "blocks start as the identity, by output projections of zero; smaller embedding"
-    )
+    zero_init: bool = option(False, "blocks start as the identity, and with a smaller embedding")
     kaiming_init: bool = option(
-        False,
-        "linear layers and random mixing weights start with variance 2 / inputs, and biases at 0, "
-        "as in the author's Toeplitz and recurrent mixers; else as PyTorch's layers do",
+        False, "initial variance 2 / inputs, biases 0, as in the author's other mixers"
     )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
@@ -166,14 +151,9 @@ def shape_problems(options: MixerOptions) -> list[str]:
 
 
 class MaskedMixerConfig(PreTrainedConfig):
-    """Configuration of a masked mixer (arXiv 2409.01482, section 2).
-
-    Args:
-        options: any of the fields of ModelOptions, above, where each has its default and meaning.
-            All other keywords are those of transformers' PreTrainedConfig.
-
-    Raises:
-        ValueError: an option has a value that is not allowed, or options do not go together.
+    """The configuration of a masked mixer: any of the fields of ModelOptions, above, and what
+    transformers' PreTrainedConfig takes. Raises ValueError for values that are not allowed, or not
+    together.
     """
 
     model_type = "masked_mixer"
@@ -196,9 +176,7 @@ class MaskedMixerConfig(PreTrainedConfig):
         return math.inf if recurrent else self.max_position_embeddings
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
-        """As in transformers, and the model's code, for trust_remote_code where this package is not
-        installed.
-        """
+        """As in transformers, with the model's code for machines without this package."""
         self.auto_map = AUTO_MAP
         copy_code(Path(save_directory))
         super().save_pretrained(save_directory, **kwargs)

@@ -61,16 +61,12 @@ class TriangularConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(square))
 
     def mixing_weight(self) -> Tensor:
-        """The weight that tokens are mixed with, (heads, taps, context, context), out then in. What
-        stands in the strictly upper triangle has no meaning.
-        """
+        """(heads, taps, context, context), out then in; the strictly upper triangle is not read."""
         return self.weight
 
     @torch.no_grad()
     def set_mixing_weight(self, weight: Tensor) -> None:
-        """Sets the parameters so that `mixing_weight` returns the lower triangle of `weight`, or
-        what comes nearest.
-        """
+        """Gives the parameters the values for the lower triangle of `weight`, or the nearest."""
         self.weight.copy_(weight.tril())
 
     def operands(self) -> dict[str, Tensor | None]:
@@ -84,6 +80,10 @@ class TriangularConv(nn.Module):
     def kind_of(self, name: str) -> str:
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
         return {"weight": "mixing", "bias": "vectors"}.get(name, "lags")
+
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of one sequence's token mixing, of the triangle alone."""
+        return self.channels * self.taps * tokens * (tokens + 1)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
@@ -110,11 +110,9 @@ class TriangularConv(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initial weights, with the upper triangle zero, which is never read and never changes.
-
-        reference: those of nn.Conv1d(context, context, taps), as the reference implementation has
-        them. zero: none, so that no token gets noise from others before there is something to
-        learn from them. shift: see `_shifts`. The bias is the reference's in all of them.
+        """The initial weights, with an upper triangle of zeros, by mixing_init: reference, those of
+        nn.Conv1d(context, context, taps), as the author has them; zero, so that no token gets noise
+        from others before there is something to learn from them; shift, see `_shifts`.
         """
         self._draw()
         own = [part for name, part in self.named_parameters(recurse=False) if name != "bias"]
@@ -154,10 +152,6 @@ class TriangularConv(nn.Module):
             lags[head, (self.taps - 1) // 2, min(lag, self.context - 1)] = 1.0
         return lags
 
-    def flops(self, tokens: int) -> int:
-        """Floating-point operations of one sequence's token mixing, of the triangle alone."""
-        return self.channels * self.taps * tokens * (tokens + 1)
-
 
 class KeyedConv(TriangularConv):
     """A triangular convolution whose weights are scaled by how well tokens fit: y[i] = bias[i] +
@@ -176,9 +170,7 @@ class KeyedConv(TriangularConv):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
     ) -> Tensor:
-        """query and key are (batch, tokens, heads * key_size), value and the result (batch, tokens,
-        channels); past is that of TriangularConv.
-        """
+        """query, key (batch, tokens, heads * key_size), value (batch, tokens, channels)."""
         if past is not None:
             # (batch, heads, new, key_size + channels of a head)
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
@@ -193,9 +185,8 @@ class KeyedConv(TriangularConv):
         return weight_by_lag(torch.zeros_like(weight[..., 0]), self._decays(), self.context)
 
     def _decays(self) -> Tensor:
-        """In place of shifts, (heads,): how fast a head's weights fall with the distance, by
-        exp(-lag * decay). Those of a token add up to 1, as those of attention do. While all keys
-        fit alike, a head starts as a mean of earlier tokens, of all of them where decay is 0.
+        """In place of shifts, (heads,): weights fall by exp(-lag * decay), and those of a token add
+        up to 1. So while all keys fit alike, a head is a mean of earlier tokens.
         """
         spans = [SPANS[(self.place[0] + head) % len(SPANS)] for head in range(self.heads)]
         return 1 / torch.tensor(spans, device=self.bias.device)

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """nn.Linear, or several of them with the same input as one, whose outputs stand side by side:
-    Linear(in_features, out_features, ..., bias=True). `parts` has the out_features of each, for an
-    optimizer of whole matrices.
+    """nn.Linear, or several with the same input as one, whose outputs stand side by side. `parts`
+    has the out_features of each, for an optimizer of whole matrices.
     """
 
     def __init__(self, in_features: int, *parts: int, bias: bool = True):
@@ -19,24 +18,21 @@ class Linear(nn.Linear):
 
 
 def in_autocast_type(x: Tensor) -> Tensor:
-    """x in the autocast dtype of its device, or as it is without autocast.
-
-    An embedding's output, which autocast leaves in float32: added to it, all that blocks compute
-    would be in float32, and norms and sums would move twice the bytes.
+    """x in the autocast dtype of its device, or as it is without autocast, which leaves an
+    embedding's output in float32: added to it, all that blocks compute would be, and norms and sums
+    would move twice the bytes.
     """
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def relu2(x: Tensor) -> Tensor:
-    """The square of ReLU (arXiv 2109.08668), in x's dtype and shape."""
+    """The square of ReLU (arXiv 2109.08668)."""
     return F.relu(x).square()
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), with Phi the normal distribution function (arXiv 1606.08415), in x's dtype and
-    shape.
-    """
+    """x Phi(x), with Phi the normal distribution function (arXiv 1606.08415)."""
     if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return short_gelu(x)
     return F.gelu(x)

@@ -62,11 +62,9 @@ class Flat(nn.Module):
 
 class Gated(nn.Module):
     """out_proj(query * mix(key * value)), each of the three a projection of x: a token decides,
-    channel by channel, what it offers to others and what it takes of them.
-
-    As in Hyena with two gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052), with a
-    triangular convolution in place of a long one. in_proj holds the projections: queries, keys,
-    values, each laid out head after head.
+    channel by channel, what it offers to others and what it takes of them. As in Hyena with two
+    gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052), but for the convolution. in_proj
+    holds the projections: queries, keys, values, each laid out head after head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -113,9 +111,7 @@ class Keyed(nn.Module):
         rotation: tuple[Tensor, Tensor] | None = None,
         values: Tensor | None = None,
     ) -> Tensor:
-        """rotation: as `rotations` gives it. values: (batch, tokens, channels), added to the
-        values.
-        """
+        """rotation: as `rotations` gives it; values: (batch, tokens, channels), to be added."""
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
         if self.key_share is not None:
             key = key + self.key_share.to(key.dtype) * self._previous(key, past)
@@ -124,9 +120,7 @@ class Keyed(nn.Module):
         return residual + self.out_proj(self.keyed_conv(query, key, value, past))
 
     def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:
-        """The keys of the tokens before those of key (batch, tokens, channels), zero before the
-        first.
-        """
+        """Of key (batch, tokens, channels) the one before each, zero before the first."""
         if past is None:
             return F.pad(key[:, :-1], (0, 0, 1, 0))
         keys = past.append(self.place, by_head(key, 1))[:, 0]  # (batch, length, channels)

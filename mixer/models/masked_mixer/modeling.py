@@ -156,27 +156,20 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             past_key_values = MixingCache(self.config)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        new, past = input_ids.shape[1], past_key_values
-        states: list[Tensor] | None = [] if output_hidden_states else None
-        places = None if attention_mask is None else Places(attention_mask, new)
-        if places is not None:
-            input_ids = places.gather(input_ids)
-        if past is not None and places is not None:
-            past.positions = places.positions(self.config.mixing_weight in RECURRENT)
-        elif past is not None:
-            end = past.length + new
-            past.positions = torch.arange(past.length, end, device=input_ids.device)[None]
-        if past is None or past.is_empty or new > 1 or states is not None:
+        past, states = past_key_values, [] if output_hidden_states else None
+        places = Places(attention_mask, input_ids.shape[1])
+        input_ids = places.gather(input_ids)
+        if past is not None:
+            mark_padding = self.config.mixing_weight in RECURRENT
+            past.positions = places.positions(past.length, input_ids.device, mark_padding)
+        if past is None or past.is_empty or input_ids.shape[1] > 1 or states is not None:
             x = self._blocks(input_ids, past, states)
         else:
             x = past.step(self._blocks, input_ids)
         if past is not None:
-            past.length += new
-        if places is not None:
-            x, states = places.restore(x), states and [places.restore(state) for state in states]
-        return BaseModelOutputWithPast(
-            last_hidden_state=x, past_key_values=past, hidden_states=states and tuple(states)
-        )
+            past.length += input_ids.shape[1]
+        x, states = places.restore(x), states and tuple(map(places.restore, states))
+        return BaseModelOutputWithPast(x, past, hidden_states=states)
 
     def _blocks(
         self, input_ids: Tensor, past: MixingCache | None, states: list[Tensor] | None = None
@@ -210,8 +203,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if input_ids is None or odd:
             raise ValueError(
                 f"{' and '.join(odd) or 'no input_ids'} given; a masked mixer reads input_ids, an "
-                "attention_mask for padding, and as past_key_values a MixingCache, such as an "
-                "earlier call with use_cache=True returned"
+                "attention_mask for padding, and as past_key_values a MixingCache"
             )
         (batch, new), context = input_ids.shape, self.config.longest_text
         past = cache.length if cache is not None else 0
@@ -254,51 +246,32 @@ class MaskedMixerForCausalLM(
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        past_key_values: MixingCache | None = None,
-        use_cache: bool = False,
-        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the mean cross-entropy in nats if labels are given.
 
         Args:
-            input_ids: (batch, tokens) int64. Together with the tokens in the cache there may be at
-                most max_position_embeddings; any number with recurrent mixing weights.
+            input_ids: (batch, tokens) int64. With those in the cache there may be as many tokens as
+                the context has; any number with recurrent mixing weights.
             attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
                 on either side. Each text is computed as if it stood alone; a padded place repeats
                 the logits of the token before it, and has zeros where there is none.
             labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 for
-                tokens that are not scored. The first token of a text is never scored, because
-                nothing predicts it.
-            logits_to_keep: compute the logits of only the last so many tokens, or of these
-                positions; 0 for all.
-            past_key_values: the cache that an earlier call returned, which these tokens follow. It
-                is changed in place.
-            use_cache: return a cache; generate() sets it. While training with gradient
-                checkpointing there is none.
-            output_hidden_states: return them too; None for what the configuration says.
-            num_items_in_batch: how many labels are scored in all micro-batches of a step. The loss
-                is then a sum divided by this number, in place of a mean.
+                tokens that are not scored. The first token of a text never is.
+            logits_to_keep: of how many last tokens, or of which positions; 0 for all.
+            past_key_values: the cache that an earlier call returned; it is changed in place.
+            use_cache: return a cache. While training with gradient checkpointing there is none.
+            output_hidden_states: return the embedding and the output of each block, the last one
+                after the final norm, (batch, tokens, hidden_size) each.
+            num_items_in_batch: the loss is a sum divided by this number, in place of a mean.
 
-        Returns:
-            CausalLMOutputWithPast with logits (batch, kept tokens, vocab_size), loss,
-            past_key_values and hidden_states: the embedding and the output of each block, the last
-            one after the final norm, (batch, tokens, hidden_size) each.
+        Returns logits (batch, kept tokens, vocab_size), loss, past_key_values and hidden_states.
 
-        Raises:
-            ValueError: there are no tokens or more than the context has; attention_mask has another
-                shape; the cache is of another kind; inputs_embeds or position_ids are given, which
-                this model does not read.
+        Raises ValueError where there are no tokens or more than the context has, where
+        attention_mask has another shape, for a cache of another kind, and for inputs_embeds or
+        position_ids, which this model does not read.
         """
-        output = self.model(
-            input_ids,
-            attention_mask,
-            past_key_values,
-            use_cache,
-            output_hidden_states,
-            return_dict=True,
-            **kwargs,
-        )
+        output = self.model(input_ids, attention_mask, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
@@ -316,8 +289,7 @@ class MaskedMixerForCausalLM(
         trained with. Distances beyond the trained ones get no weight of their own: in keyed mixing
         the initial decay goes on, elsewhere the weight is zero.
 
-        Raises ValueError for other mixing weights, which have no numbers for more tokens, and for a
-        context below the present one.
+        Raises ValueError for other mixing weights and for a context below the present one.
         """
         present, form = self.config.max_position_embeddings, self.config.mixing_weight
         if context < present or form != "lags":
@@ -331,14 +303,12 @@ class MaskedMixerForCausalLM(
         self.config.max_position_embeddings = context
 
     def flops_per_token(self) -> dict[str, float]:
-        """Floating-point operations of one training step per token of a text as long as the
-        context: forward, and backward, which costs twice as much. A multiplication and an addition
-        are two operations. Norms, GELU, embedding and softmax are left out, as is customary.
+        """Floating-point operations of one training step, forward and backward, per token of a text
+        as long as the context; a multiplication and an addition are two.
 
-        Returns:
-            `useful`: every product that the model is defined by. A triangle is counted exactly: a
-            token is mixed with (tokens + 1) / 2 others on average.
-            `token_mixing`: the part of `useful` that is spent in the triangular convolutions.
+        Returns `useful`: every product that the model is defined by, of a triangle its exact half,
+        but not norms, nonlinearities, embedding and softmax, as is customary; and `token_mixing`,
+        the part of it that is spent in the triangular convolutions.
         """
         tokens, parts = self.config.max_position_embeddings, list(self.modules())
         linear = sum(2 * part.weight.numel() for part in parts if isinstance(part, nn.Linear))

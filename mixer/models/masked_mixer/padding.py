@@ -18,8 +18,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "Mask
 
 
 class Places:
-    """Where the new tokens of a padded batch stand, from an attention mask (batch, past + new) of 1
-    for a token and 0 for padding.
+    """Where the new tokens of a batch stand, from an attention mask (batch, past + new) of 1 for a
+    token and 0 for padding; None for no padding.
 
     The model works on `gather(input_ids)`: the tokens of each text at the front, and padding behind
     them, where no token can see it. `restore` puts the results back into the input's columns. A
@@ -28,22 +28,26 @@ class Places:
     token stand zeros: a loss over all columns would learn from anything else there.
     """
 
-    def __init__(self, mask: Tensor, new: int):
+    def __init__(self, mask: Tensor | None, new: int):
+        self.order, self.new, self.is_padded = None, new, mask is not None
+        if not self.is_padded:
+            return
         taken = mask[:, -new:].bool()
         # (batch, 1): tokens of each text in the cache; (batch, new): new ones up to each column
         self.starts, self.count = mask[:, :-new].bool().sum(1, keepdim=True), taken.cumsum(1)
-        # (batch, new): the columns with tokens, then those with padding. Of one there is no order.
-        padding = taken.logical_not().to(torch.uint8)
-        self.order = padding.argsort(dim=1, stable=True) if new > 1 else None
+        if new > 1:  # (batch, new): the columns with tokens, then those with padding
+            self.order = taken.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
 
     def gather(self, input_ids: Tensor) -> Tensor:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
 
-    def positions(self, mark_padding: bool) -> Tensor:
-        """Where the gathered tokens stand, (batch, new) int64. Padding stands behind each text, or
-        at -1 if it is to be marked.
+    def positions(self, earlier: int, device: torch.device, mark_padding: bool) -> Tensor:
+        """Where the gathered tokens stand, (batch or 1, new) int64, `earlier` columns being in the
+        cache. Padding stands behind each text, or at -1 if it is to be marked.
         """
-        place = torch.arange(self.count.shape[1], device=self.count.device)
+        place = torch.arange(self.new, device=device)
+        if not self.is_padded:
+            return earlier + place[None]
         padding = (place >= self.count[:, -1:]) & mark_padding
         return (self.starts + place).masked_fill(padding, -1)
 
