@@ -16,8 +16,7 @@ from mixer.ops.plain import write_rows
 from .configuration import RECURRENT
 
 Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
-# A model's method: new tokens (batch, new) and the cache -> (batch, new, channels).
-Blocks = Callable[[Tensor, "MixingCache"], Tensor]
+Blocks = Callable[..., Tensor]  # MaskedMixerModel._blocks, a method
 # For each device, the streams whose graph has been deleted. torch keeps a cuBLAS workspace for each
 # stream that was used for a product, so streams are used again. Newer versions free the workspace
 # with any graph that was captured on the stream, so two living graphs never share a stream.
@@ -77,10 +76,18 @@ class MixingCache(Cache):
         if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
             self.kept[place] = x.new_zeros(shape, dtype=dtype)
 
-    def step(self, blocks: Blocks, input_ids: Tensor) -> Tensor:
-        """blocks(input_ids, self) for one new token of each text, from a CUDA graph if possible."""
-        if not (self.static and can_capture(input_ids)):
-            return blocks(input_ids, self)
+    def run(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
+        """blocks(input_ids, self, states), of one token of each text from a CUDA graph if possible;
+        the new tokens count as earlier ones then.
+        """
+        if self.static and not self.is_empty and states is None and can_capture(input_ids):
+            x = self._captured(blocks, input_ids)
+        else:
+            x = blocks(input_ids, self, states)
+        self.length += input_ids.shape[1]
+        return x
+
+    def _captured(self, blocks: Blocks, input_ids: Tensor) -> Tensor:
         if self.captured is not None and self.captured.fits(blocks, input_ids, self):
             return self.captured(input_ids, self.positions)
         if any(p.device != input_ids.device for p in blocks.__self__.parameters()):
@@ -164,8 +171,10 @@ class CapturedStep:
 
 
 def can_capture(input_ids: Tensor) -> bool:
-    """On a GPU, without gradients or autocast, outside of compiled functions and other captures."""
-    return input_ids.is_cuda and not (
+    """For one token of each text on a GPU, without gradients or autocast, and neither in a compiled
+    function nor in another capture.
+    """
+    return (input_ids.is_cuda and input_ids.shape[1] == 1) and not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cuda")
         or torch.compiler.is_compiling()

@@ -79,7 +79,7 @@ class TriangularConv(nn.Module):
 
     def kind_of(self, name: str) -> str:
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
-        return {"weight": "mixing", "bias": "vectors"}.get(name, "lags")
+        return {"weight": "mixing", "lags": "lags"}.get(name, "vectors")
 
     def flops(self, tokens: int) -> int:
         """Floating-point operations of one sequence's token mixing, of the triangle alone."""

@@ -146,9 +146,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """The hidden states of new tokens; see MaskedMixerForCausalLM.forward for arguments and
-        errors.
-        """
+        """For arguments and errors see MaskedMixerForCausalLM.forward."""
         self._check(input_ids, attention_mask, past_key_values, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
             use_cache = False  # a block that is computed again would write to it twice
@@ -159,15 +157,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         past, states = past_key_values, [] if output_hidden_states else None
         places = Places(attention_mask, input_ids.shape[1])
         input_ids = places.gather(input_ids)
-        if past is not None:
+        if past is None:
+            x = self._blocks(input_ids, None, states)
+        else:
             mark_padding = self.config.mixing_weight in RECURRENT
             past.positions = places.positions(past.length, input_ids.device, mark_padding)
-        if past is None or past.is_empty or input_ids.shape[1] > 1 or states is not None:
-            x = self._blocks(input_ids, past, states)
-        else:
-            x = past.step(self._blocks, input_ids)
-        if past is not None:
-            past.length += input_ids.shape[1]
+            x = past.run(self._blocks, input_ids, states)
         x, states = places.restore(x), states and tuple(map(places.restore, states))
         return BaseModelOutputWithPast(x, past, hidden_states=states)
 

@@ -48,9 +48,6 @@ class RecurrentConv(TriangularConv):
         by_row = torch.arange(self.heads, device=scale.device)[:, None] < self.by_row
         return torch.where(by_row, 1, scale), torch.where(by_row, scale, 1)
 
-    def kind_of(self, name: str) -> str:
-        return "vectors"
-
     def reset_parameters(self) -> None:
         """The author's: a normal distribution of variance 2 / context, no decay, no bias."""
         self._draw()
