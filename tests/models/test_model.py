@@ -19,6 +19,7 @@ from mixer.models.masked_mixer.mixing import rotations
 HALF_TYPES = (torch.bfloat16, torch.float16)
 ONE_TAP = ("keyed", "rows", "columns")  # the mixings that have no more
 TIED_WITH_NORM = {"tie_word_embeddings": True, "final_norm": True}
+every_form = pytest.mark.parametrize("form", ["full", "lags"])
 
 
 def test_the_flat_mixer_is_the_papers_block():
@@ -249,8 +250,9 @@ def test_training_needs_no_datasets_wandb_or_matplotlib_and_its_idle_threads_sle
     assert "GOMP_SPINCOUNT = '0'" in done.stderr  # unset it spins, but says 'PASSIVE', too
 
 
-def test_blocks_that_start_without_mixing_are_their_mlp_alone():
-    model = small_model(mixing_init="zero")
+@every_form
+def test_blocks_that_start_without_mixing_are_their_mlp_alone(form):
+    model = small_model(mixing_init="zero", mixing_weight=form)
     layer, x = model.model.layers[0], torch.randn(2, 12, model.config.hidden_size)
     assert (layer.mixing.conv.mixing_weight() == 0).all()
     bias = layer.mixing.conv.bias[0, :12, None]
@@ -258,9 +260,10 @@ def test_blocks_that_start_without_mixing_are_their_mlp_alone():
     torch.testing.assert_close(layer.mixing(x, torch.zeros_like(x)), bias.expand_as(x))
 
 
-def test_heads_that_start_as_shifts_pass_on_earlier_tokens():
+@every_form
+def test_heads_that_start_as_shifts_pass_on_earlier_tokens(form):
     """At the start, head h of block l copies the token LAGS[l + h] positions back, plus noise."""
-    model = small_model(num_mixer_heads=4, mixing_init="shift", max_position_embeddings=12)
+    model = small_model(num_mixer_heads=4, mixing_init="shift", mixing_weight=form)
     for block, layer in enumerate(model.model.layers):
         for head, weight in enumerate(layer.mixing.conv.mixing_weight()[:, 0]):
             lag = LAGS[block + head]
@@ -269,11 +272,11 @@ def test_heads_that_start_as_shifts_pass_on_earlier_tokens():
             assert (weight.triu(1) == 0).all() and weight.abs().median() < 0.3 / 12**0.5
 
 
-def test_keyed_mixing_starts_as_means_of_earlier_tokens():
+@every_form
+def test_keyed_mixing_starts_as_means_of_earlier_tokens(form):
     """Which fall by exp(-lag / SPANS[block + head])."""
-    model = small_model(
-        num_mixer_heads=4, mixer_key_size=2, mixing_init="shift", max_position_embeddings=512
-    )
+    how = {"mixing_init": "shift", "mixing_weight": form, "max_position_embeddings": 512}
+    model = small_model(num_mixer_heads=4, mixer_key_size=2, **how)
     for block, layer in enumerate(model.model.layers):
         for head, weight in enumerate(layer.mixing.keyed_conv.mixing_weight()[:, 0]):
             torch.testing.assert_close(weight.sum(-1), torch.ones(512))
