@@ -95,7 +95,9 @@ class Keyed(nn.Module):
         keys = config.num_mixer_heads * config.mixer_key_size
         self.parts = [keys, keys, config.hidden_size]
         self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
-        self.query_key = QueryKey(config)
+        self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
+        self.query_key = nn.Module()  # as checkpoints name the gain
+        self.query_key.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
         # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
         by_lag = config.mixing_weight == "lags"
         kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
@@ -115,7 +117,10 @@ class Keyed(nn.Module):
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
         if self.key_share is not None:
             key = key + self.key_share.to(key.dtype) * self._previous(key, past)
-        query, key = self.query_key(query, key, rotation)
+        if self.norm or rotation is not None:
+            how = {"norm": self.norm, "rotation": rotation}
+            query = turn(query, self.heads, gain=self.query_key.gain, **how)
+            key = turn(key, self.heads, **how)
         value = value if values is None else value + values
         return residual + self.out_proj(self.keyed_conv(query, key, value, past))
 
@@ -136,24 +141,6 @@ def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
     places = torch.arange(0, size, 2, device=positions.device)
     angles = positions[..., None] * BASE ** (-places / size)
     return angles.cos(), angles.sin()
-
-
-class QueryKey(nn.Module):
-    """What Keyed does to queries and keys, (batch, tokens, heads * size), before their products."""
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
-        keys = self.heads * config.mixer_key_size
-        self.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
-
-    def forward(
-        self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        if not self.norm and rotation is None:
-            return query, key
-        how = {"norm": self.norm, "rotation": rotation}
-        return turn(query, self.heads, gain=self.gain, **how), turn(key, self.heads, **how)
 
 
 class Attention(nn.Module):
