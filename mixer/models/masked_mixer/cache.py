@@ -1,5 +1,5 @@
 """Generation: what token mixing keeps of earlier tokens, so that a new one costs one row of each
-mixing weight in place of the whole triangle; and a decoding step as a CUDA graph.
+mixing weight and not the triangle, and a decoding step as a CUDA graph.
 """
 
 import weakref

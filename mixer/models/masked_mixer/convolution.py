@@ -88,10 +88,8 @@ class TriangularConv(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
     ) -> Tensor:
-        """residual + the convolution of x, both (batch, tokens, channels).
-
-        Without a past, x holds whole texts. With one, x continues its tokens: the first tokens go
-        through the whole operation, and later ones need only their own rows of the weight.
+        """residual + the convolution of x, both (batch, tokens, channels). With a past, x continues
+        its tokens, and needs only its own rows of the weight.
         """
         given = self.operands()
         if past is None or past.is_empty:

@@ -220,10 +220,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 class MaskedMixerForCausalLM(
     MaskedMixerPreTrainedModel, Generation, PredictedLabels, GenerationMixin
 ):
-    """The language model: MaskedMixerModel and lm_head.
-
-    `AutoModelForCausalLM.from_pretrained` loads one after `import mixer`, and with
-    trust_remote_code=True without it.
+    """The language model: MaskedMixerModel and lm_head. AutoModelForCausalLM.from_pretrained loads
+    one after `import mixer`, and with trust_remote_code=True without it.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -261,10 +259,8 @@ class MaskedMixerForCausalLM(
             num_items_in_batch: the loss is a sum divided by this number, in place of a mean.
 
         Returns logits (batch, kept tokens, vocab_size), loss, past_key_values and hidden_states.
-
-        Raises ValueError where there are no tokens or more than the context has, where
-        attention_mask has another shape, for a cache of another kind, and for inputs_embeds or
-        position_ids, which this model does not read.
+        Raises ValueError for more tokens than the context has, another shape of attention_mask, and
+        what this model does not read: inputs_embeds, position_ids, other caches.
         """
         output = self.model(input_ids, attention_mask, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -1,7 +1,5 @@
-"""Padded batches: where the tokens of each text stand, and which of their labels are scored.
-
-The mixing weight has a row for every position, so a padded text must be mixed as if it stood alone:
-a token keeps the position that it has in its own text, whatever padding surrounds it.
+"""Padded batches: where the tokens of each text stand, and which of their labels are scored. A text
+is mixed as if it stood alone, since the mixing weight has a row for each of its positions.
 """
 
 from functools import wraps
@@ -42,8 +40,8 @@ class Places:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
 
     def positions(self, earlier: int, device: torch.device, mark_padding: bool) -> Tensor:
-        """Where the gathered tokens stand, (batch or 1, new) int64, `earlier` columns being in the
-        cache. Padding stands behind each text, or at -1 if it is to be marked.
+        """Of the gathered tokens, behind `earlier` columns in the cache: (batch or 1, new) int64.
+        Padding stands behind each text, or at -1 if it is to be marked.
         """
         place = torch.arange(self.new, device=device)
         if not self.is_padded:

@@ -41,15 +41,13 @@ class RecurrentConv(TriangularConv):
         return (taken[..., None] * powers * given[:, None])[:, None]
 
     def _sides(self) -> tuple[Tensor, Tensor]:
-        """What a token is multiplied by before it is summed up, and the sum after: two of (heads,
-        context).
-        """
+        """What scales a token before it is summed up, and the sum after: (heads, context) each."""
         scale = self.scale[:, 0]
         by_row = torch.arange(self.heads, device=scale.device)[:, None] < self.by_row
         return torch.where(by_row, 1, scale), torch.where(by_row, scale, 1)
 
     def reset_parameters(self) -> None:
-        """The author's: a normal distribution of variance 2 / context, no decay, no bias."""
+        """As the author has them: variance 2 / context, no decay, no bias."""
         self._draw()
 
     def _draw(self) -> None:
@@ -61,7 +59,7 @@ class RecurrentConv(TriangularConv):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
     ) -> Tensor:
-        """As TriangularConv.forward, of texts of any length. A negative position is padding, which
+        """As TriangularConv.forward, of texts of any length. Padding, whose position is negative,
         does not change the sum that is kept.
         """
         # (batch or 1, tokens, heads, 1) each
@@ -82,9 +80,7 @@ class RecurrentConv(TriangularConv):
         return y if residual is None else residual + y.to(residual.dtype)
 
     def _at(self, numbers: Tensor, x: Tensor, past: MixingCache | None) -> Tensor:
-        """Numbers (heads, context) of the tokens of x, (batch or 1, tokens, heads). Beyond the
-        context stands the last one.
-        """
+        """Numbers (heads, context) at the tokens of x, (batch or 1, tokens, heads)."""
         if past is not None:
             return numbers.T[past.positions.clamp(0, self.context - 1)]
         more = numbers[:, -1:].expand(-1, max(0, x.shape[1] - self.context))
