@@ -63,12 +63,11 @@ def pair_vectors(
     batch_size: int,
     place: tuple[torch.device, int, int],
 ) -> Tensor:
-    """(2, count, hidden) fp32: the vectors of `count` pairs, spread evenly over a PairFile. Those
-    that other processes compute are zero: the sum over all processes has all.
+    """(2, count, hidden) fp32: the vectors of `count` pairs, spread evenly over a PairFile, and
+    zeros for those of other processes. place: this process's device and number, and how many.
 
     embed: from queries and targets, (batch, tokens) each, to vectors (2, batch, hidden); all
     processes call it as often, and with one shape, which may be compiled.
-    place: this process's device, its number, and how many there are.
     """
     device, index, processes = place
     parts, step = [], batch_size * processes

@@ -13,8 +13,7 @@ from mixer import MaskedMixerForCausalLM
 from mixer.generate import continuations
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
-from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.models.masked_mixer.recurrent import RecurrentConv
+from mixer.models.masked_mixer.convolution import RecurrentConv, TriangularConv
 from mixer.training.config import load_config
 from mixer.training.loop import train
 

@@ -3,7 +3,6 @@
 modeling       the model, from which to read on: MLP, block, embedding, head, loss
 mixing         token mixing and its variants: flat, gated, keyed
 convolution    the convolutions in them, with their mixing weights
-recurrent      mixing weights that are a running sum
 layers         linear layers and nonlinearities
 configuration  the model's options, and its code beside a saved model
 cache          generation: the inputs of earlier tokens, or their sum, and CUDA graphs

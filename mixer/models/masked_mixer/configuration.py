@@ -15,7 +15,7 @@ from mixer.common.options import option, option_problems
 from mixer.ops.lags import toeplitz
 from mixer.ops.plain import BACKENDS, triangular_conv
 
-# Mixing weights that are a recurrence, with a memory of constant size; see recurrent.py.
+# Mixing weights that are a recurrence, with a memory of constant size; see RecurrentConv.
 RECURRENT = ("rows", "columns", "mixed")
 # Options that need a mixer_key_size.
 OF_KEYS = (
@@ -110,15 +110,14 @@ def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule that options break together, each being allowed by itself."""
     heads, taps, keys = options.num_mixer_heads, options.mixer_kernel_size, options.mixer_key_size
     gate, every, form = options.mixer_gate, options.mixer_keyed_every, options.mixing_weight
+    expansion, decay = options.mixer_expansion, options.mixing_decay
     in_all = keys and every == 1  # keyed mixing in all blocks
     recurrent, shift = form in RECURRENT, options.mixing_init == "shift"
     of_keys = " ".join(n for n in OF_KEYS if getattr(options, n) != getattr(MixerOptions, n))
     # The options, what is allowed of them, and whether a model breaks the rule.
     rules = {
         "num_mixer_heads hidden_size: heads that divide it": options.hidden_size % heads,
-        "mixer_expansion mixer_gate mixer_key_size: expansion alone, or the others": (
-            options.mixer_expansion and (gate or keys)
-        ),
+        "mixer_expansion mixer_gate mixer_key_size: expansion alone": expansion and (gate or keys),
         "mixer_gate mixer_key_size mixer_keyed_every: every above 1 for both": gate and in_all,
         "mixer_projections mixer_gate mixer_key_size: true with gate, or keys in all blocks": (
             (gate or in_all) and not options.mixer_projections
@@ -138,9 +137,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
         "mixing_init mixing_weight mixer_key_size: shift with lags and keys": (
             keys and form == "lags" and not shift
         ),
-        f"mixing_decay mixing_weight: decay with {', '.join(RECURRENT)}": (
-            options.mixing_decay and not recurrent
-        ),
+        f"mixing_decay mixing_weight: decay with {', '.join(RECURRENT)}": decay and not recurrent,
         "mixing_weight num_mixer_heads: 2 heads or more": form == "mixed" and heads < 2,
     }
     broken = [rule.split(": ") for rule, is_broken in rules.items() if is_broken]

@@ -1,7 +1,6 @@
 """The convolutions that mix tokens: `TriangularConv`, by a learned lower-triangular weight (arXiv
-2409.01482, section 2), `KeyedConv`, whose weights are scaled by how well tokens fit, and for both a
-weight by lag: one number for each distance of two tokens, so that nothing grows with the square of
-the context.
+2409.01482, section 2), `KeyedConv`, whose weights are scaled by how well tokens fit, for both a
+weight by lag, which does not grow with the square of the context, and `RecurrentConv`.
 """
 
 import math
@@ -31,6 +30,8 @@ LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
 SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
 # Over so many tokens the initial weights of keyed mixing fall to 1/e, by block and head as above.
 SPANS = (64, 256, math.inf, 256)
+FASTEST = 0.1  # the largest decay of a recurrence; over context / SPAN tokens in longer contexts
+SPAN = 512
 
 
 class TriangularConv(nn.Module):
@@ -91,15 +92,15 @@ class TriangularConv(nn.Module):
         """residual + the convolution of x, both (batch, tokens, channels). With a past, x continues
         its tokens, and needs only its own rows of the weight.
         """
-        given = self.operands()
+        given = {"bias": self.bias, "residual": residual, "backend": self.backend}
+        given |= self.operands()
         if past is None or past.is_empty:
             if past is not None:
                 past.append(self.place, by_head(x, self.heads))
-            how = {"backend": self.backend, **given}
-            return triangular_conv(x, bias=self.bias, residual=residual, **how)
+            return triangular_conv(x, **given)
         if x.shape[1] == 1 and given["weight"] is not None:
-            inputs, weight = past.extended(self.place, 1), given["weight"]
-            return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
+            inputs = past.extended(self.place, 1)
+            return mix_row(inputs, x, positions=past.positions, **given)
         # (batch, heads, length, channels of a head)
         inputs = past.append(self.place, by_head(x, self.heads))
         y = mix_rows(inputs, self.rows(past.positions, inputs), self.bias, past.positions)
@@ -246,3 +247,102 @@ class KeyedLagConv(LagConv, KeyedConv):
     def _start(self) -> None:
         self.lags.zero_()
         self.decay.copy_(self._decays())
+
+
+class RecurrentConv(TriangularConv):
+    """A triangular convolution by a running sum, s[i] = d s[i - 1] + x[i] (arXiv 2605.08696), which
+    is all that generation keeps, however long the text. A head by row returns scale[i] s[i], a head
+    by column sums up scale[j] x[j]: W[i, j] is scale[i] d^(i - j), or scale[j] d^(i - j).
+
+    The parameters are `scale` (heads, 1, context), `bias` (heads, context) and, if the
+    configuration has mixing_decay, `decay` (heads,): 1 - d^span, because half precision has few
+    numbers just below 1. Tokens beyond the context have the scale and the bias of its last one.
+    """
+
+    def make_weight(self) -> None:
+        # So many heads go by row, the others by column.
+        by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}
+        self.by_row = by_row[self.config.mixing_weight]
+        self.span = max(1, self.context // SPAN)
+        self.scale = nn.Parameter(torch.empty(self.heads, 1, self.context))
+        self.decay = nn.Parameter(torch.empty(self.heads)) if self.config.mixing_decay else None
+
+    def mixing_weight(self) -> Tensor:
+        given, taken = self._sides()
+        powers = toeplitz(self._powers(0, self.context), self.context)
+        return (taken[..., None] * powers * given[:, None])[:, None]
+
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        """What scales a token before it is summed up, and the sum after: (heads, context) each."""
+        scale = self.scale[:, 0]
+        by_row = torch.arange(self.heads, device=scale.device)[:, None] < self.by_row
+        return torch.where(by_row, 1, scale), torch.where(by_row, scale, 1)
+
+    def reset_parameters(self) -> None:
+        """As the author has them: variance 2 / context, no decay, no bias."""
+        self._draw()
+
+    def _draw(self) -> None:
+        for parameter in self.parameters(recurse=False):
+            initialization.zeros_(parameter)
+        if self.config.mixing_init == "reference":
+            initialization.normal_(self.scale, std=math.sqrt(2 / self.context))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
+    ) -> Tensor:
+        """As TriangularConv.forward, of texts of any length. Padding, whose position is negative,
+        does not change the sum that is kept.
+        """
+        # (batch or 1, tokens, heads, 1) each
+        given, taken, bias = (
+            self._at(numbers, x, past)[..., None].to(x.dtype)
+            for numbers in (*self._sides(), self.bias)
+        )
+        x = (x.unflatten(-1, (self.heads, -1)) * given).flatten(2)
+        if past is None:
+            sums = self._sums(x)
+        else:
+            state = past.sums(self.place, x)
+            sums = self._sums(x, state)
+            count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
+            last = sums[torch.arange(len(x), device=x.device), count - 1]
+            state.copy_(torch.where((count == 0)[:, None], state, last))
+        y = (sums.to(x.dtype).unflatten(-1, (self.heads, -1)) * taken + bias).flatten(2)
+        return y if residual is None else residual + y.to(residual.dtype)
+
+    def _at(self, numbers: Tensor, x: Tensor, past: MixingCache | None) -> Tensor:
+        """Numbers (heads, context) at the tokens of x, (batch or 1, tokens, heads)."""
+        if past is not None:
+            return numbers.T[past.positions.clamp(0, self.context - 1)]
+        more = numbers[:, -1:].expand(-1, max(0, x.shape[1] - self.context))
+        return torch.cat([numbers[:, : x.shape[1]], more], 1).T[None]
+
+    def _powers(self, first: int, end: int) -> Tensor:
+        """d^k for k from first to end - 1: (heads, end - first), fp32 or wider."""
+        decay = self.scale.new_zeros(self.heads) if self.decay is None else self.decay
+        decay = decay.to(torch.promote_types(decay.dtype, torch.float32)).clamp(0, FASTEST)
+        exponent = torch.arange(first, end, device=decay.device)
+        return (exponent * torch.log1p(-decay)[:, None] / self.span).exp()
+
+    def _sums(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        """s[i] = d s[i - 1] + x[i] of x (batch, tokens, channels), where s[-1] is a state (batch,
+        channels) or zero. Texts longer than the context are summed up one context after another.
+        """
+        found = []
+        for sums in x.split(self.context, 1):
+            tokens = sums.shape[1]
+            if tokens > 1:
+                lags = self._powers(0, tokens)[:, None]
+                sums = triangular_conv(sums, None, None, None, backend=self.backend, lags=lags)
+            if state is not None:
+                fallen = self._powers(1, tokens + 1).T[..., None]  # (tokens, heads, 1)
+                earlier = state.unflatten(-1, (self.heads, -1))[:, None] * fallen
+                sums = sums + earlier.flatten(2)
+            state = sums[:, -1]
+            found.append(sums)
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def flops(self, tokens: int) -> int:
+        """For each channel, products by d and by the scale."""
+        return 2 * self.channels * 2 * tokens

@@ -14,9 +14,8 @@ from mixer.ops.plain import by_head, turn
 
 from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
-from .convolution import KeyedConv, KeyedLagConv, LagConv, TriangularConv
+from .convolution import KeyedConv, KeyedLagConv, LagConv, RecurrentConv, TriangularConv
 from .layers import Linear, gelu
-from .recurrent import RecurrentConv
 
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
