@@ -45,12 +45,19 @@ class MixingCache(Cache):
     def is_empty(self) -> bool:
         return self.length == 0
 
+    def memory(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is kept at a place: zeros where a text begins, or what an earlier text left."""
+        kept, wanted = self.kept.get(place), (shape, dtype, x.device)
+        if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
+            self.kept[place] = x.new_zeros(shape, dtype=dtype)
+        return self.kept[place]
+
     def append(self, place: Place, new: Tensor) -> Tensor:
         """Keeps the inputs of the new tokens, (batch, heads, new, channels of a head). Returns
         those of all tokens so far, as `extended`.
         """
         batch, heads, tokens, channels = new.shape
-        self._allocate(place, (batch, heads, self.config.longest_text, channels), new, new.dtype)
+        self.memory(place, (batch, heads, self.config.longest_text, channels), new, new.dtype)
         inputs = self.extended(place, tokens)
         write_rows(inputs, new, self.positions)
         return inputs
@@ -61,20 +68,6 @@ class MixingCache(Cache):
         """
         kept = self.kept[place]
         return kept if self.static else kept[:, :, : self.length + new]
-
-    def sums(self, place: Place, x: Tensor) -> Tensor:
-        """The running sum of a recurrence, (batch, channels) in fp32 or wider, for the caller to
-        add x (batch, new, channels) to in place.
-        """
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self._allocate(place, (x.shape[0], x.shape[2]), x, wide)
-        return self.kept[place]
-
-    def _allocate(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> None:
-        """Where a text begins, unless what an earlier one left serves."""
-        kept, wanted = self.kept.get(place), (shape, dtype, x.device)
-        if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
-            self.kept[place] = x.new_zeros(shape, dtype=dtype)
 
     def run(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
         """blocks(input_ids, self, states), of one token of each text from a CUDA graph if possible;

@@ -303,7 +303,8 @@ class RecurrentConv(TriangularConv):
         if past is None:
             sums = self._sums(x)
         else:
-            state = past.sums(self.place, x)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            state = past.memory(self.place, (x.shape[0], x.shape[2]), x, wide)
             sums = self._sums(x, state)
             count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
             last = sums[torch.arange(len(x), device=x.device), count - 1]
