@@ -18,7 +18,7 @@ from mixer.training.config import load_config
 from mixer.training.loop import train
 
 BY_LAG = ["model.mixing_weight=lags", "model.num_mixer_heads=2", "model.mixing_init=shift"]
-CONTEXT = "model.max_position_embeddings=24"  # no other size of the small run
+BY_LAG += ["model.max_position_embeddings=24"]  # no other size of the small run
 every_form = pytest.mark.parametrize("form", RECURRENT)
 HEADS = {"num_mixer_heads": 2, "mixing_decay": True}
 
@@ -141,7 +141,7 @@ def test_training_keeps_nothing_that_grows_with_the_square_of_the_context(
     kind, write_config, tmp_path
 ):
     path = str(write_config(name="lags"))
-    model = train(load_config(path, [*BY_LAG, *kind, "optim.name=muon", "optim.lr=1e-2", CONTEXT]))
+    model = train(load_config(path, [*BY_LAG, *kind, "optim.name=muon", "optim.lr=1e-2"]))
     losses = read_losses(tmp_path / "runs/lags")
     assert losses[12] < losses[1] - 0.2
     context, step = model.config.max_position_embeddings, tmp_path / "runs/lags/step-12"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from models import generate, small_model, tokens
+from models import generate, lively_model, tokens
 from runs import ROOT, read_losses
 from safetensors.torch import load_file
 from torch import nn
@@ -85,11 +85,7 @@ class Uneven(nn.Module):
 def test_blocks_may_have_different_numbers_of_convolutions(counts, static, monkeypatch):
     kinds = [type(f"Uneven{count}", (Uneven,), {"count": count}) for count in counts]
     monkeypatch.setattr(modeling, "mixing_class", lambda config, block: kinds[block])
-    model, ids = small_model(num_hidden_layers=len(counts)), tokens(batch=2, length=4)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, TriangularConv):
-                module.set_mixing_weight(8 * module.mixing_weight())
+    model, ids = lively_model(num_hidden_layers=len(counts)), tokens(batch=2, length=4)
     cache = MixingCache(model.config, static)
     written = generate(model, ids, past_key_values=cache)
     assert torch.equal(written, generate(model, ids, use_cache=False))
