@@ -190,7 +190,7 @@ def test_what_cannot_be_generated_from_is_refused():
         (lambda: model(short, past_key_values=cache), "has 4 tokens and the cache 12; "),
         (lambda: model(short, past_key_values=DynamicCache()), "DynamicCache given; .* a Mixing"),
         (lambda: model(short, position_ids=short), "position_ids given; a masked mixer reads "),
-        (lambda: model(short, attention_mask=narrow), r"has shape \(3, 1\); it must be \(3, 4\)"),
+        (lambda: model(short, attention_mask=narrow), r"has shape \(3, 1\); allowed: \(3, 4\)"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

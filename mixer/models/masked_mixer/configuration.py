@@ -192,7 +192,6 @@ def copy_code(directory: Path) -> None:
         code = re.sub(r"^( *from) mixer\.\w+(\.\w+ import)", r"\1 \2", code, flags=re.MULTILINE)
         if name == "modeling":
             # Up to 5.9, transformers takes no files along but those that this one imports itself.
-            imported = re.findall(r"^from \.(\w+) import", code, re.MULTILINE)
-            missing = sorted(files.keys() - {name, *imported})
-            code += "".join(f"from .{other} import __doc__ as _\n" for other in missing)
+            others = sorted(files.keys() - {name})
+            code += "".join(f"from .{other} import __doc__ as _\n" for other in others)
         (directory / file.name).write_text(code, encoding="utf-8")

@@ -114,7 +114,7 @@ class TriangularConv(nn.Module):
         from others before there is something to learn from them; shift, see `_shifts`.
         """
         self._draw()
-        own = [part for name, part in self.named_parameters(recurse=False) if name != "bias"]
+        own = [part for part in self.parameters(recurse=False) if part is not self.bias]
         # transformers calls this for loaded weights too, which must not change.
         if not any(getattr(part, "_is_hf_initialized", False) for part in own):
             self._start()

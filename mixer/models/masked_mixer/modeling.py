@@ -209,11 +209,9 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 f"model's context of {context}: give another input, or past_key_values.reset() "
                 "before another text"
             )
-        if attention_mask is not None and tuple(attention_mask.shape) != (batch, past + new):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be "
-                f"{(batch, past + new)}: (batch, tokens), with those in the cache"
-            )
+        shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
+        if shape != (batch, past + new):
+            raise ValueError(f"attention_mask has shape {shape}; allowed: {(batch, past + new)}")
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
