@@ -43,7 +43,7 @@ class MixerOptions:
     )
     num_mixer_heads: int = option(1, "groups of channels with a mixing weight each", **SIZE)
     mixer_projections: bool = option(
-        True, "linear layers around heads; false: none, and heads also between blocks with keys"
+        True, "linear layers around several heads; false: none, and heads also between keyed blocks"
     )
     mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", **SIZE)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
